@@ -1,0 +1,58 @@
+"""bfloat16 inside numba kernels.
+
+numpy has no bfloat16, so its arrays are ``uint16`` here and hold the bits: the upper half of the float32 of the same
+value. A torch tensor lends its bits, without a copy, as ``tensor.view(torch.uint16).numpy()``.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+
+_QUIET_NAN_BITS: Final = np.uint16(0x7FC0)
+
+
+def _bit_cast(source: types.Type, target: types.Type) -> Callable[..., Any]:
+    """Return an intrinsic that reads the bits of a ``source`` as a ``target``; an argument of another type fails."""
+
+    @intrinsic
+    def cast(_typing_context: Any, value: Any) -> Any:
+        if value != source:
+            return None
+
+        def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            return builder.bitcast(arguments[0], context.get_value_type(target))
+
+        return target(source), codegen
+
+    return cast
+
+
+float32_of_bits: Final = _bit_cast(types.uint32, types.float32)
+"""In kernels only: the float32 that a uint32 holds the bits of."""
+
+bits_of_float32: Final = _bit_cast(types.float32, types.uint32)
+"""In kernels only: the bits of a float32 as a uint32."""
+
+
+@njit(nogil=True, cache=True)
+def bf16_to_float32(bits: Any) -> Any:
+    """Return the float32 equal to the bfloat16 with these bits (uint16). Exact."""
+    return float32_of_bits(np.uint32(np.uint32(bits) << np.uint32(16)))
+
+
+@njit(nogil=True, cache=True)
+def float32_to_bf16(value: Any) -> Any:
+    """Return the bits (uint16) of the bfloat16 nearest to a float32, ties to even.
+
+    What lies beyond the largest bfloat16 by half a unit in the last place or more becomes infinite; denormals are
+    kept. Every NaN becomes the quiet 0x7FC0: rounding its bits could carry into an infinity, or lose it to one.
+    """
+    if np.isnan(value):
+        return _QUIET_NAN_BITS
+    bits = bits_of_float32(value)
+    # Half a unit, less one where the kept part is even: a tie carries upwards only from an odd one.
+    bias = np.uint32(0x7FFF) + (np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+    return np.uint16(np.uint32(bits + bias) >> np.uint32(16))

@@ -1,0 +1,16 @@
+"""Calibration: measure this machine and build its hardware profile.
+
+The only part of :mod:`hwprofiles` that needs torch; :mod:`hwprofiles` itself does not import it.
+"""
+
+try:
+    import torch  # noqa: F401 - asked for here, so that its absence is met with a remedy
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "calibration measures with torch, which is not installed; pip install 'ullage[execute]'", name=error.name
+    ) from error
+
+from hwprofiles.calibrate.options import CalibrationError, CalibrationOptions, CalibrationReport, Pair
+from hwprofiles.calibrate.run import calibrate
+
+__all__ = ["CalibrationError", "CalibrationOptions", "CalibrationReport", "Pair", "calibrate"]

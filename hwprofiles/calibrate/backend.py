@@ -1,0 +1,235 @@
+"""The two kinds of device that can be calibrated: CUDA GPUs, and a share of the CPU.
+
+Probes are the same for both; they differ in the clock (wall time against CUDA events) and in how a copy is made.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from hwprofiles.calibrate.machine import cpu_name
+from hwprofiles.calibrate.options import CpuAdamW
+from hwprofiles.calibrate.sampling import Call, Case
+
+Direction = Literal["down", "up"]
+POOL_BYTES = 128 * 2**20  # operands rotate through this much memory: training finds its operands in DRAM, not in cache
+
+
+class Backend(Protocol):
+    """What probes need of a device.
+
+    Attributes:
+        kind: as in :class:`hwprofiles.profile.Device`.
+        num_cores: CPU cores that computing occupies (0 for a GPU).
+        cores_per_copy: CPU cores that one running copy occupies.
+        dram_bytes_per_copied_byte: host memory traffic of a copy: 1, or 2 where the device's memory is host memory.
+        shapes: rows and hidden sizes of the products to measure.
+        copy_pool_bytes: largest copy; copies rotate through this much on either side.
+    """
+
+    kind: Literal["gpu", "host"]
+    name: str
+    device: torch.device
+    num_cores: int
+    cores_per_copy: int
+    dram_bytes_per_copied_byte: int
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    copy_pool_bytes: int
+
+    def time_s(self, call: Call, num_calls: int) -> float:
+        """See :class:`hwprofiles.calibrate.sampling.Clock`."""
+        ...
+
+    def blocking(self, call: Call) -> Call:
+        """Return the call made to wait for its own work, usable from any thread."""
+        ...
+
+    def copier(self, direction: Direction, *, pinned: bool = True) -> "Copier":
+        """Return what makes copies in one direction."""
+        ...
+
+    def optimizer_cases(self, sizes: tuple[int, ...], cpu_adamw: CpuAdamW) -> list[Case]:
+        """Return one AdamW update on the device per number of parameters."""
+        ...
+
+    def issue_s(self) -> list[float]:
+        """Return samples of the host time to issue one kernel, in seconds; empty where computing is synchronous."""
+        ...
+
+
+class Copier(Protocol):
+    """Copies between a pool of device memory and a pool of host memory."""
+
+    def call(self, num_bytes: int) -> Call:
+        """Return a call that copies the next ``num_bytes`` of the pools."""
+        ...
+
+
+def rotate(pool_size: int, item_size: int) -> Iterator[slice]:
+    """Return the slices of a pool that successive items take, for ever."""
+    starts = range(0, max(pool_size - item_size, 0) + 1, item_size)
+    return itertools.cycle([slice(start, start + item_size) for start in starts])
+
+
+class HostBackend:
+    """A share of the CPU; its memory is ordinary memory and a copy is a memcpy that takes one core."""
+
+    kind: Literal["gpu", "host"] = "host"
+    cores_per_copy = 1
+    dram_bytes_per_copied_byte = 2
+
+    def __init__(self, num_cores: int, memory_bytes: int, *, quick: bool) -> None:
+        self.name = f"{num_cores} cores of {cpu_name()}"
+        self.device = torch.device("cpu")
+        self.num_cores = num_cores
+        self.shapes = ((64, 256, 1024, *(() if quick else (2048, 4096))), (256, 512, 1024, 2048))
+        self.copy_pool_bytes = max(min((128 if quick else 256) * 2**20, memory_bytes // 2), 2**16)
+
+    def time_s(self, call: Call, num_calls: int) -> float:
+        """Return seconds per call by the wall clock: computing is synchronous."""
+        begin_s = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        return (time.perf_counter() - begin_s) / num_calls
+
+    def blocking(self, call: Call) -> Call:
+        """Return the call itself: it blocks already."""
+        return call
+
+    def copier(self, direction: Direction, *, pinned: bool = True) -> Copier:  # noqa: ARG002 - one kind of memory
+        """Return a memcpy by the calling thread; both directions are alike."""
+        return _Memcpy(self.copy_pool_bytes)
+
+    def optimizer_cases(self, sizes: tuple[int, ...], cpu_adamw: CpuAdamW) -> list[Case]:
+        """Return updates by the injected CPU kernel on the device's cores."""
+        return adamw_cases(sizes, cpu_adamw, self.num_cores)
+
+    def issue_s(self) -> list[float]:
+        """Return nothing: computing is synchronous."""
+        return []
+
+
+class _Memcpy:
+    def __init__(self, pool_bytes: int) -> None:
+        # Filled, not only allocated: page faults belong to start-up.
+        self._source = np.full(pool_bytes, 1, dtype=np.uint8)
+        self._target = np.full(pool_bytes, 2, dtype=np.uint8)
+
+    def call(self, num_bytes: int) -> Call:
+        slices = rotate(len(self._source), num_bytes)
+
+        def copy() -> None:
+            part = next(slices)
+            np.copyto(self._target[part], self._source[part])
+
+        return copy
+
+
+class CudaBackend:
+    """One GPU of this process, timed by CUDA events on the current stream."""
+
+    kind: Literal["gpu", "host"] = "gpu"
+    num_cores = 0
+    cores_per_copy = 0
+    dram_bytes_per_copied_byte = 1
+
+    def __init__(self, *, quick: bool) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.name = torch.cuda.get_device_name(self.device)
+        rows = (64, 512, 2048, 8192) if quick else (64, 256, 512, 1024, 2048, 4096, 8192)
+        self.shapes = (rows, (1024, 2048, 4096, 8192))
+        self.copy_pool_bytes = 256 * 2**20
+        self._stream = threading.local()
+
+    def time_s(self, call: Call, num_calls: int) -> float:
+        """Return seconds per call between two events on the current stream."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(self.device)
+        start.record()
+        for _ in range(num_calls):
+            call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / num_calls
+
+    def blocking(self, call: Call) -> Call:
+        """Return the call issued to a stream of the calling thread, then waited for (the GIL is released)."""
+
+        def run() -> None:
+            if not hasattr(self._stream, "value"):
+                torch.cuda.set_device(self.device)
+                self._stream.value = torch.cuda.Stream(self.device)
+            with torch.cuda.stream(self._stream.value):
+                call()
+            self._stream.value.synchronize()
+
+        return run
+
+    def copier(self, direction: Direction, *, pinned: bool = True) -> Copier:
+        """Return asynchronous copies (synchronous ones if the host side is not pinned)."""
+        return _CudaCopy(self.device, direction, self.copy_pool_bytes, pinned=pinned)
+
+    def optimizer_cases(self, sizes: tuple[int, ...], cpu_adamw: CpuAdamW) -> list[Case]:  # noqa: ARG002 - not its kernel
+        """Return updates by torch's fused AdamW on fp32 parameters."""
+        return [Case(size, _fused_adamw(size, self.device)) for size in sizes]
+
+    def issue_s(self) -> list[float]:
+        """Return the wall time of issuing small kernels that the GPU has room to queue."""
+        x = torch.zeros(16, device=self.device)
+        samples = []
+        for _ in range(20):
+            torch.cuda.synchronize(self.device)
+            begin_s = time.perf_counter()
+            for _ in range(100):  # fewer than the launch queue holds (1024): issuing must not wait
+                x.add_(1.0)
+            samples.append((time.perf_counter() - begin_s) / 100)
+        return samples
+
+
+class _CudaCopy:
+    def __init__(self, device: torch.device, direction: Direction, pool_bytes: int, *, pinned: bool) -> None:
+        on_device = torch.ones(pool_bytes, dtype=torch.uint8, device=device)
+        on_host = torch.ones(pool_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self._source, self._target = (on_host, on_device) if direction == "down" else (on_device, on_host)
+
+    def call(self, num_bytes: int) -> Call:
+        slices = rotate(len(self._source), num_bytes)
+
+        def copy() -> None:
+            part = next(slices)
+            self._target[part].copy_(self._source[part], non_blocking=True)
+
+        return copy
+
+
+def adamw_cases(sizes: tuple[int, ...], cpu_adamw: CpuAdamW, num_threads: int) -> list[Case]:
+    """Return one CPU AdamW update per number of parameters; subgroups rotate through the state of the largest."""
+    num_params = max(sizes)
+    master, exp_avg = (np.full(num_params, value, dtype=np.float32) for value in (0.02, 1e-3))
+    exp_avg_sq = np.full(num_params, 1e-6, dtype=np.float32)
+    gradient = np.full(num_params, 0x3A83, dtype=np.uint16)  # 0.001 in bfloat16: away from zero and denormals
+    weight = np.zeros(num_params, dtype=np.uint16)
+    arrays = (master, exp_avg, exp_avg_sq, gradient, weight)
+
+    def update(size: int) -> Call:
+        slices = rotate(num_params, size)
+
+        def call() -> None:
+            part = next(slices)
+            parts = [array[part] for array in arrays]
+            cpu_adamw(parts[0], parts[1], parts[2], parts[3], parts[4], num_threads)
+
+        return call
+
+    return [Case(size, update(size)) for size in sizes]
+
+
+def _fused_adamw(num_params: int, device: torch.device) -> Call:
+    parameter = torch.nn.Parameter(torch.full((num_params,), 0.02, device=device))
+    parameter.grad = torch.full_like(parameter, 1e-3)
+    return torch.optim.AdamW([parameter], fused=True).step

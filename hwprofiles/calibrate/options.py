@@ -1,0 +1,101 @@
+"""What calibration is asked, and what it tells besides the profile."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Floats = npt.NDArray[np.float64]
+
+#: ``cpu_adamw(master, exp_avg, exp_avg_sq, grad, weight, num_threads)``: one AdamW step in place over flat float32
+#: arrays, a bfloat16 gradient (as uint16) in, bfloat16 weights (as uint16) out; must release the GIL.
+CpuAdamW = Callable[[Array, Array, Array, Array, Array, int], object]
+
+#: ``progress(step, done, total)``: called before each step and once after the last.
+Progress = Callable[[str, int, int], None]
+
+
+class CalibrationError(ValueError):
+    """The machine, or what was asked of it, does not allow calibration; the message names the remedy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrationOptions:
+    """What to measure, and how thoroughly.
+
+    Attributes:
+        quick: fewer and smaller sizes, about half a minute; otherwise about four minutes.
+        name: the profile's name; by default derived from the host's name.
+        device_cores: kind ``host`` only: cores that stand in for the device (default: half of them, at least 1).
+        device_memory_bytes: memory that training may use on the device (default: what is free on a GPU; a quarter
+            of the usable memory for kind ``host``).
+        scratch_dir: existing directory on the disk to measure (default: a temporary one below ``~/.cache``, removed
+            again). Nothing is left there.
+        seed: seed of the random operands.
+        device: ``gpu``, ``host``, or ``None`` for the GPU where there is one.
+        budget_s: seconds to spend on measuring, in place of the default of ``quick``. Sizes too large for it are
+            left out, and every size left is measured at least three times.
+    """
+
+    quick: bool = False
+    name: str | None = None
+    device_cores: int | None = None
+    device_memory_bytes: int | None = None
+    scratch_dir: Path | None = None
+    seed: int = 0
+    device: str | None = None
+    budget_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.device not in {None, "gpu", "host"}:
+            raise CalibrationError(f"device is {self.device!r}; choose 'gpu' or 'host', or leave it out")
+        for field in ("device_cores", "device_memory_bytes", "budget_s"):
+            value = getattr(self, field)
+            if value is not None and not value > 0:
+                raise CalibrationError(f"{field} is {value}; give a positive number, or leave it out")
+
+    @property
+    def total_s(self) -> float:
+        """Seconds to spend on measuring."""
+        return self.budget_s if self.budget_s is not None else (27.0 if self.quick else 240.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pair:
+    """One activity alone and beside others: seconds per repetition of the same work.
+
+    Attributes:
+        what: the activity, and what ran beside it.
+        alone_s, paired_s: seconds per repetition.
+        predicted: the slow-down that the profile's ``dram_bytes_per_s`` implies; ``None`` where the activity's
+            demand on DRAM is not known.
+    """
+
+    what: str
+    alone_s: float
+    paired_s: float
+    predicted: float | None = None
+
+    @property
+    def slow_down(self) -> float:
+        """``paired_s / alone_s``."""
+        return self.paired_s / self.alone_s
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrationReport:
+    """What was seen besides the profile.
+
+    Attributes:
+        pairs: activities beside each other.
+        notes: sizes that were left out, fall-backs, cross-checks.
+        elapsed_s: how long calibration took.
+    """
+
+    pairs: tuple[Pair, ...]
+    notes: tuple[str, ...]
+    elapsed_s: float

@@ -1,0 +1,190 @@
+"""What a machine can do: the schema of a hardware profile.
+
+A profile describes *one node* and how many of them are joined, as seen by one training process per device. The
+*device* is what computes: a GPU, or (kind ``host``) a share of the CPU with a bounded arena of ordinary memory
+that stands in for one, so that everything can run and be measured on a machine without a GPU.
+"""
+
+from typing import Annotated, Literal, Self
+
+import networkx as nx
+from pydantic import Field, model_validator
+
+from hwprofiles.quantity import (
+    Bytes,
+    BytesPerSecond,
+    Count,
+    CurveOverBytes,
+    CurveOverFlop,
+    CurveOverParams,
+    Frozen,
+    ParamsPerSecond,
+    Seconds,
+)
+
+Dtype = Literal["bf16", "fp32"]
+
+
+class Device(Frozen):
+    """What computes.
+
+    Attributes:
+        kind: ``gpu`` (asynchronous, own memory) or ``host`` (a share of the CPU cores, arena in ordinary memory).
+        memory_bytes: capacity that training may use.
+        memory_bytes_per_s: bandwidth of that memory.
+        num_cores: CPU cores that computing occupies (0 for a GPU).
+        gemm: time of one matrix product against its FLOP, per data type (``fp16`` counts as ``bf16``).
+        gemm_rows_half: rows (tokens) at which a product reaches half of the curve's rate because too few rows fill
+            the device; 0 switches the correction off. See :func:`planner.costs.gemm_s`.
+        attention: time of one fused attention forward against its FLOP, per data type.
+        elementwise: time of one elementwise kernel against the bytes it reads and writes, dispatch included.
+        optimizer: time of one AdamW update on the device against its number of parameters.
+        issue_s: time the host needs to issue one kernel; 0 where computing is synchronous.
+    """
+
+    name: str
+    kind: Literal["gpu", "host"]
+    memory_bytes: Bytes
+    memory_bytes_per_s: BytesPerSecond
+    num_cores: Annotated[int, Field(ge=0)]
+    gemm: dict[Dtype, CurveOverFlop]
+    gemm_rows_half: Count
+    attention: dict[Dtype, CurveOverFlop]
+    elementwise: CurveOverBytes
+    optimizer: CurveOverParams
+    issue_s: Seconds
+
+
+class Link(Frozen):
+    """A link with two directions, ``down`` towards the device and ``up`` away from it.
+
+    Attributes:
+        down, up: time of one pinned copy against its bytes, alone on the link.
+        both_bytes_per_s: sum over both directions when both are busy (split duplex: at most down + up).
+        pageable_bytes_per_s: rate of a copy to memory that is not pinned (away from the device), and in the other
+            direction too unless ``pageable_down_bytes_per_s`` is given.
+        pageable_down_bytes_per_s: rate of a copy from memory that is not pinned, where it differs: copies away from
+            the device often land in fresh memory, and then pay for page faults that the others do not.
+        num_cores_per_copy: CPU cores that one running copy occupies (0 where an engine copies).
+    """
+
+    down: CurveOverBytes
+    up: CurveOverBytes
+    both_bytes_per_s: BytesPerSecond
+    pageable_bytes_per_s: BytesPerSecond
+    pageable_down_bytes_per_s: BytesPerSecond | None = None
+    num_cores_per_copy: Count
+
+    def pageable_rate(self, direction: Literal["down", "up"]) -> float:
+        """Return the bytes per second of a copy in ``direction`` whose host side is not pinned."""
+        if direction == "down" and self.pageable_down_bytes_per_s is not None:
+            return self.pageable_down_bytes_per_s.value
+        return self.pageable_bytes_per_s.value
+
+
+class Host(Frozen):
+    """The CPU side of one node.
+
+    Attributes:
+        memory_bytes: DRAM that training may use.
+        dram_bytes_per_s: what all cores and copy engines together can move, reads and writes added.
+        num_cores: physical cores.
+        optimizer: time of one fused single-pass AdamW (28 B/param) against its parameters, with all cores that the
+            node gives to updates.
+        num_optimizer_cores: how many cores that is.
+        optimizer_process_params_per_s: the most that one process reaches, whose threads are bound to some of the cores,
+            however few processes there are; ``None``: a lone process uses them all.
+        elementwise_bytes_per_s: host passes that are not the optimizer (casts, scaling), all those cores together.
+    """
+
+    name: str
+    memory_bytes: Bytes
+    dram_bytes_per_s: BytesPerSecond
+    num_cores: Annotated[int, Field(ge=1)]
+    optimizer: CurveOverParams
+    num_optimizer_cores: Annotated[int, Field(ge=1)]
+    optimizer_process_params_per_s: ParamsPerSecond | None = None
+    elementwise_bytes_per_s: BytesPerSecond
+
+    @model_validator(mode="after")
+    def _cores(self) -> Self:
+        if self.num_optimizer_cores > self.num_cores:
+            raise ValueError(
+                f"num_optimizer_cores is {self.num_optimizer_cores}, but the node has {self.num_cores} cores (num_cores); "
+                "give updates at most all of them"
+            )
+        return self
+
+
+class Storage(Frozen):
+    """A disk tier: ``nvme`` of one node or a shared ``pfs``; curves are time against bytes of one large request."""
+
+    capacity_bytes: Bytes
+    read: CurveOverBytes
+    write: CurveOverBytes
+
+
+class Fabric(Frozen):
+    """What joins devices.
+
+    Attributes:
+        bytes_per_s: bus bandwidth of an all-gather or reduce-scatter, per device and direction, while all devices of
+            a node take part (between nodes: each device's share of the NICs).
+        latency_s: start-up time of one collective.
+        via_host_link: the collective's bytes cross the same link as host copies (no NVLink).
+    """
+
+    bytes_per_s: BytesPerSecond
+    latency_s: Seconds
+    via_host_link: bool = False
+
+
+class HardwareProfile(Frozen):
+    """One machine: nodes of equal devices.
+
+    Attributes:
+        name: what ``--hardware`` calls it.
+        topology: pairs of joined places, e.g. ``("gpu0", "switch0")``; checked to be one connected graph in which
+            every device reaches ``dram``. Devices joined to one ``switch…`` share its uplink to the host.
+        devices_per_node: devices in one node.
+        intra_node, inter_node: fabrics inside and between nodes; ``None`` where there is only one device or node.
+    """
+
+    schema_version: Literal[1] = 1
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+    description: str
+    device: Device
+    devices_per_node: Annotated[int, Field(ge=1)]
+    host: Host
+    host_link: Link
+    nvme: Storage | None = None
+    pfs: Storage | None = None
+    intra_node: Fabric | None = None
+    inter_node: Fabric | None = None
+    topology: tuple[tuple[str, str], ...]
+
+    @model_validator(mode="after")
+    def _connected(self) -> Self:
+        graph = self.graph()
+        wanted = {f"{self.device.kind}{i}" for i in range(self.devices_per_node)} | {"dram"}
+        if missing := sorted(wanted - set(graph)):
+            raise ValueError(f"topology does not mention {', '.join(missing)}; every device and dram must be in it")
+        if not nx.is_connected(graph):
+            parts = [sorted(part) for part in nx.connected_components(graph)]
+            raise ValueError(f"topology falls into separate parts {parts}; join them with a link")
+        if self.devices_per_node > 1 and self.intra_node is None:
+            raise ValueError(f"{self.devices_per_node} devices per node need intra_node; add that fabric")
+        return self
+
+    def graph(self) -> "nx.Graph[str]":
+        """Return the topology as an undirected networkx graph of place names."""
+        graph: nx.Graph[str] = nx.Graph()
+        graph.add_edges_from(self.topology)
+        return graph
+
+    def devices_per_uplink(self) -> int:
+        """Return how many devices share one switch's uplink, of the capacity of one link, to the host (1: none do)."""
+        graph = self.graph()
+        devices = {f"{self.device.kind}{i}" for i in range(self.devices_per_node)}
+        switches = (place for place in graph if place.startswith("switch"))
+        return max((len(devices & set(graph[switch])) for switch in switches), default=1) or 1

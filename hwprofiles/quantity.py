@@ -1,0 +1,148 @@
+"""Numbers that know where they come from.
+
+Every number of a profile is a :class:`Quantity` or a :class:`Curve`, and both carry a :class:`Provenance`:
+a planner that mixes measured, published and assumed values must be able to say which of them a prediction rests on.
+"""
+
+import bisect
+import itertools
+import math
+from typing import Annotated, Literal, NamedTuple, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+Origin = Literal["measured", "published", "fitted", "assumed"]
+Unit = Literal["bytes", "bytes_per_s", "s", "flop_per_s", "params_per_s", "count", "ratio"]
+SizeUnit = Literal["bytes", "flop", "params"]
+
+
+class Frozen(BaseModel):
+    """Base of all profile types: immutable, and an unknown field is an error that names it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Provenance(Frozen):
+    """Where a value comes from.
+
+    Attributes:
+        origin: ``measured`` on the machine itself, ``published`` by others, ``fitted`` to whole runs, or ``assumed``.
+        source: the command that measured it, the publication, or the reason for the assumption.
+        date: ISO date of the measurement or publication, where known.
+        num_samples: how many repetitions stand behind the value.
+    """
+
+    origin: Origin
+    source: Annotated[str, Field(min_length=3)]
+    date: str | None = None
+    num_samples: Annotated[int, Field(ge=1)] | None = None
+
+
+class Quantity(Frozen):
+    """One number with its unit and provenance."""
+
+    value: Annotated[float, Field(ge=0)]
+    unit: Unit
+    provenance: Provenance
+
+
+class CurvePoint(Frozen):
+    """Time taken at one size: tenth percentile, median and ninetieth percentile, in seconds."""
+
+    size: Annotated[float, Field(gt=0)]
+    p10_s: Annotated[float, Field(gt=0)]
+    median_s: Annotated[float, Field(gt=0)]
+    p90_s: Annotated[float, Field(gt=0)]
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not self.p10_s <= self.median_s <= self.p90_s:
+            raise ValueError(f"at size {self.size:g}: p10 <= median <= p90 does not hold")
+        return self
+
+
+class Reading(NamedTuple):
+    """What a curve answers: a time in seconds, and whether it lies outside the measured sizes."""
+
+    time_s: float
+    extrapolated: bool
+
+
+class Curve(Frozen):
+    """Time against size, monotone, interpolated linearly in log-log space.
+
+    Below the first and above the last point the slope of the nearest segment is continued (at least 0 and at most
+    proportional to size), and :meth:`read` says so, so that a warning can reach the user.
+    """
+
+    size_unit: SizeUnit
+    points: Annotated[tuple[CurvePoint, ...], Field(min_length=1)]
+    provenance: Provenance
+
+    @model_validator(mode="after")
+    def _monotone(self) -> Self:
+        for a, b in itertools.pairwise(self.points):
+            if not a.size < b.size:
+                raise ValueError(f"sizes must increase, but {a.size:g} is followed by {b.size:g}")
+            if a.median_s > b.median_s:
+                raise ValueError(f"time must not fall with size, but it does from {a.size:g} to {b.size:g}")
+        return self
+
+    def read(self, size: float) -> Reading:
+        """Return the median time at ``size`` (in ``size_unit``) and whether that is an extrapolation."""
+        if size <= 0:
+            return Reading(0.0, extrapolated=False)
+        points = self.points
+        outside = not points[0].size <= size <= points[-1].size
+        if len(points) == 1:  # one point can only mean a constant rate
+            return Reading(points[0].median_s * size / points[0].size, outside)
+        right = min(max(bisect.bisect_left([p.size for p in points], size), 1), len(points) - 1)
+        a, b = points[right - 1], points[right]
+        slope = math.log(b.median_s / a.median_s) / math.log(b.size / a.size)
+        if outside:
+            slope = min(max(slope, 0.0), 1.0)
+        anchor = b if size > b.size else a
+        return Reading(anchor.median_s * (size / anchor.size) ** slope, outside)
+
+    def time_s(self, size: float) -> float:
+        """Return the median time in seconds at ``size``."""
+        return self.read(size).time_s
+
+    def best_rate_per_s(self) -> float:
+        """Return the highest rate, in ``size_unit`` per second, that any point of the curve reached."""
+        return max(p.size / p.median_s for p in self.points)
+
+
+def _quantity_in(unit: Unit, *, positive: bool = False) -> AfterValidator:
+    """Return a check that a quantity is in ``unit``, and that it is above zero where a zero makes no sense."""
+
+    def check(quantity: Quantity) -> Quantity:
+        if quantity.unit != unit:
+            raise ValueError(f"is in {quantity.unit!r}, but must be in {unit!r}; convert the value and change its unit")
+        if positive and quantity.value == 0:
+            raise ValueError("is 0, but must be above 0; measure it again, or leave an optional field out")
+        return quantity
+
+    return AfterValidator(check)
+
+
+def _curve_over(size_unit: SizeUnit) -> AfterValidator:
+    """Return a check that a curve's sizes are in ``size_unit``."""
+
+    def check(curve: Curve) -> Curve:
+        if curve.size_unit != size_unit:
+            raise ValueError(f"has sizes in {curve.size_unit!r}, but must have them in {size_unit!r}; convert them")
+        return curve
+
+    return AfterValidator(check)
+
+
+# Fields are declared with these, so that a value in the wrong unit is refused under the name of its field.
+Bytes = Annotated[Quantity, _quantity_in("bytes", positive=True)]
+BytesPerSecond = Annotated[Quantity, _quantity_in("bytes_per_s", positive=True)]
+ParamsPerSecond = Annotated[Quantity, _quantity_in("params_per_s", positive=True)]
+Seconds = Annotated[Quantity, _quantity_in("s")]
+Count = Annotated[Quantity, _quantity_in("count")]
+CurveOverBytes = Annotated[Curve, _curve_over("bytes")]
+CurveOverFlop = Annotated[Curve, _curve_over("flop")]
+CurveOverParams = Annotated[Curve, _curve_over("params")]

@@ -1,0 +1,1 @@
+"""What should happen, and when: model, decisions, schedule, simulation, search. Never imports torch."""

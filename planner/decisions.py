@@ -1,0 +1,124 @@
+"""Decisions: what the planner chooses, per unit and for the whole iteration."""
+
+from enum import StrEnum
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+STATE_BYTES_PER_PARAM = 12  # fp32 master, first and second moment
+
+
+class Place(StrEnum):
+    """Where a subgroup's optimizer state lives, and who updates it."""
+
+    GPU = "gpu"  # resident on the device, updated there
+    STREAM = "stream"  # lives on the host, streamed in, updated on the device, streamed back
+    CPU = "cpu"  # lives on the host, updated by the host
+
+
+class GradientPath(StrEnum):
+    """How gradients leave the device."""
+
+    ONCE = "once"  # in the weights' type, pinned, asynchronous: 2 B/param in bf16
+    # DeepSpeed ZeRO-3 (up to 0.19): bf16 out, back in, fp32 out: 8 B/param.
+    ZERO3_BLOCKING = "zero3-blocking"  # the last copy is unpinned, and backward waits for it
+    ZERO3_ASYNC = "zero3-async"  # the same traffic, pinned and overlapped
+
+
+class Frozen(BaseModel):
+    """Immutable; an unknown field is an error that names it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class UnitDecision(Frozen):
+    """Where one unit's parameters, activations and optimizer state live.
+
+    Attributes:
+        params: ``gpu`` keeps them (or the rank's shard) on the device; ``host`` fetches them into a slot for every use.
+        activations: ``keep`` what backward needs, or ``recompute`` it; equal for all units of one segment.
+        update: one place per subgroup of the unit's (sharded) parameters, in order.
+    """
+
+    params: Literal["gpu", "host"]
+    activations: Literal["keep", "recompute"]
+    update: tuple[Place, ...]
+
+
+class Precision(Frozen):
+    """Types of weights and gradients. The optimizer always works in fp32."""
+
+    weights: Literal["bf16", "fp32"]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one weight or gradient."""
+        return 2 if self.weights == "bf16" else 4
+
+    @property
+    def master_is_weight(self) -> bool:
+        """Whether the fp32 master copy is the weight itself, where both are in one place."""
+        return self.weights == "fp32"
+
+
+class Decisions(Frozen):
+    """Everything that was chosen. Together with the model and the batch this determines the schedule.
+
+    Attributes:
+        policy: the engine policy that these decisions follow or started from.
+        micro_batch: sequences per forward, on each rank.
+        num_micro_batches: forwards+backwards per iteration (gradient accumulation).
+        data_parallel: ranks that share the model's data; each has one device.
+        zero_stage: what is sharded over them: 1, 2 optimizer state and gradients, 3 parameters too.
+        subgroup_params: parameters in one subgroup, the grain of the optimizer step.
+        num_param_slots: slots in each ring that parameters are fetched or gathered into.
+        num_state_slots: slots that streamed optimizer state passes through.
+        update_order: the order of updates: by each unit's next forward, or as gradients arrive.
+        update_start: ``step`` when all gradients are there, ``backward`` each as soon as its own is there.
+        overlap_next_forward: an update gates only its own unit's next forward, instead of the whole next iteration.
+        fused_update: the CPU update casts and scales within its one pass over memory.
+        gradient_path: how gradients leave the device.
+        clip: gradients are scaled by their global norm, which every update then waits for.
+    """
+
+    policy: str
+    precision: Precision = Precision(weights="bf16")
+    micro_batch: Annotated[int, Field(ge=1)] = 1
+    num_micro_batches: Annotated[int, Field(ge=1)] = 1
+    data_parallel: Annotated[int, Field(ge=1)] = 1
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    subgroup_params: Annotated[int, Field(ge=1)] = 100_000_000
+    num_param_slots: Annotated[int, Field(ge=1)] = 2
+    num_state_slots: Annotated[int, Field(ge=1)] = 2
+    update_order: Literal["forward", "backward"] = "forward"
+    update_start: Literal["step", "backward"] = "step"
+    overlap_next_forward: bool = True
+    fused_update: bool = True
+    gradient_path: GradientPath = GradientPath.ONCE
+    clip: bool = True
+    units: dict[str, UnitDecision]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.clip and self.update_start == "backward":
+            raise ValueError(
+                "clip needs the norm of all gradients, so no update can start during backward; "
+                "set update_start to 'step' or clip to false"
+            )
+        for name, unit in self.units.items():
+            if unit.params == "host" and Place.GPU in unit.update:
+                raise ValueError(
+                    f"unit {name}: optimizer state on the gpu needs its parameters there too; "
+                    "set params to 'gpu' or update to 'cpu' or 'stream'"
+                )
+        return self
+
+    def shard_params(self, num_params: int) -> int:
+        """Return how many of a unit's parameters one rank updates (padded to equal shards)."""
+        return -(-num_params // self.data_parallel) if self.zero_stage >= 1 else num_params
+
+    def piece_params(self, num_params: int) -> tuple[int, ...]:
+        """Return the sizes of a unit's subgroups on one rank, in order; ``num_params`` counts the whole unit."""
+        shard = self.shard_params(num_params)
+        full, rest = divmod(shard, self.subgroup_params)
+        return (self.subgroup_params,) * full + ((rest,) if rest else ())

@@ -1,0 +1,72 @@
+"""Lowering: from decisions to the schedule they imply, as a tuple of named passes.
+
+``lower`` needs no hardware profile: a schedule states physical amounts, and :mod:`planner.costs` prices them for one
+machine. So the executor lowers a plan by itself and runs exactly what was simulated.
+"""
+
+from collections.abc import Callable
+
+from planner.decisions import Decisions
+from planner.graph import Unit
+from planner.lowering.compute import compute, launch, segments
+from planner.lowering.gradients import gradients
+from planner.lowering.memory import memory
+from planner.lowering.parameters import Slots, assign_slots, parameters
+from planner.lowering.program import Program
+from planner.lowering.updates import updates
+from planner.schedule import Schedule
+
+PASSES: tuple[Callable[[Program], None], ...] = (compute, parameters, gradients, updates, launch, memory)
+
+
+def lower(units: tuple[Unit, ...], decisions: Decisions, *, asynchronous: bool) -> Schedule:
+    """Return the schedule of one iteration.
+
+    Args:
+        units: the model's units in forward order, for the decided micro-batch.
+        decisions: what was chosen for them.
+        asynchronous: whether the device runs apart from the thread that issues its work (a GPU does).
+
+    Raises:
+        ValueError: the decisions do not fit the units.
+    """
+    check(units, decisions)
+    program = Program(units, decisions)
+    for run in PASSES:
+        if run is not launch or asynchronous:
+            run(program)
+    return program.number(f"{decisions.policy}: one iteration of {decisions.num_micro_batches} micro-batch(es)")
+
+
+def slots(units: tuple[Unit, ...], decisions: Decisions) -> Slots:
+    """Return the slots that ``lower`` assigns to the units that are not resident."""
+    return assign_slots(Program(units, decisions))
+
+
+def check(units: tuple[Unit, ...], decisions: Decisions) -> None:
+    """Check that decisions cover exactly these units and are consistent with them.
+
+    Raises:
+        ValueError: naming the unit, the rule and the remedy.
+    """
+    names = {unit.name for unit in units}
+    if names != set(decisions.units):
+        strange = sorted(names ^ set(decisions.units))
+        raise ValueError(f"decisions and model differ in units {', '.join(strange[:3])}; plan this model again")
+    for unit in units:
+        decided = decisions.units[unit.name]
+        if (want := len(decisions.piece_params(unit.num_params))) != len(decided.update):
+            raise ValueError(
+                f"unit {unit.name} has {want} subgroups of at most {decisions.subgroup_params} parameters, but "
+                f"{len(decided.update)} places; give one place per subgroup"
+            )
+        if decided.activations == "recompute" and not unit.recompute:
+            raise ValueError(f"unit {unit.name} cannot be recomputed; set its activations to 'keep'")
+    for segment in segments(units):
+        if len({decisions.units[unit.name].activations for unit in segment}) > 1:
+            raise ValueError(
+                f"segment {segment[0].segment}: all its units must keep or all recompute their activations"
+            )
+
+
+__all__ = ["PASSES", "check", "lower", "slots"]

@@ -1,0 +1,60 @@
+"""Passes for what computes: forward, recompute and backward, and the host's own time to issue them."""
+
+import itertools
+from collections.abc import Iterator
+
+from planner.decisions import GradientPath
+from planner.graph import Unit
+from planner.lowering.program import Draft, Program
+from planner.schedule import Lane, Op, Phase
+
+_COMPUTE_OPS = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD})
+
+
+def compute(program: Program) -> None:
+    """Lay the spine: every micro-batch forward and backward, then the clip barrier.
+
+    Segments whose activations are recomputed run forward again just before their backward, as
+    ``torch.utils.checkpoint`` does.
+    """
+    decisions = program.decisions
+    for micro_batch in range(decisions.num_micro_batches):
+        for unit in program.units:
+            _append(program, Op.FORWARD, Phase.FORWARD, unit.name, micro_batch)
+        for segment in reversed(segments(program.units)):
+            if decisions.units[segment[0].name].activations == "recompute":
+                for unit in segment:
+                    _append(program, Op.RECOMPUTE, Phase.BACKWARD, unit.name, micro_batch)
+            for unit in reversed(segment):
+                _append(program, Op.BACKWARD, Phase.BACKWARD, unit.name, micro_batch)
+    if decisions.clip:
+        clip = Draft("clip", Lane.LAUNCH, Op.CLIP, Phase.UPDATE, after=[program.spine[-1].key])
+        # The caller waits for the norm before it goes on to the next iteration.
+        program.spine[0].after_previous.append("clip")
+        program.spine.append(program.add(clip))
+
+
+def launch(program: Program) -> None:
+    """Put the host's time to issue kernels before every compute task (devices that run asynchronously)."""
+    blocking = program.decisions.gradient_path is GradientPath.ZERO3_BLOCKING
+    for draft in compute_drafts(program):
+        issue = Draft(f"issue:{draft.key}", Lane.LAUNCH, Op.ISSUE, draft.phase, draft.unit, draft.micro_batch)
+        if blocking:  # the caller itself waits for the copy
+            issue.after = [key for key in draft.after if program.drafts[key].op is Op.FLUSH]
+        draft.after.append(issue.key)
+        program.before[draft.key].append(program.add(issue))
+
+
+def segments(units: tuple[Unit, ...]) -> list[list[Unit]]:
+    """Return the units grouped by segment, in forward order."""
+    return [list(group) for _, group in itertools.groupby(units, key=lambda unit: unit.segment)]
+
+
+def compute_drafts(program: Program) -> Iterator[Draft]:
+    """Yield the compute tasks of the spine."""
+    return (d for d in program.spine if d.op in _COMPUTE_OPS)
+
+
+def _append(program: Program, op: Op, phase: Phase, unit: str, micro_batch: int) -> None:
+    draft = Draft(f"{op}:{unit}:{micro_batch}", Lane.COMPUTE, op, phase, unit, micro_batch)
+    program.spine.append(program.add(draft))

@@ -1,0 +1,90 @@
+"""The pass that takes gradients from backward to where they are needed."""
+
+import itertools
+
+from planner.decisions import GradientPath, Place
+from planner.graph import Unit
+from planner.lowering.compute import compute_drafts
+from planner.lowering.program import Draft, Program
+from planner.schedule import Lane, Op, Phase
+
+# Backward may run this many units ahead of the gradients leaving the device, which bounds their memory.
+NUM_GRADIENT_SLOTS = 2
+
+
+def gradients(program: Program) -> None:
+    """Reduce gradients over the ranks and flush those that the host updates, as soon as a unit's backward ends."""
+    units = {unit.name: unit for unit in program.units}
+    spine = program.spine
+    following = {a.key: b for a, b in itertools.pairwise(spine)}
+    recent: list[str] = []
+    for draft in [d for d in compute_drafts(program) if d.op is Op.BACKWARD]:
+        unit = units[draft.unit]
+        if not unit.num_params:
+            continue
+        if len(recent) >= NUM_GRADIENT_SLOTS:
+            draft.after.append(recent[-NUM_GRADIENT_SLOTS])
+        ready = _reduce(program, unit, draft)
+        flushed = _flush(program, unit, draft, ready)
+        if flushed:
+            recent.append(flushed)
+            if program.decisions.gradient_path is GradientPath.ZERO3_BLOCKING and draft.key in following:
+                following[draft.key].after.append(flushed)
+
+
+def flushed_params(program: Program, unit: Unit) -> int:
+    """Return how many of a unit's parameters (on one rank) the host holds the optimizer state of."""
+    pieces = program.decisions.piece_params(unit.num_params)
+    places = program.decisions.units[unit.name].update
+    return sum(n for n, place in zip(pieces, places, strict=True) if place is not Place.GPU)
+
+
+def gradient_ready(program: Program, unit: Unit) -> str:
+    """Return the key of the task after which a unit's summed gradient is on the device."""
+    last = program.decisions.num_micro_batches - 1
+    reduced = f"scatter:{unit.name}:{last}"
+    return reduced if reduced in program.drafts else f"{Op.BACKWARD}:{unit.name}:{last}"
+
+
+def _reduce(program: Program, unit: Unit, backward: Draft) -> str:
+    """Add the collective over the ranks; return the key after which this micro-batch's gradient is final."""
+    decisions = program.decisions
+    # Unless gradients are sharded, ranks need to agree only once, after the last micro-batch.
+    last = backward.micro_batch == decisions.num_micro_batches - 1
+    if decisions.data_parallel == 1 or (decisions.zero_stage < 2 and not last):
+        return backward.key
+    # An all-reduce is a reduce-scatter and an all-gather: twice the bytes.
+    num_bytes = decisions.precision.weight_bytes * unit.num_params * (2 if decisions.zero_stage == 0 else 1)
+    key = f"scatter:{unit.name}:{backward.micro_batch}"
+    scatter = Draft(
+        key, Lane.COLLECTIVE, Op.SCATTER, Phase.BACKWARD, unit.name, backward.micro_batch, num_bytes=num_bytes
+    )
+    scatter.after = [backward.key]
+    program.behind[backward.key].append(program.add(scatter))
+    return key
+
+
+def _flush(program: Program, unit: Unit, backward: Draft, ready: str) -> str | None:
+    """Add the copies of one micro-batch's gradient to the host; return the key of the last one."""
+    decisions = program.decisions
+    num_params = flushed_params(program, unit)
+    if not num_params:
+        return None
+    blocking = decisions.gradient_path is GradientPath.ZERO3_BLOCKING
+    steps: list[tuple[str, Lane, Op, int, bool]]
+    if decisions.gradient_path is GradientPath.ONCE:
+        steps = [("flush", Lane.D2H, Op.FLUSH, decisions.precision.weight_bytes, True)]
+    else:
+        steps = [
+            ("flush-bf16", Lane.D2H, Op.FLUSH, decisions.precision.weight_bytes, True),
+            ("flush-back", Lane.H2D, Op.LOAD, decisions.precision.weight_bytes, True),
+            ("flush", Lane.D2H, Op.FLUSH, 4, not blocking),
+        ]
+    for name, lane, op, bytes_per_param, pinned in steps:
+        draft = Draft(
+            f"{name}:{unit.name}:{backward.micro_batch}", lane, op, Phase.BACKWARD, unit.name, backward.micro_batch
+        )
+        draft.num_bytes, draft.pinned, draft.after = bytes_per_param * num_params, pinned, [ready]
+        program.behind[backward.key].append(program.add(draft))
+        ready = draft.key
+    return ready

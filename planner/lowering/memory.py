@@ -1,0 +1,111 @@
+"""The pass that states who holds how many bytes of which tier, and when."""
+
+from planner.decisions import STATE_BYTES_PER_PARAM, GradientPath, Place
+from planner.graph import Unit
+from planner.lowering.compute import segments
+from planner.lowering.gradients import flushed_params, gradient_ready
+from planner.lowering.parameters import assign_slots, gathers
+from planner.lowering.program import Program
+from planner.schedule import MemoryClass, Op, Tier
+
+
+def memory(program: Program) -> None:
+    """Add all buffers: parameters, slots, optimizer state, gradients, activations and workspace."""
+    _parameters(program)
+    for unit in program.units:
+        if unit.num_params:
+            _optimizer(program, unit)
+            _gradients(program, unit)
+    _state_slots(program)
+    for micro_batch in range(program.decisions.num_micro_batches):
+        for segment in segments(program.units):
+            _activations(program, segment, micro_batch)
+    workspace_bytes = max(operator.workspace_bytes for unit in program.units for operator in unit.operators)
+    program.hold(Tier.GPU, MemoryClass.WORKSPACE, workspace_bytes, "workspace")
+
+
+def _parameters(program: Program) -> None:
+    decisions = program.decisions
+    weight_bytes = decisions.precision.weight_bytes
+    for slot, num_params in enumerate(assign_slots(program).num_params):
+        program.hold(Tier.GPU, MemoryClass.PARAMETERS, weight_bytes * num_params, f"slot {slot}")
+    for unit in program.units:
+        resident = decisions.shard_params(unit.num_params) if gathers(program) else unit.num_params
+        if decisions.units[unit.name].params == "gpu":
+            program.hold(Tier.GPU, MemoryClass.PARAMETERS, weight_bytes * resident, unit.name)
+        shard = decisions.shard_params(unit.num_params)
+        # The host's copy of what it updates or serves; in fp32 the master copy serves.
+        if not decisions.precision.master_is_weight:
+            host = shard if decisions.units[unit.name].params == "host" else _on_host(program, unit)
+            program.hold(Tier.HOST, MemoryClass.PARAMETERS, weight_bytes * host, unit.name)
+
+
+def _on_host(program: Program, unit: Unit) -> int:
+    """Return how many of a unit's parameters the host itself updates."""
+    pieces = program.decisions.piece_params(unit.num_params)
+    places = program.decisions.units[unit.name].update
+    return sum(n for n, place in zip(pieces, places, strict=True) if place is Place.CPU)
+
+
+def _optimizer(program: Program, unit: Unit) -> None:
+    shard = program.decisions.shard_params(unit.num_params)
+    host = flushed_params(program, unit)
+    resident_bytes = STATE_BYTES_PER_PARAM - (4 if program.decisions.precision.master_is_weight else 0)
+    program.hold(Tier.HOST, MemoryClass.OPTIMIZER, STATE_BYTES_PER_PARAM * host, unit.name)
+    program.hold(Tier.GPU, MemoryClass.OPTIMIZER, resident_bytes * (shard - host), unit.name)
+
+
+def _gradients(program: Program, unit: Unit) -> None:
+    decisions = program.decisions
+    weight_bytes = decisions.precision.weight_bytes
+    last = decisions.num_micro_batches - 1
+    host = flushed_params(program, unit)
+    resident = decisions.shard_params(unit.num_params) - host
+    host_bytes = weight_bytes if decisions.gradient_path is GradientPath.ONCE else 4
+    program.hold(Tier.HOST, MemoryClass.GRADIENTS, host_bytes * host, unit.name)
+    for micro_batch in range(decisions.num_micro_batches):
+        begin = f"{Op.BACKWARD}:{unit.name}:{micro_batch}"
+        scatter = f"scatter:{unit.name}:{micro_batch}"
+        if scatter in program.drafts:  # the unreduced gradient of all parameters, then the rank's shard of it
+            label = f"{unit.name} unreduced"
+            program.hold(Tier.GPU, MemoryClass.GRADIENTS, weight_bytes * unit.num_params, label, begin, scatter)
+            begin = scatter
+        if host:
+            end = f"flush:{unit.name}:{micro_batch}"
+            program.hold(Tier.GPU, MemoryClass.GRADIENTS, weight_bytes * host, unit.name, begin, end)
+    if resident:
+        begin = gradient_ready(program, unit) if last == 0 else f"{Op.BACKWARD}:{unit.name}:0"
+        final = max(p for p, place in enumerate(decisions.units[unit.name].update) if place is Place.GPU)
+        end = f"{Op.UPDATE}:{unit.name}:{final}"
+        program.hold(Tier.GPU, MemoryClass.GRADIENTS, weight_bytes * resident, f"{unit.name} resident", begin, end)
+
+
+def _state_slots(program: Program) -> None:
+    decisions = program.decisions
+    streamed = [
+        n
+        for unit in program.units
+        for n, place in zip(decisions.piece_params(unit.num_params), decisions.units[unit.name].update, strict=True)
+        if place is Place.STREAM
+    ]
+    per_param = STATE_BYTES_PER_PARAM + decisions.precision.weight_bytes
+    for slot in range(min(decisions.num_state_slots, len(streamed))):
+        program.hold(Tier.GPU, MemoryClass.OPTIMIZER, per_param * max(streamed), f"state slot {slot}")
+
+
+def _activations(program: Program, segment: list[Unit], micro_batch: int) -> None:
+    keep = program.decisions.units[segment[0].name].activations == "keep"
+    first = segment[0]
+    if not keep:
+        program.hold(
+            Tier.GPU,
+            MemoryClass.ACTIVATIONS,
+            first.activation_output_bytes,
+            f"{first.segment} input",
+            f"{Op.FORWARD}:{first.name}:{micro_batch}",
+            f"{Op.BACKWARD}:{first.name}:{micro_batch}",
+        )
+    for unit in segment:
+        begin = f"{Op.FORWARD if keep else Op.RECOMPUTE}:{unit.name}:{micro_batch}"
+        end = f"{Op.BACKWARD}:{unit.name}:{micro_batch}"
+        program.hold(Tier.GPU, MemoryClass.ACTIVATIONS, unit.saved_bytes, unit.name, begin, end)

@@ -1,0 +1,120 @@
+"""The pass that brings parameters to the device in time.
+
+[Note: Static slots] A unit that is not resident always lands in the same slot of the ring of its size. Autograd may
+then keep views of the weights it saved in forward: the same bytes come back to the same address before backward
+reads them. A slot is refilled as soon as its previous occupant's last use in sight has ended, so rings of S slots look
+S - 1 units ahead, and what is still in a slot is not fetched again.
+"""
+
+import dataclasses
+import itertools
+from collections import defaultdict
+
+from planner.graph import Unit
+from planner.lowering.compute import compute_drafts
+from planner.lowering.program import Draft, Program
+from planner.schedule import Lane, Op
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Which unit uses which slot, and how large the slots are.
+
+    Attributes:
+        of_unit: slot of every unit that is not resident.
+        num_params: parameters that each slot holds.
+    """
+
+    of_unit: dict[str, int]
+    num_params: tuple[int, ...]
+
+
+def assign_slots(program: Program) -> Slots:
+    """Give every unit that is fetched or gathered a slot in the ring of units of its size."""
+    rings: dict[int, list[Unit]] = defaultdict(list)
+    for unit in program.units:
+        if needs_slot(program, unit):
+            rings[unit.num_params].append(unit)
+    of_unit: dict[str, int] = {}
+    num_params: list[int] = []
+    for size, ring in rings.items():
+        count = min(program.decisions.num_param_slots, len(ring))
+        of_unit |= {unit.name: len(num_params) + i % count for i, unit in enumerate(ring)}
+        num_params += [size] * count
+    return Slots(of_unit, tuple(num_params))
+
+
+def needs_slot(program: Program, unit: Unit) -> bool:
+    """Return whether a unit's full parameters are on the device only while they are in a slot."""
+    return unit.num_params > 0 and (program.decisions.units[unit.name].params == "host" or gathers(program))
+
+
+def gathers(program: Program) -> bool:
+    """Return whether parameters are sharded over ranks (ZeRO-3) and gathered for every use."""
+    return program.decisions.zero_stage == 3 and program.decisions.data_parallel > 1
+
+
+def parameters(program: Program) -> None:
+    """Fetch (host to device) and gather (from the other ranks) what is not resident, as early as its slot allows."""
+    slots = assign_slots(program)
+    units = {unit.name: unit for unit in program.units}
+    occupant: dict[int, tuple[str, str]] = {}  # slot -> unit in it, key of its latest use
+    first_fill: dict[int, str] = {}
+    start = program.spine[0].key
+    for draft in list(compute_drafts(program)):
+        for name in (draft.unit, *units[draft.unit].shared_units):
+            slot = slots.of_unit.get(name)
+            if slot is None:
+                continue
+            held, used = occupant.get(slot, ("", ""))
+            if held != name:
+                filled = _fill(program, units[name], slot, draft, after=used or None, anchor=used or start)
+                draft.after.append(filled[-1])
+                first_fill.setdefault(slot, filled[0])
+            occupant[slot] = (name, draft.key)
+    for slot, key in first_fill.items():
+        program.drafts[key].after_previous.append(occupant[slot][1])
+
+
+def _fill(program: Program, unit: Unit, slot: int, user: Draft, after: str | None, anchor: str) -> list[str]:
+    """Add the tasks that bring a unit into its slot for ``user``; return their keys."""
+    decisions = program.decisions
+    weight_bytes = decisions.precision.weight_bytes
+    tasks: list[Draft] = []
+    if decisions.units[unit.name].params == "host":
+        num_bytes = weight_bytes * decisions.shard_params(unit.num_params)
+        tasks.append(Draft(f"fetch:{user.key}:{unit.name}", Lane.H2D, Op.FETCH, user.phase, num_bytes=num_bytes))
+    if gathers(program):
+        num_bytes = weight_bytes * unit.num_params
+        tasks.append(
+            Draft(f"gather:{user.key}:{unit.name}", Lane.COLLECTIVE, Op.GATHER, user.phase, num_bytes=num_bytes)
+        )
+    tasks[-1].slot = slot
+    if after:
+        tasks[-1].after.append(after)
+        tasks[0].after = [after]
+    for previous, task in itertools.pairwise(tasks):
+        task.after.append(previous.key)
+    where = program.behind[anchor] if after else program.before[anchor]
+    for task in tasks:
+        task.unit, task.micro_batch = unit.name, user.micro_batch
+        where.append(program.add(task))
+    # Weights change once an iteration: only the first fill waits for updates (the pass ``updates`` sees to it).
+    program.first_use.setdefault(unit.name, tasks[0].key)
+    return [task.key for task in tasks]
+
+
+def first_forward(program: Program, unit: str) -> Draft:
+    """Return the first forward of a unit in the iteration."""
+    return program.drafts[f"{Op.FORWARD}:{unit}:0"]
+
+
+def upload_anchor(program: Program, position: int) -> list[Draft]:
+    """Return where what a unit's forward needs at the start of an iteration is issued.
+
+    As many units ahead as parameters have slots, so that uploads and fetches queue up in the order of use.
+    """
+    ahead = position - program.decisions.num_param_slots
+    if ahead < 0:
+        return program.before[program.spine[0].key]
+    return program.behind[f"{Op.FORWARD}:{program.units[ahead].name}:0"]

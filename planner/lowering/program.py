@@ -1,0 +1,123 @@
+"""The form a schedule has while it is being lowered: a spine of compute tasks, and what is issued around each.
+
+Passes refer to tasks by key (a string), so that they can add tasks anywhere without renumbering; :meth:`Program.number`
+turns keys into issue order at the end.
+"""
+
+import dataclasses
+from collections import defaultdict
+
+from planner.decisions import Decisions
+from planner.graph import Unit
+from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
+
+
+@dataclasses.dataclass(slots=True)
+class Draft:
+    """A task whose dependencies are still keys. See :class:`planner.schedule.Task` for the other fields."""
+
+    key: str
+    lane: Lane
+    op: Op
+    phase: Phase
+    unit: str = ""
+    micro_batch: int = 0
+    piece: int = -1
+    num_bytes: int = 0
+    num_params: int = 0
+    slot: int = -1
+    pinned: bool = True
+    after: list[str] = dataclasses.field(default_factory=list)
+    after_previous: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(slots=True)
+class Hold:
+    """A buffer whose ends are still keys."""
+
+    tier: Tier
+    memory_class: MemoryClass
+    num_bytes: int
+    label: str
+    first: str | None = None
+    last: str | None = None
+
+
+@dataclasses.dataclass
+class Program:
+    """What the passes read and extend.
+
+    Attributes:
+        units: the model's units in forward order.
+        decisions: what to lower.
+        spine: the tasks that the training loop itself reaches, in order.
+        before, behind: tasks issued just before or just behind a spine task, by its key, in order.
+        tail: tasks issued at the end of the iteration.
+        first_use: for each unit, what brings its updated parameters to the device first in an iteration.
+    """
+
+    units: tuple[Unit, ...]
+    decisions: Decisions
+    spine: list[Draft] = dataclasses.field(default_factory=list)
+    before: dict[str, list[Draft]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    behind: dict[str, list[Draft]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    tail: list[Draft] = dataclasses.field(default_factory=list)
+    holds: list[Hold] = dataclasses.field(default_factory=list)
+    drafts: dict[str, Draft] = dataclasses.field(default_factory=dict)
+    first_use: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def add(self, draft: Draft) -> Draft:
+        """Make a draft known by its key, and return it."""
+        assert draft.key not in self.drafts, draft.key
+        self.drafts[draft.key] = draft
+        return draft
+
+    def hold(self, tier: Tier, memory_class: MemoryClass, num_bytes: int, label: str, *ends: str) -> None:
+        """Hold bytes from the start of the first to the end of the second of ``ends``, or always if there are none."""
+        if num_bytes:
+            self.holds.append(Hold(tier, memory_class, num_bytes, label, *ends))
+
+    def ordered(self) -> list[Draft]:
+        """Return all drafts in issue order."""
+        order: list[Draft] = []
+        for draft in self.spine:
+            order += self.before.get(draft.key, ())
+            order.append(draft)
+            order += self.behind.get(draft.key, ())
+        return order + self.tail
+
+    def number(self, description: str) -> Schedule:
+        """Turn keys into indices and return the schedule."""
+        order = self.ordered()
+        index = {draft.key: i for i, draft in enumerate(order)}
+        assert len(index) == len(self.drafts) == len(order), "every draft is issued once"
+        tasks = tuple(
+            Task(
+                index=i,
+                lane=d.lane,
+                op=d.op,
+                phase=d.phase,
+                unit=d.unit,
+                micro_batch=d.micro_batch,
+                piece=d.piece,
+                num_bytes=d.num_bytes,
+                num_params=d.num_params,
+                slot=d.slot,
+                pinned=d.pinned,
+                after=tuple(sorted({index[k] for k in d.after})),
+                after_previous=tuple(sorted({index[k] for k in d.after_previous})),
+            )
+            for i, d in enumerate(order)
+        )
+        buffers = tuple(
+            Buffer(
+                h.tier,
+                h.memory_class,
+                h.num_bytes,
+                h.label,
+                None if h.first is None else index[h.first],
+                None if h.last is None else index[h.last],
+            )
+            for h in self.holds
+        )
+        return Schedule(tasks, buffers, description)

@@ -1,0 +1,247 @@
+"""The schedule: what happens in one iteration, as plain data.
+
+[Note: Semantics] A lane runs its tasks first-in first-out, in issue order. A task starts when its lane is free and
+the tasks it comes after have ended; while it runs it shares resources; it ends when its work is done. Nothing else
+orders tasks: reuse of memory and the host's own issue delay are tasks and dependencies too, never habits of whatever
+executes the schedule. The issue order is the order of ``Schedule.tasks``, and a task may only come after tasks that
+were issued earlier (or in the previous iteration), so a valid schedule cannot deadlock.
+
+Work is stated in physical amounts (bytes, parameters, a unit's forward), never in seconds: the same schedule is
+priced by :mod:`planner.costs` for simulation, and executed as it is.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import Any, Self
+
+SCHEMA_VERSION = 1
+
+
+class Op(StrEnum):
+    """What a task does. The unit, the pieces and the amounts say to what."""
+
+    FORWARD = "forward"  # compute one unit's forward
+    RECOMPUTE = "recompute"  # compute it again inside backward
+    BACKWARD = "backward"
+    FETCH = "fetch"  # parameters: host -> slot on the device
+    GATHER = "gather"  # parameters: all-gather of the ranks' shards
+    SCATTER = "scatter"  # gradients: reduce-scatter over the ranks
+    FLUSH = "flush"  # gradients: device -> host
+    PASS = "pass"  # a pass over host memory (scaling, casting) in engines that do not fuse it into the update
+    CLIP = "clip"  # gradient norm over everything, clip coefficient: a barrier
+    UPDATE = "update"  # optimizer step of one subgroup, where the lane says
+    LOAD = "load"  # optimizer state and gradient: host -> device
+    STORE = "store"  # optimizer state: device -> host
+    UPLOAD = "upload"  # updated parameters: host -> device
+    ISSUE = "issue"  # the host's own time to issue what follows on the device
+    WORK = "work"  # anything else that takes time outside the phases
+
+
+class Phase(StrEnum):
+    """The part of an iteration that a task belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class Lane(StrEnum):
+    """What runs tasks one after another."""
+
+    COMPUTE = "compute"  # forward and backward: the device's main stream, or the calling thread
+    GPU_UPDATE = "gpu-update"  # optimizer steps on the device, a second stream
+    H2D = "h2d"  # parameters in
+    D2H = "d2h"  # gradients out
+    STATE_IN = "state-in"  # optimizer state to the device: its own stream, so that it never delays a parameter
+    STATE_OUT = "state-out"
+    CPU = "cpu"  # the worker team that updates on the host
+    COLLECTIVE = "collective"
+    LAUNCH = "launch"  # the host thread that issues kernels
+
+
+class Tier(StrEnum):
+    """A place with a capacity and a bandwidth."""
+
+    GPU = "gpu"  # the device's memory; the bounded arena where there is no GPU
+    HOST = "host"
+
+
+class MemoryClass(StrEnum):
+    """What bytes are for."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    WORKSPACE = "workspace"
+    STAGING = "staging"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """One piece of work on one lane.
+
+    Attributes:
+        index: position in the issue order.
+        lane, op, phase: see the enums.
+        unit: name of the unit it works on, or ``""`` for the whole model.
+        micro_batch: which forward+backward of the iteration it belongs to.
+        piece: index of the subgroup within the unit, or -1 for the whole unit.
+        num_bytes: bytes copied, gathered, scattered or passed over; 0 otherwise.
+        num_params: parameters updated by this rank; 0 otherwise.
+        slot: device slot that is filled (``FETCH``, ``GATHER``, ``LOAD``), or -1.
+        pinned: for copies, whether the host side is pinned memory (the copy is then asynchronous and fast).
+        after: indices of tasks of the same iteration that must have ended; all smaller than ``index``.
+        after_previous: indices of tasks of the previous iteration that must have ended.
+    """
+
+    index: int
+    lane: Lane
+    op: Op
+    phase: Phase
+    unit: str = ""
+    micro_batch: int = 0
+    piece: int = -1
+    num_bytes: int = 0
+    num_params: int = 0
+    slot: int = -1
+    pinned: bool = True
+    after: tuple[int, ...] = ()
+    after_previous: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """A readable name, such as ``update layers.3.mlp#2``."""
+        piece = f"#{self.piece}" if self.piece >= 0 else ""
+        micro_batch = f" mb{self.micro_batch}" if self.micro_batch else ""
+        return f"{self.op} {self.unit or 'model'}{piece}{micro_batch}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Buffer:
+    """Bytes held on a tier from the start of one task to the end of another.
+
+    ``first`` and ``last`` are task indices; both ``None`` means held all the time. A buffer whose ``last`` is issued
+    before its ``first`` is carried over into the next iteration.
+    """
+
+    tier: Tier
+    memory_class: MemoryClass
+    num_bytes: int
+    label: str
+    first: int | None = None
+    last: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The tasks of one iteration in issue order, and the memory they hold."""
+
+    tasks: tuple[Task, ...]
+    buffers: tuple[Buffer, ...] = ()
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    def to_text(self) -> str:
+        """Return one line per task: ``12 h2d  fetch layers.3.mlp  33.55 MB  after 9,11  -> slot 2``."""
+        return "\n".join(_line(task) for task in self.tasks)
+
+    def to_json(self) -> str:
+        """Return a JSON document from which :meth:`from_json` makes an equal schedule."""
+        return json.dumps(
+            {
+                "schema_version": SCHEMA_VERSION,
+                "description": self.description,
+                "tasks": [_drop_defaults(task) for task in self.tasks],
+                "buffers": [_drop_defaults(buffer) for buffer in self.buffers],
+            },
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: not JSON, another schema version, or tasks that break the rules of :func:`validate`.
+        """
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
+            found = data.get("schema_version") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"schedule has schema_version {found}, expected {SCHEMA_VERSION}; lower the plan again")
+        try:
+            return cls(
+                tasks=tuple(_task(entry) for entry in data["tasks"]),
+                buffers=tuple(_buffer(entry) for entry in data["buffers"]),
+                description=data["description"],
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a schedule: {error}") from error
+
+
+def validate(schedule: Schedule) -> None:
+    """Check the rules of [Note: Semantics].
+
+    Raises:
+        ValueError: naming the first task or buffer that breaks a rule.
+    """
+    count = len(schedule.tasks)
+    for position, task in enumerate(schedule.tasks):
+        if task.index != position:
+            raise ValueError(f"task {task.name} has index {task.index} at position {position}; number tasks in order")
+        if bad := [i for i in task.after if not 0 <= i < position]:
+            raise ValueError(f"task {position} {task.name} comes after {bad}, not issued before it: a cycle or a typo")
+        if bad := [i for i in task.after_previous if not 0 <= i < count]:
+            raise ValueError(f"task {position} {task.name} comes after {bad} of the previous iteration: no such task")
+        if task.num_bytes < 0 or task.num_params < 0:
+            raise ValueError(f"task {position} {task.name} has a negative amount of work")
+    for buffer in schedule.buffers:
+        ends = [i for i in (buffer.first, buffer.last) if i is not None]
+        if len(ends) == 1 or any(not 0 <= i < count for i in ends):
+            raise ValueError(f"buffer {buffer.label} is held from {buffer.first} to {buffer.last}: no such tasks")
+        if buffer.num_bytes < 0:
+            raise ValueError(f"buffer {buffer.label} has {buffer.num_bytes} bytes; sizes cannot be negative")
+
+
+def _line(task: Task) -> str:
+    parts = [f"{task.index:5d} {task.lane:<13} {task.name:<40}"]
+    if task.num_bytes:
+        parts.append(f"{task.num_bytes / 1e6:.2f} MB" + ("" if task.pinned else " pageable"))
+    if task.num_params:
+        parts.append(f"{task.num_params / 1e6:.2f} Mparam")
+    if task.after:
+        parts.append("after " + _indices(task.after))
+    if task.after_previous:
+        parts.append("after previous " + _indices(task.after_previous))
+    if task.slot >= 0:
+        parts.append(f"-> slot {task.slot}")
+    return "  ".join(parts).rstrip()
+
+
+def _indices(indices: Iterable[int]) -> str:
+    return ",".join(str(i) for i in indices)
+
+
+def _drop_defaults(item: Task | Buffer) -> dict[str, Any]:
+    return {
+        field.name: getattr(item, field.name)
+        for field in dataclasses.fields(item)
+        if field.default is dataclasses.MISSING or getattr(item, field.name) != field.default
+    }
+
+
+def _task(entry: Mapping[str, Any]) -> Task:
+    values = dict(entry)
+    for key in ("after", "after_previous"):
+        values[key] = tuple(values.get(key, ()))
+    values |= {"lane": Lane(entry["lane"]), "op": Op(entry["op"]), "phase": Phase(entry["phase"])}
+    return Task(**values)
+
+
+def _buffer(entry: Mapping[str, Any]) -> Buffer:
+    kinds = {"tier": Tier(entry["tier"]), "memory_class": MemoryClass(entry["memory_class"])}
+    return Buffer(**{**entry, **kinds})

@@ -1,0 +1,16 @@
+"""Simulation of a schedule in virtual time, with fluid sharing of resources."""
+
+from planner.simulate.kernel import Simulation, simulate, solve_speeds
+from planner.simulate.reference import max_min_speeds, simulate_reference
+from planner.simulate.system import FluidSystem, FluidTask, StuckError
+
+__all__ = [
+    "FluidSystem",
+    "FluidTask",
+    "Simulation",
+    "StuckError",
+    "max_min_speeds",
+    "simulate",
+    "simulate_reference",
+    "solve_speeds",
+]

@@ -1,0 +1,108 @@
+"""The simulator, slow and obvious: what the fast kernel is held against. See [Note: Fluid sharing]."""
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from planner.simulate.system import Floats, FluidSystem, StuckError
+
+Number = float | Fraction
+
+
+def max_min_speeds(
+    uses: Sequence[Mapping[int, Number]],
+    capacity: Sequence[Sequence[Number]],
+    number: Callable[[float], Number] = float,
+) -> list[Number]:
+    """Return the max-min fair speeds, in [0, 1], of tasks that all run at once.
+
+    Args:
+        uses: of each task, what it uses of each resource at full speed.
+        capacity: of each resource, for 1, 2, ... users; the last entry also holds for more.
+        number: type to calculate with: ``float``, or ``Fraction`` for exact results.
+    """
+    users = Counter(r for use in uses for r in use)
+    room = {r: capacity[r][min(users[r], len(capacity[r])) - 1] for r in users}
+    speeds = [number(0)] * len(uses)
+    rising = set(range(len(uses)))
+    while rising:
+        load = {r: sum(uses[i][r] for i in sorted(rising) if r in uses[i]) for r in users}
+        steps = {r: room[r] / load[r] for r in users if load[r] > 0}
+        to_full = 1 - speeds[min(rising)]  # all that still rise have the same speed
+        step = min([to_full, *steps.values()])
+        full = {r for r in steps if steps[r] == step}
+        for r in steps:
+            room[r] = number(0) if r in full else max(room[r] - step * load[r], number(0))
+        for i in rising:
+            speeds[i] = number(1) if step == to_full else speeds[i] + step
+        rising = set() if step == to_full else {i for i in rising if not full & uses[i].keys()}
+    return speeds
+
+
+def simulate_reference(system: FluidSystem, number: Callable[[float], Number] = float) -> tuple[Floats, Floats]:
+    """Return when each task leaves its queue (before its latency) and when it ends, in seconds: two float64[n].
+
+    Args:
+        system: what to simulate.
+        number: type to calculate with: ``float``, or ``Fraction`` for exact times (rounded only when returned).
+
+    Raises:
+        StuckError: a task can never end.
+    """
+    after = [system.predecessors(i) for i in range(system.num_tasks)]
+    uses = [{r: number(a) for r, a in system.uses(i).items()} for i in range(system.num_tasks)]
+    capacity = [[number(c) for c in row] for row in system.capacity.tolist()]
+    latency_left = [number(x) for x in system.latency_s.tolist()]
+    work_left = [number(x) for x in system.duration_s.tolist()]
+    queues = _queues(system)
+    start: dict[int, Number] = {}
+    end: dict[int, Number] = {}
+    now = number(0)
+    while True:
+        moved = True
+        while moved:  # an end lets others start, and a start with nothing to do is an end
+            moved = False
+            for queue in queues:
+                head = queue[0] if queue else -1
+                if queue and head not in start and all(p in end for p in after[head]):
+                    start[head] = now
+                    moved = True
+                if head in start and latency_left[head] == work_left[head] == 0:
+                    end[queue.popleft()] = now
+                    moved = True
+        if len(end) == system.num_tasks:
+            return _array(start), _array(end)
+
+        started = [queue[0] for queue in queues if queue and queue[0] in start]
+        running = [i for i in started if latency_left[i] == 0]
+        speed = dict(zip(running, max_min_speeds([uses[i] for i in running], capacity, number), strict=True))
+        left = {i: _time_left(latency_left[i], work_left[i], speed.get(i)) for i in started}
+        step = min(left.values())
+        if step == math.inf:
+            raise StuckError(f"{system.describe(min(left))} can never end; give the resources it uses capacity")
+        now += step
+        for i in started:
+            if i in speed:
+                work_left[i] = number(0) if left[i] == step else max(work_left[i] - speed[i] * step, number(0))
+            else:
+                latency_left[i] = number(0) if left[i] == step else latency_left[i] - step
+
+
+def _queues(system: FluidSystem) -> list[deque[int]]:
+    queues: list[deque[int]] = [deque() for _ in range(system.num_lanes)]
+    for i, lane in enumerate(system.lane.tolist()):
+        queues[lane].append(i)
+    return queues
+
+
+def _time_left(latency_left: Number, work_left: Number, speed: Number | None) -> Number:
+    if speed is None:
+        return latency_left
+    return work_left / speed if speed > 0 else math.inf
+
+
+def _array(times: Mapping[int, Number]) -> Floats:
+    return np.array([float(times[i]) for i in range(len(times))], dtype=np.float64)

@@ -1,0 +1,238 @@
+"""What the simulator runs: tasks on lanes that share resources, as flat arrays.
+
+[Note: Fluid sharing] A *lane* runs its tasks first-in first-out, in issue order: a task starts when the task before it
+in its lane and all its predecessors have ended. It first pays its latency, which uses no resources; then it is
+*running* with a speed in [0, 1], and its remaining work (at first ``duration_s``, the time it takes alone at full
+speed) falls at that rate; it ends when none is left. A running task uses ``speed * rate`` of every resource it
+crosses. Speeds are max-min fair (progressive filling, Bertsekas and Gallager, *Data Networks*, 2nd ed., section 6.5.2):
+all rise together until a resource is full or a task reaches full speed; those stop, the others rise on. The capacity
+of a resource may depend on how many running tasks use it. Nothing here depends on the order in which things that
+happen at the same moment are looked at, so there are no ties to break.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+_DTYPES: dict[str, type[np.generic]] = {
+    "lane": np.int32,
+    "latency_s": np.float64,
+    "duration_s": np.float64,
+    "pred_ptr": np.int64,
+    "pred": np.int32,
+    "use_ptr": np.int64,
+    "use_resource": np.int32,
+    "use_rate": np.float64,
+    "capacity": np.float64,
+}
+
+
+class StuckError(ValueError):
+    """A task can never end, because a resource that it needs has no capacity."""
+
+
+class FluidTask(NamedTuple):
+    """One task, as :meth:`FluidSystem.build` takes it.
+
+    Attributes:
+        lane: number of its lane, from 0.
+        duration_s: time it takes alone at full speed, without latency.
+        latency_s: paid first, without using resources.
+        after: indices of tasks that must have ended; all issued earlier.
+        uses: amount per second, at full speed, of each resource it crosses; amounts of 0 are left out.
+    """
+
+    lane: int
+    duration_s: float
+    latency_s: float = 0.0
+    after: Sequence[int] = ()
+    uses: Mapping[int, float] = {}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FluidSystem:
+    """Tasks in issue order, and what they share; see [Note: Fluid sharing].
+
+    ``pred[pred_ptr[i]:pred_ptr[i + 1]]`` are the predecessors of task ``i``, and likewise for what it uses. Arrays are
+    kept as contiguous read-only views.
+
+    Attributes:
+        lane: int32[n], the lane of each task; lanes are numbered from 0.
+        latency_s, duration_s: float64[n].
+        pred_ptr, pred: int64[n + 1] and int32[...]; a predecessor is smaller than the task's own index.
+        use_ptr, use_resource, use_rate: int64[n + 1], int32[...] and float64[...]; the resources of a task ascend, and
+            rates (amount per second at full speed) are positive.
+        capacity: float64[r, k], amount per second of each resource when 1, 2, ..., k running tasks use it; the last
+            column also holds for more.
+        lane_names: names for messages; may be empty.
+        task_name: the name of a task from its index, for messages.
+
+    Raises:
+        ValueError: a rule above is broken; the message names the first task (or resource) that breaks it.
+    """
+
+    lane: npt.NDArray[np.int32]
+    latency_s: Floats
+    duration_s: Floats
+    pred_ptr: Ints
+    pred: npt.NDArray[np.int32]
+    use_ptr: Ints
+    use_resource: npt.NDArray[np.int32]
+    use_rate: Floats
+    capacity: Floats
+    lane_names: Sequence[str] = ()
+    task_name: Callable[[int], str] | None = None
+
+    def __post_init__(self) -> None:
+        for name, dtype in _DTYPES.items():
+            view: npt.NDArray[Any] = np.ascontiguousarray(getattr(self, name), dtype=dtype).view()
+            view.flags.writeable = False
+            object.__setattr__(self, name, view)
+        self._check_capacity()
+        self._check_tasks()
+        self._check_predecessors()
+        self._check_uses()
+
+    @classmethod
+    def build(
+        cls,
+        tasks: Iterable[FluidTask],
+        capacity: Sequence[float | Sequence[float]] = (),
+        *,
+        lane_names: Sequence[str] = (),
+        task_name: Callable[[int], str] | None = None,
+    ) -> Self:
+        """Make a system from Python objects.
+
+        Args:
+            tasks: in issue order.
+            capacity: of each resource: one number, or one per number of running users, the last also for more.
+            lane_names: names for messages; may be empty.
+            task_name: the name of a task from its index, for messages.
+
+        Raises:
+            ValueError: see the class.
+        """
+        listed = list(tasks)
+        rows = [list(row) if isinstance(row, Sequence) else [row] for row in capacity]
+        if empty := [r for r, row in enumerate(rows) if not row]:
+            raise ValueError(f"resource {empty[0]} has no capacity at all; give one number, or one per number of users")
+        width = max((len(row) for row in rows), default=1)
+        uses = [sorted((r, rate) for r, rate in task.uses.items() if rate != 0) for task in listed]
+        flat = list(itertools.chain.from_iterable(uses))
+        return cls(
+            lane=np.array([task.lane for task in listed], dtype=np.int32),
+            latency_s=np.array([task.latency_s for task in listed]),
+            duration_s=np.array([task.duration_s for task in listed]),
+            pred_ptr=_pointers([len(task.after) for task in listed]),
+            pred=np.array([p for task in listed for p in task.after], dtype=np.int32),
+            use_ptr=_pointers([len(use) for use in uses]),
+            use_resource=np.array([r for r, _ in flat], dtype=np.int32),
+            use_rate=np.array([rate for _, rate in flat]),
+            capacity=np.array([row + row[-1:] * (width - len(row)) for row in rows]).reshape(len(rows), width),
+            lane_names=lane_names,
+            task_name=task_name,
+        )
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of tasks."""
+        return len(self.lane)
+
+    @property
+    def num_lanes(self) -> int:
+        """Number of lanes, counting empty ones below the highest that is used."""
+        return int(self.lane.max(initial=-1)) + 1
+
+    def predecessors(self, task: int) -> list[int]:
+        """Return the indices of the tasks that a task comes after."""
+        return [int(p) for p in self.pred[self.pred_ptr[task] : self.pred_ptr[task + 1]]]
+
+    def uses(self, task: int) -> dict[int, float]:
+        """Return what a task uses of each resource, in amount per second at full speed."""
+        part = slice(self.use_ptr[task], self.use_ptr[task + 1])
+        return {int(r): float(a) for r, a in zip(self.use_resource[part], self.use_rate[part], strict=True)}
+
+    def describe(self, task: int) -> str:
+        """Return how messages call a task, such as ``task 3 (fetch layers.0) on lane h2d``."""
+        lane = int(self.lane[task])
+        lane_name = self.lane_names[lane] if 0 <= lane < len(self.lane_names) else str(lane)
+        name = f" ({self.task_name(task)})" if self.task_name else ""
+        return f"task {task}{name} on lane {lane_name}"
+
+    def _check_capacity(self) -> None:
+        if self.capacity.ndim != 2 or (len(self.capacity) and not self.capacity.shape[1]):
+            raise ValueError(f"capacity has shape {self.capacity.shape}; it needs one row per resource, with columns")
+        if (r := _first(~(np.isfinite(self.capacity) & (self.capacity >= 0)).all(axis=1))) is not None:
+            raise ValueError(f"resource {r} has capacity {self.capacity[r].tolist()}; give finite numbers, 0 or more")
+        positive = self.capacity > 0
+        if (r := _first(positive.any(axis=1) & ~positive.all(axis=1))) is not None:
+            raise ValueError(
+                f"resource {r} has capacity {self.capacity[r].tolist()}: its users would block one another for ever; "
+                "make it positive for every number of users"
+            )
+
+    def _check_tasks(self) -> None:
+        count = self.num_tasks
+        for name in ("lane", "latency_s", "duration_s"):
+            if getattr(self, name).shape != (count,):
+                raise ValueError(f"{name} has shape {getattr(self, name).shape}; expected ({count},), one per task")
+        if (task := _first(self.lane < 0)) is not None:
+            raise ValueError(f"{self.describe(task)}: number lanes from 0")
+        for name in ("latency_s", "duration_s"):
+            values = getattr(self, name)
+            if (task := _first(~(np.isfinite(values) & (values >= 0)))) is not None:
+                raise ValueError(f"{self.describe(task)} has {name} {values[task]}; give a finite number, 0 or more")
+
+    def _check_predecessors(self) -> None:
+        owner = self._owners("pred_ptr", self.pred)
+        # Earlier tasks only: with lanes in issue order, this alone rules out cycles, also those through a lane.
+        if (k := _first((self.pred < 0) | (self.pred >= owner))) is not None:
+            p = int(self.pred[k])
+            wrong = "is issued later: a cycle" if owner[k] <= p < self.num_tasks else "does not exist"
+            raise ValueError(
+                f"{self.describe(int(owner[k]))} comes after task {p}, which {wrong}; name tasks issued earlier"
+            )
+
+    def _check_uses(self) -> None:
+        owner = self._owners("use_ptr", self.use_resource)
+        if self.use_rate.shape != self.use_resource.shape:
+            raise ValueError(f"use_rate has shape {self.use_rate.shape}; expected {self.use_resource.shape}")
+        if (k := _first((self.use_resource < 0) | (self.use_resource >= len(self.capacity)))) is not None:
+            raise ValueError(
+                f"{self.describe(int(owner[k]))} uses resource {self.use_resource[k]}, but there are "
+                f"{len(self.capacity)}; give it a capacity"
+            )
+        if (k := _first(~(np.isfinite(self.use_rate) & (self.use_rate > 0)))) is not None:
+            raise ValueError(
+                f"{self.describe(int(owner[k]))} uses {self.use_rate[k]} of resource {self.use_resource[k]}; give a "
+                "finite positive rate, or leave the resource out"
+            )
+        if (k := _first((np.diff(self.use_resource) <= 0) & (np.diff(owner) == 0))) is not None:
+            raise ValueError(
+                f"{self.describe(int(owner[k]))} does not list its resources in ascending order, each once"
+            )
+
+    def _owners(self, pointer_name: str, values: npt.NDArray[Any]) -> Ints:
+        """Return the task that each entry of a pointed-to array belongs to, having checked the pointers."""
+        pointers: Ints = getattr(self, pointer_name)
+        sizes = np.diff(pointers)
+        if pointers.shape != (self.num_tasks + 1,) or pointers[0] != 0 or pointers[-1] != len(values) or any(sizes < 0):
+            raise ValueError(f"{pointer_name} must ascend from 0 to {len(values)} in {self.num_tasks + 1} entries")
+        return np.repeat(np.arange(self.num_tasks), sizes)
+
+
+def _pointers(sizes: Sequence[int]) -> Ints:
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+
+def _first(mask: Any) -> int | None:
+    """Return the index of the first true entry of a boolean array."""
+    return int(np.argmax(mask)) if mask.any() else None
