@@ -35,7 +35,7 @@ class Device(Frozen):
         num_cores: CPU cores that computing occupies (0 for a GPU).
         gemm: time of one matrix product against its FLOP, per data type (``fp16`` counts as ``bf16``).
         gemm_rows_half: rows (tokens) at which a product reaches half of the curve's rate because too few rows fill
-            the device; 0 switches the correction off. See :func:`planner.costs.gemm_s`.
+            the device; 0 switches the correction off..
         attention: time of one fused attention forward against its FLOP, per data type.
         elementwise: time of one elementwise kernel against the bytes it reads and writes, dispatch included.
         optimizer: time of one AdamW update on the device against its number of parameters.
@@ -110,7 +110,7 @@ class Host(Frozen):
     def _cores(self) -> Self:
         if self.num_optimizer_cores > self.num_cores:
             raise ValueError(
-                f"num_optimizer_cores is {self.num_optimizer_cores}, but the node has {self.num_cores} cores (num_cores); "
+                f"num_optimizer_cores is {self.num_optimizer_cores}, but num_cores is {self.num_cores}; "
                 "give updates at most all of them"
             )
         return self

@@ -61,6 +61,9 @@ class Precision(Frozen):
         return self.weights == "fp32"
 
 
+BF16 = Precision(weights="bf16")
+
+
 class Decisions(Frozen):
     """Everything that was chosen. Together with the model and the batch this determines the schedule.
 
@@ -82,7 +85,7 @@ class Decisions(Frozen):
     """
 
     policy: str
-    precision: Precision = Precision(weights="bf16")
+    precision: Precision = BF16
     micro_batch: Annotated[int, Field(ge=1)] = 1
     num_micro_batches: Annotated[int, Field(ge=1)] = 1
     data_parallel: Annotated[int, Field(ge=1)] = 1

@@ -91,6 +91,7 @@ class Task:
         piece: index of the subgroup within the unit, or -1 for the whole unit.
         num_bytes: bytes copied, gathered, scattered or passed over; 0 otherwise.
         num_params: parameters updated by this rank; 0 otherwise.
+        num_kernels: kernels that the host issues (``ISSUE``); 0 otherwise.
         slot: device slot that is filled (``FETCH``, ``GATHER``, ``LOAD``), or -1.
         pinned: for copies, whether the host side is pinned memory (the copy is then asynchronous and fast).
         after: indices of tasks of the same iteration that must have ended; all smaller than ``index``.
@@ -106,6 +107,7 @@ class Task:
     piece: int = -1
     num_bytes: int = 0
     num_params: int = 0
+    num_kernels: int = 0
     slot: int = -1
     pinned: bool = True
     after: tuple[int, ...] = ()

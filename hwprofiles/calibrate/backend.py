@@ -14,10 +14,9 @@ import torch
 
 from hwprofiles.calibrate.machine import cpu_name
 from hwprofiles.calibrate.options import CpuAdamW
-from hwprofiles.calibrate.sampling import Call, Case
+from hwprofiles.calibrate.sampling import Call, Case, wall_clock
 
 Direction = Literal["down", "up"]
-POOL_BYTES = 128 * 2**20  # operands rotate through this much memory: training finds its operands in DRAM, not in cache
 
 
 class Backend(Protocol):
@@ -29,6 +28,7 @@ class Backend(Protocol):
         cores_per_copy: CPU cores that one running copy occupies.
         dram_bytes_per_copied_byte: host memory traffic of a copy: 1, or 2 where the device's memory is host memory.
         shapes: rows and hidden sizes of the products to measure.
+        pool_bytes: device memory that operands rotate through, larger than any cache: training finds them in DRAM.
         copy_pool_bytes: largest copy; copies rotate through this much on either side.
     """
 
@@ -39,10 +39,11 @@ class Backend(Protocol):
     cores_per_copy: int
     dram_bytes_per_copied_byte: int
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    pool_bytes: int
     copy_pool_bytes: int
 
     def time_s(self, call: Call, num_calls: int) -> float:
-        """See :class:`hwprofiles.calibrate.sampling.Clock`."""
+        """See :data:`hwprofiles.calibrate.sampling.Clock`."""
         ...
 
     def blocking(self, call: Call) -> Call:
@@ -82,20 +83,21 @@ class HostBackend:
     kind: Literal["gpu", "host"] = "host"
     cores_per_copy = 1
     dram_bytes_per_copied_byte = 2
+    pool_bytes = 128 * 2**20
 
     def __init__(self, num_cores: int, memory_bytes: int, *, quick: bool) -> None:
         self.name = f"{num_cores} cores of {cpu_name()}"
         self.device = torch.device("cpu")
         self.num_cores = num_cores
-        self.shapes = ((64, 256, 1024, *(() if quick else (2048, 4096))), (256, 512, 1024, 2048))
+        self.shapes: tuple[tuple[int, ...], tuple[int, ...]] = (
+            (64, 256, 1024, *(() if quick else (2048, 4096))),
+            (256, 512, 1024, 2048),
+        )
         self.copy_pool_bytes = max(min((128 if quick else 256) * 2**20, memory_bytes // 2), 2**16)
 
     def time_s(self, call: Call, num_calls: int) -> float:
         """Return seconds per call by the wall clock: computing is synchronous."""
-        begin_s = time.perf_counter()
-        for _ in range(num_calls):
-            call()
-        return (time.perf_counter() - begin_s) / num_calls
+        return wall_clock(call, num_calls)
 
     def blocking(self, call: Call) -> Call:
         """Return the call itself: it blocks already."""
@@ -137,18 +139,19 @@ class CudaBackend:
     num_cores = 0
     cores_per_copy = 0
     dram_bytes_per_copied_byte = 1
+    pool_bytes = 512 * 2**20
 
     def __init__(self, *, quick: bool) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.name = torch.cuda.get_device_name(self.device)
         rows = (64, 512, 2048, 8192) if quick else (64, 256, 512, 1024, 2048, 4096, 8192)
-        self.shapes = (rows, (1024, 2048, 4096, 8192))
+        self.shapes: tuple[tuple[int, ...], tuple[int, ...]] = (rows, (1024, 2048, 4096, 8192))
         self.copy_pool_bytes = 256 * 2**20
         self._stream = threading.local()
 
     def time_s(self, call: Call, num_calls: int) -> float:
         """Return seconds per call between two events on the current stream."""
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(self.device)
         start.record()
         for _ in range(num_calls):
@@ -163,7 +166,7 @@ class CudaBackend:
         def run() -> None:
             if not hasattr(self._stream, "value"):
                 torch.cuda.set_device(self.device)
-                self._stream.value = torch.cuda.Stream(self.device)
+                self._stream.value = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(self._stream.value):
                 call()
             self._stream.value.synchronize()

@@ -2,20 +2,19 @@
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
 
+import numpy as np
 import torch
 from torch.nn import functional
 
-from hwprofiles.calibrate.backend import POOL_BYTES, Backend
+from hwprofiles.calibrate.backend import Backend
 from hwprofiles.calibrate.options import CpuAdamW
-from hwprofiles.calibrate.sampling import Call, Case, Summary, build_curve, quantity, sample, summarize
+from hwprofiles.calibrate.sampling import Call, Case, build_curve, quantity, sample, summarize
 from hwprofiles.profile import Dtype
 from hwprofiles.quantity import Curve, Quantity
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_DTYPES: Mapping[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _HEAD_DIM, _NUM_HEADS = 64, 8
 
 
@@ -23,23 +22,135 @@ _HEAD_DIM, _NUM_HEADS = 64, 8
 class ComputeProbe:
     """Probes that share a backend and random operands.
 
-    Operands that training finds in memory (weights, saved activations) rotate through a pool larger than any cache;
-    those just produced by the previous operator are reused, as they would be.
+    Operands that training finds in memory (weights, saved activations) rotate through ``pools``, larger than any
+    cache; those just produced by the previous operator are reused, as they would be.
     """
 
     backend: Backend
-    pool: torch.Tensor
+    pools: Mapping[Dtype, torch.Tensor]
     quick: bool
 
     @classmethod
     def create(cls, backend: Backend, seed: int, *, quick: bool) -> "ComputeProbe":
-        """Fill the pool with small random numbers."""
-        generator = torch.Generator().manual_seed(seed)
-        pool = torch.empty(POOL_BYTES // 4).uniform_(-0.1, 0.1, generator=generator)
-        return cls(backend, pool.to(backend.device), quick)
+        """Fill the pools with small random numbers."""
+        generator = torch.Generator(backend.device).manual_seed(seed)
+        pools = {
+            name: torch.empty(backend.pool_bytes // dtype.itemsize, dtype=dtype, device=backend.device)
+            for name, dtype in _DTYPES.items()
+        }
+        for pool in pools.values():
+            pool.uniform_(-0.1, 0.1, generator=generator)
+        return cls(backend, pools, quick)
 
-    def _views(self, rows: int, columns: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        flat = self.pool.to(dtype)
+    def gemm_rows_half(self, budget_s: float) -> Quantity:
+        """Measure how few rows slow a bf16 product down, from short and tall products of equal FLOP.
+
+        With ``time = curve(flop) (1 + r_half / rows)`` the ratio q of a short product's time to a tall one's gives
+        ``r_half = (q - 1) / (1 / short - q / tall)``; the result is the median over several pairs.
+        """
+        narrow, wide = self.backend.shapes[1][0], self.backend.shapes[1][2]
+        factor = (wide // narrow) ** 2
+        shorts = [r for r in (8, 16, 32, 64, 128, 256, 512) if r * factor <= 2 * max(self.backend.shapes[0])]
+        shapes = [shape for rows in shorts for shape in ((rows, wide), (rows * factor, narrow))]
+        cases = [self._linear_mix("bf16", rows, hidden) for rows, hidden in shapes]
+        found = sample(cases, self.backend.time_s, budget_s)
+        halves = []
+        for short, tall, rows in zip(found[::2], found[1::2], shorts, strict=False):
+            ratio = short.median_s / tall.median_s
+            slope = 1 / rows - ratio / (rows * factor)
+            halves.append(max(ratio - 1, 0.0) / slope if slope > 0 else float(rows * factor))
+        source = f"short against tall products of equal FLOP, {min(shorts)} to {max(shorts)} rows, median"
+        return quantity(float(np.median(halves)), "count", source, sum(s.num_samples for s in found))
+
+    def gemm(self, dtype: Dtype, rows_half: float, budget_s: float) -> Curve:
+        """Measure products of a linear layer, the mean of forward, dgrad and wgrad, without the effect of few rows."""
+        rows, hiddens = self.backend.shapes
+        shapes = sorted(itertools.product(rows, hiddens), key=lambda s: (s[0] * s[1] ** 2, s))
+        cases = [self._linear_mix(dtype, r, h, 1 / (1 + rows_half / r)) for r, h in shapes]
+        found = sample(cases, self.backend.time_s, budget_s)
+        source = f"{dtype} products of a linear layer, mean of forward, dgrad and wgrad, corrected for few rows"
+        return build_curve("flop", [c.size for c in cases], found, source)
+
+    def attention(self, dtype: Dtype, budget_s: float) -> Curve:
+        """Measure fused causal attention; its FLOP are 4 batch heads seq² head_dim, the masked half included."""
+        batches = (1,) if self.backend.kind == "host" else (8,)
+        seqs = (64, 128, 256, 512, 1024, 2048, *(() if self.quick else (4096,)))
+        shapes = [(batch, _NUM_HEADS, seq, _HEAD_DIM) for seq in seqs for batch in batches]
+        cases = [Case(4.0 * b * h * s * s * d, self._attention(dtype, (b, h, s, d))) for b, h, s, d in shapes]
+        found = sample(cases, self.backend.time_s, budget_s)
+        source = f"{dtype} fused causal attention forward, FLOP of the whole square, head dimension {_HEAD_DIM}"
+        return build_curve("flop", [c.size for c in cases], found, source)
+
+    def elementwise(self, budget_s: float) -> Curve:
+        """Measure eager kernels, the mean of bf16 add, mul, silu and a cast to fp32, against bytes read and written."""
+        counts = [4**i for i in range(4, 12 if self.quick else 13)]
+        bytes_per_element = (6 + 6 + 4 + 6) / 4
+        cases = [Case(n * bytes_per_element, self._elementwise_mix(n), 1 / 4) for n in counts]
+        found = sample(cases, self.backend.time_s, budget_s)
+        source = "eager elementwise kernels, mean of bf16 add, mul, silu and cast to fp32"
+        return build_curve("bytes", [c.size for c in cases], found, source)
+
+    def optimizer(self, cpu_adamw: CpuAdamW, budget_s: float) -> Curve:
+        """Measure one AdamW update on the device."""
+        cases = self.backend.optimizer_cases(optimizer_sizes(quick=self.quick), cpu_adamw)
+        found = sample(cases, self.backend.time_s, budget_s)
+        source = "AdamW on the device: " + (
+            "torch, fused" if self.backend.kind == "gpu" else f"CPU kernel on {self.backend.num_cores} cores"
+        )
+        return build_curve("params", [c.size for c in cases], found, source)
+
+    def memory_bytes_per_s(self, budget_s: float) -> Quantity:
+        """Measure a copy inside the device's memory, reads and writes added."""
+        first, second = self.pools["fp32"].chunk(2)
+        case = Case(2.0 * first.nbytes, lambda: second.copy_(first))
+        (found,) = sample([case], self.backend.time_s, budget_s)
+        source = "copy inside device memory, reads and writes added"
+        return quantity(case.size / found.median_s, "bytes_per_s", source, found.num_samples)
+
+    def issue_s(self) -> Quantity:
+        """Measure the host's time to issue one kernel; 0 where computing is synchronous."""
+        if samples := self.backend.issue_s():
+            found = summarize(samples)
+            return quantity(found.median_s, "s", "issue of small kernels", found.num_samples)
+        return quantity(0.0, "s", "computing is synchronous: nothing is issued ahead", 1)
+
+    def gemm_call(self) -> Call:
+        """Return products of a few milliseconds on a CPU core, to run beside other work."""
+        return self._linear_mix("bf16", self.backend.shapes[0][1], self.backend.shapes[1][2]).call
+
+    def _linear_mix(self, dtype: Dtype, rows: int, hidden: int, correction: float = 1.0) -> Case:
+        weights, saved = self._views(dtype, hidden, hidden), self._views(dtype, rows, hidden)
+        recent = next(self._views(dtype, rows, hidden)).clone()
+
+        def call() -> None:
+            weight = next(weights)
+            functional.linear(recent, weight)  # forward
+            recent @ weight  # dgrad
+            recent.t() @ next(saved)  # wgrad
+
+        return Case(2.0 * rows * hidden**2, call, correction / 3)
+
+    def _attention(self, dtype: Dtype, shape: tuple[int, int, int, int]) -> Call:
+        query, key, value = (self.pools[dtype][: int(np.prod(shape))].view(shape).clone() for _ in range(3))
+        return lambda: functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def _elementwise_mix(self, num_elements: int) -> Call:
+        x, y = (self.pools["bf16"][i * num_elements :][:num_elements] for i in range(2))
+
+        def call() -> None:
+            x + y
+            x * y
+            functional.silu(x)
+            x.float()
+
+        return call
+
+    def _views(self, dtype: Dtype, rows: int, columns: int) -> Iterator[torch.Tensor]:
         size = rows * columns
-        views = [flat[i : i + size].view(rows, columns) for i in range(0, len(flat) - size + 1, size)]
-        return itertools.cycle(views)
+        parts = torch.split(self.pools[dtype], size)
+        return itertools.cycle([part.view(rows, columns) for part in parts if len(part) == size])
+
+
+def optimizer_sizes(*, quick: bool) -> tuple[int, ...]:
+    """Return the numbers of parameters at which AdamW is measured."""
+    return tuple(2**i for i in range(14, 25 if quick else 27, 2))

@@ -91,11 +91,9 @@ class CalibrationReport:
     """What was seen besides the profile.
 
     Attributes:
-        pairs: activities beside each other.
-        notes: sizes that were left out, fall-backs, cross-checks.
+        pairs: activities alone and beside each other, also those that the profile has no room for.
         elapsed_s: how long calibration took.
     """
 
     pairs: tuple[Pair, ...]
-    notes: tuple[str, ...]
     elapsed_s: float

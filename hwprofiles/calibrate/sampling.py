@@ -1,20 +1,24 @@
 """Timing in the presence of noise.
 
-[Note: Robust timing] Other programs only ever make a repetition slower, in bursts. So the sizes of one curve take turns
-(a burst then hits one repetition of many sizes, not all repetitions of one), and the central value is the median of
-the fastest half of the repetitions. The tenth and ninetieth percentiles are taken over all of them: they show the
-noise. A curve that still falls somewhere is made monotone by isotonic regression on log time, and says so.
+[Note: Robust timing] Other programs on the machine must not end up in its profile. They only ever make a repetition
+slower, in bursts; so
+- time during which the calling thread was ready but waited for a core (Linux counts it) is subtracted;
+- the sizes of one curve take turns: a burst hits one repetition of many sizes, not all repetitions of one;
+- the central value is the median of the fastest quarter of the repetitions. The tenth and ninetieth percentiles are
+  taken over all of them: they show the noise that is left.
+A curve that still falls somewhere is made monotone by isotonic regression on log time, and says so.
 """
 
 import dataclasses
-import datetime
+import datetime as dt
 import math
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, NamedTuple, Protocol
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 from scipy.optimize import isotonic_regression
@@ -22,19 +26,20 @@ from scipy.optimize import isotonic_regression
 from hwprofiles.calibrate.options import Floats
 from hwprofiles.quantity import Curve, CurvePoint, Provenance, Quantity, Unit
 
-METHOD = "median of the fastest half"
+FASTEST = 0.25
+METHOD = "median of the fastest quarter"
 _MIN_ROUNDS = 3
+NUM_WINDOWS = 12
+_MIN_WINDOW_S = 0.01
+_UNDISTURBED = 0.02  # waiting for a core up to this part of a window is nothing to worry about
+
 _MIN_SAMPLE_S = 5e-4  # shorter calls are repeated within one sample: clocks and loops must not count
 
 Call = Callable[[], object]
 
 
-class Clock(Protocol):
-    """Times calls on one backend."""
-
-    def time_s(self, call: Call, num_calls: int) -> float:
-        """Return seconds per call over ``num_calls`` calls one after another, work on the device included."""
-        ...
+#: ``clock(call, num_calls)``: seconds per call over ``num_calls`` calls in a row, work on the device included.
+Clock = Callable[[Call, int], float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +63,26 @@ class Summary(NamedTuple):
 def summarize(samples: Floats | Sequence[float]) -> Summary:
     """Return the statistics of [Note: Robust timing]."""
     ordered = np.sort(np.asarray(samples, dtype=np.float64))
-    centre = float(np.median(ordered[: (len(ordered) + 1) // 2]))
+    centre = float(np.median(ordered[: math.ceil(len(ordered) * FASTEST)]))
     p10, p90 = np.percentile(ordered, [10, 90])
     return Summary(min(float(p10), centre), centre, max(float(p90), centre), len(ordered))
+
+
+def wall_clock(call: Call, num_calls: int) -> float:
+    """Return seconds per call by the wall clock, less waiting for a core; see :data:`Clock`."""
+    waited_s, begin_s = queued_s(), time.perf_counter()
+    for _ in range(num_calls):
+        call()
+    end_s = time.perf_counter()
+    return max(end_s - begin_s - (queued_s() - waited_s), 1e-9) / num_calls
+
+
+def queued_s() -> float:
+    """Return how long the calling thread has been ready to run without a core, in seconds; 0 if nobody counts it."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def sample(cases: Sequence[Case], clock: Clock, budget_s: float) -> list[Summary]:
@@ -76,19 +98,19 @@ def sample(cases: Sequence[Case], clock: Clock, budget_s: float) -> list[Summary
         if len(repeats) >= 2 and time.perf_counter() - begin_s > budget_s / 3:
             break
         case.call()
-        once_s = max(clock.time_s(case.call, 1), 1e-9)
+        once_s = max(clock(case.call, 1), 1e-9)
         repeats.append(min(max(math.ceil(_MIN_SAMPLE_S / once_s), 1), 200))
     samples: list[list[float]] = [[] for _ in repeats]
     begin_s = time.perf_counter()
     while len(samples[0]) < _MIN_ROUNDS or time.perf_counter() - begin_s < budget_s * 2 / 3:
         for case, num_calls, times in zip(cases, repeats, samples, strict=False):
-            times.append(clock.time_s(case.call, num_calls) * case.scale)
+            times.append(clock(case.call, num_calls) * case.scale)
     return [summarize(times) for times in samples]
 
 
 def measured(source: str, num_samples: int) -> Provenance:
     """Return today's provenance of a measured value."""
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    today = dt.datetime.now(dt.UTC).date().isoformat()
     return Provenance(origin="measured", source=source, date=today, num_samples=num_samples)
 
 
@@ -103,11 +125,13 @@ def build_curve(
     summaries: Sequence[Summary],
     source: str,
 ) -> Curve:
-    """Return the monotone curve through the summaries; equal sizes count as one point, their geometric mean."""
+    """Return the monotone curve through the summaries; equal sizes make one point, their geometric mean."""
     groups: dict[float, list[Summary]] = defaultdict(list)
     for size, summary in zip(sizes, summaries, strict=False):
         groups[size].append(summary)
     ordered = sorted(groups)
+    if num_left_out := len(sizes) - len(summaries):
+        source += f"; the {num_left_out} largest sizes left out for lack of time"
     logs = np.array([np.mean(np.log([s[:3] for s in groups[size]]), axis=0) for size in ordered])
     fixed = np.column_stack([isotonic_regression(column).x for column in logs.T])
     num_raised = int(np.sum(~np.isclose(fixed[:, 1], logs[:, 1], rtol=0, atol=1e-9)))
@@ -122,24 +146,31 @@ def build_curve(
     return Curve(size_unit=size_unit, points=points, provenance=measured(f"{source}, {METHOD}", num_samples))
 
 
-def together(calls: Sequence[Call], window_s: float) -> list[list[float]]:
-    """Repeat blocking calls for a while, each in its own thread, and return the seconds of each repetition.
+class Share(NamedTuple):
+    """What one call got in a window: seconds per repetition, and the part of the window it waited for a core."""
 
-    The first one runs in the calling thread. Repetitions that end after the window are dropped (unless they are all
-    there is): by then the others may have stopped.
+    time_s: float
+    waited: float
+
+
+def together(calls: Sequence[Call], window_s: float) -> list[Share]:
+    """Repeat blocking calls for a while, each in its own thread; the first one runs in the calling thread.
+
+    Repetitions that end after the window are dropped (unless they are all there is): by then others may have stopped.
     """
     stop = threading.Event()
     barrier = threading.Barrier(len(calls))
 
-    def repeat(call: Call, until_s: float) -> list[float]:
+    def repeat(call: Call, until_s: float) -> Share:
         barrier.wait()
-        start_s = now_s = time.perf_counter()
-        times: list[float] = []
-        while not times or (now_s - start_s < until_s and not stop.is_set()):
+        before_s, start_s = queued_s(), time.perf_counter()
+        ends: list[tuple[float, float]] = []
+        while not ends or (ends[-1][0] - start_s < until_s and not stop.is_set()):
             call()
-            before_s, now_s = now_s, time.perf_counter()
-            times.append(now_s - before_s)
-        return times[:-1] or times
+            ends.append((time.perf_counter(), queued_s()))
+        kept = ends[:-1] or ends
+        elapsed_s, waited_s = kept[-1][0] - start_s, kept[-1][1] - before_s
+        return Share(max(elapsed_s - waited_s, 1e-9) / len(kept), waited_s / elapsed_s)
 
     with ThreadPoolExecutor(len(calls)) as pool:
         futures = [pool.submit(repeat, call, math.inf) for call in calls[1:]]
@@ -149,3 +180,23 @@ def together(calls: Sequence[Call], window_s: float) -> list[list[float]]:
             stop.set()
             barrier.abort()
         return [first, *(future.result() for future in futures)]
+
+
+def sample_groups(groups: Sequence[Sequence[Call]], budget_s: float) -> list[Floats]:
+    """Run each group of calls together, in short windows that take turns, and return their seconds per repetition.
+
+    Here the fastest repetitions would be those during which the others of the group stood still. So it is the windows
+    in which nobody waited for a core that count, or the quarter with the least waiting, and their median.
+    """
+    window_s = max(budget_s / NUM_WINDOWS / len(groups), _MIN_WINDOW_S)
+    windows: list[list[list[Share]]] = [[] for _ in groups]
+    for _ in range(NUM_WINDOWS):
+        for group, found in zip(groups, windows, strict=True):
+            found.append(together(group, window_s))
+    results = []
+    for found in windows:
+        shares = np.array(found)  # window, call, (time, waited)
+        waited = shares[:, :, 1].max(axis=1)
+        allowed = max(_UNDISTURBED, float(np.quantile(waited, FASTEST)))
+        results.append(np.exp(np.median(np.log(shares[waited <= allowed, :, 0]), axis=0)))
+    return results

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 
 from planner.decisions import GradientPath
-from planner.graph import Unit
+from planner.graph import Attention, Kernels, Unit
 from planner.lowering.program import Draft, Program
 from planner.schedule import Lane, Op, Phase
 
@@ -37,8 +37,12 @@ def compute(program: Program) -> None:
 def launch(program: Program) -> None:
     """Put the host's time to issue kernels before every compute task (devices that run asynchronously)."""
     blocking = program.decisions.gradient_path is GradientPath.ZERO3_BLOCKING
+    kernels = {
+        op: {unit.name: _num_kernels(getattr(unit, op)) for unit in program.units} for op in _COMPUTE_OPS
+    }
     for draft in compute_drafts(program):
         issue = Draft(f"issue:{draft.key}", Lane.LAUNCH, Op.ISSUE, draft.phase, draft.unit, draft.micro_batch)
+        issue.num_kernels = kernels[draft.op][draft.unit]
         if blocking:  # the caller itself waits for the copy
             issue.after = [key for key in draft.after if program.drafts[key].op is Op.FLUSH]
         draft.after.append(issue.key)
@@ -58,3 +62,7 @@ def compute_drafts(program: Program) -> Iterator[Draft]:
 def _append(program: Program, op: Op, phase: Phase, unit: str, micro_batch: int) -> None:
     draft = Draft(f"{op}:{unit}:{micro_batch}", Lane.COMPUTE, op, phase, unit, micro_batch)
     program.spine.append(program.add(draft))
+
+
+def _num_kernels(kernels: Kernels) -> int:
+    return sum(1 if isinstance(kernel, Attention) else kernel.count for kernel in kernels)

@@ -100,7 +100,7 @@ def _fill(program: Program, unit: Unit, slot: int, user: Draft, after: str | Non
         task.unit, task.micro_batch = unit.name, user.micro_batch
         where.append(program.add(task))
     # Weights change once an iteration: only the first fill waits for updates (the pass ``updates`` sees to it).
-    program.first_use.setdefault(unit.name, tasks[0].key)
+    program.first_use.setdefault(unit.name, (where, tasks[0].key))
     return [task.key for task in tasks]
 
 
@@ -109,12 +109,18 @@ def first_forward(program: Program, unit: str) -> Draft:
     return program.drafts[f"{Op.FORWARD}:{unit}:0"]
 
 
-def upload_anchor(program: Program, position: int) -> list[Draft]:
-    """Return where what a unit's forward needs at the start of an iteration is issued.
+def issue_ahead(program: Program, unit: Unit, position: int, draft: Draft) -> None:
+    """Issue what a unit's first use in the iteration needs: just before it is gathered, or as far ahead as slots look.
 
-    As many units ahead as parameters have slots, so that uploads and fetches queue up in the order of use.
+    Uploads and fetches then queue up in the order of use.
     """
+    program.add(draft)
+    if unit.name in program.first_use:
+        issued, gather = program.first_use[unit.name]
+        issued.insert(issued.index(program.drafts[gather]), draft)
+        return
     ahead = position - program.decisions.num_param_slots
     if ahead < 0:
-        return program.before[program.spine[0].key]
-    return program.behind[f"{Op.FORWARD}:{program.units[ahead].name}:0"]
+        program.before[program.spine[0].key].append(draft)
+    else:
+        program.behind[f"{Op.FORWARD}:{program.units[ahead].name}:0"].append(draft)

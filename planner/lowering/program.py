@@ -25,6 +25,7 @@ class Draft:
     piece: int = -1
     num_bytes: int = 0
     num_params: int = 0
+    num_kernels: int = 0
     slot: int = -1
     pinned: bool = True
     after: list[str] = dataclasses.field(default_factory=list)
@@ -53,7 +54,7 @@ class Program:
         spine: the tasks that the training loop itself reaches, in order.
         before, behind: tasks issued just before or just behind a spine task, by its key, in order.
         tail: tasks issued at the end of the iteration.
-        first_use: for each unit, what brings its updated parameters to the device first in an iteration.
+        first_use: for each unit in a slot, the key of what fills it first in an iteration, and the list it is in.
     """
 
     units: tuple[Unit, ...]
@@ -64,7 +65,7 @@ class Program:
     tail: list[Draft] = dataclasses.field(default_factory=list)
     holds: list[Hold] = dataclasses.field(default_factory=list)
     drafts: dict[str, Draft] = dataclasses.field(default_factory=dict)
-    first_use: dict[str, str] = dataclasses.field(default_factory=dict)
+    first_use: dict[str, tuple[list[Draft], str]] = dataclasses.field(default_factory=dict)
 
     def add(self, draft: Draft) -> Draft:
         """Make a draft known by its key, and return it."""
@@ -102,6 +103,7 @@ class Program:
                 piece=d.piece,
                 num_bytes=d.num_bytes,
                 num_params=d.num_params,
+                num_kernels=d.num_kernels,
                 slot=d.slot,
                 pinned=d.pinned,
                 after=tuple(sorted({index[k] for k in d.after})),

@@ -3,7 +3,7 @@
 from planner.decisions import STATE_BYTES_PER_PARAM, Place
 from planner.graph import Unit
 from planner.lowering.gradients import gradient_ready
-from planner.lowering.parameters import first_forward, gathers, upload_anchor
+from planner.lowering.parameters import first_forward, gathers, issue_ahead
 from planner.lowering.program import Draft, Program
 from planner.schedule import Lane, Op, Phase
 
@@ -93,7 +93,7 @@ def _upload(program: Program, unit: Unit, piece: int, num_params: int, position:
     draft.pinned = decisions.fused_update
     if decisions.overlap_next_forward:
         draft.after_previous.append(updated)
-        upload_anchor(program, position).append(program.add(draft))
+        issue_ahead(program, unit, position, draft)
     else:
         draft.after.append(updated)
         _tail(program, unit).append(program.add(draft))
@@ -142,7 +142,7 @@ def _gate(program: Program, unit: Unit, position: int, done: list[str]) -> None:
         program.spine[0].after_previous += done
         return
     if unit.name in program.first_use:  # fetched or gathered into a slot: the first of those waits
-        user = program.drafts[program.first_use[unit.name]]
+        user = program.drafts[program.first_use[unit.name][1]]
     for key in done:
         # An upload or gather of the next iteration is issued before its user, an update in the iteration before.
         early = program.drafts[key].op in {Op.UPLOAD, Op.GATHER}
@@ -154,13 +154,13 @@ def _regather(program: Program, unit: Unit, position: int, done: list[str]) -> s
     assert not gathers(program)
     num_bytes = program.decisions.precision.weight_bytes * unit.num_params
     key = f"gather:{unit.name}"
-    gather = program.add(Draft(key, Lane.COLLECTIVE, Op.GATHER, Phase.UPDATE, unit.name, num_bytes=num_bytes))
+    gather = Draft(key, Lane.COLLECTIVE, Op.GATHER, Phase.UPDATE, unit.name, num_bytes=num_bytes)
     if program.decisions.overlap_next_forward:
         for dependency in done:
             early = program.drafts[dependency].op is Op.UPLOAD
             (gather.after if early else gather.after_previous).append(dependency)
-        upload_anchor(program, position).append(gather)
+        issue_ahead(program, unit, position, gather)
     else:
         gather.after = done
-        _tail(program, unit).append(gather)
+        _tail(program, unit).append(program.add(gather))
     return key

@@ -6,7 +6,7 @@ rounding residue builds up, and at every moment at least one task gets further, 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
@@ -23,7 +23,10 @@ _NOT_YET = -1.0
 
 
 def _jit(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    return cast("Callable[_P, _T]", numba.njit(cache=True, nogil=True)(function))
+    # The kernel allocates nothing, and without _nrt=False it would spend nine tenths of its time counting references to
+    # the arrays it is given. Inlining halves the rest.
+    options: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy", "forceinline": True, "_nrt": False}
+    return cast("Callable[_P, _T]", numba.njit(**options)(function))
 
 
 class Tasks(NamedTuple):
@@ -245,10 +248,9 @@ def run(lanes: Lanes, tasks: Tasks, uses: Uses) -> int:
 
 
 @_jit
-def link_lanes(lane: npt.NDArray[np.int32], head: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Return the next task in the same lane as each task, -1 for the last; write the first of each lane to ``head``."""
-    following = np.empty(len(lane), dtype=np.int32)
+def link_lanes(lane: npt.NDArray[np.int32], head: npt.NDArray[np.int32], following: npt.NDArray[np.int32]) -> None:
+    """Write the next task in the same lane as each task, -1 for the last, and the first of each lane to ``head``."""
+    head[:] = -1
     for i in range(len(lane) - 1, -1, -1):
         following[i] = head[lane[i]]
         head[lane[i]] = i
-    return following

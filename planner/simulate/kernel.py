@@ -41,13 +41,14 @@ def simulate(system: FluidSystem) -> Simulation:
     from planner.simulate import compiled  # noqa: PLC0415 - numba takes long to import, and not all commands simulate
 
     num_lanes = system.num_lanes
-    head = np.full(num_lanes, -1, dtype=np.int32)
+    head, next_in_lane = np.empty(num_lanes, dtype=np.int32), np.empty(system.num_tasks, dtype=np.int32)
+    compiled.link_lanes(system.lane, head, next_in_lane)
     tasks = compiled.Tasks(
         latency_s=system.latency_s,
         duration_s=system.duration_s,
         pred_ptr=system.pred_ptr,
         pred=system.pred,
-        next_in_lane=compiled.link_lanes(system.lane, head),
+        next_in_lane=next_in_lane,
         start_s=np.full(system.num_tasks, -1.0),
         end_s=np.full(system.num_tasks, -1.0),
     )

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -211,10 +212,7 @@ def test_grad_scale_is_a_scaled_gradient():
 def test_any_cut_gives_the_same_bits(num_params, cuts, seed, grad_dtype):
     state = random_state(num_params, seed, grad_dtype)
     edges = sorted({0, num_params, *(min(cut, num_params) for cut in cuts)})
-    parts = [
-        stepped([array[start:stop] for array in state], PARAMS, 3, 0.7)
-        for start, stop in zip(edges, edges[1:], strict=False)
-    ]
+    parts = [stepped([array[start:stop] for array in state], PARAMS, 3, 0.7) for start, stop in pairwise(edges)]
     assert bits_equal(stepped(state, PARAMS, 3, 0.7), [np.concatenate(arrays) for arrays in zip(*parts, strict=True)])
 
 
@@ -280,7 +278,7 @@ def test_wrong_numbers_are_named():
 # --- threads and compilation ----------------------------------------------------------------------------------------
 
 
-def test_python_runs_on_while_a_kernel_works(monkeypatch):
+def test_python_runs_on_while_a_kernel_works():
     state = random_state(2**22, 0)
     stepped(state, PARAMS, 1)
     ticks, done = [], threading.Event()

@@ -16,7 +16,7 @@ from executor.optimizer.workers import GRAIN_ITEMS, WorkerTeam, pieces
 def test_pieces_are_contiguous_aligned_and_equal(num_items, num_pieces):
     cut = pieces(num_items, num_pieces)
 
-    assert [i for start, stop in cut for i in (start, stop)][1:-1] == [b for a, _ in cut[1:] for b in (a, a)]
+    assert all(left[1] == right[0] for left, right in pairwise(cut))
     assert len(cut) <= num_pieces
     assert (cut[0][0], cut[-1][1]) == (0, num_items) if num_items else cut == []
     assert all(start < stop and start % GRAIN_ITEMS == 0 for start, stop in cut)
@@ -124,8 +124,3 @@ def test_closed_team_refuses_and_its_threads_are_gone(num_threads):
     assert threading.active_count() == before
     with pytest.raises(RuntimeError, match="closed"):
         team.run(lambda *_: None, 1000)
-
-
-def test_consecutive_pieces_meet():
-    cut = pieces(1000, 3)
-    assert all(left[1] == right[0] for left, right in pairwise(cut))

@@ -1,0 +1,177 @@
+"""Probes of the host side: copies, CPU AdamW, and what they do to each other.
+
+[Note: Calibrating contention] The simulator lets running tasks share DRAM: when their demands (bytes per second, alone)
+exceed ``dram_bytes_per_s``, all slow down by demand / capacity. A group of activities that is measured alone and
+together, and slows down by s, therefore says: capacity = demand / s. A group that does not slow down says only that the
+capacity is at least its demand. The value kept is the candidate with the least squared error of log slow-down over all
+groups. Groups never hold more threads than there are cores: waiting for a core is another resource's business.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hwprofiles.calibrate.backend import Backend, adamw_cases
+from hwprofiles.calibrate.compute import optimizer_sizes
+from hwprofiles.calibrate.options import CpuAdamW, Pair
+from hwprofiles.calibrate.sampling import (
+    NUM_WINDOWS,
+    Call,
+    Case,
+    build_curve,
+    quantity,
+    sample,
+    sample_groups,
+    wall_clock,
+)
+from hwprofiles.profile import Link
+from hwprofiles.quantity import Curve, Quantity
+
+ADAMW_BYTES_PER_PARAM = 28  # reads and writes of fp32 master, m, v (24), bf16 gradient in (2), bf16 weight out (2)
+_PAIR_BYTES = 8 * 2**20
+_PAIR_PARAMS = 2**21
+_POOL_PARAMS = 2**24
+
+
+@dataclasses.dataclass(frozen=True)
+class Activity:
+    """Something that runs beside others.
+
+    Attributes:
+        name: in words.
+        call: one repetition, blocking.
+        dram_bytes: host memory traffic of one repetition, or 0 where it is not known.
+        num_cores: CPU cores it occupies.
+    """
+
+    name: str
+    call: Call
+    dram_bytes: float
+    num_cores: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TrafficProbe:
+    """Probes that share a backend, the injected CPU AdamW and its number of threads."""
+
+    backend: Backend
+    cpu_adamw: CpuAdamW
+    num_optimizer_cores: int
+    num_cores: int
+    quick: bool
+
+    def link(self, budget_s: float) -> Link:
+        """Measure copies in each direction, in both at once, and from memory that is not pinned."""
+        sizes = [2.0**i for i in range(16, 29, 2) if 2**i <= self.backend.copy_pool_bytes]
+        copiers = {"down": self.backend.copier("down"), "up": self.backend.copier("up")}
+        cases = {k: [Case(size, copier.call(int(size))) for size in sizes] for k, copier in copiers.items()}
+        curves = {
+            name: build_curve(
+                "bytes", sizes, sample(cases[name], self.backend.time_s, budget_s / 4), f"pinned copy, {name}"
+            )
+            for name in cases
+        }
+        largest = int(min(sizes[-1], _PAIR_BYTES))
+        calls = [self.backend.blocking(copier.call(largest)) for copier in copiers.values()]
+        (both_s,) = sample_groups([calls], budget_s / 4)
+        both = float(np.sum(largest / both_s))
+        alone = sum(curve.best_rate_per_s() for curve in curves.values())
+        pageable_case = Case(largest, self.backend.copier("down", pinned=False).call(largest))
+        (pageable,) = sample([pageable_case], self.backend.time_s, budget_s / 4)
+        return Link(
+            down=curves["down"],
+            up=curves["up"],
+            both_bytes_per_s=quantity(min(both, alone), "bytes_per_s", "copies both ways at once, sum", NUM_WINDOWS),
+            pageable_bytes_per_s=quantity(
+                largest / pageable.median_s, "bytes_per_s", "copy from pageable memory", pageable.num_samples
+            ),
+            num_cores_per_copy=quantity(self.backend.cores_per_copy, "count", "how copies were made", 1),
+        )
+
+    def optimizer(self, budget_s: float) -> Curve:
+        """Measure the CPU AdamW with the cores that updates get."""
+        cases = adamw_cases(optimizer_sizes(quick=self.quick), self.cpu_adamw, self.num_optimizer_cores)
+        found = sample(cases, wall_clock, budget_s)
+        source = f"CPU AdamW on {self.num_optimizer_cores} cores"
+        return build_curve("params", [c.size for c in cases], found, source)
+
+    def elementwise_bytes_per_s(self, budget_s: float) -> Quantity:
+        """Measure host passes, the mean of a cast from bf16 and a scaling in place, with the optimizer's cores."""
+        num_elements = 2**25  # far more than caches hold
+        half = torch.ones(num_elements, dtype=torch.bfloat16)
+        single = torch.ones(num_elements)
+        num_threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(self.num_optimizer_cores)
+            passes = [Case(6.0 * num_elements, lambda: single.copy_(half)), Case(8.0 * num_elements, single.neg_)]
+            found = sample(passes, wall_clock, budget_s)
+        finally:
+            torch.set_num_threads(num_threads)
+        rate = sum(c.size for c in passes) / sum(s.median_s for s in found)
+        source = f"cast from bf16 and sign change in place on {self.num_optimizer_cores} cores"
+        return quantity(rate, "bytes_per_s", source, sum(s.num_samples for s in found))
+
+    def contention(self, gemm: Call, budget_s: float) -> tuple[Quantity, tuple[Pair, ...]]:
+        """Measure activities beside each other; see [Note: Calibrating contention]."""
+        groups = self._groups(gemm)
+        alone = [(activity,) for activity in dict.fromkeys(itertools.chain(*groups))]
+        times_s = sample_groups([[a.call for a in group] for group in (*alone, *groups)], budget_s)
+        alone_s = {activity: float(t[0]) for (activity,), t in zip(alone, times_s, strict=False)}
+        paired_s = times_s[len(alone) :]
+        demands = [sum(a.dram_bytes / alone_s[a] for a in group) for group in groups]
+        slow_downs = [
+            math.exp(np.mean([math.log(t / alone_s[a]) for a, t in zip(group, times, strict=True)]))
+            for group, times in zip(groups, paired_s, strict=True)
+        ]
+        known = [all(a.dram_bytes for a in group) for group in groups]
+        capacity = fit_capacity(list(itertools.compress(demands, known)), list(itertools.compress(slow_downs, known)))
+        pairs = [
+            Pair(
+                " beside ".join([activity.name, *(a.name for a in group if a is not activity)]),
+                alone_s[activity],
+                float(time_s),
+                max(demand / capacity, 1.0) if is_known else None,
+            )
+            for group, times, demand, is_known in zip(groups, paired_s, demands, known, strict=True)
+            for activity, time_s in zip(group, times, strict=True)
+        ]
+        source = "CPU AdamW and copies, alone and together: the capacity that best explains how they slow down"
+        return quantity(capacity, "bytes_per_s", source, NUM_WINDOWS * sum(known)), tuple(pairs)
+
+    def _groups(self, gemm: Call) -> list[tuple[Activity, ...]]:
+        backend, cores = self.backend, self.num_optimizer_cores
+        num_bytes = min(_PAIR_BYTES, backend.copy_pool_bytes)
+        (update,) = (c.call for c in adamw_cases((_POOL_PARAMS, _PAIR_PARAMS), self.cpu_adamw, cores)[1:])
+        adamw = Activity("CPU AdamW", update, ADAMW_BYTES_PER_PARAM * _PAIR_PARAMS, cores)
+        down, up = (
+            Activity(
+                f"copy {direction}",
+                backend.blocking(backend.copier(direction).call(num_bytes)),
+                backend.dram_bytes_per_copied_byte * num_bytes,
+                backend.cores_per_copy,
+            )
+            for direction in ("down", "up")
+        )
+        product = Activity("GEMM", backend.blocking(gemm), 0.0, backend.num_cores)
+        groups = [(adamw,), (down, adamw), (down, up), (down, up, adamw), (product, adamw), (product, down)]
+        return [group for group in groups if sum(a.num_cores for a in group) <= self.num_cores or len(group) == 1]
+
+
+def fit_capacity(demands: Sequence[float], slow_downs: Sequence[float]) -> float:
+    """Return the capacity that best explains the slow-downs of groups; see [Note: Calibrating contention].
+
+    Args:
+        demands: bytes per second of each group, its activities alone, added up.
+        slow_downs: by how much each group slowed down together (1: not at all).
+    """
+    demand, slow_down = np.asarray(demands), np.maximum(slow_downs, 1.0)
+    candidates = demand / slow_down
+    predicted = np.maximum(demand / candidates[:, None], 1.0)
+    errors = np.sum(np.log(predicted / slow_down) ** 2, axis=1)
+    # Of equally good candidates the largest: a capacity below what was seen would be wrong.
+    best = candidates[errors <= errors.min() + 1e-6]
+    return float(best.max())

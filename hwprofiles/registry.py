@@ -1,0 +1,168 @@
+"""Profiles by name: the built-in ones, this machine's own, and files.
+
+The canonical form of a profile is JSON with sorted keys, two spaces of indent, the shortest text that reads back as the
+same float, and no optional field that is empty. Files are written in it and digests are taken over it.
+"""
+
+import contextlib
+import difflib
+import hashlib
+import json
+import os
+import platform
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from hwprofiles.profile import HardwareProfile
+
+LOCAL = "local"
+SCHEMA_VERSION = HardwareProfile.model_fields["schema_version"].default
+
+_DATA = files("hwprofiles") / "data"
+
+
+class ProfileError(ValueError):
+    """A profile cannot be had: the message says which, why, and what to do."""
+
+
+def local_profile_path() -> Path:
+    """Return where this machine's own profile lives, whether it exists or not.
+
+    That is ``<hostname>.json`` in ``$ULLAGE_HOME``, else in ``$XDG_DATA_HOME/ullage``, else in
+    ``~/.local/share/ullage``.
+    """
+    if home := os.environ.get("ULLAGE_HOME"):
+        folder = Path(home)
+    else:
+        data_home = os.environ.get("XDG_DATA_HOME")
+        folder = (Path(data_home) if data_home else Path.home() / ".local" / "share") / "ullage"
+    return folder / f"{platform.node() or 'localhost'}.json"
+
+
+def list_profiles() -> tuple[str, ...]:
+    """Return the names that :func:`load_profile` knows: the built-in ones, sorted, and ``local`` if it exists."""
+    names = sorted(entry.name.removesuffix(".json") for entry in _DATA.iterdir() if entry.name.endswith(".json"))
+    return (*names, LOCAL) if local_profile_path().is_file() else tuple(names)
+
+
+def load_profile(text: str) -> HardwareProfile:
+    """Return the profile that ``text`` names.
+
+    Tried in this order: ``local``, the profile that calibration last wrote for this machine
+    (:func:`local_profile_path`); a built-in name (:func:`list_profiles`); the path of a JSON file. A file that is
+    called like a built-in profile is reached as ``./h100``.
+
+    Raises:
+        ProfileError: nothing has that name, or what it names is not a valid profile.
+    """
+    if text == LOCAL:
+        path = local_profile_path()
+        if not path.is_file():
+            raise ProfileError(f"there is no local profile ({path} does not exist); run `ullage calibrate` first")
+        return _load_file(path)
+    names = list_profiles()
+    if text in names:
+        return parse_profile((_DATA / f"{text}.json").read_text(encoding="utf-8"), f"built-in profile {text}")
+    path = Path(text).expanduser()
+    if path.is_file():
+        return _load_file(path)
+    if path.suffix == ".json" or len(path.parts) > 1:
+        raise ProfileError(f"{text}: there is no such file; give the path of a profile, or one of {', '.join(names)}")
+    near = difflib.get_close_matches(text.lower(), names, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ProfileError(
+        f"unknown hardware {text!r}; {hint}Built-in profiles are {', '.join(names)}; the path of a JSON file works too"
+    )
+
+
+def parse_profile(text: str, where: str) -> HardwareProfile:
+    """Return the profile that the JSON ``text`` states; ``where`` is what error messages call it.
+
+    Raises:
+        ProfileError: the text is not JSON, is of another schema version, or breaks a rule of the schema.
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ProfileError(f"{where} is not JSON: {error}; give a profile as `ullage calibrate` writes it") from None
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ProfileError(
+            f"{where} has schema_version {version!r}, but this version of ullage reads {SCHEMA_VERSION}; "
+            "run `ullage calibrate` again, or install the version that wrote it"
+        )
+    try:
+        return HardwareProfile.model_validate(data)
+    except ValidationError as error:
+        raise ProfileError(f"{where}: {_explain(error)}") from None
+
+
+def canonical_json(profile: HardwareProfile) -> str:
+    """Return the canonical form of ``profile``: equal profiles, equal text."""
+    data = profile.model_dump(mode="json", exclude_none=True)
+    return json.dumps(data, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def profile_digest(profile: HardwareProfile) -> str:
+    """Return the SHA-256 of the canonical form, in hexadecimal."""
+    return hashlib.sha256(canonical_json(profile).encode()).hexdigest()
+
+
+def save_profile(profile: HardwareProfile, path: Path) -> None:
+    """Write ``profile`` to ``path`` in canonical form, making folders as needed.
+
+    Atomic: whoever reads ``path`` meanwhile, or after a crash, finds the old file or the new one, complete.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(canonical_json(profile))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # that is the good case: it has been renamed
+            partial.unlink()
+
+
+def _load_file(path: Path) -> HardwareProfile:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ProfileError(f"{path} is not JSON: {error}; give a profile as `ullage calibrate` writes it") from None
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be read: {error.strerror}; check the file and its permissions") from None
+    return parse_profile(text, str(path))
+
+
+def _explain(error: ValidationError) -> str:
+    """Return pydantic's first complaint as one line: field, value, rule, remedy, and how many more there are."""
+    details = error.errors(include_url=False)
+    first = details[0]
+    field = ".".join(str(part) for part in first["loc"]) or "the profile"
+    rule = first["msg"].removeprefix("Value error, ")
+    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
+    return f"{field}: {rule}{_value(first['input'])}{_remedy(first)}{more}"
+
+
+def _value(value: Any) -> str:
+    """Return ``, not <value>`` for what fits in a line, else nothing."""
+    return "" if isinstance(value, (dict, list)) else f", not {str(value)[:40]!r}"
+
+
+def _remedy(detail: ErrorDetails) -> str:
+    """Return what to do; the schema's own rules (``value_error``) say it themselves."""
+    match detail["type"]:
+        case "value_error":
+            return ""
+        case "missing":
+            return "; add it (`ullage calibrate` measures every field)"
+        case "extra_forbidden":
+            return "; remove it, or correct its name"
+        case _:
+            return "; correct it in the file"

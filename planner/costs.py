@@ -1,0 +1,258 @@
+"""The cost model: what each task of a schedule takes on one machine, and what it shares while it runs.
+
+Costs are those of one *representative rank*: ranks are identical, so resources that a node's ranks share (cores, DRAM)
+are divided by the number of ranks on the node, and updates of all ranks run at the same time.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from enum import IntEnum
+
+from hwprofiles.profile import Dtype, Fabric, HardwareProfile
+from hwprofiles.quantity import Curve
+from planner.decisions import Decisions
+from planner.graph import Attention, Elementwise, Gemm, Kernel, Unit
+from planner.schedule import Lane, Op, Schedule, Task
+
+# One fused AdamW pass: bf16 gradient, fp32 master, m and v in; master, m, v and bf16 weight out.
+UPDATE_BYTES_PER_PARAM = 28
+# Adding a micro-batch's gradient to what the host holds: two operands in, one out.
+_ACCUMULATE_PASSES = 3
+
+
+class Resource(IntEnum):
+    """What running tasks share."""
+
+    DEVICE = 0  # the device's compute: capacity 1
+    CORES = 1  # CPU cores
+    DRAM = 2  # bytes/s
+    LINK_DOWN = 3  # bytes/s towards the device
+    LINK_UP = 4
+    LINK = 5  # both directions together
+    FABRIC = 6
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Price:
+    """What one task takes when alone, and what it uses per second of that.
+
+    Attributes:
+        latency_s: paid first; nothing is shared meanwhile.
+        duration_s: at full speed.
+        uses: (resource, amount per second at full speed), resources ascending.
+    """
+
+    latency_s: float
+    duration_s: float
+    uses: tuple[tuple[Resource, float], ...] = ()
+
+
+class CostModel:
+    """Prices tasks on one hardware profile.
+
+    Args:
+        profile: the machine.
+        units: the model's units.
+        decisions: what the schedule was lowered from (precision, number of ranks).
+
+    Attributes:
+        warnings: sentences about readings outside the measured range, in order of appearance.
+    """
+
+    def __init__(self, profile: HardwareProfile, units: Iterable[Unit], decisions: Decisions) -> None:
+        self.profile = profile
+        self.warnings: dict[str, None] = {}
+        self._units = {unit.name: unit for unit in units}
+        self._dtype: Dtype = decisions.precision.weights
+        self._dtype_bytes = decisions.precision.weight_bytes
+        self._data_parallel = decisions.data_parallel
+        self.ranks_per_node = min(decisions.data_parallel, profile.devices_per_node)
+        self._num_nodes = -(-decisions.data_parallel // profile.devices_per_node)
+        self._kernels: dict[int, tuple[float, float]] = {}
+
+    def capacities(self) -> dict[Resource, float]:
+        """Return what one rank has of every resource."""
+        profile, ranks = self.profile, self.ranks_per_node
+        link = profile.host_link
+        capacity = {
+            Resource.DEVICE: 1.0,
+            Resource.CORES: profile.host.num_cores / ranks,
+            Resource.DRAM: profile.host.dram_bytes_per_s.value / ranks,
+            Resource.LINK_DOWN: link.down.best_rate_per_s(),
+            Resource.LINK_UP: link.up.best_rate_per_s(),
+            Resource.LINK: link.both_bytes_per_s.value,
+            Resource.FABRIC: 1.0,
+        }
+        for resource, amount in capacity.items():
+            if amount <= 0:
+                name = resource.name.lower()
+                raise ValueError(f"profile {profile.name} gives {name} a capacity of {amount:g}; it must be positive")
+        return capacity
+
+    def prices(self, schedule: Schedule) -> list[Price]:
+        """Return the price of every task of a schedule."""
+        return [self.price(task) for task in schedule.tasks]
+
+    def price(self, task: Task) -> Price:
+        """Return the price of one task."""
+        if task.lane is Lane.COMPUTE:
+            return self._compute(task)
+        if task.lane is Lane.LAUNCH:
+            return Price(self.profile.device.issue_s.value * task.num_kernels, 0.0)
+        if task.op is Op.UPDATE:
+            return self._cpu_update(task) if task.lane is Lane.CPU else self._device_update(task)
+        if task.op is Op.PASS:
+            return self._host_pass(task.num_bytes)
+        if task.lane is Lane.COLLECTIVE:
+            return self._collective(task)
+        return self._copy(task)
+
+    def compute_s(self, kernels: Iterable[Kernel]) -> float:
+        """Return the time that kernels take on the device, one after another."""
+        return sum(self._kernel(kernel)[0] for kernel in kernels)
+
+    def _compute(self, task: Task) -> Price:
+        times = [self._kernel(kernel) for kernel in self._kernels_of(task)]
+        duration_s = sum(time_s for time_s, _ in times)
+        num_bytes = sum(num_bytes for _, num_bytes in times)
+        return Price(0.0, duration_s, self._on_device(duration_s, num_bytes))
+
+    def _kernels_of(self, task: Task) -> tuple[Kernel, ...]:
+        unit = self._units[task.unit]
+        match task.op:
+            case Op.FORWARD:
+                return unit.forward
+            case Op.RECOMPUTE:
+                return unit.recompute
+            case _:
+                return unit.backward
+
+    def _on_device(self, duration_s: float, num_bytes: float) -> tuple[tuple[Resource, float], ...]:
+        """Return what work on the device uses; where the CPU is the device, that is cores and DRAM."""
+        device = self.profile.device
+        if device.kind == "gpu" or duration_s <= 0:
+            return ((Resource.DEVICE, 1.0),)
+        # Caches keep part of the traffic from DRAM; more than the device can draw alone it cannot be.
+        dram = min(num_bytes / duration_s, device.memory_bytes_per_s.value)
+        return ((Resource.CORES, float(device.num_cores)), (Resource.DRAM, dram))
+
+    def _kernel(self, kernel: Kernel) -> tuple[float, float]:
+        """Return (seconds, bytes touched) of one kernel entry, all its repetitions together."""
+        key = id(kernel)
+        if key not in self._kernels:
+            self._kernels[key] = self._price_kernel(kernel)
+        return self._kernels[key]
+
+    def _price_kernel(self, kernel: Kernel) -> tuple[float, float]:
+        device = self.profile.device
+        match kernel:
+            case Gemm():
+                flop = kernel.flop / kernel.count
+                # A product of few rows leaves part of the device idle: rate r / (r + r_half) of the curve's.
+                rows = 1 + device.gemm_rows_half.value / kernel.m
+                time_s = self._read(device.gemm[self._dtype], flop, "GEMM") * rows
+                num_bytes = self._dtype_bytes * (kernel.m * kernel.k + kernel.k * kernel.n + kernel.m * kernel.n)
+                return time_s * kernel.count, float(num_bytes * kernel.count)
+            case Attention():
+                curve = device.attention if kernel.flash else device.gemm
+                time_s = self._read(curve[self._dtype], kernel.flop, "attention")
+                rows = kernel.batch * kernel.num_heads * kernel.seq_len * kernel.head_dim
+                return time_s, float(4 * self._dtype_bytes * rows)
+            case Elementwise():
+                time_s = self._read(device.elementwise, kernel.num_bytes, "elementwise")
+                return time_s * kernel.count, float(kernel.num_bytes * kernel.count)
+
+    def _device_update(self, task: Task) -> Price:
+        duration_s = self._read(self.profile.device.optimizer, task.num_params, "device optimizer")
+        return Price(0.0, duration_s, self._on_device(duration_s, UPDATE_BYTES_PER_PARAM * task.num_params))
+
+    def _cpu_update(self, task: Task) -> Price:
+        """Price an update by the rank's share of the node: all ranks update at the same time."""
+        host, ranks = self.profile.host, self.ranks_per_node
+        duration_s = self._read(host.optimizer, task.num_params * ranks, "CPU optimizer")
+        if duration_s <= 0:
+            return Price(0.0, 0.0)
+        dram = UPDATE_BYTES_PER_PARAM * task.num_params / duration_s
+        return Price(
+            0.0,
+            duration_s,
+            ((Resource.CORES, host.num_optimizer_cores / ranks), (Resource.DRAM, self._at_most_dram(dram))),
+        )
+
+    def _host_pass(self, num_bytes: int) -> Price:
+        host, ranks = self.profile.host, self.ranks_per_node
+        rate = host.elementwise_bytes_per_s.value / ranks
+        uses = ((Resource.CORES, host.num_optimizer_cores / ranks), (Resource.DRAM, self._at_most_dram(rate)))
+        return Price(0.0, num_bytes / rate, uses)
+
+    def _at_most_dram(self, rate: float) -> float:
+        """Bound a task's own demand by the whole capacity, so that a task alone always runs at full speed."""
+        return min(rate, self.profile.host.dram_bytes_per_s.value / self.ranks_per_node)
+
+    def _copy(self, task: Task) -> Price:
+        link = self.profile.host_link
+        down = task.lane in {Lane.H2D, Lane.STATE_IN}
+        if task.pinned:
+            curve = link.down if down else link.up
+            duration_s = self._read(curve, task.num_bytes, "copy")
+        else:
+            duration_s = task.num_bytes / link.pageable_bytes_per_s.value
+        if duration_s <= 0:
+            return Price(0.0, 0.0)
+        rate = task.num_bytes / duration_s
+        uses = [
+            (Resource.LINK_DOWN if down else Resource.LINK_UP, rate),
+            (Resource.LINK, rate),
+            # Where a core copies, the bytes are read from and written to the same DRAM.
+            (Resource.DRAM, self._at_most_dram(rate * (2 if link.num_cores_per_copy.value else 1))),
+        ]
+        if link.num_cores_per_copy.value:
+            uses.append((Resource.CORES, link.num_cores_per_copy.value))
+        if task.op is Op.FLUSH and task.micro_batch:
+            duration_s += self._host_pass(_ACCUMULATE_PASSES * task.num_bytes).duration_s
+        return Price(0.0, duration_s, tuple(sorted(uses)))
+
+    def _collective(self, task: Task) -> Price:
+        """Price a ring collective: each rank sends and receives all but its own share.
+
+        Across nodes the slower of both levels sets the pace, as in a hierarchical ring.
+        """
+        profile = self.profile
+        latency_s = duration_s = 0.0
+        uses: list[tuple[Resource, float]] = [(Resource.FABRIC, 1.0)]
+        for fabric, size in ((profile.intra_node, self.ranks_per_node), (profile.inter_node, self._num_nodes)):
+            if size == 1:
+                continue
+            if fabric is None:
+                raise ValueError(
+                    f"profile {profile.name} has no inter_node fabric, but {self._data_parallel} devices need "
+                    f"{self._num_nodes} nodes; add inter_node to the profile or ask for at most "
+                    f"{profile.devices_per_node} devices"
+                )
+            latency_s += fabric.latency_s.value
+            time_s = _ring_s(task.num_bytes, size, fabric)
+            duration_s = max(duration_s, time_s)
+            if fabric.via_host_link and time_s > 0:
+                rate = task.num_bytes / time_s
+                uses += [(Resource.LINK_DOWN, min(rate, self.profile.host_link.down.best_rate_per_s()))]
+        return Price(latency_s, duration_s, tuple(sorted(uses)))
+
+    def _read(self, curve: Curve, size: float, what: str) -> float:
+        reading = curve.read(size)
+        if reading.extrapolated:
+            low, high = curve.points[0].size, curve.points[-1].size
+            self.warnings.setdefault(
+                f"{what} times are extrapolated: {self.profile.name} covers {low:.3g} to {high:.3g} {curve.size_unit}"
+            )
+        return reading.time_s
+
+
+def _ring_s(num_bytes: int, size: int, fabric: Fabric) -> float:
+    return num_bytes * (size - 1) / size / fabric.bytes_per_s.value
+
+
+def total_flop(units: Iterable[Unit], decisions: Decisions) -> float:
+    """Return the FLOP that one rank's iteration needs, without recomputation (the model FLOP of MFU)."""
+    kernels = itertools.chain.from_iterable((*unit.forward, *unit.backward) for unit in units)
+    return decisions.num_micro_batches * sum(k.flop for k in kernels if not isinstance(k, Elementwise))

@@ -1,0 +1,224 @@
+"""Engine policies: how published engines, and ours, would place one model on one machine.
+
+Each policy only makes :class:`planner.decisions.Decisions`; all are lowered by the same passes and scored by the same
+simulator, so "what would DeepSpeed take here?" is the same question as "what would we take?".
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+from planner.decisions import BF16, Decisions, GradientPath, Place, Precision, UnitDecision
+from planner.graph import Unit
+
+# The fractions and strides that are tried when a policy leaves them to its user.
+TWIN_FLOW_FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+INTERLEAVED_STRIDES = (2, 3, 4, 5, 6, 8, 10)
+
+Activations = Literal["keep", "recompute"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What the user asks for, the same for every engine.
+
+    Attributes:
+        units: the model's units for this micro-batch, in forward order.
+        data_parallel: devices.
+        micro_batch: sequences per forward on each device.
+        num_micro_batches: forwards per iteration.
+        precision: types of weights and gradients.
+        clip: clip gradients by their global norm.
+        subgroup_params: parameters in one subgroup.
+    """
+
+    units: tuple[Unit, ...]
+    data_parallel: int = 1
+    micro_batch: int = 1
+    num_micro_batches: int = 1
+    precision: Precision = BF16
+    clip: bool = True
+    subgroup_params: int = 100_000_000
+
+
+def gpu_only(setup: Setup) -> Iterator[Decisions]:
+    """Plain training: everything on the device; over several devices as ZeRO-1, 2 or 3 (FSDP)."""
+    for stage in (1, 2, 3) if setup.data_parallel > 1 else (0,):
+        for activations in _ACTIVATIONS:
+            yield _decide(setup, "gpu-only", activations, lambda _: Place.GPU, zero_stage=stage, **_AFTER_BACKWARD)
+
+
+def zero_offload(setup: Setup, gradient_path: GradientPath = GradientPath.ZERO3_ASYNC) -> Iterator[Decisions]:
+    """DeepSpeed ZeRO-3 with the optimizer on the CPU: no overlap of the update with anything.
+
+    The blocking gradient path is that of DeepSpeed before 0.19.5, and every paper's baseline.
+    """
+    name = "zero-offload" if gradient_path is GradientPath.ZERO3_ASYNC else "zero-offload-blocking"
+    for activations in _ACTIVATIONS:
+        yield _decide(setup, name, activations, lambda _: Place.CPU, **_deepspeed(gradient_path))
+
+
+def zero_offload_blocking(setup: Setup) -> Iterator[Decisions]:
+    """ZeRO-3 offload with blocking, unpinned gradient copies."""
+    return zero_offload(setup, GradientPath.ZERO3_BLOCKING)
+
+
+def twin_flow(setup: Setup, fractions: Sequence[float] = TWIN_FLOW_FRACTIONS) -> Iterator[Decisions]:
+    """ZeRO-Offload++: the first subgroups are updated on the device, a fraction of the parameters on the CPU."""
+    total = sum(len(pieces(setup, unit)) for unit in setup.units)
+    for fraction in fractions:
+        first_cpu = total - round(total * fraction)
+        for activations in _ACTIVATIONS:
+            yield _decide(
+                setup,
+                "twin-flow",
+                activations,
+                lambda i, first_cpu=first_cpu: Place.GPU if i < first_cpu else Place.CPU,  # type: ignore[misc]
+                **_deepspeed(GradientPath.ZERO3_ASYNC),
+            )
+
+
+def interleaved(setup: Setup, strides: Sequence[int] = INTERLEAVED_STRIDES) -> Iterator[Decisions]:
+    """Deep Optimizer States: every k-th subgroup is streamed to the device and updated there, one in flight."""
+    for stride in strides:
+        for activations in _ACTIVATIONS:
+            yield _decide(
+                setup,
+                "interleaved",
+                activations,
+                lambda i, stride=stride: Place.STREAM if i % stride == stride - 1 else Place.CPU,  # type: ignore[misc]
+                **_AFTER_BACKWARD,
+                zero_stage=3 if setup.data_parallel > 1 else 0,
+                num_state_slots=1,
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """A point of the family that our own policy searches (all counts from 0).
+
+    Attributes:
+        num_gpu, num_stream: subgroups updated on the device, resident or streamed; the rest is updated on the CPU.
+        num_keep: segments, from the last on, whose activations are kept.
+        num_host: units, from the last on, whose parameters are fetched from the host for every use.
+        num_slots: slots per ring of parameters.
+        zero_stage: what is sharded over devices.
+    """
+
+    num_gpu: int
+    num_stream: int
+    num_keep: int
+    num_host: int = 0
+    num_slots: int = 2
+    zero_stage: int = 0
+
+
+def mixed(setup: Setup, mix: Mix) -> Decisions:
+    """Our policy at one point: updates wherever rates and memory allow, each gating only its unit's next forward.
+
+    Resident state goes to the units whose deadline is nearest, the first in forward order; streamed subgroups are
+    spread evenly among those that the CPU updates, so that both sides stay busy. Units with a shared weight, and those
+    that are updated on the device, keep their parameters there.
+    """
+    counts = [len(pieces(setup, unit)) for unit in setup.units]
+    fixed = {name for unit in setup.units for name in (*unit.shared_units, *([unit.name] if unit.shared_units else []))}
+    places = list(_spread(sum(counts), mix.num_gpu, mix.num_stream))
+    keep = set(_recomputable(setup)[::-1][: mix.num_keep])
+    units: dict[str, UnitDecision] = {}
+    offset = 0
+    for position, (unit, count) in enumerate(zip(setup.units, counts, strict=True)):
+        update = tuple(places[offset : offset + count])
+        offset += count
+        late = position >= len(setup.units) - mix.num_host
+        host = late and unit.num_params > 0 and unit.name not in fixed and Place.GPU not in update
+        kept = not unit.recompute or unit.segment in keep
+        units[unit.name] = UnitDecision(
+            params="host" if host else "gpu", activations="keep" if kept else "recompute", update=update
+        )
+    return Decisions(
+        policy="ullage",
+        precision=setup.precision,
+        micro_batch=setup.micro_batch,
+        num_micro_batches=setup.num_micro_batches,
+        data_parallel=setup.data_parallel,
+        zero_stage=mix.zero_stage,
+        subgroup_params=setup.subgroup_params,
+        num_param_slots=mix.num_slots,
+        update_start="step" if setup.clip else "backward",
+        update_order="forward" if setup.clip else "backward",
+        clip=setup.clip,
+        units=units,
+    )
+
+
+def pieces(setup: Setup, unit: Unit) -> tuple[int, ...]:
+    """Return the subgroup sizes of a unit on one rank of a sharded optimizer."""
+    shard = -(-unit.num_params // setup.data_parallel)
+    full, rest = divmod(shard, setup.subgroup_params)
+    return (setup.subgroup_params,) * full + ((rest,) if rest else ())
+
+
+def _spread(total: int, num_gpu: int, num_stream: int) -> Iterator[Place]:
+    rest = total - num_gpu
+    for i in range(total):
+        if i < num_gpu:
+            yield Place.GPU
+        else:  # Bresenham: num_stream of the rest, evenly spaced
+            j = i - num_gpu
+            yield Place.STREAM if (j + 1) * num_stream // rest > j * num_stream // rest else Place.CPU
+
+
+def _recomputable(setup: Setup) -> list[str]:
+    return list(dict.fromkeys(unit.segment for unit in setup.units if unit.recompute))
+
+
+_ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute")
+_AFTER_BACKWARD = {"overlap_next_forward": False}
+
+
+def _deepspeed(gradient_path: GradientPath) -> dict[str, object]:
+    return {
+        "overlap_next_forward": False,
+        "fused_update": False,
+        "gradient_path": gradient_path,
+        "update_order": "forward",
+        "zero_stage": 3,
+    }
+
+
+def _decide(
+    setup: Setup, policy: str, activations: Activations, place: Callable[[int], Place], **options: object
+) -> Decisions:
+    """Return decisions that treat all units alike; ``place`` maps a subgroup's number to its place."""
+    units: dict[str, UnitDecision] = {}
+    number = 0
+    for unit in setup.units:
+        count = len(pieces(setup, unit))
+        units[unit.name] = UnitDecision(
+            params="gpu",
+            activations=activations if unit.recompute else "keep",
+            update=tuple(place(number + i) for i in range(count)),
+        )
+        number += count
+    return Decisions.model_validate(
+        {
+            "policy": policy,
+            "precision": setup.precision,
+            "micro_batch": setup.micro_batch,
+            "num_micro_batches": setup.num_micro_batches,
+            "data_parallel": setup.data_parallel,
+            "subgroup_params": setup.subgroup_params,
+            "clip": setup.clip,
+            "units": units,
+            **options,
+        }
+    )
+
+
+POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {
+    "gpu-only": gpu_only,
+    "zero-offload-blocking": zero_offload_blocking,
+    "zero-offload": zero_offload,
+    "twin-flow": twin_flow,
+    "interleaved": interleaved,
+}

@@ -1,0 +1,176 @@
+"""The operator graph of a model at one batch size, and the units it falls into."""
+
+import dataclasses
+import functools
+import itertools
+
+import networkx as nx
+
+from planner.models.config import ModelConfig
+from planner.models.ends import embedding_operators, head_operators
+from planner.models.kernels import Attention, Elementwise, Gemm, Kernel, Kernels
+from planner.models.operators import (
+    Batch,
+    Operator,
+    Part,
+    Pattern,
+    layer_operators,
+    layer_parts,
+)
+from planner.models.parameters import ParameterSpec, layer_path, parameters, root
+
+__all__ = [
+    "Attention",
+    "Batch",
+    "Elementwise",
+    "Gemm",
+    "Kernel",
+    "Kernels",
+    "Operator",
+    "Pattern",
+    "Unit",
+    "build_graph",
+    "units",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """The grain of placement and transfer: neighbouring operators whose parameters move as one.
+
+    Attributes:
+        name: ``embed``, ``layers.3.attn``, ``layers.3.mlp`` or ``head``.
+        segment: what is recomputed as a whole: the decoder layer; ``embed`` and ``head`` never are.
+        operators: in forward order.
+        parameters: in order of use.
+        shared_units: units whose parameters it uses too (tied embeddings).
+    """
+
+    name: str
+    segment: str
+    operators: tuple[Operator, ...]
+    parameters: tuple[ParameterSpec, ...]
+    shared_units: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def num_params(self) -> int:
+        """Number of its own parameters."""
+        return sum(spec.num_params for spec in self.parameters)
+
+    @functools.cached_property
+    def saved_bytes(self) -> int:
+        """Activations kept for backward if nothing is recomputed. The unit's input counts if it is kept."""
+        return sum(operator.saved_bytes for operator in self.operators)
+
+    @functools.cached_property
+    def workspace_bytes(self) -> int:
+        """Most bytes that live only inside one of its operators."""
+        return max(operator.workspace_bytes for operator in self.operators)
+
+    @functools.cached_property
+    def forward(self) -> Kernels:
+        """Kernels of the forward, in order."""
+        return tuple(kernel for operator in self.operators for kernel in operator.forward)
+
+    @functools.cached_property
+    def backward(self) -> Kernels:
+        """Kernels of the backward, in order."""
+        return tuple(kernel for operator in reversed(self.operators) for kernel in operator.backward)
+
+    @functools.cached_property
+    def recompute(self) -> Kernels:
+        """Kernels that run again in backward if the segment is recomputed (``torch.utils.checkpoint``, non-reentrant).
+
+        It stops once the last saved tensor is back, so the end of a layer is not rerun. Empty outside layers.
+        """
+        if not self.segment.startswith("layers."):
+            return ()
+        kept = ((operator, len(operator.forward) - operator.num_skipped) for operator in self.operators)
+        return tuple(kernel for operator, count in kept for kernel in operator.forward[:count])
+
+    @property
+    def recompute_skips(self) -> Kernels:
+        """Kernels of the forward that :attr:`recompute` leaves out."""
+        return self.forward[len(self.recompute) :]
+
+    @functools.cached_property
+    def forward_flop(self) -> int:
+        """FLOP of the forward."""
+        return sum(operator.forward_flop for operator in self.operators)
+
+    @functools.cached_property
+    def backward_flop(self) -> int:
+        """FLOP of the backward, recomputation apart."""
+        return sum(operator.backward_flop for operator in self.operators)
+
+    @functools.cached_property
+    def activation_output_bytes(self) -> int:
+        """The hidden state it hands on: what a recomputed segment right after it must keep as its input."""
+        hidden = [operator for operator in self.operators if operator.kind != "rotary"]
+        return hidden[-1].output_bytes
+
+
+def build_graph(config: ModelConfig, batch: Batch) -> "nx.DiGraph[str]":
+    """Return the operators of one forward in order of execution, joined by the tensors they hand on.
+
+    Nodes are operator names with the attribute ``operator``; edges have ``num_bytes``, the producer's output.
+
+    Raises:
+        ValueError: the sequence is longer than a learned position embedding.
+    """
+    _check_positions(config, batch)
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    specs = {spec.name: spec for spec in parameters(config)}
+    first = embedding_operators(config, batch, specs)
+    _add_chain(graph, [operator for operator in first if operator.kind != "rotary"])
+    hidden = list(graph)[-1]
+    rotary = next((operator for operator in first if operator.kind == "rotary"), None)
+    if rotary is not None:
+        graph.add_node(rotary.name, operator=rotary)
+    kinds = {config.has_experts(layer) for layer in range(config.num_layers)}
+    parts = {kind: layer_parts(config, batch, experts=kind) for kind in kinds}
+    for layer in range(config.num_layers):
+        chosen = parts[config.has_experts(layer)]
+        hidden = _add_layer(graph, config, layer, chosen, hidden)
+    _add_chain(graph, head_operators(config, batch, specs), hidden)
+    return graph
+
+
+def _check_positions(config: ModelConfig, batch: Batch) -> None:
+    if config.family in {"opt", "gpt2"} and batch.seq_len > config.max_positions:
+        raise ValueError(
+            f"sequence length {batch.seq_len} exceeds the {config.max_positions} positions that {config.name} has "
+            "learned; shorten the sequence or choose another model"
+        )
+
+
+def _add_chain(graph: "nx.DiGraph[str]", operators: list[Operator], source: str | None = None) -> None:
+    for operator in operators:
+        graph.add_node(operator.name, operator=operator)
+        if source is not None:
+            graph.add_edge(source, operator.name, num_bytes=graph.nodes[source]["operator"].output_bytes)
+        source = operator.name
+
+
+def _add_layer(graph: "nx.DiGraph[str]", config: ModelConfig, layer: int, parts: tuple[Part, ...], hidden: str) -> str:
+    path = layer_path(config, layer)
+    outside = {"": hidden, "rotary": f"{root(config)}.rotary_emb"}
+    for part, operator in zip(parts, layer_operators(config, layer, parts), strict=True):
+        graph.add_node(operator.name, operator=operator)
+        for source in part.sources:
+            producer = outside.get(source) or f"{path}.{source}"
+            graph.add_edge(producer, operator.name, num_bytes=graph.nodes[producer]["operator"].output_bytes)
+    return f"{path}.{parts[-1].name}"
+
+
+def units(graph: "nx.DiGraph[str]") -> tuple[Unit, ...]:
+    """Return the units of a graph from :func:`build_graph`, in forward order."""
+    operators: list[Operator] = [node["operator"] for node in graph.nodes.values()]
+    owner = {spec.name: operator.unit for operator in operators for spec in operator.parameters}
+    result = []
+    for name, group in itertools.groupby(operators, key=lambda operator: operator.unit):
+        members = tuple(group)
+        shared = {owner[parameter]: None for operator in members for parameter in operator.shared_parameters}
+        owned = tuple(spec for operator in members for spec in operator.parameters)
+        result.append(Unit(name, members[0].segment, members, owned, tuple(shared)))
+    return tuple(result)

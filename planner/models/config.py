@@ -1,0 +1,123 @@
+"""The sizes that decide what a decoder-only transformer costs."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Family = Literal["opt", "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
+Mlp = Literal["relu", "gelu", "gelu_new", "swiglu"]
+Norm = Literal["layernorm", "rmsnorm"]
+Size = Annotated[int, Field(gt=0, strict=True)]
+Count = Annotated[int, Field(ge=0, strict=True)]
+
+
+class ModelConfigError(ValueError):
+    """A description of a model that cannot be used."""
+
+
+class UnknownModelError(ModelConfigError):
+    """A name that is neither a packaged model nor a file."""
+
+
+class ModelConfig(BaseModel):
+    """One model, described as far as time and memory depend on it.
+
+    What only changes values is left out: initialisation, rotary base and scaling, dropout (taken as 0), and sliding
+    windows (attention is taken as full and causal).
+
+    Attributes:
+        family: which architecture of ``transformers`` it is; decides module names and the kernels that run.
+        ffn_hidden_size: width of a dense MLP.
+        mlp: activation; ``gelu`` is one kernel, ``gelu_new`` the eight of GPT-2, ``swiglu`` has a gate.
+        qkv_bias, output_bias, mlp_bias: whether the projections of attention and MLP have biases.
+        qk_norm: RMS norm over each head of query and key.
+        word_embed_proj_dim: width of the token embedding; differs from ``hidden_size`` in opt-350m only.
+        norm_before: norms precede attention and MLP (opt-350m: follow).
+        final_norm: a norm before the head.
+        num_experts: experts of a layer, 0 for a dense model.
+        experts_per_token: how many of them a token visits.
+        expert_ffn_hidden_size: width of one expert.
+        dense_layers: layers of an expert model that have a dense MLP.
+        normalize_router: routing weights are scaled to sum to 1.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Annotated[str, Field(min_length=1)]
+    family: Family
+    num_layers: Size
+    hidden_size: Size
+    ffn_hidden_size: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    vocab_size: Size
+    max_positions: Size
+    mlp: Mlp
+    norm: Norm
+    tied_embeddings: bool
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    word_embed_proj_dim: Size
+    norm_before: bool = True
+    final_norm: bool = True
+    num_experts: Count = 0
+    experts_per_token: Count = 0
+    expert_ffn_hidden_size: Count = 0
+    dense_layers: tuple[Count, ...] = ()
+    normalize_router: bool = True
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        hidden, heads, groups = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
+        if hidden % heads:
+            raise ValueError(
+                f"hidden_size {hidden} must be divisible by num_attention_heads {heads}; change one of them"
+            )
+        if heads % groups:
+            raise ValueError(
+                f"num_attention_heads {heads} must be divisible by num_key_value_heads {groups}; change one of them"
+            )
+        if (self.norm == "layernorm") != (self.family in {"opt", "gpt2"}):
+            raise ValueError(
+                f"norm {self.norm} does not belong to {self.family}; leave it out or change the model type"
+            )
+        if self.family in {"opt", "gpt2"} and (self.head_dim, groups) != (hidden // heads, heads):
+            raise ValueError(
+                f"{self.family} has neither grouped heads nor a head_dim of its own, but num_key_value_heads is "
+                f"{groups} and head_dim {self.head_dim}; leave both out"
+            )
+        if self.is_expert_model and not (
+            0 < self.experts_per_token <= self.num_experts and self.expert_ffn_hidden_size > 0
+        ):
+            raise ValueError(
+                f"experts_per_token {self.experts_per_token} must lie between 1 and num_experts {self.num_experts} and "
+                f"expert_ffn_hidden_size {self.expert_ffn_hidden_size} be positive; correct the expert sizes"
+            )
+        return self
+
+    @property
+    def is_expert_model(self) -> bool:
+        """Whether the architecture routes tokens to experts."""
+        return self.family in {"mixtral", "qwen3_moe"}
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_value_size(self) -> int:
+        """Width of all key (or value) heads together."""
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gate beside its up projection."""
+        return self.mlp == "swiglu"
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer's MLP is a bank of experts."""
+        return self.is_expert_model and layer not in self.dense_layers

@@ -1,0 +1,98 @@
+"""The operators before the first and after the last decoder layer."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from planner.models import work
+from planner.models.config import ModelConfig
+from planner.models.kernels import Work, each
+from planner.models.operators import Batch, Operator, Pattern, has_learned_positions, norm_work
+from planner.models.parameters import ParameterSpec, root
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Maker:
+    """Makes the operators of one unit; ``specs`` holds the model's parameters by name."""
+
+    unit: str
+    specs: Mapping[str, ParameterSpec]
+
+    def __call__(
+        self, name: str, kind: str, pattern: Pattern, effort: Work, output_bytes: int, *owned: str, shared: str = ""
+    ) -> Operator:
+        return Operator(
+            name,
+            kind,
+            self.unit,
+            self.unit,
+            tuple(self.specs[parameter] for parameter in owned),
+            pattern,
+            effort.forward,
+            effort.backward,
+            effort.saved_bytes,
+            output_bytes,
+            effort.workspace_bytes,
+            (shared,) if shared else (),
+        )
+
+
+def embedding_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, ParameterSpec]) -> list[Operator]:
+    """Return token embedding and positions; the hidden state comes from the last operator that is not ``rotary``."""
+    rows, e, path = batch.num_tokens, batch.dtype_bytes, root(config)
+    hidden, width = config.hidden_size, config.word_embed_proj_dim
+    make = _Maker("embed", specs)
+    look_up = work.embedding(rows, config.vocab_size, width, e)
+    if config.tied_embeddings:  # the head's gradient is added
+        look_up += Work((), each(config.vocab_size * width, 3 * e))
+    weight = _token_weight(config)
+    operators = [
+        make(weight.removesuffix(".weight"), "embedding", Pattern.ROW, look_up, rows * width * e, weight),
+        _positions(config, batch, make),
+    ]
+    if width != hidden:
+        name = f"{path}.project_in"
+        project = work.keeping(work.linear(rows, width, hidden, e, bias=False), rows * width * e)
+        operators.append(make(name, "projection", Pattern.REPLICATE, project, rows * hidden * e, f"{name}.weight"))
+    return operators
+
+
+def _positions(config: ModelConfig, batch: Batch, make: _Maker) -> Operator:
+    rows, hidden, e, path = batch.num_tokens, config.hidden_size, batch.dtype_bytes, root(config)
+    if not has_learned_positions(config):
+        factors = batch.seq_len * config.head_dim
+        turn = Work(each(factors, 6, 8, 8, 8, 8, 8, 4 + e, 4 + e), (), 2 * factors * e)
+        return make(f"{path}.rotary_emb", "rotary", Pattern.REPLICATE, turn, 2 * factors * e)
+    once = config.family == "gpt2"  # GPT-2 looks positions up once for all sequences
+    name = f"{path}.{'wpe' if once else 'embed_positions'}"
+    weight = f"{name}.weight"
+    place = work.embedding(batch.seq_len if once else rows, make.specs[weight].shape[0], hidden, e)
+    place += Work(each(rows * hidden, 3 * e), each(rows * hidden, e) if once else ())
+    return make(name, "embedding", Pattern.REPLICATE, place, rows * hidden * e, weight)
+
+
+def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, ParameterSpec]) -> list[Operator]:
+    """Return final norm, head and loss."""
+    rows, e, path = batch.num_tokens, batch.dtype_bytes, root(config)
+    hidden, width, vocab = config.hidden_size, config.word_embed_proj_dim, config.vocab_size
+    make = _Maker("head", specs)
+    operators = []
+    if config.final_norm:
+        norm = f"{path}.{ {'gpt2': 'ln_f', 'opt': 'final_layer_norm'}.get(config.family, 'norm') }"
+        owned = [f"{norm}.weight"] + ([f"{norm}.bias"] if config.norm == "layernorm" else [])
+        operators.append(make(norm, "norm", Pattern.REPLICATE, norm_work(config, batch), rows * hidden * e, *owned))
+    if width != hidden:
+        name = f"{path}.project_out"
+        project = work.keeping(work.linear(rows, hidden, width, e, bias=False), rows * hidden * e)
+        operators.append(make(name, "projection", Pattern.REPLICATE, project, rows * width * e, f"{name}.weight"))
+    logits = work.keeping(work.linear(rows, width, vocab, e, bias=False), rows * width * e)
+    if config.tied_embeddings:
+        owned, shared = [], _token_weight(config)
+    else:
+        owned, shared = ["lm_head.weight"], ""
+    operators.append(make("lm_head", "head", Pattern.COLUMN, logits, rows * vocab * e, *owned, shared=shared))
+    operators.append(make("loss", "loss", Pattern.SHARD, work.loss(rows, vocab, e), 4))
+    return operators
+
+
+def _token_weight(config: ModelConfig) -> str:
+    return f"{root(config)}.{'wte' if config.family == 'gpt2' else 'embed_tokens'}.weight"

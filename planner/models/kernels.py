@@ -1,0 +1,116 @@
+"""What a device is asked to run: the kernels of an operator, with their sizes.
+
+[Note: Kernel lists] The lists describe what eager PyTorch runs for the ``transformers`` implementation of a module with
+``attn_implementation="sdpa"``, without dropout or cache: one entry per kernel, in the order of execution, derived by
+tracing the dispatcher and checked against it in ``tests/planner/test_graph.py``. Kernels on less than one value per
+token and head are left out, and so is the accumulation of gradients over micro-batches.
+"""
+
+import dataclasses
+from typing import Self
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gemm:
+    """``count`` matrix products (m, k) x (k, n). In a forward, ``m`` is the number of tokens."""
+
+    m: int
+    n: int
+    k: int
+    count: int = 1
+
+    @property
+    def flop(self) -> int:
+        """Floating-point operations of all ``count`` products."""
+        return 2 * self.m * self.n * self.k * self.count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attention:
+    """The core of attention: scores, softmax and their product with the values.
+
+    Attributes:
+        num_heads: query heads; shared key-value heads change bytes, not FLOP.
+        causal: a flash kernel skips the half that the mask would hide.
+        flash: one fused kernel; otherwise only the two batched products, and the rest is elementwise.
+        backward: this is the backward of such a core.
+    """
+
+    batch: int
+    num_heads: int
+    seq_len: int
+    head_dim: int
+    causal: bool = True
+    flash: bool = True
+    backward: bool = False
+
+    @property
+    def flop(self) -> int:
+        """Floating-point operations.
+
+        A forward has two products of 2 s^2 d each. A backward has four, and a fifth to recompute the scores if fused
+        (Dao et al., FlashAttention, appendix B). A fused causal kernel does half of each.
+        """
+        products = (5 if self.flash else 4) if self.backward else 2
+        full = products * 2 * self.batch * self.num_heads * self.seq_len**2 * self.head_dim
+        return full // 2 if self.causal and self.flash else full
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Elementwise:
+    """``count`` kernels bound by memory, each of which reads and writes ``num_bytes`` in total."""
+
+    num_bytes: int
+    count: int = 1
+
+
+Kernel = Gemm | Attention | Elementwise
+Kernels = tuple[Kernel, ...]
+
+
+def each(num_elements: int, *bytes_per_element: float) -> Kernels:
+    """Return elementwise kernels over ``num_elements``, one for every number of bytes read and written per element."""
+    kernels: list[Elementwise] = []
+    for width in bytes_per_element:
+        num_bytes = round(num_elements * width)
+        if kernels and kernels[-1].num_bytes == num_bytes:
+            kernels[-1] = Elementwise(num_bytes, kernels[-1].count + 1)
+        else:
+            kernels.append(Elementwise(num_bytes))
+    return tuple(kernels)
+
+
+def flop(kernels: Kernels) -> int:
+    """Return the FLOP of products and attention; elementwise kernels count as none."""
+    return sum(kernel.flop for kernel in kernels if not isinstance(kernel, Elementwise))
+
+
+def elementwise_bytes(kernels: Kernels) -> int:
+    """Return the bytes that elementwise kernels read and write."""
+    return sum(kernel.num_bytes * kernel.count for kernel in kernels if isinstance(kernel, Elementwise))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """What one operator runs and holds.
+
+    Attributes:
+        forward, backward: kernels, see [Note: Kernel lists].
+        saved_bytes: activations kept from forward to backward, each storage once, at the first operator that keeps it.
+        workspace_bytes: most bytes that live only inside the operator, in forward or backward, beyond what is saved,
+            its inputs, outputs and their gradients.
+    """
+
+    forward: Kernels = ()
+    backward: Kernels = ()
+    saved_bytes: int = 0
+    workspace_bytes: int = 0
+
+    def __add__(self, other: Self) -> "Work":
+        """Return this work followed by ``other``; backward runs the other way round."""
+        return Work(
+            self.forward + other.forward,
+            other.backward + self.backward,
+            self.saved_bytes + other.saved_bytes,
+            max(self.workspace_bytes, other.workspace_bytes),
+        )

@@ -1,0 +1,324 @@
+"""Operators, and those that a decoder layer consists of."""
+
+import dataclasses
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Literal
+
+from planner.models import work
+from planner.models.config import ModelConfig
+from planner.models.kernels import Attention, Kernels, Work, each, flop
+from planner.models.parameters import ParameterSpec, layer_path, layer_shapes
+
+
+class Pattern(StrEnum):
+    """How an operator can be spread over devices that work on the same tokens."""
+
+    REPLICATE = "replicate"  # every device computes all of it
+    SHARD = "shard"  # no parameters: every device computes its share of heads, channels or vocabulary
+    COLUMN = "column"  # weights split by output: no communication before, a share of the output after
+    ROW = "row"  # weights split by input: partial sums, to be reduced after
+    EXPERT = "expert"  # whole experts per device: tokens are exchanged before and after
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batch:
+    """What one forward and backward works on.
+
+    Attributes:
+        micro_batch: sequences.
+        seq_len: tokens of each.
+        dtype_bytes: 2 for bf16, 4 for fp32 (weights and activations).
+        flash_attention: fused attention (``sdpa``), otherwise ``eager``.
+    """
+
+    micro_batch: int
+    seq_len: int
+    dtype_bytes: Literal[2, 4] = 2
+    flash_attention: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch", "seq_len"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} is {value}, but must be at least 1; give a positive number")
+        if self.dtype_bytes not in {2, 4}:
+            raise ValueError(f"dtype_bytes is {self.dtype_bytes}, but must be 2 (bf16) or 4 (fp32); choose one")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole micro-batch."""
+        return self.micro_batch * self.seq_len
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operator:
+    """One node of the graph.
+
+    Attributes:
+        name: path of the module in ``transformers``; joint operators such as ``self_attn.qkv_proj`` have a path of
+            the same form.
+        kind: ``embedding``, ``rotary``, ``norm``, ``qkv``, ``attention``, ``output``, ``up``, ``activation``, ``down``,
+            ``router``, ``experts``, ``projection``, ``head`` or ``loss``.
+        unit, segment: where it belongs; a segment is what recomputation runs again as a whole.
+        parameters: in order of use.
+        forward, backward, saved_bytes, workspace_bytes: see :class:`planner.models.kernels.Work`.
+        output_bytes: what it hands on.
+        shared_parameters: names of parameters of other operators that it uses too (tied embeddings).
+        num_skipped: kernels at the end of ``forward`` that recomputation does not reach.
+    """
+
+    name: str
+    kind: str
+    unit: str
+    segment: str
+    parameters: tuple[ParameterSpec, ...]
+    pattern: Pattern
+    forward: Kernels
+    backward: Kernels
+    saved_bytes: int
+    output_bytes: int
+    workspace_bytes: int
+    shared_parameters: tuple[str, ...] = ()
+    num_skipped: int = 0
+
+    @property
+    def num_params(self) -> int:
+        """Number of its own parameters."""
+        return sum(spec.num_params for spec in self.parameters)
+
+    @property
+    def forward_flop(self) -> int:
+        """FLOP of the forward."""
+        return flop(self.forward)
+
+    @property
+    def backward_flop(self) -> int:
+        """FLOP of the backward."""
+        return flop(self.backward)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """An operator of any layer, before it is given its place.
+
+    Attributes:
+        name: path within the layer.
+        unit: ``attn`` or ``mlp``.
+        modules: modules that own its parameters, in order of use.
+        sources: parts that feed it; ``""`` is the layer's input and ``"rotary"`` the rotary factors.
+    """
+
+    name: str
+    kind: str
+    unit: str
+    pattern: Pattern
+    work: Work
+    output_bytes: int
+    modules: tuple[str, ...]
+    sources: tuple[str, ...]
+    num_skipped: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Names:
+    first_norm: str
+    qkv: str
+    qkv_modules: tuple[str, ...]
+    core: str
+    output: str
+    second_norm: str
+    up: str
+    up_modules: tuple[str, ...]
+    activation: str
+    down: str
+
+
+def _names(config: ModelConfig) -> _Names:
+    if config.family == "gpt2":
+        joint, up = "attn.c_attn", "mlp.c_fc"
+        return _Names("ln_1", joint, (joint,), "attn.core", "attn.c_proj", "ln_2", up, (up,), "mlp.act", "mlp.c_proj")
+    attention = "self_attn"
+    if config.family == "opt":
+        modules = tuple(f"{attention}.{side}_proj" for side in "qkv")
+        core, output, norms = f"{attention}.core", f"{attention}.out_proj", ("self_attn_layer_norm", "final_layer_norm")
+        return _Names(
+            norms[0], f"{attention}.qkv_proj", modules, core, output, norms[1], "fc1", ("fc1",), "activation_fn", "fc2"
+        )
+    order = ("q_proj", "q_norm", "k_proj", "k_norm", "v_proj") if config.qk_norm else ("q_proj", "k_proj", "v_proj")
+    return _Names(
+        "input_layernorm",
+        f"{attention}.qkv_proj",
+        tuple(f"{attention}.{module}" for module in order),
+        f"{attention}.core",
+        f"{attention}.o_proj",
+        "post_attention_layernorm",
+        "mlp.gate_up_proj",
+        ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.act_fn",
+        "mlp.down_proj",
+    )
+
+
+def layer_parts(config: ModelConfig, batch: Batch, *, experts: bool) -> tuple[Part, ...]:
+    """Return the operators of one decoder layer in order of execution."""
+    names, hidden_bytes = _names(config), batch.num_tokens * config.hidden_size * batch.dtype_bytes
+    before = config.norm_before
+
+    def norm(name: str, unit: str, source: str) -> Part:
+        return Part(name, "norm", unit, Pattern.REPLICATE, norm_work(config, batch), hidden_bytes, (name,), (source,))
+
+    parts: list[Part] = []
+    if before:
+        parts.append(norm(names.first_norm, "attn", ""))
+    parts += _attention_parts(config, batch, names, names.first_norm if before else "")
+    if not before:
+        parts.append(norm(names.first_norm, "attn", names.output))
+    middle = names.output if before else names.first_norm
+    if before:
+        parts.append(norm(names.second_norm, "mlp", middle))
+    source = names.second_norm if before else middle
+    parts += (
+        _expert_parts(config, batch, source, middle) if experts else _mlp_parts(config, batch, names, source, middle)
+    )
+    if before:
+        # Non-reentrant checkpointing stops as soon as the last saved tensor is back, which is the last product's
+        # input: neither the product nor the residual sum runs again. Of experts, the weighted sum does not.
+        parts[-1] = dataclasses.replace(parts[-1], num_skipped=_num_skipped(config, batch, parts[-1]))
+    else:
+        parts.append(norm(names.second_norm, "mlp", names.down))
+    return tuple(parts)
+
+
+def _num_skipped(config: ModelConfig, batch: Batch, part: Part) -> int:
+    if part.kind == "down":
+        return len(part.work.forward)
+    converts = _routing_bytes(config, batch) != batch.dtype_bytes
+    return 3 + converts  # gather in token order, sum over experts, (cast,) residual
+
+
+def norm_work(config: ModelConfig, batch: Batch) -> Work:
+    """Return the work of a norm over the hidden size."""
+    formula = work.rms_norm if config.norm == "rmsnorm" else work.layer_norm
+    return formula(batch.num_tokens, config.hidden_size, batch.dtype_bytes)
+
+
+def _attention_parts(config: ModelConfig, batch: Batch, names: _Names, source: str) -> Iterable[Part]:
+    rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
+    query, key = config.query_size, config.key_value_size
+    yield Part(
+        names.qkv,
+        "qkv",
+        "attn",
+        Pattern.COLUMN,
+        _qkv_work(config, batch),
+        rows * (query + 2 * key) * e,
+        names.qkv_modules,
+        (source,),
+    )
+    sources = (names.qkv,) if has_learned_positions(config) else (names.qkv, "rotary")
+    yield Part(names.core, "attention", "attn", Pattern.SHARD, _core_work(config, batch), rows * query * e, (), sources)
+    output = work.linear(rows, query, hidden, e, bias=config.output_bias) + work.residual(rows, hidden, e)
+    yield Part(
+        names.output, "output", "attn", Pattern.ROW, output, rows * hidden * e, (names.output,), (names.core, "")
+    )
+
+
+def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
+    rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
+    query, key, bias = config.query_size, config.key_value_size, config.qkv_bias
+    if config.family == "gpt2":
+        return work.keeping(work.linear(rows, hidden, 3 * hidden, e, bias=bias), rows * hidden * e)
+    q, k = work.linear(rows, hidden, query, e, bias=bias), work.linear(rows, hidden, key, e, bias=bias)
+    if config.family == "opt":
+        q += Work(each(rows * query, 2 * e), each(rows * query, 2 * e))  # scaled before attention
+    else:  # rotary's gradients are turned back into the projection's layout
+        q += Work((), each(rows * query, 2 * e))
+        k += Work((), each(rows * key, 2 * e))
+    if config.qk_norm:
+        q += work.rms_norm(rows * config.num_attention_heads, config.head_dim, e)
+        k += work.rms_norm(rows * config.num_key_value_heads, config.head_dim, e)
+    v = work.linear(rows, hidden, key, e, bias=bias)
+    join = Work((), each(rows * hidden, 3 * e, 3 * e))  # the input's gradients from q, k and v
+    return work.keeping(join + q + k + v, rows * hidden * e, rows * hidden * e)
+
+
+def _core_work(config: ModelConfig, batch: Batch) -> Work:
+    rows, e = batch.num_tokens, batch.dtype_bytes
+    query, key = rows * config.query_size, rows * config.key_value_size
+    core = Attention(
+        batch.micro_batch,
+        config.num_attention_heads,
+        batch.seq_len,
+        config.head_dim,
+        causal=True,
+        flash=batch.flash_attention,
+    )
+    if batch.flash_attention:
+        attend = work.flash_attention(core, query, key, e, merged_gradient=config.family == "gpt2")
+    else:
+        attend = work.eager_attention(core, query, key, e, upcast=config.family != "gpt2")
+    if has_learned_positions(config):
+        return attend
+    return work.rotary(query, e) + work.rotary(key, e) + attend
+
+
+def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, skip: str) -> Iterable[Part]:
+    rows, hidden, ffn, e = batch.num_tokens, config.hidden_size, config.ffn_hidden_size, batch.dtype_bytes
+    up = work.linear(rows, hidden, ffn, e, bias=config.mlp_bias)
+    if config.is_gated:
+        up = Work((), each(rows * hidden, 3 * e)) + up + up
+    up = work.keeping(up, rows * hidden * e)
+    up_bytes = rows * ffn * e * (2 if config.is_gated else 1)
+    yield Part(names.up, "up", "mlp", Pattern.COLUMN, up, up_bytes, names.up_modules, (source,))
+    activate = work.activation(config.mlp, rows * ffn, e)
+    yield Part(names.activation, "activation", "mlp", Pattern.SHARD, activate, rows * ffn * e, (), (names.up,))
+    down = work.linear(rows, ffn, hidden, e, bias=config.mlp_bias) + work.residual(rows, hidden, e)
+    yield Part(names.down, "down", "mlp", Pattern.ROW, down, rows * hidden * e, (names.down,), (names.activation, skip))
+
+
+def _expert_parts(config: ModelConfig, batch: Batch, source: str, skip: str) -> Iterable[Part]:
+    rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
+    num, top = config.num_experts, config.experts_per_token
+    weight_bytes = _routing_bytes(config, batch)
+    route = work.keeping(work.router(rows, hidden, num, top, e, normalize=config.normalize_router), rows * hidden * e)
+    chosen_bytes = rows * top * (weight_bytes + 8)
+    yield Part("mlp.gate", "router", "mlp", Pattern.REPLICATE, route, chosen_bytes, ("mlp.gate",), (source,))
+    bank = work.experts(rows, hidden, config.expert_ffn_hidden_size, num, top, e, weight_bytes)
+    bank += work.residual(rows, hidden, e)
+    sources = ("mlp.gate", source, skip)
+    yield Part("mlp.experts", "experts", "mlp", Pattern.EXPERT, bank, rows * hidden * e, ("mlp.experts",), sources)
+
+
+def _routing_bytes(config: ModelConfig, batch: Batch) -> int:
+    # Mixtral leaves its routing weights in fp32, Qwen casts them back.
+    return 4 if config.family == "mixtral" else batch.dtype_bytes
+
+
+def has_learned_positions(config: ModelConfig) -> bool:
+    """Return whether positions are an embedding (OPT, GPT-2) rather than rotary."""
+    return config.family in {"opt", "gpt2"}
+
+
+def layer_operators(config: ModelConfig, layer: int, parts: Iterable[Part]) -> list[Operator]:
+    """Return one layer's operators; their kernels are the objects of ``parts``, shared by all equal layers."""
+    path, segment = layer_path(config, layer), f"layers.{layer}"
+    specs: dict[str, list[ParameterSpec]] = {}
+    for name, shape in layer_shapes(config, layer):
+        specs.setdefault(name.rpartition(".")[0], []).append(ParameterSpec(f"{path}.{name}", shape))
+    return [
+        Operator(
+            f"{path}.{part.name}",
+            part.kind,
+            f"{segment}.{part.unit}",
+            segment,
+            tuple(spec for module in part.modules for spec in specs[module]),
+            part.pattern,
+            part.work.forward,
+            part.work.backward,
+            part.work.saved_bytes,
+            part.output_bytes,
+            part.work.workspace_bytes,
+            num_skipped=part.num_skipped,
+        )
+        for part in parts
+    ]

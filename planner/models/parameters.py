@@ -1,0 +1,161 @@
+"""The parameters of a model, named and ordered as ``transformers`` does."""
+
+import dataclasses
+import functools
+import math
+
+from planner.models.config import ModelConfig
+
+_ROOTS = {"opt": "model.decoder", "gpt2": "transformer"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One parameter: its name in ``named_parameters()`` and its shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_params(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def root(config: ModelConfig) -> str:
+    """Return the path of the module that holds embedding, layers and final norm."""
+    return _ROOTS.get(config.family, "model")
+
+
+def layer_path(config: ModelConfig, layer: int) -> str:
+    """Return the path of a decoder layer, such as ``model.layers.3``."""
+    return f"{root(config)}.{'h' if config.family == 'gpt2' else 'layers'}.{layer}"
+
+
+def parameters(config: ModelConfig) -> tuple[ParameterSpec, ...]:
+    """Return all parameters in the order of ``named_parameters()``; tied ones once, under the embedding's name."""
+    prefix = root(config)
+    before, after = _outside_layers(config)
+    specs = [ParameterSpec(f"{prefix}.{name}", shape) for name, shape in before]
+    for layer in range(config.num_layers):
+        path = layer_path(config, layer)
+        specs += [ParameterSpec(f"{path}.{name}", shape) for name, shape in layer_shapes(config, layer)]
+    specs += [ParameterSpec(f"{prefix}.{name}", shape) for name, shape in after]
+    if not config.tied_embeddings:
+        specs.append(ParameterSpec("lm_head.weight", (config.vocab_size, config.word_embed_proj_dim)))
+    return tuple(specs)
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters, tied ones counted once."""
+    before, after = _outside_layers(config)
+    layers = sum(_total(layer_shapes(config, layer)) for layer in range(config.num_layers))
+    head = 0 if config.tied_embeddings else config.vocab_size * config.word_embed_proj_dim
+    return _total(before) + layers + _total(after) + head
+
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
+    """Return names within the layer and shapes of its parameters, in the order of ``named_parameters()``."""
+    return _layer_shapes(config, config.has_experts(layer))
+
+
+@functools.lru_cache(maxsize=64)
+def _layer_shapes(config: ModelConfig, experts: bool) -> Shapes:
+    if config.family == "opt":
+        return _opt_layer(config)
+    if config.family == "gpt2":
+        return _gpt2_layer(config)
+    hidden, query, key = config.hidden_size, config.query_size, config.key_value_size
+    shapes = [
+        *_linear("self_attn.q_proj", query, hidden, bias=config.qkv_bias),
+        *_linear("self_attn.k_proj", key, hidden, bias=config.qkv_bias),
+        *_linear("self_attn.v_proj", key, hidden, bias=config.qkv_bias),
+        *_linear("self_attn.o_proj", hidden, query, bias=config.output_bias),
+    ]
+    if config.qk_norm:
+        shapes += [(f"self_attn.{side}_norm.weight", (config.head_dim,)) for side in "qk"]
+    shapes += _expert_shapes(config) if experts else _gated_mlp(config)
+    shapes += [("input_layernorm.weight", (hidden,)), ("post_attention_layernorm.weight", (hidden,))]
+    return tuple(shapes)
+
+
+def _outside_layers(config: ModelConfig) -> tuple[Shapes, Shapes]:
+    hidden, width = config.hidden_size, config.word_embed_proj_dim
+    if config.family == "gpt2":
+        embeddings = (("wte.weight", (config.vocab_size, hidden)), ("wpe.weight", (config.max_positions, hidden)))
+        return embeddings, _norm("ln_f", hidden)
+    embedding = ("embed_tokens.weight", (config.vocab_size, width))
+    if config.family != "opt":
+        return (embedding,), (("norm.weight", (hidden,)),)
+    # OPT numbers its positions from 2.
+    shapes: list[tuple[str, tuple[int, ...]]] = [
+        embedding,
+        ("embed_positions.weight", (config.max_positions + 2, hidden)),
+    ]
+    if width != hidden:
+        shapes += [("project_out.weight", (width, hidden)), ("project_in.weight", (hidden, width))]
+    if config.final_norm:
+        shapes += _norm("final_layer_norm", hidden)
+    return tuple(shapes), ()
+
+
+def _opt_layer(config: ModelConfig) -> Shapes:
+    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    shapes: list[tuple[str, tuple[int, ...]]] = []
+    for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
+        shapes += _linear(f"self_attn.{name}", hidden, hidden, bias=config.qkv_bias)
+    return (
+        *shapes,
+        *_norm("self_attn_layer_norm", hidden),
+        *_linear("fc1", ffn, hidden, bias=config.mlp_bias),
+        *_linear("fc2", hidden, ffn, bias=config.mlp_bias),
+        *_norm("final_layer_norm", hidden),
+    )
+
+
+def _gpt2_layer(config: ModelConfig) -> Shapes:
+    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    # Conv1D stores its weight as (inputs, outputs).
+    return (
+        *_norm("ln_1", hidden),
+        *_linear("attn.c_attn", hidden, 3 * hidden, bias=False),
+        ("attn.c_attn.bias", (3 * hidden,)),
+        *_linear("attn.c_proj", hidden, hidden, bias=True),
+        *_norm("ln_2", hidden),
+        *_linear("mlp.c_fc", hidden, ffn, bias=False),
+        ("mlp.c_fc.bias", (ffn,)),
+        *_linear("mlp.c_proj", ffn, hidden, bias=False),
+        ("mlp.c_proj.bias", (hidden,)),
+    )
+
+
+def _gated_mlp(config: ModelConfig) -> Shapes:
+    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    return (
+        *_linear("mlp.gate_proj", ffn, hidden, bias=config.mlp_bias),
+        *_linear("mlp.up_proj", ffn, hidden, bias=config.mlp_bias),
+        *_linear("mlp.down_proj", hidden, ffn, bias=config.mlp_bias),
+    )
+
+
+def _expert_shapes(config: ModelConfig) -> Shapes:
+    num, hidden, ffn = config.num_experts, config.hidden_size, config.expert_ffn_hidden_size
+    router = ("mlp.gate.weight", (num, hidden))
+    bank = (("mlp.experts.gate_up_proj", (num, 2 * ffn, hidden)), ("mlp.experts.down_proj", (num, hidden, ffn)))
+    return (router, *bank) if config.family == "mixtral" else (*bank, router)
+
+
+def _linear(name: str, rows: int, columns: int, *, bias: bool) -> Shapes:
+    weight = (f"{name}.weight", (rows, columns))
+    return (weight, (f"{name}.bias", (rows,))) if bias else (weight,)
+
+
+def _norm(name: str, width: int) -> Shapes:
+    return (f"{name}.weight", (width,)), (f"{name}.bias", (width,))
+
+
+def _total(shapes: Shapes) -> int:
+    return sum(math.prod(shape) for _, shape in shapes)

@@ -1,0 +1,208 @@
+"""Formulas: kernels, saved bytes and workspace of each operator. See [Note: Kernel lists] in :mod:`.kernels`.
+
+Here ``e`` is the number of bytes of one value of the training data type and ``rows`` a number of tokens. In
+``each(n, 2 * e, 3 * e)`` every argument after the first is one kernel: ``2 * e`` reads one tensor and writes one,
+``3 * e`` reads two and writes one, ``e + 4`` converts to fp32.
+"""
+
+import dataclasses
+
+from planner.models.kernels import Attention, Gemm, Kernels, Work, each
+
+
+def linear(rows: int, inputs: int, outputs: int, e: int, *, bias: bool) -> Work:
+    """Return ``y = x W (+ b)``; what is saved (its input) is for the caller to count, as neighbours share it."""
+    reduce_bias = each(rows * outputs, e) if bias else ()
+    return Work(
+        (Gemm(rows, outputs, inputs),), (Gemm(rows, inputs, outputs), Gemm(outputs, inputs, rows), *reduce_bias)
+    )
+
+
+def keeping(work: Work, saved_bytes: int, workspace_bytes: int = 0) -> Work:
+    """Return ``work`` with these bytes saved and live in addition."""
+    return dataclasses.replace(
+        work,
+        saved_bytes=work.saved_bytes + saved_bytes,
+        workspace_bytes=max(work.workspace_bytes, workspace_bytes),
+    )
+
+
+def residual(rows: int, hidden: int, e: int) -> Work:
+    """Return ``x + f(x)``, and in backward the sum of the two gradients of ``x``."""
+    return Work(each(rows * hidden, 3 * e), each(rows * hidden, 3 * e))
+
+
+def rms_norm(rows: int, width: int, e: int) -> Work:
+    """Return the RMS norm of ``transformers``: in fp32, eager, scaled in the training data type.
+
+    Saved: the fp32 input (its own storage in fp32 training), the normalised values and one factor per row.
+    """
+    n = rows * width
+    convert = [e + 4] if e != 4 else []
+    forward = (
+        *each(n, *convert, 8, 4),  # pow, mean
+        *each(rows, 8, 8),  # add, rsqrt
+        *each(n, 8, *convert, 2 * e),  # by the factor, by the weight
+    )
+    backward = (
+        *each(n, 2 * e, 3 * e, e, *convert, 12, 8, 4),
+        *each(rows, 8, 8, 12),
+        *each(n, 4, 8, 8, 12, 12, *convert),
+    )
+    return Work(forward, backward, n * (4 + e) + 4 * rows, 12 * n)
+
+
+def layer_norm(rows: int, width: int, e: int) -> Work:
+    """Return a layer norm, one fused kernel; backward reads its inputs again for the weight and bias."""
+    n = rows * width
+    return Work(each(n, 2 * e), each(n, 3 * e, 2 * e), n * e + 2 * rows * e, 0)
+
+
+def rotary(elements: int, e: int) -> Work:
+    """Return ``x cos + rotate_half(x) sin`` on ``elements`` values."""
+    forward = each(elements, 2 * e, e, 2 * e, 2 * e, 3 * e)  # mul, neg of a half, cat, mul, add
+    # mul, neg, two slices put into zeros (fill, then copy), add, mul, add
+    return Work(forward, each(elements, 2 * e, e, e, e, e, e, 3 * e, 2 * e, 3 * e), 0, 4 * e * elements)
+
+
+def flash_attention(
+    core: Attention, query_elements: int, key_value_elements: int, e: int, *, merged_gradient: bool
+) -> Work:
+    """Return fused attention: query, key, value, output and one fp32 logarithm per row and head are saved.
+
+    Args:
+        core: its forward kernel.
+        query_elements: values of the query.
+        key_value_elements: values of the key, and of the value.
+        e: bytes per value.
+        merged_gradient: the three gradients are concatenated, as for GPT-2's joint projection.
+    """
+    logsumexp_bytes = 4 * core.batch * core.num_heads * core.seq_len
+    gradient = query_elements + 2 * key_value_elements
+    backward: Kernels = (dataclasses.replace(core, backward=True),)
+    if merged_gradient:
+        backward += each(gradient, 2 * e)
+    return Work(
+        (core,),
+        backward,
+        (2 * query_elements + 2 * key_value_elements) * e + logsumexp_bytes,
+        gradient * e if merged_gradient else 0,
+    )
+
+
+def eager_attention(core: Attention, query_elements: int, key_value_elements: int, e: int, *, upcast: bool) -> Work:
+    """Return attention as separate kernels (``attn_implementation="eager"``).
+
+    Args:
+        core: the two batched products, not fused.
+        query_elements: values of the query.
+        key_value_elements: values of the key, and of the value; repeated to the query's size where they differ.
+        e: bytes per value.
+        upcast: softmax in fp32.
+    """
+    n = core.batch * core.num_heads * core.seq_len**2
+    soft = 4 if upcast else e
+    convert = [soft + e] if soft != e else []
+    groups = query_elements // key_value_elements
+    repeat = each(key_value_elements, (1 + groups) * e, (1 + groups) * e) if groups > 1 else ()
+    forward = (*repeat, core, *each(n, 2 * e, 2 * e, *convert, 2 * soft, *convert))  # scale, mask, softmax
+    backward = (dataclasses.replace(core, backward=True), *each(n, *convert, 3 * soft, *convert, 2 * e), *repeat)
+    saved_scores = n * (soft + e if convert else e)
+    return Work(forward, backward, 4 * query_elements * e + saved_scores, 2 * n * soft)
+
+
+def activation(kind: str, elements: int, e: int) -> Work:
+    """Return the MLP's activation on ``elements`` values of its width; its output is saved for the projection after."""
+    if kind == "relu":
+        return Work(each(elements, 2 * e), each(elements, 3 * e), elements * e)
+    if kind == "gelu":
+        return Work(each(elements, 2 * e), each(elements, 3 * e), 2 * elements * e)
+    if kind == "gelu_new":  # 0.5 x (1 + tanh(c (x + 0.044715 x^3))), operation by operation
+        forward = each(elements, *(width * e for width in (2, 2, 2, 3, 2, 2, 2, 3)))
+        backward = each(elements, *(width * e for width in (3, 3, 3, 2, 2, 2, 2, 3, 3, 2, 3)))
+        return Work(forward, backward, 5 * elements * e, 3 * elements * e)
+    assert kind == "swiglu", kind
+    backward = each(elements, 3 * e, 3 * e, 3 * e)  # two products, silu's backward
+    return Work(each(elements, 2 * e, 3 * e), backward, 4 * elements * e, elements * e)
+
+
+def router(rows: int, hidden: int, num_experts: int, top: int, e: int, *, normalize: bool) -> Work:
+    """Return the choice of ``top`` experts per token: projection, fp32 softmax, top-k, normalisation."""
+    scores, chosen = rows * num_experts, rows * top
+    project = linear(rows, hidden, num_experts, e, bias=False)
+    convert = [4 + e] if e != 4 else []
+    scale = (each(chosen, 4, 8, 12), each(chosen, 12, 12, 8, 12, 12, 4, 12)) if normalize else ((), ())
+    choose = Work(
+        (*each(scores, *convert, 8), *each(scores + 3 * chosen, 4), *scale[0]),
+        (*scale[1], *each(scores, 4, 12, 12, *convert)),
+        4 * scores + chosen * (16 if normalize else 8),
+    )
+    return project + choose
+
+
+def experts(rows: int, hidden: int, ffn: int, num_experts: int, top: int, e: int, weight_bytes: int) -> Work:
+    """Return a bank of gated experts: grouped products over tokens sorted by expert, in equal shares.
+
+    Args:
+        rows: tokens; each visits ``top`` experts.
+        hidden: width of a token.
+        ffn: width of one expert.
+        num_experts: experts in the bank.
+        top: experts per token.
+        e: bytes per value.
+        weight_bytes: bytes of one routing weight; where it is fp32, so is the weighted sum.
+    """
+    visits, w = rows * top, weight_bytes
+    widths, inner = visits * hidden, visits * ffn
+    convert = each(rows * hidden, w + e) if w != e else ()
+    forward = (
+        *each(visits, 24, 16, 12),  # sort, token of each visit, histogram
+        *each(widths, 2 * e),  # gather
+        *grouped(visits, 2 * ffn, hidden, num_experts),
+        *each(inner, 2 * e, 3 * e),
+        *grouped(visits, hidden, ffn, num_experts),
+        *each(widths, e + w),  # routing weights
+        *each(visits, 8, 24),  # inverse order
+        *each(widths, 2 * w),
+        *each(widths + rows * hidden, w),
+        *convert,
+    )
+    backward = (
+        *convert,
+        *each(widths, 2 * w, w, 3 * w, 2 * w + e, 2 * w, *([w + e] if w != e else []), w),
+        *_grouped_wgrad(hidden, ffn, visits, num_experts),
+        *grouped(visits, ffn, hidden, num_experts),
+        *each(inner, 3 * e, 3 * e, 3 * e, 4 * e),
+        *_grouped_wgrad(2 * ffn, hidden, visits, num_experts),
+        *grouped(visits, hidden, 2 * ffn, num_experts),
+        *each(rows * hidden, e),
+        *each(widths + 2 * rows * hidden, e),
+        *each(rows * hidden, 3 * e),
+    )
+    saved = (2 * widths + 4 * inner) * e + visits * (8 + 8 + w)
+    return Work(forward, backward, saved, 3 * widths * w)
+
+
+def grouped(rows: int, n: int, k: int, num_groups: int) -> tuple[Gemm, ...]:
+    """Return products of ``rows`` in total with one (k, n) matrix per group, shares as equal as integers allow."""
+    share, rest = divmod(rows, num_groups)
+    sizes = ((share + 1, rest), (share, num_groups - rest))
+    return tuple(Gemm(m, n, k, count) for m, count in sizes if m and count)
+
+
+def _grouped_wgrad(n: int, k: int, rows: int, num_groups: int) -> Kernels:
+    return tuple(Gemm(n, k, share.m, share.count) for share in grouped(rows, n, k, num_groups))
+
+
+def embedding(rows: int, vocab: int, width: int, e: int) -> Work:
+    """Return a look-up; the gradient is dense, so backward fills ``vocab`` rows before it adds ``rows``."""
+    backward = (*each(vocab * width, e), *each(rows * width, 3 * e))
+    return Work(each(rows * width, 2 * e), backward, 8 * rows)
+
+
+def loss(rows: int, vocab: int, e: int) -> Work:
+    """Return fp32 cross-entropy: cast, log-softmax (saved), mean of the targets'."""
+    n = rows * vocab
+    convert = [e + 4] if e != 4 else []
+    forward = (*each(n, *convert, 8), *each(rows, 12))
+    return Work(forward, each(n, 4, 12, *convert), 4 * n + 8 * rows, 8 * n)

@@ -1,0 +1,175 @@
+"""What a schedule is predicted to take: time by phase, memory by tier, and what binds."""
+
+import dataclasses
+from collections import defaultdict
+from typing import Any
+
+from planner.costs import CostModel, total_flop
+from planner.decisions import Decisions, Frozen
+from planner.graph import Unit
+from planner.schedule import MemoryClass, Schedule, Tier
+from planner.simulate.machine import Simulation
+from planner.timeline import Phases, Timeline, memory_use
+
+
+class TierMemory(Frozen):
+    """Peak memory of one tier: of one device, or of one node's host.
+
+    Attributes:
+        peak_bytes: most bytes held at any moment of the iteration.
+        capacity_bytes: what there is.
+        by_class: what each class holds at that moment.
+    """
+
+    peak_bytes: int
+    capacity_bytes: int
+    by_class: dict[MemoryClass, int]
+
+    @property
+    def missing_bytes(self) -> int:
+        """How much too little there is; 0 if it fits."""
+        return max(self.peak_bytes - self.capacity_bytes, 0)
+
+
+class Prediction(Frozen):
+    """One steady iteration, as the simulator sees it.
+
+    Attributes:
+        forward_s, backward_s, update_s, iteration_s: see :class:`planner.timeline.Phases`.
+        tokens_per_s: over all devices.
+        model_flop_per_s: per device, without recomputation.
+        memory: peaks by tier.
+        busy_s: seconds that each lane is occupied.
+        critical_s: seconds of the critical path that each lane is responsible for.
+        converged: whether the simulated iteration repeated itself exactly.
+        warnings: what the user should know about the numbers.
+    """
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    iteration_s: float
+    tokens_per_s: float
+    model_flop_per_s: float
+    memory: dict[Tier, TierMemory]
+    busy_s: dict[str, float]
+    critical_s: dict[str, float]
+    converged: bool
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether every tier holds its peak."""
+        return all(tier.missing_bytes == 0 for tier in self.memory.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is trained: the units for one micro-batch, and how many tokens that is."""
+
+    units: tuple[Unit, ...]
+    seq_len: int
+
+    def tokens(self, decisions: Decisions) -> int:
+        """Return the tokens of one iteration over all devices."""
+        return decisions.data_parallel * decisions.num_micro_batches * decisions.micro_batch * self.seq_len
+
+
+def predict(workload: Workload, decisions: Decisions, cost: CostModel, simulation: Simulation) -> Prediction:
+    """Summarise a simulation."""
+    timeline, steady = simulation.timeline, simulation.steady
+    phases = timeline.phases(steady)
+    return Prediction(
+        **_seconds(phases),
+        tokens_per_s=workload.tokens(decisions) / phases.iteration_s,
+        model_flop_per_s=total_flop(workload.units, decisions) / phases.iteration_s,
+        memory=memory_peaks(timeline, steady, cost),
+        busy_s={lane.value: seconds for lane, seconds in sorted(timeline.busy_s(steady).items())},
+        critical_s=critical_path(timeline, steady),
+        converged=simulation.converged,
+        warnings=tuple(cost.warnings),
+    )
+
+
+def memory_peaks(timeline: Timeline, iteration: int, cost: CostModel) -> dict[Tier, TierMemory]:
+    """Return peaks against capacities: one device's, and those of all ranks on one node together."""
+    capacity = capacities(cost)
+    scale = {Tier.GPU: 1, Tier.HOST: cost.ranks_per_node}
+    use = memory_use(timeline, iteration)
+    return {
+        tier: TierMemory(
+            peak_bytes=used.peak_bytes * scale[tier],
+            capacity_bytes=capacity[tier],
+            by_class={c: n * scale[tier] for c, n in sorted(used.peak_by_class.items())},
+        )
+        for tier, used in use.items()
+    }
+
+
+def capacities(cost: CostModel) -> dict[Tier, int]:
+    """Return the bytes of one device and of one node's host memory."""
+    profile = cost.profile
+    return {Tier.GPU: int(profile.device.memory_bytes.value), Tier.HOST: int(profile.host.memory_bytes.value)}
+
+
+def always_held(schedule: Schedule, cost: CostModel) -> dict[Tier, int]:
+    """Return a lower bound of each tier's peak without simulating: what is held all the time."""
+    held = {Tier.GPU: 0, Tier.HOST: 0}
+    for buffer in schedule.buffers:
+        if buffer.first is None:
+            held[buffer.tier] += buffer.num_bytes * (cost.ranks_per_node if buffer.tier is Tier.HOST else 1)
+    return held
+
+
+def critical_path(timeline: Timeline, iteration: int) -> dict[str, float]:
+    """Return how many seconds of one period each lane is responsible for.
+
+    Walks back from the beginning of the next iteration: whatever ended last among the tasks that a task had to wait
+    for (its lane's previous task included) is what delayed it.
+    """
+    tasks = timeline.schedule.tasks
+    previous_in_lane: dict[int, tuple[int, int]] = {}  # task -> (its lane's task before it, iterations back)
+    last_in_lane = {task.lane: task.index for task in tasks}
+    lane_latest: dict[Any, int] = {}
+    for task in tasks:
+        if task.lane in lane_latest:
+            previous_in_lane[task.index] = (lane_latest[task.lane], 0)
+        else:
+            previous_in_lane[task.index] = (last_in_lane[task.lane], 1)
+        lane_latest[task.lane] = task.index
+    spans = {(s.iteration, s.task): s for s in timeline.spans}
+    begin_s, end_s = timeline.begin_s(iteration), timeline.begin_s(iteration) + timeline.period_s(iteration)
+    current = _first_task(timeline, iteration + 1)
+    shares: dict[str, float] = defaultdict(float)
+    while current in spans and spans[current].start_s > begin_s:
+        number, index = current
+        lane_task, back = previous_in_lane[index]
+        waited = [(number - back, lane_task)]
+        waited += [(number, i) for i in tasks[index].after]
+        waited += [(number - 1, i) for i in tasks[index].after_previous]
+        known = [key for key in waited if key in spans]
+        if not known:
+            break
+        # Of several that ended at once, take the one that started last: it is the shortest explanation.
+        current = max(known, key=lambda key: (spans[key].end_s, spans[key].start_s, key))
+        span = spans[current]
+        seconds = min(span.end_s, end_s) - max(span.start_s, begin_s)
+        if seconds > 0:
+            shares[tasks[span.task].lane.value] += seconds
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def _first_task(timeline: Timeline, iteration: int) -> tuple[int, int]:
+    begin_s = timeline.begin_s(iteration)
+    starts = [s for s in timeline.of_iteration(iteration) if s.start_s == begin_s]
+    forwards = [s.task for s in starts if timeline.schedule.tasks[s.task].op == "forward"]
+    return iteration, (forwards or [s.task for s in starts])[0]
+
+
+def _seconds(phases: Phases) -> dict[str, float]:
+    return {
+        "forward_s": phases.forward_s,
+        "backward_s": phases.backward_s,
+        "update_s": phases.update_s,
+        "iteration_s": phases.iteration_s,
+    }

@@ -1,0 +1,185 @@
+"""The search: every engine policy as a seed, then local search over our own family, scored by the simulator.
+
+Nothing is ever accepted that the simulator does not score better, so the result is never worse than the best seed.
+The budget is a number of simulations, not of seconds: the same inputs give the same plan on any machine.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+
+from planner.costs import CostModel
+from planner.decisions import Decisions, GradientPath
+from planner.engines import POLICIES, Mix, Setup, mixed, pieces
+from planner.lowering import lower
+from planner.prediction import Prediction, Workload, always_held, capacities, memory_peaks, predict
+from planner.schedule import Schedule, Tier
+from planner.simulate.machine import run_until_steady
+
+Progress = Callable[["Candidate", int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """Decisions with their score.
+
+    Attributes:
+        decisions: what was tried.
+        iteration_s: predicted time; infinite if it was rejected before simulating.
+        missing_bytes: by tier, how much memory is lacking (empty if it fits).
+    """
+
+    decisions: Decisions
+    iteration_s: float
+    missing_bytes: dict[Tier, int]
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Sort key: what fits first, then what is faster (or lacks less)."""
+        missing = sum(self.missing_bytes.values())
+        return (missing, self.iteration_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a search found.
+
+    Attributes:
+        best: the best candidate, which may not fit if none does.
+        engines: the best candidate of every engine policy, by name.
+        num_simulations: schedules that were simulated.
+    """
+
+    best: Candidate
+    engines: dict[str, Candidate]
+    num_simulations: int
+
+
+class Scorer:
+    """Scores decisions by simulating their schedule; remembers what it has seen."""
+
+    def __init__(self, workload: Workload, cost: Callable[[Decisions], CostModel], *, asynchronous: bool) -> None:
+        self.num_simulations = 0
+        self._workload = workload
+        self._cost = cost
+        self._asynchronous = asynchronous
+        self._seen: dict[str, Candidate] = {}
+
+    def schedule(self, decisions: Decisions) -> Schedule:
+        """Return the schedule of some decisions."""
+        return lower(self._workload.units, decisions, asynchronous=self._asynchronous)
+
+    def score(self, decisions: Decisions) -> Candidate:
+        """Return decisions with their predicted time, or rejected for lack of memory."""
+        key = decisions.model_dump_json()
+        if key not in self._seen:
+            self._seen[key] = self._score(decisions)
+        return self._seen[key]
+
+    def predict(self, decisions: Decisions) -> Prediction:
+        """Return the full prediction of some decisions, simulated until steady."""
+        cost = self._cost(decisions)
+        simulation = run_until_steady(self.schedule(decisions), cost)
+        return predict(self._workload, decisions, cost, simulation)
+
+    def _score(self, decisions: Decisions) -> Candidate:
+        cost = self._cost(decisions)
+        schedule = self.schedule(decisions)
+        capacity = capacities(cost)
+        missing = {t: n - capacity[t] for t, n in always_held(schedule, cost).items() if n > capacity[t]}
+        if missing:  # no need to simulate what cannot fit
+            return Candidate(decisions, float("inf"), missing)
+        self.num_simulations += 1
+        simulation = run_until_steady(schedule, cost, quick=True)
+        timeline, steady = simulation.timeline, simulation.steady
+        peaks = memory_peaks(timeline, steady, cost)
+        missing = {tier: use.missing_bytes for tier, use in peaks.items() if use.missing_bytes}
+        return Candidate(decisions, timeline.period_s(steady), missing)
+
+
+def search(setup: Setup, scorer: Scorer, max_simulations: int = 160, progress: Progress | None = None) -> Outcome:
+    """Find decisions for a setup.
+
+    Args:
+        setup: what is asked for.
+        scorer: scores candidates.
+        max_simulations: stop the local search after so many; the seeds are always scored.
+        progress: called with the best so far and the number of simulations.
+    """
+
+    def tell(candidate: Candidate) -> None:
+        if progress:
+            progress(candidate, scorer.num_simulations)
+
+    engines = {name: _best(map(scorer.score, policy(setup))) for name, policy in POLICIES.items()}
+    best = _best(engines.values())
+    tell(best)
+    # A policy's placement with our way of driving it is a seed too.
+    best = _best([best, *(scorer.score(_driven_by_us(setup, c.decisions)) for c in engines.values())])
+    tell(best)
+    for mix in _starts(setup):
+        found = _descend(setup, scorer, mix, max_simulations, tell)
+        best = _best([best, found])
+    tell(best)
+    return Outcome(best, engines, scorer.num_simulations)
+
+
+def _best(candidates: Iterable[Candidate]) -> Candidate:
+    return min(candidates, key=lambda candidate: candidate.order)
+
+
+def _driven_by_us(setup: Setup, decisions: Decisions) -> Decisions:
+    early = not setup.clip
+    return decisions.model_copy(
+        update={
+            "policy": "ullage",
+            "overlap_next_forward": True,
+            "fused_update": True,
+            "gradient_path": GradientPath.ONCE,
+            "num_state_slots": 2,
+            "update_start": "backward" if early else "step",
+            "update_order": "backward" if early else "forward",
+        }
+    )
+
+
+def _starts(setup: Setup) -> Iterator[Mix]:
+    """Yield where descents start: everything on the CPU and recomputed, which needs the least device memory."""
+    stages = (2, 3) if setup.data_parallel > 1 else (0,)
+    for stage in stages:
+        yield Mix(num_gpu=0, num_stream=0, num_keep=0, zero_stage=stage)
+    if setup.data_parallel == 1:  # parameters too may have to live on the host
+        yield Mix(num_gpu=0, num_stream=0, num_keep=0, num_host=len(setup.units))
+
+
+def _descend(
+    setup: Setup, scorer: Scorer, start: Mix, max_simulations: int, tell: Callable[[Candidate], None]
+) -> Candidate:
+    """Pattern search: move one count at a time by a step that halves when no move helps."""
+    limits = {
+        "num_gpu": sum(len(pieces(setup, unit)) for unit in setup.units),
+        "num_stream": sum(len(pieces(setup, unit)) for unit in setup.units),
+        "num_keep": len({unit.segment for unit in setup.units if unit.recompute}),
+        "num_host": len(setup.units) if setup.data_parallel == 1 else 0,
+        "num_slots": 4,
+    }
+    mix, best = start, scorer.score(mixed(setup, start))
+    steps = {name: max(limit // 2, 1) for name, limit in limits.items() if limit}
+    while True:
+        moved = False
+        for name, step in steps.items():
+            for delta in (step, -step):
+                value = min(max(getattr(mix, name) + delta, name == "num_slots"), limits[name])
+                trial = dataclasses.replace(mix, **{name: value})
+                if trial.num_gpu + trial.num_stream > limits["num_gpu"]:
+                    trial = dataclasses.replace(trial, num_stream=limits["num_gpu"] - trial.num_gpu)
+                candidate = scorer.score(mixed(setup, trial))
+                if candidate.order < best.order:
+                    mix, best, moved = trial, candidate, True
+                    tell(best)
+                    break
+                if scorer.num_simulations >= max_simulations and not best.missing_bytes:
+                    return best
+        if not moved:
+            if all(step == 1 for step in steps.values()):
+                return best
+            steps = {name: max(step // 2, 1) for name, step in steps.items()}

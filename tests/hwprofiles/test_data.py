@@ -1,0 +1,187 @@
+from importlib.resources import files
+
+import pytest
+from pydantic import BaseModel
+
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.quantity import Curve, Quantity
+from hwprofiles.registry import canonical_json, list_profiles, load_profile
+
+TYPICAL = {"v100", "a100-40", "a100-80", "h100", "h200", "gh200", "rtx-4090", "rtx-3090"}
+PUBLISHED = {
+    "h100x4-80g",
+    "a100x4-40g",
+    "polaris-a100-40g",
+    "h100x4-56core-nvme",
+    "rtx4090-12ssd",
+    "a100x8-nvlink",
+    "a100-cluster",
+}
+GB, TERA = 1e9, 1e12
+
+every = pytest.mark.parametrize("name", sorted(TYPICAL | PUBLISHED))
+
+
+def rate(curve):
+    return curve.best_rate_per_s()
+
+
+def values(node, path=""):
+    """Yield (path, value) of every quantity and curve below a profile."""
+    if isinstance(node, (Quantity, Curve)):
+        yield path, node
+    elif isinstance(node, BaseModel):
+        for field in type(node).model_fields:
+            yield from values(getattr(node, field), f"{path}.{field}")
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield from values(value, f"{path}.{key}")
+
+
+def test_every_machine_is_there():
+    assert set(list_profiles()) - {"local"} == TYPICAL | PUBLISHED
+
+
+@every
+def test_a_file_is_named_after_its_profile_and_canonical(name):
+    profile = load_profile(name)
+    assert profile.name == name
+    assert (files("hwprofiles") / "data" / f"{name}.json").read_text() == canonical_json(profile)
+
+
+@every
+def test_every_value_has_the_unit_of_its_name_and_a_source(name):
+    units = (
+        ("_bytes_per_s", "bytes_per_s"),
+        ("_params_per_s", "params_per_s"),
+        (".bytes_per_s", "bytes_per_s"),
+        ("_bytes", "bytes"),
+        ("_s", "s"),
+        ("num_cores_per_copy", "count"),
+        ("gemm_rows_half", "count"),
+    )
+    found = list(values(load_profile(name)))
+    assert len(found) > 20
+    for path, value in found:
+        assert len(value.provenance.source) > 10, path
+        assert "http" not in value.provenance.source, path
+        assert value.provenance.origin != "measured", path
+        if isinstance(value, Quantity):
+            assert value.unit == next(unit for ending, unit in units if path.endswith(ending)), path
+
+
+def test_the_schema_declares_the_unit_of_every_field():
+    """A bare ``Quantity`` or ``Curve`` would let a value in a wrong unit pass."""
+
+    def annotations(model, seen):
+        for name, field in model.model_fields.items():
+            yield f"{model.__name__}.{name}", field
+            for inner in getattr(field.annotation, "__args__", (field.annotation,)):
+                if isinstance(inner, type) and issubclass(inner, BaseModel) and inner not in seen:
+                    seen.add(inner)
+                    yield from annotations(inner, seen)
+
+    checked = 0
+    for name, field in annotations(HardwareProfile, {Quantity, Curve}):
+        text = repr(field)
+        if "Quantity" in text or "Curve" in text:
+            checked += 1
+            assert "AfterValidator" in text, name
+    assert checked >= 22
+
+
+@every
+def test_rates_are_ordered_as_physics_orders_them(name):
+    profile = load_profile(name)
+    device, host, link = profile.device, profile.host, profile.host_link
+    down, up = rate(link.down), rate(link.up)
+    assert link.pageable_rate("up") <= up
+    assert link.pageable_rate("down") <= down
+    assert max(down, up) < link.both_bytes_per_s.value <= down + up
+    assert max(down, up) < host.dram_bytes_per_s.value < device.memory_bytes_per_s.value
+    assert host.elementwise_bytes_per_s.value <= host.dram_bytes_per_s.value
+    assert 28 * rate(host.optimizer) <= host.dram_bytes_per_s.value
+    assert 28 * rate(device.optimizer) <= device.memory_bytes_per_s.value * 1.01
+    assert rate(host.optimizer) < rate(device.optimizer)
+    assert rate(device.elementwise) <= device.memory_bytes_per_s.value
+    assert rate(device.gemm["fp32"]) < rate(device.gemm["bf16"])
+    for dtype in ("bf16", "fp32"):
+        assert 0.3 < rate(device.attention[dtype]) / rate(device.gemm[dtype]) < 0.7
+    assert device.memory_bytes.value < host.memory_bytes.value
+    if profile.nvme is not None:
+        assert rate(profile.nvme.write) <= rate(profile.nvme.read) < host.dram_bytes_per_s.value
+    if profile.intra_node is not None:
+        assert profile.intra_node.via_host_link == (profile.intra_node.bytes_per_s.value < down)
+        if profile.inter_node is not None:
+            assert profile.inter_node.bytes_per_s.value < profile.intra_node.bytes_per_s.value
+
+
+@every
+def test_curves_cover_the_sizes_that_plans_ask_for(name):
+    profile = load_profile(name)
+    for curve, size in (
+        (profile.device.gemm["bf16"], 1e12),
+        (profile.device.elementwise, 1e8),
+        (profile.device.optimizer, 1e8),
+        (profile.host_link.down, 2e8),
+        (profile.host_link.up, 2e8),
+    ):
+        assert not curve.read(size).extrapolated
+
+
+@pytest.mark.parametrize(
+    ("read", "wanted"),
+    [
+        (lambda: rate(load_profile("h100").host_link.down), 55.2 * GB),
+        (lambda: rate(load_profile("h200").host_link.up), 55.2 * GB),
+        (lambda: rate(load_profile("a100-80").host_link.down), 25 * GB),
+        (lambda: rate(load_profile("v100").host_link.down), 12 * GB),
+        (lambda: load_profile("a100-40").host_link.both_bytes_per_s.value, 38 * GB),
+        (lambda: rate(load_profile("h100").device.gemm["bf16"]), 794 * TERA),
+        (lambda: rate(load_profile("a100-40").device.gemm["bf16"]), 271 * TERA),
+        (lambda: rate(load_profile("gh200").device.gemm["bf16"]), 829 * TERA),
+        (lambda: rate(load_profile("rtx-4090").device.gemm["bf16"]), 156 * TERA),
+        (lambda: rate(load_profile("gh200").host_link.down), 375 * GB),
+        (lambda: rate(load_profile("gh200").host_link.up), 297 * GB),
+        (lambda: load_profile("gh200").host.dram_bytes_per_s.value, 486 * GB),
+        (lambda: load_profile("v100").host.optimizer.time_s(4e9), 1.03),
+        (lambda: rate(load_profile("polaris-a100-40g").host.optimizer), 3.0 * GB),
+        (lambda: rate(load_profile("polaris-a100-40g").nvme.write), 2 * GB),
+        (lambda: rate(load_profile("h100").nvme.read), 48 * GB),
+        (lambda: load_profile("a100x8-nvlink").intra_node.bytes_per_s.value, 235 * GB),
+        (lambda: load_profile("a100-cluster").inter_node.bytes_per_s.value, 800 / 8 / 8 * GB),
+    ],
+)
+def test_published_facts(read, wanted):
+    assert read() == pytest.approx(wanted, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "sharing"),
+    [("v100", 16, 4), ("a100-80", 8, 2), ("h100", 8, 1), ("polaris-a100-40g", 4, 1), ("rtx-4090", 1, 1)],
+)
+def test_devices_that_share_an_uplink(name, devices, sharing):
+    profile = load_profile(name)
+    assert profile.devices_per_node == devices
+    assert profile.devices_per_uplink() == sharing
+
+
+@pytest.mark.parametrize(
+    ("name", "num_params", "update_s"),
+    [
+        ("h100x4-80g", 15326663680, 2.272),
+        ("a100x4-40g", 5948837888, 1.993),
+        ("polaris-a100-40g", 5948837888, 3.039),
+        ("h100x4-56core-nvme", 15139230720, 2.80),
+        ("h100x4-56core-nvme", 68305559552, 12.24),
+    ],
+)
+def test_fitted_cpu_rates_explain_the_update_phases_they_were_fitted_to(name, num_params, update_s):
+    """CPU Adam, casts and scaling (14 B/param), and an unpinned upload (2 B/param), one after another."""
+    profile = load_profile(name)
+    seconds = (
+        profile.host.optimizer.time_s(num_params)
+        + 14 * num_params / profile.host.elementwise_bytes_per_s.value
+        + 2 * num_params / profile.devices_per_node / profile.host_link.pageable_rate("down")
+    )
+    assert seconds == pytest.approx(update_s, rel=0.04)

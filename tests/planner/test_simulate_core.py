@@ -1,0 +1,285 @@
+"""The simulator against an exact oracle on random systems, against hand calculation, and against broken rules."""
+
+import dataclasses
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.simulate import FluidSystem, FluidTask, StuckError, simulate, simulate_reference
+
+# Round numbers make things happen at the same moment; the others make sure that nothing depends on it.
+AMOUNTS = st.sampled_from([0.5, 1.0, 2.0, 3.0]) | st.floats(0.01, 100.0)
+TIMES = st.just(0.0) | AMOUNTS
+
+
+@st.composite
+def systems(draw: st.DrawFn, max_tasks: int = 20) -> FluidSystem:
+    num_lanes, num_resources = draw(st.integers(1, 5)), draw(st.integers(0, 3))
+    tasks = [
+        FluidTask(
+            lane=draw(st.integers(0, num_lanes - 1)),
+            duration_s=draw(TIMES),
+            latency_s=draw(TIMES),
+            after=sorted(draw(st.sets(st.integers(max(0, i - 6), i - 1), max_size=3))) if i else (),
+            uses=draw(st.dictionaries(st.integers(0, num_resources - 1), AMOUNTS)) if num_resources else {},
+        )
+        for i in range(draw(st.integers(0, max_tasks)))
+    ]
+    return FluidSystem.build(tasks, [draw(st.lists(AMOUNTS, min_size=1, max_size=4)) for _ in range(num_resources)])
+
+
+def assert_same(actual: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarray, np.ndarray]) -> None:
+    atol = 1e-12 * expected[1].max(initial=0.0)
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=atol)
+
+
+@settings(max_examples=300, deadline=None)
+@given(systems())
+def test_kernel_equals_exact_reference(system: FluidSystem) -> None:
+    simulation = simulate(system)
+    assert_same((simulation.start_s, simulation.end_s), simulate_reference(system, Fraction))
+
+
+@settings(max_examples=50, deadline=None)
+@given(systems())
+def test_reference_in_floats_equals_itself_in_fractions(system: FluidSystem) -> None:
+    assert_same(simulate_reference(system), simulate_reference(system, Fraction))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kernel_equals_reference_on_many_tasks(seed: int) -> None:
+    """Rounding does not add up over thousands of events."""
+    system = many_tasks(num_tasks=3000, num_lanes=8, seed=seed)
+    simulation = simulate(system)
+    assert_same((simulation.start_s, simulation.end_s), simulate_reference(system))
+
+
+def many_tasks(num_tasks: int, num_lanes: int, seed: int) -> FluidSystem:
+    rng = np.random.default_rng(seed)
+    tasks = [
+        FluidTask(
+            lane=int(rng.integers(num_lanes)),
+            duration_s=float(rng.choice([0.0, 1.0, rng.exponential()])),
+            latency_s=float(rng.choice([0.0, 0.1, rng.exponential(0.1)])),
+            after=rng.integers(max(0, i - 20), i, size=2).tolist() if i else (),
+            uses={int(r): float(rng.uniform(0.1, 2)) for r in rng.choice(5, size=rng.integers(3), replace=False)},
+        )
+        for i in range(num_tasks)
+    ]
+    return FluidSystem.build(tasks, [1.0, [1.0, 1.5], 0.7, [2.0, 1.8, 1.5], 3.0])
+
+
+@settings(max_examples=100, deadline=None)
+@given(systems())
+def test_rules_hold(system: FluidSystem) -> None:
+    """FIFO, predecessors and full speed as the limit, read off the result without any simulator."""
+    simulation = simulate(system)
+    start_s, end_s = simulation.start_s, simulation.end_s
+    slack_s = 1e-9 * simulation.makespan_s
+    assert (end_s - start_s >= system.latency_s + system.duration_s - slack_s).all()
+    for lane in range(system.num_lanes):
+        for a, b in itertools.pairwise(np.flatnonzero(system.lane == lane)):
+            assert start_s[b] >= end_s[a]
+    for i in range(system.num_tasks):
+        lane_before = np.flatnonzero(system.lane[:i] == system.lane[i])[-1:].tolist()
+        waited_for = [0.0, *(end_s[p] for p in system.predecessors(i) + lane_before)]
+        assert start_s[i] == max(waited_for)  # neither before them, nor idly after them
+    for r in range(len(system.capacity)):
+        amount = sum(system.duration_s[i] * system.uses(i).get(r, 0.0) for i in range(system.num_tasks))
+        assert amount <= system.capacity[r].max() * (simulation.makespan_s + slack_s)
+
+
+@settings(max_examples=30, deadline=None)
+@given(systems())
+def test_same_input_same_bits(system: FluidSystem) -> None:
+    first, second = simulate(system), simulate(system)
+    assert first.start_s.tobytes() == second.start_s.tobytes()
+    assert first.end_s.tobytes() == second.end_s.tobytes()
+    assert first.num_events == second.num_events
+
+
+def end_s(tasks: list[FluidTask], capacity: list[float | list[float]]) -> list[float]:
+    system = FluidSystem.build(tasks, capacity)
+    simulation = simulate(system)
+    assert_same((simulation.start_s, simulation.end_s), simulate_reference(system, Fraction))
+    return simulation.end_s.tolist()
+
+
+def test_two_copies_share_a_link() -> None:
+    # 10 and 30 units over a link of 10/s: both at 5/s until 2 s, then the second has 20 left at 10/s.
+    copy = {0: 10.0}
+    assert end_s([FluidTask(0, 1.0, uses=copy), FluidTask(1, 3.0, uses=copy)], [10.0]) == [2.0, 4.0]
+
+
+def test_latency_comes_first_and_uses_nothing() -> None:
+    # The first runs alone until 1 s, when the second's latency is over; then both at half speed.
+    tasks = [FluidTask(0, 2.0, uses={0: 1.0}), FluidTask(1, 2.0, latency_s=1.0, uses={0: 1.0})]
+    assert end_s(tasks, [1.0]) == [3.0, 4.0]
+
+
+def test_lane_is_fifo_even_if_a_later_task_could_go() -> None:
+    tasks = [FluidTask(0, 5.0), FluidTask(1, 1.0, after=[0]), FluidTask(1, 1.0)]
+    assert end_s(tasks, []) == [5.0, 6.0, 7.0]
+
+
+def test_shares_are_fair_in_speed_not_in_amount() -> None:
+    # At equal speed s the link carries s * (6 + 3) = 6: s = 2/3. The second ends at 1.5 s, the first has 1 s left.
+    assert end_s([FluidTask(0, 2.0, uses={0: 6.0}), FluidTask(1, 1.0, uses={0: 3.0})], [6.0]) == [2.5, 1.5]
+
+
+def test_split_duplex() -> None:
+    # Each direction carries 1/s, both together 1.5/s: 0.75 each until 2/0.75 = 8/3 s, then the other alone.
+    down, up = {0: 1.0, 2: 1.0}, {1: 1.0, 2: 1.0}
+    tasks = [FluidTask(0, 2.0, uses=down), FluidTask(1, 4.0, uses=up)]
+    assert end_s(tasks, [1.0, 1.0, 1.5]) == pytest.approx([8 / 3, 14 / 3], rel=1e-15)
+
+
+def test_what_one_cannot_use_is_left_to_others() -> None:
+    # Resource 1 holds the first to 1/4; the second takes the remaining 3/4 of resource 0.
+    tasks = [FluidTask(0, 1.0, uses={0: 1.0, 1: 4.0}), FluidTask(1, 3.0, uses={0: 1.0})]
+    assert end_s(tasks, [1.0, 1.0]) == [4.0, 4.0]
+
+
+def test_capacity_depends_on_the_number_of_users() -> None:
+    # Alone 2/s; two get 3/s together, three (and more) 1.5/s together: 0.5 each.
+    tasks = [FluidTask(lane, 1.0, uses={0: 2.0}) for lane in range(3)]
+    assert end_s(tasks[:1], [[2.0, 3.0, 1.5]]) == [1.0]
+    assert end_s(tasks[:2], [[2.0, 3.0, 1.5]]) == pytest.approx([4 / 3] * 2, rel=1e-15)
+    assert end_s(tasks, [[2.0, 3.0, 1.5]]) == [4.0] * 3
+
+
+def test_unequal_users_return_to_full_speed() -> None:
+    # Copies of 1 s arrive at 0, 0.5 and 1 s: speeds 1, 1/2, 1/3 as they pile up.
+    tasks = [FluidTask(lane, 1.0, latency_s=lane / 2, uses={0: 1.0}) for lane in range(3)]
+    assert end_s(tasks, [1.0]) == pytest.approx([1.75, 2.75, 3.0], rel=1e-15)
+
+
+def test_empty_tasks_end_at_once_in_chains() -> None:
+    tasks = [
+        FluidTask(1, 0.0),
+        FluidTask(0, 0.0, after=[0]),
+        FluidTask(1, 0.0, after=[1]),
+        FluidTask(0, 1.0, after=[2]),
+    ]
+    assert end_s(tasks, []) == [0.0, 0.0, 0.0, 1.0]
+    assert end_s([], []) == []
+
+
+def test_chain_of_a_million_tasks() -> None:
+    count = 1_000_000
+    pointer = np.arange(count + 1)
+    system = FluidSystem(
+        lane=np.arange(count) % 4,
+        latency_s=np.zeros(count),
+        duration_s=np.ones(count),
+        pred_ptr=np.maximum(pointer - 1, 0),
+        pred=np.arange(count - 1),
+        use_ptr=pointer,
+        use_resource=np.zeros(count),
+        use_rate=np.ones(count),
+        capacity=np.ones((1, 1)),
+    )
+    assert simulate(system).makespan_s == count
+
+
+# One system in which every rule matters, and what becomes of it when a rule is forgotten.
+TASKS = [
+    FluidTask(0, 2.0, uses={0: 1.0}),
+    FluidTask(1, 3.0, latency_s=0.5, uses={0: 1.0}),
+    FluidTask(1, 1.0),
+    FluidTask(2, 1.0, after=[0], uses={0: 1.0}),
+    FluidTask(0, 1.0, after=[2]),
+]
+CAPACITY: list[float | list[float]] = [[1.0, 1.2]]
+BROKEN = {
+    "FIFO": ([task._replace(lane=i) for i, task in enumerate(TASKS)], CAPACITY),
+    "predecessors": ([task._replace(after=()) for task in TASKS], CAPACITY),
+    "latency": ([task._replace(latency_s=0.0) for task in TASKS], CAPACITY),
+    "latency is not work": (
+        [task._replace(latency_s=0.0, duration_s=task.latency_s + task.duration_s) for task in TASKS],
+        CAPACITY,
+    ),
+    "sharing": ([task._replace(uses={}) for task in TASKS], CAPACITY),
+    "number of users": (TASKS, [1.0]),
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_forgetting_a_rule_shows(rule: str) -> None:
+    """The comparison with the reference can tell a simulator that keeps all rules from one that forgets one."""
+    expected = simulate_reference(FluidSystem.build(TASKS, CAPACITY))
+    right, wrong = simulate(FluidSystem.build(TASKS, CAPACITY)), simulate(FluidSystem.build(*BROKEN[rule]))
+    assert_same((right.start_s, right.end_s), expected)
+    with pytest.raises(AssertionError):
+        assert_same((wrong.start_s, wrong.end_s), expected)
+
+
+@pytest.mark.parametrize("run", [simulate, simulate_reference])
+def test_stuck_task_is_named(run) -> None:
+    tasks = [FluidTask(0, 1.0), FluidTask(1, 1.0, uses={0: 1.0}), FluidTask(1, 1.0)]
+    system = FluidSystem.build(tasks, [0.0], lane_names=("compute", "h2d"), task_name=lambda i: f"fetch {i}")
+    with pytest.raises(StuckError, match=r"task 1 \(fetch 1\) on lane h2d can never end"):
+        run(system)
+
+
+@pytest.mark.parametrize("run", [simulate, simulate_reference])
+def test_no_work_is_never_stuck(run) -> None:
+    run(FluidSystem.build([FluidTask(0, 0.0, 1.0, uses={0: 1.0}), FluidTask(0, 1.0, uses={0: 0.0})], [0.0]))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "capacity", "message"),
+    [
+        ([FluidTask(0, -1.0)], [], r"task 0 on lane 0 has duration_s -1\.0"),
+        ([FluidTask(0, float("nan"))], [], "has duration_s nan"),
+        ([FluidTask(0, 1.0, float("inf"))], [], "has latency_s inf"),
+        ([FluidTask(-1, 1.0)], [], "number lanes from 0"),
+        ([FluidTask(0, 1.0, after=[7])], [], "task 0 on lane 0 comes after task 7, which does not exist"),
+        ([FluidTask(0, 1.0, after=[-1])], [], "does not exist"),
+        ([FluidTask(0, 1.0, after=[0])], [], "a cycle"),
+        ([FluidTask(0, 1.0, after=[1]), FluidTask(1, 1.0, after=[0])], [], "task 0 .* task 1, which is .* a cycle"),
+        ([FluidTask(0, 1.0, after=[1]), FluidTask(0, 1.0)], [], "task 0 .* task 1, which is .* a cycle"),  # by the lane
+        ([FluidTask(0, 1.0, uses={1: 1.0})], [1.0], "uses resource 1, but there are 1"),
+        ([FluidTask(0, 1.0, uses={0: -1.0})], [1.0], r"uses -1\.0 of resource 0"),
+        ([FluidTask(0, 1.0, uses={0: float("inf")})], [1.0], "uses inf of resource 0"),
+        ([], [-1.0], "resource 0 has capacity"),
+        ([], [1.0, float("inf")], "resource 1 has capacity"),
+        ([], [[1.0, 0.0]], "block one another"),
+        ([], [[]], "no capacity at all"),
+    ],
+)
+def test_wrong_input_is_named(tasks: list[FluidTask], capacity: list, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FluidSystem.build(tasks, capacity)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"duration_s": np.ones(3)},
+        {"use_ptr": np.array([0, 2, 1])},
+        {"use_rate": np.ones(3)},
+        {"pred_ptr": np.array([0, 0, 1])},
+        {"capacity": np.ones(2)},
+        {"use_resource": np.array([1, 0])},
+        {"use_resource": np.array([1, 1])},
+    ],
+)
+def test_arrays_must_fit_together(change: dict[str, np.ndarray]) -> None:
+    tasks = [FluidTask(0, 1.0, uses={0: 1.0, 1: 1.0}), FluidTask(0, 1.0)]
+    system = FluidSystem.build(tasks, [1.0, 1.0])
+    with pytest.raises(ValueError, match=next(iter(change)).replace("use_resource", "ascending")):
+        dataclasses.replace(system, **change)
+
+
+def test_arrays_cannot_be_changed_behind_its_back() -> None:
+    mine = np.ones(1)
+    system = dataclasses.replace(FluidSystem.build([FluidTask(0, 2.0)]), duration_s=mine)
+    with pytest.raises(ValueError, match="read-only"):
+        system.duration_s[0] = -1.0
+    mine[0] = 3.0  # and the caller's own array stays writable
