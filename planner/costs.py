@@ -11,7 +11,7 @@ from enum import IntEnum
 
 from hwprofiles.profile import Dtype, Fabric, HardwareProfile
 from hwprofiles.quantity import Curve
-from planner.decisions import Decisions
+from planner.decisions import Decisions, Precision
 from planner.graph import Attention, Elementwise, Gemm, Kernel, Unit
 from planner.schedule import Lane, Op, Schedule, Task
 
@@ -54,22 +54,31 @@ class CostModel:
     Args:
         profile: the machine.
         units: the model's units.
-        decisions: what the schedule was lowered from (precision, number of ranks).
+        precision: types of weights and gradients.
+        data_parallel: number of ranks, each with one device.
 
     Attributes:
         warnings: sentences about readings outside the measured range, in order of appearance.
     """
 
-    def __init__(self, profile: HardwareProfile, units: Iterable[Unit], decisions: Decisions) -> None:
+    def __init__(
+        self, profile: HardwareProfile, units: Iterable[Unit], precision: Precision, data_parallel: int
+    ) -> None:
         self.profile = profile
         self.warnings: dict[str, None] = {}
         self._units = {unit.name: unit for unit in units}
-        self._dtype: Dtype = decisions.precision.weights
-        self._dtype_bytes = decisions.precision.weight_bytes
-        self._data_parallel = decisions.data_parallel
-        self.ranks_per_node = min(decisions.data_parallel, profile.devices_per_node)
-        self._num_nodes = -(-decisions.data_parallel // profile.devices_per_node)
-        self._kernels: dict[int, tuple[float, float]] = {}
+        self._dtype: Dtype = precision.weights
+        self._dtype_bytes = precision.weight_bytes
+        self._data_parallel = data_parallel
+        self.ranks_per_node = min(data_parallel, profile.devices_per_node)
+        self._num_nodes = -(-data_parallel // profile.devices_per_node)
+        self._kernels: dict[int, tuple[float, float]] = {}  # by identity: equal layers share their kernels
+        self._computed: dict[tuple[str, Op], Price] = {}
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the device runs apart from the thread that issues its work."""
+        return self.profile.device.kind == "gpu"
 
     def capacities(self) -> dict[Resource, float]:
         """Return what one rank has of every resource."""
@@ -97,7 +106,10 @@ class CostModel:
     def price(self, task: Task) -> Price:
         """Return the price of one task."""
         if task.lane is Lane.COMPUTE:
-            return self._compute(task)
+            key = (task.unit, task.op)
+            if key not in self._computed:
+                self._computed[key] = self._compute(task)
+            return self._computed[key]
         if task.lane is Lane.LAUNCH:
             return Price(self.profile.device.issue_s.value * task.num_kernels, 0.0)
         if task.op is Op.UPDATE:

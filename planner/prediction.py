@@ -139,7 +139,7 @@ def critical_path(timeline: Timeline, iteration: int) -> dict[str, float]:
         lane_latest[task.lane] = task.index
     spans = {(s.iteration, s.task): s for s in timeline.spans}
     begin_s, end_s = timeline.begin_s(iteration), timeline.begin_s(iteration) + timeline.period_s(iteration)
-    current = _first_task(timeline, iteration + 1)
+    current = (iteration + 1, timeline.schedule.first_forward or 0)
     shares: dict[str, float] = defaultdict(float)
     while current in spans and spans[current].start_s > begin_s:
         number, index = current
@@ -157,13 +157,6 @@ def critical_path(timeline: Timeline, iteration: int) -> dict[str, float]:
         if seconds > 0:
             shares[tasks[span.task].lane.value] += seconds
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
-
-
-def _first_task(timeline: Timeline, iteration: int) -> tuple[int, int]:
-    begin_s = timeline.begin_s(iteration)
-    starts = [s for s in timeline.of_iteration(iteration) if s.start_s == begin_s]
-    forwards = [s.task for s in starts if timeline.schedule.tasks[s.task].op == "forward"]
-    return iteration, (forwards or [s.task for s in starts])[0]
 
 
 def _seconds(phases: Phases) -> dict[str, float]:

@@ -11,6 +11,7 @@ priced by :mod:`planner.costs` for simulation, and executed as it is.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
@@ -148,6 +149,11 @@ class Schedule:
     def __post_init__(self) -> None:
         validate(self)
 
+    @functools.cached_property
+    def first_forward(self) -> int | None:
+        """Index of the first forward, where an iteration begins; ``None`` if nothing is computed."""
+        return next((task.index for task in self.tasks if task.op is Op.FORWARD), None)
+
     def to_text(self) -> str:
         """Return one line per task: ``12 h2d  fetch layers.3.mlp  33.55 MB  after 9,11  -> slot 2``."""
         return "\n".join(_line(task) for task in self.tasks)
@@ -195,9 +201,11 @@ def validate(schedule: Schedule) -> None:
     for position, task in enumerate(schedule.tasks):
         if task.index != position:
             raise ValueError(f"task {task.name} has index {task.index} at position {position}; number tasks in order")
-        if bad := [i for i in task.after if not 0 <= i < position]:
+        if task.after and not 0 <= min(task.after) <= max(task.after) < position:
+            bad = [i for i in task.after if not 0 <= i < position]
             raise ValueError(f"task {position} {task.name} comes after {bad}, not issued before it: a cycle or a typo")
-        if bad := [i for i in task.after_previous if not 0 <= i < count]:
+        if task.after_previous and not 0 <= min(task.after_previous) <= max(task.after_previous) < count:
+            bad = [i for i in task.after_previous if not 0 <= i < count]
             raise ValueError(f"task {position} {task.name} comes after {bad} of the previous iteration: no such task")
         if task.num_bytes < 0 or task.num_params < 0:
             raise ValueError(f"task {position} {task.name} has a negative amount of work")

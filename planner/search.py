@@ -57,16 +57,15 @@ class Outcome:
 class Scorer:
     """Scores decisions by simulating their schedule; remembers what it has seen."""
 
-    def __init__(self, workload: Workload, cost: Callable[[Decisions], CostModel], *, asynchronous: bool) -> None:
+    def __init__(self, workload: Workload, cost: CostModel) -> None:
         self.num_simulations = 0
         self._workload = workload
         self._cost = cost
-        self._asynchronous = asynchronous
         self._seen: dict[str, Candidate] = {}
 
     def schedule(self, decisions: Decisions) -> Schedule:
         """Return the schedule of some decisions."""
-        return lower(self._workload.units, decisions, asynchronous=self._asynchronous)
+        return lower(self._workload.units, decisions, asynchronous=self._cost.asynchronous)
 
     def score(self, decisions: Decisions) -> Candidate:
         """Return decisions with their predicted time, or rejected for lack of memory."""
@@ -77,12 +76,11 @@ class Scorer:
 
     def predict(self, decisions: Decisions) -> Prediction:
         """Return the full prediction of some decisions, simulated until steady."""
-        cost = self._cost(decisions)
-        simulation = run_until_steady(self.schedule(decisions), cost)
-        return predict(self._workload, decisions, cost, simulation)
+        simulation = run_until_steady(self.schedule(decisions), self._cost)
+        return predict(self._workload, decisions, self._cost, simulation)
 
     def _score(self, decisions: Decisions) -> Candidate:
-        cost = self._cost(decisions)
+        cost = self._cost
         schedule = self.schedule(decisions)
         capacity = capacities(cost)
         missing = {t: n - capacity[t] for t, n in always_held(schedule, cost).items() if n > capacity[t]}

@@ -3,11 +3,17 @@
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Self
 
-from planner.schedule import Lane, MemoryClass, Op, Schedule, Task, Tier
+import numpy as np
+import numpy.typing as npt
 
-_COMPUTE = {Op.FORWARD: "forward", Op.RECOMPUTE: "backward", Op.BACKWARD: "backward"}
+from planner.schedule import Lane, MemoryClass, Op, Phase, Schedule, Tier
+
+Seconds = npt.NDArray[np.float64]
+
+_COMPUTE = {Op.FORWARD: Phase.FORWARD, Op.RECOMPUTE: Phase.BACKWARD, Op.BACKWARD: Phase.BACKWARD}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,56 +45,78 @@ class Phases:
         return self.forward_s + self.backward_s + self.update_s
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Timeline:
-    """Spans of several consecutive iterations of one schedule."""
+    """Several consecutive iterations of one schedule.
+
+    Attributes:
+        schedule: whose tasks ran.
+        start_s, end_s: float64[num_iterations, num_tasks], seconds; NaN where a task has not run.
+    """
 
     schedule: Schedule
-    spans: tuple[Span, ...]
+    start_s: Seconds
+    end_s: Seconds
+
+    def __post_init__(self) -> None:
+        assert self.start_s.shape == self.end_s.shape == (self.num_iterations, len(self.schedule.tasks))
+
+    @classmethod
+    def from_spans(cls, schedule: Schedule, spans: Iterable[Span], num_iterations: int) -> Self:
+        """Make a timeline from single spans, in any order."""
+        start_s, end_s = np.full((2, num_iterations, len(schedule.tasks)), np.nan)
+        for span in spans:
+            start_s[span.iteration, span.task] = span.start_s
+            end_s[span.iteration, span.task] = span.end_s
+        return cls(schedule, start_s, end_s)
 
     @property
     def num_iterations(self) -> int:
         """Number of iterations that were started."""
-        return 1 + max((span.iteration for span in self.spans), default=-1)
+        return len(self.start_s)
 
-    def of_iteration(self, iteration: int) -> tuple[Span, ...]:
-        """Return the spans of one iteration, in issue order."""
-        return tuple(sorted((s for s in self.spans if s.iteration == iteration), key=lambda s: s.task))
+    @property
+    def spans(self) -> Iterator[Span]:
+        """All executions, iteration by iteration in issue order."""
+        for iteration in range(self.num_iterations):
+            yield from self.of_iteration(iteration)
+
+    def of_iteration(self, iteration: int) -> Iterator[Span]:
+        """Yield the executions of one iteration in issue order."""
+        ran = np.flatnonzero(~np.isnan(self.start_s[iteration])).tolist()
+        starts_s, ends_s = self.start_s[iteration].tolist(), self.end_s[iteration].tolist()
+        return (Span(iteration, task, starts_s[task], ends_s[task]) for task in ran)
 
     def makespan_s(self) -> float:
         """Return the time from the first start to the last end."""
-        if not self.spans:
-            return 0.0
-        return max(s.end_s for s in self.spans) - min(s.start_s for s in self.spans)
+        return float(np.nanmax(self.end_s) - np.nanmin(self.start_s)) if self.start_s.size else 0.0
 
     def begin_s(self, iteration: int) -> float:
-        """Return when an iteration begins: the start of its first compute task."""
-        spans = self.of_iteration(iteration)
-        starts = [s.start_s for s in spans if self.schedule.tasks[s.task].op is Op.FORWARD]
-        return min(starts or [s.start_s for s in spans])
+        """Return when an iteration begins: the start of its first forward."""
+        first = self.schedule.first_forward
+        return float(self.start_s[iteration, first]) if first is not None else float(np.nanmin(self.start_s[iteration]))
 
     def period_s(self, iteration: int) -> float:
-        """Return the time from the beginning of an iteration to that of the next (or to its end, if it is the last)."""
-        begin_s = self.begin_s(iteration)
+        """Return the time until the next iteration begins, or until the end of this one if it is the last."""
         if iteration + 1 < self.num_iterations:
-            return self.begin_s(iteration + 1) - begin_s
-        return max(s.end_s for s in self.of_iteration(iteration)) - begin_s
+            return self.begin_s(iteration + 1) - self.begin_s(iteration)
+        return float(np.nanmax(self.end_s[iteration])) - self.begin_s(iteration)
 
     def phases(self, iteration: int) -> Phases:
-        """Return the phases of an iteration. All iterations but the last are complete (see :meth:`period_s`)."""
+        """Return the phases of an iteration; all but the last are complete (see :meth:`period_s`)."""
         compute = [
             (_COMPUTE[self.schedule.tasks[s.task].op], s)
             for s in self.of_iteration(iteration)
             if self.schedule.tasks[s.task].op in _COMPUTE
         ]
-        totals = {"forward": 0.0, "backward": 0.0}
+        totals = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0}
         stretches = [list(group) for _, group in itertools.groupby(compute, key=lambda item: item[0])]
         for stretch, following in itertools.zip_longest(stretches, stretches[1:]):
             # A stretch lasts until the next one begins: the wait in between belongs to what is waited in.
             end_s = following[0][1].start_s if following else stretch[-1][1].end_s
             totals[stretch[0][0]] += end_s - stretch[0][1].start_s
-        update_s = max(self.period_s(iteration) - totals["forward"] - totals["backward"], 0.0)
-        return Phases(totals["forward"], totals["backward"], update_s)
+        forward_s, backward_s = totals[Phase.FORWARD], totals[Phase.BACKWARD]
+        return Phases(forward_s, backward_s, max(self.period_s(iteration) - forward_s - backward_s, 0.0))
 
     def busy_s(self, iteration: int) -> dict[Lane, float]:
         """Return the seconds each lane was occupied by tasks of one iteration."""
@@ -96,17 +124,6 @@ class Timeline:
         for span in self.of_iteration(iteration):
             busy[self.schedule.tasks[span.task].lane] += span.end_s - span.start_s
         return dict(busy)
-
-    def span(self, iteration: int, task: Task) -> Span | None:
-        """Return the span of one task, or ``None`` if it has not run."""
-        return self._index().get((iteration, task.index))
-
-    def _index(self) -> dict[tuple[int, int], Span]:
-        cached: dict[tuple[int, int], Span] | None = self.__dict__.get("_by_task")
-        if cached is None:
-            cached = {(s.iteration, s.task): s for s in self.spans}
-            self.__dict__["_by_task"] = cached
-        return cached
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,14 +150,14 @@ def memory_use(timeline: Timeline, iteration: int) -> dict[Tier, MemoryUse]:
     state the previous iteration's copy of it is held until the same moment of this one.
     """
     begin_s, period_s = timeline.begin_s(iteration), timeline.period_s(iteration)
-    spans = {s.task: s for s in timeline.of_iteration(iteration)}
+    starts_s, ends_s = timeline.start_s[iteration].tolist(), timeline.end_s[iteration].tolist()
     events: dict[Tier, list[tuple[float, int, MemoryClass]]] = {tier: [] for tier in Tier}
     for buffer in timeline.schedule.buffers:
         changes = events[buffer.tier]
         if buffer.first is None or buffer.last is None:
             changes.append((0.0, buffer.num_bytes, buffer.memory_class))
             continue
-        start_s, end_s = spans[buffer.first].start_s - begin_s, spans[buffer.last].end_s - begin_s
+        start_s, end_s = starts_s[buffer.first] - begin_s, ends_s[buffer.last] - begin_s
         if buffer.last < buffer.first:
             end_s += period_s
         changes.extend(_fold(start_s, end_s, period_s, buffer.num_bytes, buffer.memory_class))

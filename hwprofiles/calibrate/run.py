@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from hwprofiles.calibrate.backend import Backend, CudaBackend, HostBackend
+from hwprofiles.calibrate.backend import Backend, CudaBackend, HostBackend, adamw_cases
 from hwprofiles.calibrate.compute import ComputeProbe
 from hwprofiles.calibrate.disk import probe_disk
 from hwprofiles.calibrate.fabric import probe_fabric
@@ -85,7 +85,7 @@ def calibrate(
     optimizer_cores = max(cores - (num_devices if on_gpu else backend.num_cores), 1)
     traffic = TrafficProbe(backend, cpu_adamw, optimizer_cores, cores, quick=options.quick)
     steps = _Steps(options.total_s, progress)
-    with _torch_threads(backend.num_cores or cores), torch.no_grad():
+    with _torch_threads(backend.num_cores or cores, cpu_adamw), torch.no_grad():
         nvme = _probe_scratch(options, steps.begin("disk"))
         compute = ComputeProbe.create(backend, options.seed, quick=options.quick)
         device = _probe_device(compute, cpu_adamw, device_memory, steps)
@@ -183,10 +183,13 @@ def _probe_scratch(options: CalibrationOptions, budget_s: float) -> Storage:
 
 
 @contextlib.contextmanager
-def _torch_threads(num_threads: int) -> Iterator[None]:
+def _torch_threads(num_threads: int, cpu_adamw: CpuAdamW) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
     try:
+        # When numba starts its OpenMP team, it sets the calling thread's number of threads, torch's with it: let it
+        # start now, so that it cannot do so between two measurements.
+        adamw_cases((64,), cpu_adamw, 1)[0].call()
+        torch.set_num_threads(num_threads)
         yield
     finally:
         torch.set_num_threads(before)

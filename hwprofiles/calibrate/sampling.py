@@ -9,15 +9,16 @@ slower, in bursts; so
 A curve that still falls somewhere is made monotone by isotonic regression on log time, and says so.
 """
 
+import contextlib
 import dataclasses
 import datetime as dt
 import math
+import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -70,19 +71,27 @@ def summarize(samples: Floats | Sequence[float]) -> Summary:
 
 def wall_clock(call: Call, num_calls: int) -> float:
     """Return seconds per call by the wall clock, less waiting for a core; see :data:`Clock`."""
-    waited_s, begin_s = queued_s(), time.perf_counter()
-    for _ in range(num_calls):
-        call()
-    end_s = time.perf_counter()
-    return max(end_s - begin_s - (queued_s() - waited_s), 1e-9) / num_calls
+    with _queue_clock() as queued_s:
+        begin_s = time.perf_counter()
+        before_s = queued_s()  # inside the timed stretch: never subtract what was not counted
+        for _ in range(num_calls):
+            call()
+        waited_s = queued_s() - before_s
+        return max(time.perf_counter() - begin_s - waited_s, 1e-9) / num_calls
 
 
-def queued_s() -> float:
-    """Return how long the calling thread has been ready to run without a core, in seconds; 0 if nobody counts it."""
+@contextlib.contextmanager
+def _queue_clock() -> Iterator[Callable[[], float]]:
+    """Give a clock of the seconds that this thread was ready to run but had no core; it stands still off Linux."""
     try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+        descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
     except OSError:
-        return 0.0
+        descriptor = -1
+    try:
+        yield lambda: int(os.pread(descriptor, 64, 0).split()[1]) / 1e9 if descriptor >= 0 else 0.0
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def sample(cases: Sequence[Case], clock: Clock, budget_s: float) -> list[Summary]:
@@ -162,14 +171,16 @@ def together(calls: Sequence[Call], window_s: float) -> list[Share]:
     barrier = threading.Barrier(len(calls))
 
     def repeat(call: Call, until_s: float) -> Share:
-        barrier.wait()
-        before_s, start_s = queued_s(), time.perf_counter()
-        ends: list[tuple[float, float]] = []
-        while not ends or (ends[-1][0] - start_s < until_s and not stop.is_set()):
-            call()
-            ends.append((time.perf_counter(), queued_s()))
+        with _queue_clock() as queued_s:
+            barrier.wait()
+            start_s, before_s = time.perf_counter(), queued_s()
+            ends: list[tuple[float, float]] = []
+            while not ends or (ends[-1][0] < until_s and not stop.is_set()):
+                call()
+                waited_s = queued_s() - before_s
+                ends.append((time.perf_counter() - start_s, waited_s))
         kept = ends[:-1] or ends
-        elapsed_s, waited_s = kept[-1][0] - start_s, kept[-1][1] - before_s
+        elapsed_s, waited_s = kept[-1]
         return Share(max(elapsed_s - waited_s, 1e-9) / len(kept), waited_s / elapsed_s)
 
     with ThreadPoolExecutor(len(calls)) as pool:

@@ -37,9 +37,7 @@ def compute(program: Program) -> None:
 def launch(program: Program) -> None:
     """Put the host's time to issue kernels before every compute task (devices that run asynchronously)."""
     blocking = program.decisions.gradient_path is GradientPath.ZERO3_BLOCKING
-    kernels = {
-        op: {unit.name: _num_kernels(getattr(unit, op)) for unit in program.units} for op in _COMPUTE_OPS
-    }
+    kernels = {op: {unit.name: _num_kernels(getattr(unit, op)) for unit in program.units} for op in _COMPUTE_OPS}
     for draft in compute_drafts(program):
         issue = Draft(f"issue:{draft.key}", Lane.LAUNCH, Op.ISSUE, draft.phase, draft.unit, draft.micro_batch)
         issue.num_kernels = kernels[draft.op][draft.unit]

@@ -53,11 +53,12 @@ def _ready(program: Program, unit: Unit, place: Place) -> list[str]:
     return [here] if program.decisions.update_start == "backward" else [here, program.spine[-1].key]
 
 
-def _place(program: Program, unit: Unit, piece: int, lane: Lane, op: Op, after: list[str], **amounts: int) -> Draft:
+def _place(
+    program: Program, unit: Unit, piece: int, lane: Lane, op: Op, after: list[str], *, num_params: int = 0
+) -> Draft:
     """Add a task of the update, at the end of the iteration or right behind the unit's backward."""
-    draft = Draft(
-        f"{op}:{unit.name}:{piece}", lane, op, Phase.UPDATE, unit.name, piece=piece, after=list(after), **amounts
-    )
+    draft = Draft(f"{op}:{unit.name}:{piece}", lane, op, Phase.UPDATE, unit.name, piece=piece, num_params=num_params)
+    draft.after = list(after)
     while draft.key in program.drafts:  # several passes over the same piece
         draft.key += "'"
     _tail(program, unit).append(program.add(draft))
@@ -73,14 +74,11 @@ def _tail(program: Program, unit: Unit) -> list[Draft]:
 def _on_cpu(program: Program, unit: Unit, piece: int, num_params: int, ready: list[str]) -> str:
     if program.decisions.fused_update:
         return _place(program, unit, piece, Lane.CPU, Op.UPDATE, ready, num_params=num_params).key
-    for op, amounts in (
-        (Op.PASS, {"num_bytes": _SCALE_BYTES_PER_PARAM * num_params}),
-        (Op.UPDATE, {"num_params": num_params}),
-        (Op.PASS, {"num_bytes": _CAST_BYTES_PER_PARAM * num_params}),
-    ):
-        last = _place(program, unit, piece, Lane.CPU, op, ready, **amounts)
-        ready = [last.key]
-    return last.key
+    scale = _place(program, unit, piece, Lane.CPU, Op.PASS, ready)
+    update = _place(program, unit, piece, Lane.CPU, Op.UPDATE, [scale.key], num_params=num_params)
+    cast = _place(program, unit, piece, Lane.CPU, Op.PASS, [update.key])
+    scale.num_bytes, cast.num_bytes = _SCALE_BYTES_PER_PARAM * num_params, _CAST_BYTES_PER_PARAM * num_params
+    return cast.key
 
 
 def _upload(program: Program, unit: Unit, piece: int, num_params: int, position: int, updated: str) -> str | None:

@@ -1,7 +1,7 @@
 """Hugging Face ``config.json`` to :class:`ModelConfig` and back."""
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, TypeGuard, get_args
 
 from pydantic import ValidationError
 
@@ -83,7 +83,7 @@ def build(fields: dict[str, Any], name: str, family: str) -> ModelConfig:
         names = " or ".join(_ALIASES[missing[0]])
         raise ModelConfigError(f"{name}: {missing[0]} is missing; add the field {names}")
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-    activation = fields["mlp"]
+    activation = str(fields["mlp"])
     if activation not in _ACTIVATIONS or (_ACTIVATIONS[activation] == "swiglu") == (family in {"opt", "gpt2"}):
         raise ModelConfigError(
             f"{name}: activation {activation!r} is not supported in {family}; use "
@@ -128,16 +128,22 @@ def _family_fields(data: Mapping[str, Any], family: str) -> dict[str, Any]:
     if family == "mixtral":
         fields["normalize_router"] = True
     if family == "qwen3_moe":
-        step = data.get("decoder_sparse_step", 1)
-        layers = next((data[key] for key in _ALIASES["num_layers"] if key in data), 0)
-        dense = set(data.get("mlp_only_layers") or ())
-        if _is_size(step) and _is_size(layers):
-            dense |= {i for i in range(layers) if (i + 1) % step}
-        fields["dense_layers"] = tuple(sorted(dense))
+        fields["dense_layers"] = _dense_layers(data)
     return fields
 
 
-def _is_size(value: object) -> bool:
+def _dense_layers(data: Mapping[str, Any]) -> tuple[int, ...]:
+    step, layers = data.get("decoder_sparse_step", 1), data.get("num_hidden_layers")
+    listed = data.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(isinstance(i, int) and i >= 0 for i in listed):
+        raise ModelConfigError(f"mlp_only_layers is {listed!r}, but must be a list of layer numbers; correct it")
+    if not _is_size(step):
+        raise ModelConfigError(f"decoder_sparse_step is {step!r}, but must be a positive integer; correct it")
+    every = {i for i in range(layers) if (i + 1) % step} if _is_size(layers) and step > 1 else set()
+    return tuple(sorted(every | set(listed)))
+
+
+def _is_size(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 

@@ -4,13 +4,16 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from planner.costs import CostModel, Price, Resource
 from planner.loop import Loop
 from planner.schedule import Lane, Schedule, Task
 from planner.simulate.kernel import simulate
 from planner.simulate.system import FluidSystem
-from planner.timeline import Span, Timeline
+from planner.timeline import Timeline
+
+Indices = npt.NDArray[np.int64]
 
 _LANES = {lane: number for number, lane in enumerate(Lane)}
 # Periods of two consecutive iterations that differ by less than this are the same.
@@ -45,58 +48,57 @@ class SimulatedMachine:
         self._schedule = schedule
         self._prices = prices
         self._capacities = capacities
-        self._issued: list[tuple[int, int]] = []
+        self._issued = 0
 
     def issue(self, task: Task, iteration: int) -> None:
         """Append a task to its lane."""
-        self._issued.append((iteration, task.index))
+        assert self._issued == iteration * len(self._schedule.tasks) + task.index, "the loop issues in order"
+        self._issued += 1
 
     def run(self) -> Timeline:
-        """Simulate everything issued so far."""
-        system = self._system()
-        result = simulate(system)
-        starts, ends = result.start_s.tolist(), result.end_s.tolist()
-        return Timeline(
-            self._schedule,
-            tuple(
-                Span(iteration, task, start_s, end_s)
-                for (iteration, task), start_s, end_s in zip(self._issued, starts, ends, strict=True)
-            ),
-        )
+        """Simulate the whole iterations issued so far."""
+        num_iterations, rest = divmod(self._issued, len(self._schedule.tasks))
+        assert not rest, "the last iteration was not finished"
+        result = simulate(self._system(num_iterations))
+        shape = (num_iterations, len(self._schedule.tasks))
+        return Timeline(self._schedule, result.start_s.reshape(shape), result.end_s.reshape(shape))
 
-    def _system(self) -> FluidSystem:
-        """Tile the arrays of one iteration over all issued iterations."""
-        tasks = self._schedule.tasks
-        count = len(tasks)
-        position = {key: i for i, key in enumerate(self._issued)}
-        in_order = len(position) % count == 0 and list(position) == [
-            (it, i) for it in range(len(position) // count) for i in range(count)
-        ]
-        assert in_order, "the loop issues whole iterations in order"
-        iterations = len(self._issued) // count
-        pred_counts, pred = [0], list[int]()
-        for iteration in range(iterations):
-            base = iteration * count
-            for task in tasks:
-                pred += [base + i for i in task.after]
-                if iteration:
-                    pred += [base - count + i for i in task.after_previous]
-                pred_counts.append(len(pred))
-        uses = [use for price in self._prices for use in price.uses]
-        use_counts = np.tile([len(price.uses) for price in self._prices], iterations)
+    def _system(self, num_iterations: int) -> FluidSystem:
+        """Tile the arrays of one iteration over all of them."""
+        tasks, prices = self._schedule.tasks, self._prices
+        uses = [use for price in prices for use in price.uses]
+        pred_ptr, pred = self._predecessors(num_iterations)
         return FluidSystem(
-            lane=np.tile(np.array([_LANES[task.lane] for task in tasks], np.int32), iterations),
-            latency_s=np.tile(np.array([price.latency_s for price in self._prices]), iterations),
-            duration_s=np.tile(np.array([price.duration_s for price in self._prices]), iterations),
-            pred_ptr=np.array(pred_counts, np.int64),
-            pred=np.array(pred, np.int32),
-            use_ptr=np.concatenate([[0], np.cumsum(use_counts)]).astype(np.int64),
-            use_resource=np.tile(np.array([int(r) for r, _ in uses], np.int32), iterations),
-            use_rate=np.tile(np.array([rate for _, rate in uses], np.float64), iterations),
+            lane=np.tile(np.array([_LANES[task.lane] for task in tasks], np.int32), num_iterations),
+            latency_s=np.tile(np.array([price.latency_s for price in prices]), num_iterations),
+            duration_s=np.tile(np.array([price.duration_s for price in prices]), num_iterations),
+            pred_ptr=pred_ptr,
+            pred=pred.astype(np.int32),
+            use_ptr=_pointers(np.tile(np.array([len(price.uses) for price in prices]), num_iterations)),
+            use_resource=np.tile(np.array([resource for resource, _ in uses], np.int32), num_iterations),
+            use_rate=np.tile(np.array([rate for _, rate in uses], np.float64), num_iterations),
             capacity=np.array([[self._capacities[resource]] for resource in Resource]),
             lane_names=tuple(_LANES),
-            task_name=lambda i: tasks[i % count].name,
+            task_name=lambda i: tasks[i % len(tasks)].name,
         )
+
+    def _predecessors(self, num_iterations: int) -> tuple[Indices, Indices]:
+        """Return CSR pointers and indices; the first iteration has no previous one to wait for."""
+        tasks = self._schedule.tasks
+        first = np.array([i for task in tasks for i in task.after], np.int64)
+        first_counts = np.array([len(task.after) for task in tasks])
+        count = len(tasks)
+        later = np.array([i for t in tasks for i in (*t.after, *(i - count for i in t.after_previous))], np.int64)
+        later_counts = np.array([len(task.after) + len(task.after_previous) for task in tasks])
+        again = range(1, num_iterations)
+        return (
+            _pointers(np.concatenate([first_counts, np.tile(later_counts, len(again))])),
+            np.concatenate([first, *(later + count * iteration for iteration in again)]),
+        )
+
+
+def _pointers(counts: Indices) -> Indices:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
 def run(

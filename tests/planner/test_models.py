@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -175,7 +175,16 @@ SCALARS = (
 )
 
 
-@given(st.dictionaries(st.sampled_from(sorted(RMS | MOE | {"head_dim": 1, "mlp_only_layers": 1})), SCALARS), st.data())
+@settings(max_examples=300, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            sorted(RMS | MOE | {"head_dim": 1, "mlp_only_layers": 1, "hidden_act": 1, "decoder_sparse_step": 1})
+        ),
+        SCALARS,
+    ),
+    st.data(),
+)
 def test_any_file_gives_a_model_or_one_line(changes: dict[str, object], data: st.DataObject) -> None:
     fields = SMALL_CONFIGS[data.draw(st.sampled_from(sorted(SMALL_CONFIGS)))] | changes
     # Counting goes layer by layer, so depth is bounded here.

@@ -1,0 +1,232 @@
+import itertools
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, bmm_flop, sdpa_backward_flop, sdpa_flop
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from planner.graph import Attention, Batch, Elementwise, Gemm, Kernels, Pattern, Unit, build_graph, units
+from planner.models import ModelConfig, from_hf_config, list_models, parameters, resolve_model, to_hf_config_dict
+from planner.models.parameters import layer_path
+
+aten = torch.ops.aten
+ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"}
+PRODUCTS = {"mm", "addmm", "bmm", "_grouped_mm"} | ATTENTION
+# Bookkeeping that moves no data; is_view says the rest.
+FREE = {"detach", "_unsafe_view", "empty", "new_empty", "new_empty_strided", "_reshape_alias", "alias"}
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 96, "num_attention_heads": 4, "vocab_size": 160}
+RMS = SMALL | {"intermediate_size": 256, "num_key_value_heads": 2, "max_position_embeddings": 128}
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+OPT = SMALL | {"model_type": "opt", "ffn_dim": 384, "max_position_embeddings": 128}
+GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 96, "n_head": 4, "n_positions": 128, "vocab_size": 160}
+FAMILIES = {
+    "llama": RMS | {"model_type": "llama"},
+    "gpt2": GPT2,
+    "gpt2-fused-gelu": GPT2 | {"activation_function": "gelu"},
+    "opt": OPT,
+    "opt-projected": OPT | {"word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    "mistral": RMS | {"model_type": "mistral"},
+    "qwen2": RMS | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": RMS | {"model_type": "qwen3", "head_dim": 32},
+    "mixtral": RMS | {"model_type": "mixtral", "num_local_experts": 4},
+    "qwen3_moe": RMS | MOE | {"model_type": "qwen3_moe", "head_dim": 32, "mlp_only_layers": [0]},
+}
+WIDE = {"hidden_size": 160, "intermediate_size": 320}
+VARIED = FAMILIES | {
+    "llama-wide": FAMILIES["llama"] | WIDE,
+    "opt-wide": OPT | {"hidden_size": 160, "ffn_dim": 320},
+    "gpt2-wide": GPT2 | {"n_embd": 160, "n_inner": 320},
+}
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
+BATCHES = [Batch(2, 64, 2), Batch(2, 64, 4), Batch(1, 128, 2), Batch(3, 32, 4)]
+
+
+def make(name: str, batch: Batch) -> tuple[ModelConfig, Any, torch.Tensor]:
+    config = from_hf_config(VARIED[name], name)
+    torch.manual_seed(0)
+    attention = "sdpa" if batch.flash_attention else "eager"
+    hf_config = AutoConfig.for_model(**to_hf_config_dict(config))
+    model = AutoModelForCausalLM.from_config(hf_config, attn_implementation=attention, dtype=DTYPES[batch.dtype_bytes])
+    return config, model.train(), torch.randint(config.vocab_size, (batch.micro_batch, batch.seq_len))
+
+
+def layer_of(config: ModelConfig, model: Any, index: int) -> torch.nn.Module:
+    return model.get_submodule(layer_path(config, index))
+
+
+def of_layer(result: tuple[Unit, ...], index: int) -> list[Unit]:
+    return [unit for unit in result if unit.segment == f"layers.{index}"]
+
+
+def elementwise_bytes(kernels: Kernels) -> int:
+    return sum(kernel.num_bytes * kernel.count for kernel in kernels if isinstance(kernel, Elementwise))
+
+
+def gemm_flop(kernels: Kernels) -> int:
+    return sum(kernel.flop for kernel in kernels if isinstance(kernel, Gemm))
+
+
+def moved_bytes(tensor: torch.Tensor) -> int:
+    """Bytes behind a tensor: an expanded dimension is read once."""
+    return math.prod(n for n, s in zip(tensor.shape, tensor.stride(), strict=True) if s) * tensor.element_size()
+
+
+class Traffic(TorchDispatchMode):
+    """Adds up, per stretch of the program, what elementwise kernels move, and lists the products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where = "outside"
+        self.num_bytes: defaultdict[str, int] = defaultdict(int)
+        self.products: defaultdict[str, list[str]] = defaultdict(list)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in PRODUCTS:
+            self.products[self.where].append(name)
+        elif not func.is_view and name not in FREE:
+            read = [moved_bytes(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            written = [moved_bytes(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+            total = sum(read) + sum(written)
+            if name == "slice_backward":  # fills its output, then copies its input
+                total = written[0] + 2 * read[0]
+            elif name == "index":  # reads the chosen rows only
+                total = 2 * written[0] + sum(read[1:])
+            elif name == "native_layer_norm_backward":  # once for the input, once for weight and bias
+                total += read[0] + read[1]
+            self.num_bytes[self.where] += total
+        return out
+
+
+@contextmanager
+def tracing(config: ModelConfig, model: Any) -> Iterator[Traffic]:
+    """Trace forward and backward of the last layer, told from the rest by hooks."""
+    traffic, layer = Traffic(), layer_of(config, model, config.num_layers - 1)
+
+    def at(where: str) -> Any:
+        return lambda *_: setattr(traffic, "where", where)
+
+    handles = [
+        layer.register_forward_pre_hook(at("forward")),
+        layer.register_forward_hook(at("outside")),
+        layer.register_full_backward_pre_hook(at("backward")),
+        layer.register_full_backward_hook(at("outside")),
+    ]
+    with traffic:
+        yield traffic
+    for handle in handles:
+        handle.remove()
+
+
+CASES = list(itertools.product(FAMILIES, [Batch(2, 64, 2), Batch(2, 64, 4)]))
+IDS = [f"{name}-{batch.dtype_bytes}B" for name, batch in CASES]
+
+
+@pytest.mark.parametrize(("name", "batch"), CASES, ids=IDS)
+def test_flop_equals_the_flop_counter(name: str, batch: Batch) -> None:
+    config, model, ids = make(name, batch)
+    counted: defaultdict[bool, int] = defaultdict(int)
+
+    def attention(*args: Any, out_shape: Any = None, **_: Any) -> int:  # noqa: ARG001
+        return sdpa_flop(args[0], args[0], args[0])  # the counter's formula wants as many key heads as query heads
+
+    def attention_backward(*args: Any, out_shape: Any = None, **_: Any) -> int:  # noqa: ARG001
+        return sdpa_backward_flop(*([args[0]] * 4))
+
+    def grouped(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:  # noqa: ARG001
+        return 2 * a[0] * a[1] * b[-1]  # each row meets one matrix
+
+    mapping = {
+        aten._scaled_dot_product_flash_attention_for_cpu: attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
+        aten._grouped_mm: grouped,
+    }
+    fused = {
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    }
+    counter = FlopCounterMode(display=False, custom_mapping=mapping)
+    with counter:
+        loss = model(input_ids=ids, labels=ids).loss
+    for function, flop in counter.get_flop_counts()["Global"].items():
+        counted[function in fused] += flop
+    result = units(build_graph(config, batch))
+    forward = tuple(kernel for unit in result for kernel in unit.forward)
+    assert gemm_flop(forward) == counted[False]
+    # The counter does not know that a causal kernel skips half.
+    assert sum(kernel.flop for kernel in forward if isinstance(kernel, Attention)) * 2 == counted[True]
+    assert sum(unit.forward_flop for unit in result) == counted[False] + counted[True] // 2
+
+    counter = FlopCounterMode(display=False, custom_mapping=mapping)
+    with counter:
+        loss.backward()
+    backward = tuple(kernel for unit in result for kernel in unit.backward)
+    counts = counter.get_flop_counts()["Global"]
+    assert gemm_flop(backward) == sum(flop for function, flop in counts.items() if function not in fused)
+    assert sum(kernel.flop for kernel in backward if isinstance(kernel, Attention)) * 2 == sum(
+        flop for function, flop in counts.items() if function in fused
+    )
+
+
+@pytest.mark.parametrize(("name", "batch"), CASES, ids=IDS)
+def test_elementwise_bytes_of_a_layer(name: str, batch: Batch) -> None:
+    config, model, ids = make(name, batch)
+    with tracing(config, model) as traffic:
+        model(input_ids=ids, labels=ids).loss.backward()
+    layer = of_layer(units(build_graph(config, batch)), config.num_layers - 1)
+    forward = sum(elementwise_bytes(unit.forward) for unit in layer)
+    backward = sum(elementwise_bytes(unit.backward) for unit in layer)
+    assert forward == pytest.approx(traffic.num_bytes["forward"], rel=0.05)
+    assert backward == pytest.approx(traffic.num_bytes["backward"], rel=0.05)
+
+
+def saved_by_layer(config: ModelConfig, model: Any, ids: torch.Tensor) -> list[int]:
+    """Bytes of the storages that each layer is the first to save, parameters excluded."""
+    seen: dict[int, torch.UntypedStorage] = {
+        p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()
+    }
+    where, saved = [-1], defaultdict(int)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen[storage.data_ptr()] = storage  # held, so that its address is not given away again
+            saved[where[0]] += storage.nbytes()
+        return tensor
+
+    for name, module in model.named_modules():
+        if name.endswith("rotary_emb"):  # the first layer saves its factors, but all share them
+            module.register_forward_hook(lambda *args: [pack(tensor) for tensor in args[-1]] and None)
+    for index in range(config.num_layers):
+        layer = layer_of(config, model, index)
+        layer.register_forward_pre_hook(lambda *_, index=index: where.__setitem__(0, index))
+        layer.register_forward_hook(lambda *_: where.__setitem__(0, -1))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(input_ids=ids, labels=ids)
+    return [saved[index] for index in range(config.num_layers)] + [saved[-1]]
+
+
+@pytest.mark.parametrize("flash", [True, False], ids=["flash", "eager"])
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda b: f"{b.micro_batch}x{b.seq_len}-{b.dtype_bytes}B")
+@pytest.mark.parametrize("name", VARIED)
+def test_saved_bytes_are_what_autograd_saves(name: str, batch: Batch, flash: bool) -> None:
+    batch = Batch(batch.micro_batch, batch.seq_len, batch.dtype_bytes, flash)
+    config, model, ids = make(name, batch)
+    *layers, outside = saved_by_layer(config, model, ids)
+    result = units(build_graph(config, batch))
+    for index, saved in enumerate(layers):
+        assert sum(unit.saved_bytes for unit in of_layer(result, index)) == pytest.approx(saved, rel=0.02)
+    assert result[0].saved_bytes + result[-1].saved_bytes == pytest.approx(outside, rel=0.05)
