@@ -209,7 +209,7 @@ class CostModel:
             curve = link.down if down else link.up
             duration_s = self._read(curve, task.num_bytes, "copy")
         else:
-            duration_s = task.num_bytes / link.pageable_bytes_per_s.value
+            duration_s = task.num_bytes / link.pageable_rate("down" if down else "up")
         if duration_s <= 0:
             return Price(0.0, 0.0)
         rate = task.num_bytes / duration_s

@@ -51,7 +51,7 @@ class Precision(Frozen):
     weights: Literal["bf16", "fp32"]
 
     @property
-    def weight_bytes(self) -> int:
+    def weight_bytes(self) -> Literal[2, 4]:
         """Bytes of one weight or gradient."""
         return 2 if self.weights == "bf16" else 4
 

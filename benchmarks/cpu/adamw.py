@@ -98,9 +98,7 @@ def measure(num_params: int, num_threads: int, num_repeats: int) -> dict[str, An
             "torch": torch_route(num_params, preallocated=False),
             "torch_preallocated": torch_route(num_params, preallocated=True),
         } | copy_routes(num_params, team)
-        rounds = []
-        for _ in range(num_repeats + 2):
-            rounds.append({name: time_s(run) for name, run in routes.items()})
+        rounds = [{name: time_s(run) for name, run in routes.items()} for _ in range(num_repeats + 2)]
     rounds = [r | {"copy": min(r["numpy_copy"], r["torch_copy"])} for r in rounds[2:]]  # the first two touch pages
 
     def ratio(slow: str) -> float:

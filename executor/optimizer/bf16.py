@@ -2,6 +2,9 @@
 
 numpy has no bfloat16, so its arrays are ``uint16`` here and hold the bits: the upper half of the float32 of the same
 value. A torch tensor lends its bits, without a copy, as ``tensor.view(torch.uint16).numpy()``.
+
+numba's cache of a kernel watches the kernel's own file only: after an edit here, delete the ``__pycache__`` of kernels
+that call these functions.
 """
 
 from collections.abc import Callable

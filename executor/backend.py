@@ -1,0 +1,159 @@
+"""The only things that differ between a device that computes in the caller's thread and one that runs apart."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numba as nb
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from executor.optimizer import AdamWParams, WorkerTeam, adamw_step
+from executor.optimizer.bf16 import bf16_to_float32
+from planner.schedule import Lane
+
+Array = npt.NDArray[Any]
+
+Moment = object
+"""A point in time on a lane, made by :meth:`Backend.mark`: seconds on the host's clock, or an event on a stream."""
+
+
+class Backend(Protocol):
+    """A device, as the machine and the actions see it."""
+
+    device: torch.device
+
+    def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
+        """Enter a lane: what the calling thread does until it leaves belongs to it."""
+        ...
+
+    def mark(self, lane: Lane) -> Moment:
+        """Return the moment at which everything that this thread has given to the lane so far has ended."""
+        ...
+
+    def follow(self, lane: Lane, moment: Moment) -> None:
+        """Make what this thread gives to the lane from now on wait for a moment that has been marked."""
+        ...
+
+    def seconds(self, moment: Moment) -> float:
+        """Return when a moment was, in seconds on the host's clock; wait for it if it is yet to come."""
+        ...
+
+    def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:
+        """Return uint8[num_bytes] on the device, or in host memory from which copies are asynchronous."""
+        ...
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between contiguous tensors of one type and shape, on the lane that the thread is in."""
+        ...
+
+    def used(self, tensor: torch.Tensor) -> None:
+        """Tell the allocator that the lane uses a tensor which may be dropped before the lane has got that far."""
+        ...
+
+    def update(self, state: tuple[torch.Tensor, ...], params: AdamWParams, step: int, scale: float) -> None:
+        """Take one AdamW step on the device.
+
+        Args:
+            state: master, exp_avg, exp_avg_sq, gradient, and where the new weights go in bf16, if anywhere.
+            params: hyper-parameters.
+            step: which step this is, from 1.
+            scale: multiplies the gradient.
+        """
+        ...
+
+    def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of squares of a flat tensor, on the host or the device, as a float64 scalar beside it."""
+        ...
+
+
+class HostBackend:
+    """The calling thread computes; nothing is asynchronous, so a moment that has been marked is over."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    @contextlib.contextmanager
+    def lane(self, lane: Lane) -> Iterator[None]:  # noqa: ARG002 - one of the Backend's methods
+        """See :class:`Backend`."""
+        yield
+
+    def mark(self, lane: Lane) -> float:  # noqa: ARG002 - one of the Backend's methods
+        """See :class:`Backend`."""
+        return time.perf_counter()
+
+    def follow(self, lane: Lane, moment: Moment) -> None:
+        """See :class:`Backend`."""
+
+    def seconds(self, moment: Moment) -> float:
+        """See :class:`Backend`."""
+        assert isinstance(moment, float)
+        return moment
+
+    def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:  # noqa: ARG002 - one of the Backend's methods
+        """See :class:`Backend`."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """See :class:`Backend`."""
+        assert destination.dtype == source.dtype
+        # numpy copies in this thread alone; torch would start a team of threads in every lane.
+        np.copyto(destination.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+
+    def used(self, tensor: torch.Tensor) -> None:
+        """See :class:`Backend`."""
+
+    def update(self, state: tuple[torch.Tensor, ...], params: AdamWParams, step: int, scale: float) -> None:
+        """See :class:`Backend`. The kernel is that of the host's own updates: the same bits wherever a piece is."""
+        update_on_host(state, params, step, scale, None)
+
+    def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :class:`Backend`."""
+        return sum_of_squares_on_host(tensor)
+
+
+def update_on_host(
+    state: tuple[torch.Tensor, ...], params: AdamWParams, step: int, scale: float, team: WorkerTeam | None
+) -> None:
+    """Take one AdamW step in host memory. See :meth:`Backend.update`."""
+    master, exp_avg, exp_avg_sq, grad, *weight_out = (as_array(tensor) for tensor in state)
+    adamw_step(master, exp_avg, exp_avg_sq, grad, weight_out[0] if weight_out else None, params, step, scale, team)
+
+
+def sum_of_squares_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of a flat tensor in host memory, added up in float64, as a float64 scalar.
+
+    In float64 the order of the sum shows in the sixteenth digit, so that a norm in float32 does not depend on how
+    parameters are cut into pieces.
+    """
+    return torch.tensor(_sum_of_squares(as_array(tensor)), dtype=torch.float64)
+
+
+def as_array(tensor: torch.Tensor) -> Array:
+    """Return the numpy view of a tensor in host memory; bf16 as its bits, in uint16."""
+    tensor = tensor.detach()
+    array: Array = (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    return array
+
+
+@nb.njit(nogil=True, cache=True, fastmath={"reassoc", "nsz"})  # type: ignore[untyped-decorator]
+def _sum_squares_f32(values: Any) -> float:
+    total = 0.0
+    for value in values:
+        total += np.float64(value) * np.float64(value)
+    return total
+
+
+@nb.njit(nogil=True, cache=True, fastmath={"reassoc", "nsz"})  # type: ignore[untyped-decorator]
+def _sum_squares_bf16(bits: Any) -> float:
+    total = 0.0
+    for value in bits:
+        wide = np.float64(bf16_to_float32(value))
+        total += wide * wide
+    return total
+
+
+def _sum_of_squares(values: Array) -> float:
+    return float(_sum_squares_bf16(values) if values.dtype == np.uint16 else _sum_squares_f32(values))

@@ -1,0 +1,226 @@
+"""Machines that make a schedule happen: one thread per lane, and the caller's own thread for what it computes itself.
+
+[Note: Caller lanes] Forward, backward and the norm run in the thread that calls the model: nobody can start them but
+the caller. Issuing such a task means that the caller is there now. It waits for what the task comes after, starts the
+task, and leaves it *open*; the task ends when the caller's next one is issued, or at :meth:`LaneMachine.end_open`.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Final, Self, final
+
+from executor.backend import Backend, HostBackend, Moment
+from planner.schedule import Lane, Op, Schedule, Task
+from planner.timeline import Span, Timeline
+
+CALLER_LANES: Final = frozenset({Lane.COMPUTE, Lane.LAUNCH})
+
+Perform = Callable[[Task, int], None]
+"""Does the work of one task of an iteration; called in the thread of the task's lane."""
+
+
+class LaneError(RuntimeError):
+    """A task failed in the thread of its lane; what it raised is the cause."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Ticket:
+    """One execution of a task. ``end`` is set when the work has been done, or given to a stream."""
+
+    task: Task
+    iteration: int
+    after: tuple["_Ticket", ...]  # until it starts: a chain of tickets would keep every iteration in memory
+    start: Moment = None
+    end: Moment = None
+
+    @property
+    def name(self) -> str:
+        return f"lane {self.task.lane} in {self.task.name} (iteration {self.iteration})"
+
+
+@final
+class LaneMachine:
+    """Runs a schedule that :class:`planner.loop.Loop` walks. Make one with :func:`HostMachine` or ``CudaMachine``.
+
+    Args:
+        schedule: what will be walked on it.
+        perform: does the work of every task that is not on one of the caller's lanes.
+        backend: the device.
+        record: whether to keep times for :meth:`timeline`. May be changed between iterations.
+    """
+
+    def __init__(self, schedule: Schedule, perform: Perform, backend: Backend, *, record: bool = False) -> None:
+        self.record = record
+        self._schedule = schedule
+        self._perform = perform
+        self._backend = backend
+        self._changed = threading.Condition()  # guards all below, and is notified when a ticket ends or all stops
+        self._stopped = False
+        self._failure: tuple[str, BaseException] | None = None
+        self._num_pending = 0
+        self._tickets: dict[int, dict[int, _Ticket]] = {}
+        self._open: list[_Ticket] = []
+        self._recorded: list[_Ticket] = []
+        lanes = {task.lane for task in schedule.tasks} - CALLER_LANES
+        self._queues: dict[Lane, queue.SimpleQueue[_Ticket | None]] = {lane: queue.SimpleQueue() for lane in lanes}
+        # Daemons, since the interpreter would wait for others before it calls what is registered at exit.
+        self._threads = [
+            threading.Thread(target=self._run_lane, args=(lane,), name=f"lane {lane}", daemon=True)
+            for lane in sorted(lanes)
+        ]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self.close)
+
+    def issue(self, task: Task, iteration: int) -> None:
+        """Append a task to its lane; on a caller's lane, see [Note: Caller lanes].
+
+        Raises:
+            LaneError: a task failed on some lane.
+            RuntimeError: the machine is closed.
+        """
+        self._check()
+        ticket = self._ticket(task, iteration)
+        if task.lane not in CALLER_LANES:
+            with self._changed:
+                self._num_pending += 1
+            self._queues[task.lane].put(ticket)
+            return
+        # The time to issue a compute task runs beside the task itself, on a device that runs apart.
+        self._end([t for t in self._open if not (t.task.op is Op.ISSUE and task.lane is Lane.COMPUTE)])
+        with self._closing_if_interrupted():
+            self._begin(ticket)
+        self._check()
+        self._open.append(ticket)
+
+    def end_open(self) -> None:
+        """End what is open on the caller's lanes, because the caller has turned to something else."""
+        self._end(list(self._open))
+
+    def wait(self) -> None:
+        """End what is open and wait until everything issued so far has ended (or has been given to a stream).
+
+        Raises:
+            LaneError: a task failed on some lane.
+            RuntimeError: the machine is closed.
+        """
+        self.end_open()
+        with self._closing_if_interrupted(), self._changed:
+            self._changed.wait_for(lambda: self._stopped or not self._num_pending)
+        self._check()
+
+    def timeline(self, first: int = 0, last: int | None = None) -> Timeline:
+        """Return what was recorded of iterations ``first`` to ``last`` (inclusive; the latest if left out).
+
+        Iterations count from 0 in it, and time from its first start. What has not ended is left out; :meth:`wait`
+        first.
+        """
+        tickets = [
+            t
+            for t in self._recorded
+            if t.end is not None and first <= t.iteration and (last is None or t.iteration <= last)
+        ]
+        if not tickets:
+            return Timeline.from_spans(self._schedule, (), 0)
+        times_s = [(self._backend.seconds(t.start), self._backend.seconds(t.end)) for t in tickets]
+        zero_s = min(start_s for start_s, _ in times_s)
+        begin, end = min(t.iteration for t in tickets), max(t.iteration for t in tickets)
+        spans = (
+            Span(t.iteration - begin, t.task.index, start_s - zero_s, end_s - zero_s)
+            for t, (start_s, end_s) in zip(tickets, times_s, strict=True)
+        )
+        return Timeline.from_spans(self._schedule, spans, end - begin + 1)
+
+    def close(self) -> None:
+        """Drop what has not started and end the threads. Closing twice is allowed."""
+        self._stop()
+        for lane_queue in self._queues.values():
+            lane_queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._tickets.clear()
+        self._open.clear()
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    def _ticket(self, task: Task, iteration: int) -> _Ticket:
+        if iteration not in self._tickets:
+            self._tickets = {i: tickets for i, tickets in self._tickets.items() if i == iteration - 1}
+            self._tickets[iteration] = {}
+        current, previous = self._tickets[iteration], self._tickets.get(iteration - 1, {})
+        after = [current[i] for i in task.after] + [previous[i] for i in task.after_previous if previous]
+        ticket = _Ticket(task, iteration, tuple(after))
+        current[task.index] = ticket
+        if self.record:
+            self._recorded.append(ticket)
+        return ticket
+
+    def _run_lane(self, lane: Lane) -> None:
+        ticket: _Ticket | None = None
+        try:
+            with self._backend.lane(lane):
+                while (ticket := self._queues[lane].get()) is not None and self._begin(ticket):
+                    self._perform(ticket.task, ticket.iteration)
+                    self._end([ticket])
+        except BaseException as error:  # noqa: BLE001 - the end of the thread: kept for whoever waits or issues next
+            self._stop((ticket.name if ticket else f"lane {lane}", error))
+
+    def _begin(self, ticket: _Ticket) -> bool:
+        """Wait for what a ticket comes after and start it; return False if the machine has stopped instead."""
+        # The caller cannot wait for itself: its own tickets follow each other in any case.
+        after = [t for t in ticket.after if not (ticket.task.lane in CALLER_LANES and t in self._open)]
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or all(t.end is not None for t in after))
+            if self._stopped:
+                return False
+        for dependency in after:
+            self._backend.follow(ticket.task.lane, dependency.end)
+        ticket.after = ()
+        ticket.start = self._backend.mark(ticket.task.lane)
+        return True
+
+    def _end(self, tickets: list[_Ticket]) -> None:
+        moments = [self._backend.mark(t.task.lane) for t in tickets]
+        with self._changed:
+            for ticket, moment in zip(tickets, moments, strict=True):
+                ticket.end = moment
+                if ticket in self._open:
+                    self._open.remove(ticket)
+                else:
+                    self._num_pending -= 1
+            self._changed.notify_all()
+
+    def _stop(self, failure: tuple[str, BaseException] | None = None) -> None:
+        with self._changed:
+            self._failure = self._failure or failure
+            self._stopped = True
+            self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            name, error = self._failure
+            raise LaneError(f"{name} failed: {type(error).__name__}: {error}") from error
+        if self._stopped:
+            raise RuntimeError("the machine is closed; make a new one")
+
+    @contextlib.contextmanager
+    def _closing_if_interrupted(self) -> Iterator[None]:
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.close()
+            raise
+
+
+def HostMachine(schedule: Schedule, perform: Perform, *, record: bool = False) -> LaneMachine:  # noqa: N802
+    """Return a machine of threads and ordinary memory, which runs everywhere. See :class:`LaneMachine`."""
+    return LaneMachine(schedule, perform, HostBackend(), record=record)

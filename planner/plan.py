@@ -1,0 +1,160 @@
+"""The plan: decisions, prediction and where both come from, as ``plan.json``."""
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from hwprofiles.profile import HardwareProfile
+from planner.decisions import Decisions, Frozen
+from planner.graph import Batch, Unit, build_graph, units
+from planner.lowering import lower
+from planner.models.config import ModelConfig
+from planner.prediction import Prediction, TierMemory
+from planner.schedule import Schedule, Tier
+
+SCHEMA_VERSION: Final = 1
+
+
+class PlanError(ValueError):
+    """A plan file that cannot be used, and what to do about it."""
+
+
+class EngineRow(Frozen):
+    """What an engine policy would take on the same machine.
+
+    Attributes:
+        name: of the policy.
+        setting: the best of the settings that it leaves to its user.
+        fits: whether that fits in memory.
+        iteration_s: predicted; ``None`` if it was not simulated because it cannot fit.
+        memory: peaks by tier, where it was simulated.
+    """
+
+    name: str
+    setting: str
+    fits: bool
+    iteration_s: float | None
+    missing_bytes: dict[Tier, int]
+
+
+class Plan(Frozen):
+    """Everything needed to run one model on one machine, and to judge the run.
+
+    Attributes:
+        program_version: version of the program that made it.
+        model: sizes of the model.
+        seq_len: tokens per sequence.
+        hardware: the profile it was made for, whole, so that the plan stands alone.
+        decisions: what was chosen; with the model and the batch it determines the schedule.
+        prediction: what that is predicted to take.
+        engines: what engine policies would take.
+        num_simulations: schedules that the search simulated.
+        content_digest: SHA-256 of everything else, so that a change by hand is noticed.
+    """
+
+    schema_version: Literal[1] = 1
+    program_version: str
+    model: ModelConfig
+    seq_len: Annotated[int, Field(ge=1)]
+    hardware: HardwareProfile
+    decisions: Decisions
+    prediction: Prediction
+    engines: tuple[EngineRow, ...]
+    num_simulations: int
+    content_digest: str = ""
+
+    @model_validator(mode="after")
+    def _untouched(self) -> Self:
+        if self.content_digest and self.content_digest != self.digest():
+            raise ValueError(
+                f"content_digest is {self.content_digest[:12]}, but the content has {self.digest()[:12]}: the file was "
+                "changed after it was written; make the plan again with the options you want"
+            )
+        return self
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the canonical JSON of everything but ``content_digest``."""
+        data = self.model_dump(mode="json", exclude={"content_digest"}, exclude_none=True)
+        return hashlib.sha256(_canonical(data).encode()).hexdigest()
+
+    def sealed(self) -> Self:
+        """Return the same plan with its digest."""
+        return self.model_copy(update={"content_digest": self.digest()})
+
+    def units(self) -> tuple[Unit, ...]:
+        """Return the model's units for this plan's micro-batch."""
+        decisions = self.decisions
+        batch = Batch(decisions.micro_batch, self.seq_len, decisions.precision.weight_bytes)
+        return units(build_graph(self.model, batch))
+
+    def schedule(self) -> Schedule:
+        """Return the schedule of one iteration: what is simulated and what is executed."""
+        return lower(self.units(), self.decisions, asynchronous=self.hardware.device.kind == "gpu")
+
+    def to_json(self) -> str:
+        """Return the canonical text of ``plan.json``: the same plan is always the same bytes."""
+        data = self.sealed().model_dump(mode="json", exclude_none=True)
+        return json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n"
+
+    @property
+    def gpu_memory(self) -> TierMemory:
+        """Peak memory of one device."""
+        return self.prediction.memory[Tier.GPU]
+
+
+def load_plan(path: Path) -> Plan:
+    """Read and check a plan file.
+
+    Raises:
+        PlanError: it is missing, not a plan, of another schema version, or was changed by hand.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise PlanError(f"cannot read {path}: {reason}; make a plan with `ullage plan`") from error
+    except ValueError as error:
+        raise PlanError(f"{path} is not JSON ({error}); make a plan with `ullage plan`") from error
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA_VERSION:
+        raise PlanError(
+            f"{path} has schema_version {version}, but this program reads {SCHEMA_VERSION}; "
+            "make the plan again with this version"
+        )
+    try:
+        plan = Plan.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "plan"
+        message = first["msg"].removeprefix("Value error, ")
+        raise PlanError(f"{path}: {where}: {message}") from error
+    if not plan.content_digest:
+        raise PlanError(f"{path}: content_digest is missing, so the file cannot be trusted; make the plan again")
+    return plan
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all: a temporary file beside it, synced, then renamed.
+
+    Raises:
+        OSError: the folder does not exist or cannot be written, or the disk is full; nothing is left behind.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _canonical(data: Any) -> str:
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -1,0 +1,198 @@
+"""The machine on random schedules: order, times, failures, and that nothing is left behind."""
+
+import _thread
+import itertools
+import math
+import threading
+import time
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from executor.machine import CALLER_LANES, HostMachine, LaneError
+from planner.loop import Loop
+from planner.schedule import Lane, Op, Phase, Schedule, Task
+
+LANES = [Lane.COMPUTE, Lane.LAUNCH, Lane.H2D, Lane.D2H, Lane.CPU]
+LATE_S = 0.1  # a thread of a busy machine may wake this late
+
+
+def work(index, lane, after=(), after_previous=(), op=Op.WORK):
+    return Task(index, lane, op, Phase.UPDATE, after=tuple(after), after_previous=tuple(after_previous))
+
+
+@st.composite
+def schedules(draw):
+    count = draw(st.integers(1, 12))
+    tasks = []
+    for i in range(count):
+        after = draw(st.sets(st.integers(0, i - 1), max_size=3)) if i else ()
+        previous = draw(st.sets(st.integers(0, count - 1), max_size=2))
+        tasks.append(work(i, draw(st.sampled_from(LANES)), sorted(after), sorted(previous)))
+    return Schedule(tuple(tasks))
+
+
+def walk(machine, schedule, iterations):
+    loop = Loop(schedule, machine)
+    for _ in range(iterations):
+        loop.finish()
+    machine.wait()
+
+
+def lane_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("lane ")]
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(schedules(), st.lists(st.integers(0, 2), min_size=12, max_size=12))
+def test_a_task_starts_when_its_lane_is_free_and_what_it_comes_after_has_ended(schedule, durations_ms):
+    def perform(task, _iteration):
+        time.sleep(durations_ms[task.index] / 1e3)
+
+    iterations = 3
+    with HostMachine(schedule, perform, record=True) as machine:
+        walk(machine, schedule, iterations)
+        timeline = machine.timeline()
+    assert not lane_threads()
+    spans = {(s.iteration, s.task): s for s in timeline.spans}
+    assert len(spans) == iterations * len(schedule.tasks)
+    free_s = defaultdict(float)
+    for iteration, task in itertools.product(range(iterations), schedule.tasks):
+        span = spans[iteration, task.index]
+        before = [spans[iteration, i].end_s for i in task.after]
+        before += [spans[iteration - 1, i].end_s for i in task.after_previous if iteration]
+        lane = "caller" if task.lane in CALLER_LANES else task.lane  # one thread runs both of the caller's lanes
+        ready_s = max([free_s[lane], *before])
+        assert span.start_s >= ready_s
+        if task.lane not in CALLER_LANES:
+            assert span.end_s - span.start_s >= durations_ms[task.index] / 1e3
+        free_s[lane] = span.end_s
+
+
+def test_start_is_measured_when_a_task_becomes_ready_not_when_it_is_issued():
+    schedule = Schedule((work(0, Lane.CPU), work(1, Lane.H2D), work(2, Lane.D2H, after=[0])))
+    with HostMachine(
+        schedule, lambda task, _: time.sleep(0.05 if task.lane is Lane.CPU else 0), record=True
+    ) as machine:
+        walk(machine, schedule, 1)
+        spans = list(machine.timeline().spans)
+    assert spans[1].start_s < 0.05 <= spans[2].start_s < 0.05 + LATE_S
+    assert spans[2].end_s - spans[2].start_s < LATE_S
+
+
+def test_lanes_run_at_the_same_time():
+    both = threading.Barrier(2, timeout=10)
+    schedule = Schedule((work(0, Lane.CPU), work(1, Lane.H2D)))
+    with HostMachine(schedule, lambda *_: both.wait()) as machine:
+        walk(machine, schedule, 3)
+
+
+def test_a_callers_task_lasts_until_its_next_one():
+    schedule = Schedule((work(0, Lane.COMPUTE, op=Op.FORWARD), work(1, Lane.CPU, after=[0]), work(2, Lane.COMPUTE)))
+    done = []
+    with HostMachine(schedule, lambda task, _: done.append(task.index), record=True) as machine:
+        loop = Loop(schedule, machine)
+        loop.reach(Op.FORWARD)
+        machine.issue(schedule.tasks[1], 0)
+        time.sleep(0.05)
+        assert not done, "what comes after an open task waits"
+        machine.issue(schedule.tasks[2], 0)
+        machine.wait()
+        assert done == [1]
+        first = machine.timeline().of_iteration(0)
+        assert math.isclose(next(first).end_s, 0.05, abs_tol=LATE_S)
+
+
+def test_the_caller_waits_for_what_its_task_comes_after():
+    schedule = Schedule((work(0, Lane.CPU), work(1, Lane.COMPUTE, after=[0])))
+    with HostMachine(schedule, lambda *_: time.sleep(0.05)) as machine:
+        begin_s = time.perf_counter()
+        Loop(schedule, machine).finish()
+        assert time.perf_counter() - begin_s >= 0.05
+
+
+def test_only_the_last_two_iterations_are_kept():
+    schedule = Schedule((work(0, Lane.CPU), work(1, Lane.H2D, after=[0], after_previous=[1])))
+    with HostMachine(schedule, lambda *_: None) as machine:
+        walk(machine, schedule, 50)
+        assert sum(map(len, machine._tickets.values())) <= 2 * len(schedule.tasks)
+        assert all(not t.after for tickets in machine._tickets.values() for t in tickets.values())
+        assert machine.timeline().num_iterations == 0, "nothing is recorded unless asked for"
+
+
+def test_recording_can_be_switched_on_later():
+    schedule = Schedule((work(0, Lane.CPU), work(1, Lane.COMPUTE, after=[0])))
+    with HostMachine(schedule, lambda *_: None) as machine:
+        loop = Loop(schedule, machine)
+        for _ in range(6):
+            machine.record = loop.iteration >= 2
+            loop.finish()
+        machine.wait()
+        assert machine.timeline().num_iterations == 4
+        timeline = machine.timeline(3, 4)
+    assert timeline.num_iterations == 2
+    assert min(s.start_s for s in timeline.spans) == 0
+
+
+def failing(task, iteration):
+    if task.lane is Lane.CPU and iteration == 1:
+        raise ValueError("no such core")
+
+
+def bounded(function, limit_s=10.0):
+    """Run a function in a thread that must end in time; return what it raised."""
+    raised = []
+
+    def target():
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            raised.append(error)
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    assert not thread.is_alive(), "it hangs"
+    return raised[0] if raised else None
+
+
+@pytest.mark.parametrize("waiting", [Lane.H2D, Lane.COMPUTE])
+def test_a_failure_reaches_the_caller_and_everything_stops(waiting):
+    schedule = Schedule((work(0, Lane.CPU), work(1, waiting, after=[0], after_previous=[0])))
+    machine = HostMachine(schedule, failing)
+    error = bounded(lambda: walk(machine, schedule, 5))
+    assert isinstance(error, LaneError)
+    assert "lane cpu" in str(error)
+    assert "work model" in str(error)
+    assert "no such core" in str(error)
+    assert isinstance(error.__cause__, ValueError)
+    for later in (machine.wait, lambda: machine.issue(schedule.tasks[0], 9)):
+        assert isinstance(bounded(later), LaneError)
+    bounded(machine.close)
+    assert not lane_threads()
+
+
+def test_closing_with_an_open_task_that_others_wait_for_does_not_hang():
+    schedule = Schedule((work(0, Lane.COMPUTE, op=Op.FORWARD), work(1, Lane.CPU, after=[0])))
+    machine = HostMachine(schedule, lambda *_: None)
+    machine.issue(schedule.tasks[0], 0)
+    machine.issue(schedule.tasks[1], 0)
+    assert bounded(machine.close) is None
+    assert not lane_threads()
+    with pytest.raises(RuntimeError, match="closed"):
+        machine.issue(schedule.tasks[0], 1)
+
+
+def test_an_interrupt_while_waiting_leaves_no_thread():
+    schedule = Schedule((work(0, Lane.CPU), work(1, Lane.COMPUTE, after=[0])))
+
+    def interrupt(*_):
+        _thread.interrupt_main()
+        time.sleep(0.2)
+
+    machine = HostMachine(schedule, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        walk(machine, schedule, 1)
+    assert not lane_threads()
