@@ -138,7 +138,7 @@ def as_array(tensor: torch.Tensor) -> Array:
     return array
 
 
-@nb.njit(nogil=True, cache=True, fastmath={"reassoc", "nsz"})  # type: ignore[untyped-decorator]
+@nb.njit(nogil=True, cache=True, fastmath={"reassoc", "nsz"})
 def _sum_squares_f32(values: Any) -> float:
     total = 0.0
     for value in values:
@@ -146,7 +146,7 @@ def _sum_squares_f32(values: Any) -> float:
     return total
 
 
-@nb.njit(nogil=True, cache=True, fastmath={"reassoc", "nsz"})  # type: ignore[untyped-decorator]
+@nb.njit(nogil=True, cache=True, fastmath={"reassoc", "nsz"})
 def _sum_squares_bf16(bits: Any) -> float:
     total = 0.0
     for value in bits:

@@ -64,7 +64,10 @@ class Unit:
 
     @functools.cached_property
     def workspace_bytes(self) -> int:
-        """Most bytes that live only inside one of its operators."""
+        """Most bytes that live only inside it, beside saved activations, the hidden state and gradients.
+
+        A backward peaks at about the saved bytes of all units up to this one, twice the hidden state and these.
+        """
         return max(operator.workspace_bytes for operator in self.operators)
 
     @functools.cached_property

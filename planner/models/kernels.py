@@ -97,8 +97,8 @@ class Work:
     Attributes:
         forward, backward: kernels, see [Note: Kernel lists].
         saved_bytes: activations kept from forward to backward, each storage once, at the first operator that keeps it.
-        workspace_bytes: most bytes that live only inside the operator, in forward or backward, beyond what is saved,
-            its inputs, outputs and their gradients.
+        workspace_bytes: most bytes that live only inside its unit while it runs, in forward or backward, beyond what
+            is saved and the hidden state, its gradient and those of parameters.
     """
 
     forward: Kernels = ()

@@ -239,7 +239,7 @@ def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
         k += work.rms_norm(rows * config.num_key_value_heads, config.head_dim, e)
     v = work.linear(rows, hidden, key, e, bias=bias)
     join = Work((), each(rows * hidden, 3 * e, 3 * e))  # the input's gradients from q, k and v
-    return work.keeping(join + q + k + v, rows * hidden * e, rows * hidden * e)
+    return work.keeping(join + q + k + v, rows * hidden * e, rows * (query + 2 * key + hidden) * e)
 
 
 def _core_work(config: ModelConfig, batch: Batch) -> Work:

@@ -86,7 +86,7 @@ def flash_attention(
         (core,),
         backward,
         (2 * query_elements + 2 * key_value_elements) * e + logsumexp_bytes,
-        gradient * e if merged_gradient else 0,
+        gradient * e * (2 if merged_gradient else 1),
     )
 
 
@@ -113,17 +113,16 @@ def eager_attention(core: Attention, query_elements: int, key_value_elements: in
 
 def activation(kind: str, elements: int, e: int) -> Work:
     """Return the MLP's activation on ``elements`` values of its width; its output is saved for the projection after."""
-    if kind == "relu":
-        return Work(each(elements, 2 * e), each(elements, 3 * e), elements * e)
-    if kind == "gelu":
-        return Work(each(elements, 2 * e), each(elements, 3 * e), 2 * elements * e)
+    if kind in {"relu", "gelu"}:  # relu's backward needs only its output, gelu's its input
+        saved_bytes = (1 if kind == "relu" else 2) * elements * e
+        return Work(each(elements, 2 * e), each(elements, 3 * e), saved_bytes, 2 * elements * e)
     if kind == "gelu_new":  # 0.5 x (1 + tanh(c (x + 0.044715 x^3))), operation by operation
         forward = each(elements, *(width * e for width in (2, 2, 2, 3, 2, 2, 2, 3)))
         backward = each(elements, *(width * e for width in (3, 3, 3, 2, 2, 2, 2, 3, 3, 2, 3)))
         return Work(forward, backward, 5 * elements * e, 3 * elements * e)
     assert kind == "swiglu", kind
     backward = each(elements, 3 * e, 3 * e, 3 * e)  # two products, silu's backward
-    return Work(each(elements, 2 * e, 3 * e), backward, 4 * elements * e, elements * e)
+    return Work(each(elements, 2 * e, 3 * e), backward, 4 * elements * e, 3 * elements * e)
 
 
 def router(rows: int, hidden: int, num_experts: int, top: int, e: int, *, normalize: bool) -> Work:
@@ -180,7 +179,7 @@ def experts(rows: int, hidden: int, ffn: int, num_experts: int, top: int, e: int
         *each(rows * hidden, 3 * e),
     )
     saved = (2 * widths + 4 * inner) * e + visits * (8 + 8 + w)
-    return Work(forward, backward, saved, 3 * widths * w)
+    return Work(forward, backward, saved, max(3 * widths * w, 5 * inner * e))
 
 
 def grouped(rows: int, n: int, k: int, num_groups: int) -> tuple[Gemm, ...]:

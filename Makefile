@@ -1,0 +1,35 @@
+# Two commands do everything: `make demo` and `make test`. Both build the environment in .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OUT := out
+
+.PHONY: demo test bench clean
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/ready
+	@mkdir -p $(OUT)
+	$(BIN)/ullage plan --model opt-13b --gpus 8 --output $(OUT)/opt-13b.json
+	$(BIN)/ullage calibrate --quick --output $(OUT)/this-machine.json
+	$(BIN)/ullage plan --model demo-llama --hardware $(OUT)/this-machine.json --device-memory 180MB \
+		--micro-batch 2 --seq-len 256 --output $(OUT)/demo.json
+	$(BIN)/ullage execute $(OUT)/demo.json --iterations 40 --output-dir $(OUT)
+
+test: $(VENV)/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/ready
+	$(BIN)/python benchmarks/simulator/run.py
+	$(BIN)/python benchmarks/cpu/adamw.py
+
+clean:
+	rm -rf $(VENV) $(OUT) .mypy_cache .ruff_cache .pytest_cache .hypothesis

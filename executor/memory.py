@@ -1,0 +1,134 @@
+"""Memory that is taken once, from a plan, and a meter for the memory that comes and goes."""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Final, Self, final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from executor.backend import Backend
+from planner.schedule import MemoryClass, Tier
+
+ALIGNMENT_BYTES: Final = 64
+"""Blocks start at multiples of this: a cache line, and what vector kernels like best."""
+
+
+class DeviceMemoryError(MemoryError):
+    """A plan asks for more memory than a tier has; the message shows who holds what."""
+
+
+@final
+class Arena:
+    """Named blocks of one tier, taken once and at exactly the size asked for, with a ledger.
+
+    Args:
+        tier: whose memory this is.
+        capacity_bytes: what may be taken in all; ``None`` leaves the limit to the machine.
+        backend: where memory comes from.
+    """
+
+    def __init__(self, tier: Tier, capacity_bytes: int | None, backend: Backend) -> None:
+        self.tier = tier
+        self.capacity_bytes = capacity_bytes
+        self._backend = backend
+        self._blocks: dict[str, tuple[MemoryClass, torch.Tensor]] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes taken so far."""
+        return sum(block.numel() for _, block in self._blocks.values())
+
+    def by_class(self) -> dict[MemoryClass, int]:
+        """Return the bytes taken so far by what they are for."""
+        totals: dict[MemoryClass, int] = defaultdict(int)
+        for memory_class, block in self._blocks.values():
+            totals[memory_class] += block.numel()
+        return dict(totals)
+
+    def take(self, name: str, memory_class: MemoryClass, num_items: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised block ``[num_items]``, aligned to :data:`ALIGNMENT_BYTES`.
+
+        Raises:
+            DeviceMemoryError: it does not fit; nothing is taken.
+        """
+        assert name not in self._blocks, name
+        num_bytes = num_items * dtype.itemsize
+        if self.capacity_bytes is not None and self.used_bytes + num_bytes > self.capacity_bytes:
+            raise DeviceMemoryError(self._message(name, num_bytes))
+        try:
+            block = self._backend.empty(num_bytes, on_device=self.tier is Tier.GPU)
+        except (MemoryError, RuntimeError) as error:  # torch reports a failed allocation as a RuntimeError
+            raise DeviceMemoryError(self._message(name, num_bytes)) from error
+        assert block.data_ptr() % ALIGNMENT_BYTES == 0
+        self._blocks[name] = (memory_class, block)
+        return block.view(dtype)
+
+    def holds(self, storage_ptr: int) -> bool:
+        """Return whether a storage (by its address) is one of the blocks."""
+        return any(block.untyped_storage().data_ptr() == storage_ptr for _, block in self._blocks.values())
+
+    def clear(self) -> None:
+        """Give all blocks up. What still views them keeps them."""
+        self._blocks.clear()
+
+    def _message(self, name: str, num_bytes: int) -> str:
+        limit = "no limit set" if self.capacity_bytes is None else f"{self.capacity_bytes:,} B capacity"
+        free = "" if self.capacity_bytes is None else f", {self.capacity_bytes - self.used_bytes:,} B free"
+        held = "; ".join(f"{c} {n:,} B" for c, n in sorted(self.by_class().items())) or "nothing"
+        return (
+            f"the {self.tier} is out of memory: {name} asks for {num_bytes:,} B ({limit}{free}); held so far: {held}. "
+            "Plan for the memory that is really free, or move more of the plan to another tier"
+        )
+
+
+@final
+class MemoryMeter(TorchDispatchMode):
+    """Measures the most bytes that tensors made inside it hold at one time, arenas apart.
+
+    These are activations, gradients and temporaries of the thread that enters it, forward and backward, where the
+    device is the host itself. Sizes are exact: an allocator's rounding is not in them.
+
+    Args:
+        arenas: whose blocks are not counted.
+    """
+
+    def __init__(self, arenas: Sequence[Arena] = ()) -> None:
+        super().__init__()
+        self.held_bytes = 0
+        self.peak_bytes = 0
+        self._arenas = arenas
+        self._known: set[int] = set()
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and count the storages that it made."""
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and type(leaf) in {torch.Tensor, torch.nn.Parameter}:
+                self._known.add(leaf.untyped_storage()._cdata)  # it was there before: not ours to count
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        num_bytes = storage.nbytes()
+        self._known.add(key)
+        self.held_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        weakref.finalize(storage, self._release, key, num_bytes).atexit = False
+
+    def _release(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.held_bytes -= num_bytes

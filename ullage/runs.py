@@ -1,0 +1,88 @@
+"""The record of an execution: what was measured, beside the plan that was executed. ``run.json``."""
+
+import json
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from planner.decisions import Frozen
+from planner.plan import Plan, write_text
+from planner.schedule import Tier
+from planner.timeline import Timeline
+
+SCHEMA_VERSION: Final = 1
+
+
+class RunError(ValueError):
+    """A run file that cannot be used, and what to do about it."""
+
+
+class RunRecord(Frozen):
+    """One execution of a plan.
+
+    Attributes:
+        plan: what was executed.
+        machine: what it ran on, in words.
+        losses: mean loss of each iteration.
+        start_s, end_s: seconds of each task of each recorded iteration; ``None`` where it has not run.
+        steady_iterations: recorded iterations to be measured: not the first ones, and complete.
+        memory: measured peak bytes by tier; of the host only what the program allocated itself.
+        data_position: sequences read so far, to go on from.
+    """
+
+    schema_version: Literal[1] = 1
+    plan: Plan
+    machine: str
+    losses: tuple[float, ...]
+    start_s: tuple[tuple[float | None, ...], ...]
+    end_s: tuple[tuple[float | None, ...], ...]
+    steady_iterations: tuple[int, ...] = Field(min_length=1)
+    memory: dict[Tier, int]
+    data_position: int
+
+    @property
+    def timeline(self) -> Timeline:
+        """The measured timeline."""
+        start_s, end_s = (np.array(rows, np.float64) for rows in (self.start_s, self.end_s))
+        return Timeline(self.plan.schedule(), start_s, end_s)
+
+
+def rows(seconds: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> tuple[tuple[float | None, ...], ...]:
+    """Return times as a run file holds them: nanoseconds are enough, and NaN is ``None``."""
+    return tuple(tuple(None if np.isnan(x) else round(float(x), 9) for x in row) for row in seconds)
+
+
+def save_run(run: RunRecord, path: Path) -> None:
+    """Write a run file whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_text(path, json.dumps(run.model_dump(mode="json"), separators=(",", ":"), allow_nan=False) + "\n")
+
+
+def load_run(path: Path) -> RunRecord:
+    """Read and check a run file.
+
+    Raises:
+        RunError: it is missing, not a run, or of another schema version.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}; `ullage execute` writes run files") from error
+    except ValueError as error:
+        raise RunError(f"{path} is not JSON ({error}); `ullage execute` writes run files") from error
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA_VERSION or "start_s" not in data:
+        raise RunError(
+            f"{path} is not a run file of schema_version {SCHEMA_VERSION} (found {version}); execute the plan again"
+        )
+    try:
+        return RunRecord.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "run"
+        raise RunError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}") from error
