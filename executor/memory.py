@@ -2,14 +2,14 @@
 
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, Final, Self, final
+from typing import Any, Final, final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from executor.backend import Backend
+from executor.gradients import OffloadedGradient
 from planner.schedule import MemoryClass, Tier
 
 ALIGNMENT_BYTES: Final = 64
@@ -66,10 +66,6 @@ class Arena:
         self._blocks[name] = (memory_class, block)
         return block.view(dtype)
 
-    def holds(self, storage_ptr: int) -> bool:
-        """Return whether a storage (by its address) is one of the blocks."""
-        return any(block.untyped_storage().data_ptr() == storage_ptr for _, block in self._blocks.values())
-
     def clear(self) -> None:
         """Give all blocks up. What still views them keeps them."""
         self._blocks.clear()
@@ -86,48 +82,44 @@ class Arena:
 
 @final
 class MemoryMeter(TorchDispatchMode):
-    """Measures the most bytes that tensors made inside it hold at one time, arenas apart.
+    """Measures the most bytes that tensors made inside it hold at one time: activations, gradients and temporaries.
 
-    These are activations, gradients and temporaries of the thread that enters it, forward and backward, where the
-    device is the host itself. Sizes are exact: an allocator's rounding is not in them.
+    It sees the thread that enters it, forward and backward, where the device is the host itself. What was there
+    before, arenas among it, is not counted. Sizes are exact: an allocator's rounding is not in them.
 
-    Args:
-        arenas: whose blocks are not counted.
+    Attributes:
+        held_bytes: held now.
+        peak_bytes: most held so far.
     """
 
-    def __init__(self, arenas: Sequence[Arena] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.held_bytes = 0
         self.peak_bytes = 0
-        self._arenas = arenas
         self._known: set[int] = set()
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        return self
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation and count the storages that it made."""
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and type(leaf) in {torch.Tensor, torch.nn.Parameter}:
-                self._known.add(leaf.untyped_storage()._cdata)  # it was there before: not ours to count
+        self._see((args, kwargs), counts=False)
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._count(leaf.untyped_storage())
+        self._see(result, counts=True)
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._known:
-            return
-        num_bytes = storage.nbytes()
-        self._known.add(key)
-        self.held_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        weakref.finalize(storage, self._release, key, num_bytes).atexit = False
+    def _see(self, tree: Any, *, counts: bool) -> None:
+        for leaf in tree_leaves(tree):
+            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, OffloadedGradient):
+                continue
+            storage = leaf.untyped_storage()
+            if storage._cdata in self._known:
+                continue
+            num_bytes = storage.nbytes() if counts else 0
+            self._known.add(storage._cdata)
+            self.held_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+            # The Python object of a storage lives as long as the storage does.
+            weakref.finalize(storage, self._release, storage._cdata, num_bytes).atexit = False
 
     def _release(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)

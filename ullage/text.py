@@ -1,4 +1,4 @@
-"""Text to train on: a file, or the English that comes with Python; one token per byte, in an order that can be resumed."""
+"""Text to train on: a file, or the English that comes with Python; one token per byte, in a resumable order."""
 
 from pathlib import Path
 

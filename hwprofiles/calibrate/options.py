@@ -1,12 +1,15 @@
 """What calibration is asked, and what it tells besides the profile."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+NAME_PATTERN = r"[a-z0-9][a-z0-9._-]*"  # as in HardwareProfile: found out before half a minute of measuring
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
@@ -53,6 +56,10 @@ class CalibrationOptions:
     def __post_init__(self) -> None:
         if self.device not in {None, "gpu", "host"}:
             raise CalibrationError(f"device is {self.device!r}; choose 'gpu' or 'host', or leave it out")
+        if self.name is not None and not re.fullmatch(NAME_PATTERN, self.name):
+            raise CalibrationError(
+                f"name is {self.name!r}; start with a lower-case letter or digit, then letters, digits, '.', '_' or '-'"
+            )
         for field in ("device_cores", "device_memory_bytes", "budget_s"):
             value = getattr(self, field)
             if value is not None and not value > 0:
@@ -61,7 +68,7 @@ class CalibrationOptions:
     @property
     def total_s(self) -> float:
         """Seconds to spend on measuring."""
-        return self.budget_s if self.budget_s is not None else (27.0 if self.quick else 240.0)
+        return self.budget_s if self.budget_s is not None else (29.0 if self.quick else 240.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

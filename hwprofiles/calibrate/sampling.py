@@ -30,7 +30,7 @@ from hwprofiles.quantity import Curve, CurvePoint, Provenance, Quantity, Unit
 FASTEST = 0.25
 METHOD = "median of the fastest quarter"
 _MIN_ROUNDS = 3
-NUM_WINDOWS = 12
+NUM_WINDOWS = 16
 _MIN_WINDOW_S = 0.01
 _UNDISTURBED = 0.02  # waiting for a core up to this part of a window is nothing to worry about
 

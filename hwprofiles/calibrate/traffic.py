@@ -32,6 +32,7 @@ from hwprofiles.profile import Link
 from hwprofiles.quantity import Curve, Quantity
 
 ADAMW_BYTES_PER_PARAM = 28  # reads and writes of fp32 master, m, v (24), bf16 gradient in (2), bf16 weight out (2)
+NOTICEABLE = 1.05  # a smaller slow-down is noise
 _PAIR_BYTES = 8 * 2**20
 _PAIR_PARAMS = 2**21
 _POOL_PARAMS = 2**24
@@ -139,7 +140,10 @@ class TrafficProbe:
             for group, times, demand, is_known in zip(groups, paired_s, demands, known, strict=True)
             for activity, time_s in zip(group, times, strict=True)
         ]
-        source = "CPU AdamW and copies, alone and together: the capacity that best explains how they slow down"
+        if max(itertools.compress(slow_downs, known)) < NOTICEABLE:
+            source = "CPU AdamW and copies together, which did not slow down: a lower bound"
+        else:
+            source = "CPU AdamW and copies, alone and together: the capacity that best explains how they slow down"
         return quantity(capacity, "bytes_per_s", source, NUM_WINDOWS * sum(known)), tuple(pairs)
 
     def _groups(self, gemm: Call) -> list[tuple[Activity, ...]]:
@@ -168,7 +172,8 @@ def fit_capacity(demands: Sequence[float], slow_downs: Sequence[float]) -> float
         demands: bytes per second of each group, its activities alone, added up.
         slow_downs: by how much each group slowed down together (1: not at all).
     """
-    demand, slow_down = np.asarray(demands), np.maximum(slow_downs, 1.0)
+    demand, slow_down = np.asarray(demands), np.asarray(slow_downs)
+    slow_down = np.where(slow_down < NOTICEABLE, 1.0, slow_down)
     candidates = demand / slow_down
     predicted = np.maximum(demand / candidates[:, None], 1.0)
     errors = np.sum(np.log(predicted / slow_down) ** 2, axis=1)

@@ -179,7 +179,7 @@ def experts(rows: int, hidden: int, ffn: int, num_experts: int, top: int, e: int
         *each(rows * hidden, 3 * e),
     )
     saved = (2 * widths + 4 * inner) * e + visits * (8 + 8 + w)
-    return Work(forward, backward, saved, max(3 * widths * w, 5 * inner * e))
+    return Work(forward, backward, saved, 3 * max(widths * w, inner * e))
 
 
 def grouped(rows: int, n: int, k: int, num_groups: int) -> tuple[Gemm, ...]:

@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, bmm_flop, sdpa_backward_flop, sdpa_flop
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.graph import Attention, Batch, Elementwise, Gemm, Kernels, Pattern, Unit, build_graph, units
@@ -53,8 +54,8 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 BATCHES = [Batch(2, 64, 2), Batch(2, 64, 4), Batch(1, 128, 2), Batch(3, 32, 4)]
 
 
-def make(name: str, batch: Batch) -> tuple[ModelConfig, Any, torch.Tensor]:
-    config = from_hf_config(VARIED[name], name)
+def make(name: str, batch: Batch, **changes: int) -> tuple[ModelConfig, Any, torch.Tensor]:
+    config = from_hf_config(VARIED[name] | changes, name)
     torch.manual_seed(0)
     attention = "sdpa" if batch.flash_attention else "eager"
     hf_config = AutoConfig.for_model(**to_hf_config_dict(config))
@@ -230,3 +231,145 @@ def test_saved_bytes_are_what_autograd_saves(name: str, batch: Batch, flash: boo
     for index, saved in enumerate(layers):
         assert sum(unit.saved_bytes for unit in of_layer(result, index)) == pytest.approx(saved, rel=0.02)
     assert result[0].saved_bytes + result[-1].saved_bytes == pytest.approx(outside, rel=0.05)
+
+
+@pytest.mark.parametrize("vocab", [64, 4000])
+@pytest.mark.parametrize(("name", "batch"), CASES, ids=IDS)
+def test_peak_memory_is_saved_bytes_and_workspace(name: str, batch: Batch, vocab: int) -> None:
+    batch = Batch(4, 128, batch.dtype_bytes)
+    config, model, ids = make(name, batch, vocab_size=vocab)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    tracker = MemTracker()
+    tracker.track_external(model)
+    with tracker:
+        model(input_ids=ids, labels=ids).loss.backward()
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    counted = {str(kind).rpartition(".")[2]: num_bytes for kind, num_bytes in peak.items()}
+    measured = sum(counted[kind] for kind in ("ACT", "TEMP"))
+    result = units(build_graph(config, batch))
+    held = itertools.accumulate(unit.saved_bytes for unit in result)
+    predicted = max(
+        saved + unit.workspace_bytes + 2 * unit_input_bytes(config, batch)
+        for saved, unit in zip(held, result, strict=True)
+    )
+    assert predicted == pytest.approx(measured, rel=0.13)
+
+
+def unit_input_bytes(config: ModelConfig, batch: Batch) -> int:
+    return batch.num_tokens * config.hidden_size * batch.dtype_bytes
+
+
+@pytest.mark.parametrize(("name", "batch"), CASES, ids=IDS)
+def test_recompute_is_what_checkpointing_reruns(name: str, batch: Batch) -> None:
+    config, model, ids = make(name, batch)
+    last = config.num_layers - 1
+    with tracing(config, model) as plain:
+        model(input_ids=ids, labels=ids).loss.backward()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with tracing(config, model) as rerun:
+        model(input_ids=ids, labels=ids).loss.backward()
+    layer = of_layer(units(build_graph(config, batch)), last)
+    num_bytes = sum(elementwise_bytes(unit.recompute) for unit in layer)
+    # Early stopping leaves the hooks of the layer itself unfired, so what is rerun is found in its backward.
+    extra = rerun.num_bytes["backward"] + rerun.num_bytes["forward"] - plain.num_bytes["backward"]
+    assert num_bytes + sum(elementwise_bytes(unit.forward) for unit in layer) == pytest.approx(extra, rel=0.05)
+    num_products = sum(isinstance(kernel, Gemm | Attention) for unit in layer for kernel in unit.recompute)
+    traced = [*rerun.products["backward"], *rerun.products["forward"]]
+    num_rerun = len(traced) - len(plain.products["backward"]) - len(plain.products["forward"])
+    assert num_products == num_rerun
+    for unit in layer:
+        assert unit.recompute + unit.recompute_skips == unit.forward
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_units_hold_every_parameter_once_in_order_of_use(name: str) -> None:
+    config, model, ids = make(name, Batch(2, 16))
+    used: list[str] = []
+    for path, module in model.named_modules():
+        own = [f"{path}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)]
+        module.register_forward_pre_hook(lambda *_, own=own: used.extend(n for n in own if n not in used))
+    model(input_ids=ids, labels=ids)
+    result = units(build_graph(config, Batch(2, 16)))
+    owned = [spec.name for unit in result for spec in unit.parameters]
+    real = dict(model.named_parameters())
+    assert owned == [path for path in used if path in real]
+    assert set(owned) == set(real)
+    assert sum(unit.num_params for unit in result) == sum(parameter.numel() for parameter in real.values())
+    for unit in result:
+        assert [spec for operator in unit.operators for spec in operator.parameters] == list(unit.parameters)
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_graph_of_every_preset(name: str) -> None:
+    config = resolve_model(name)
+    graph = build_graph(config, Batch(1, 1024))
+    result = units(graph)
+    assert [unit.name for unit in result] == [
+        "embed",
+        *(f"layers.{layer}.{part}" for layer in range(config.num_layers) for part in ("attn", "mlp")),
+        "head",
+    ]
+    assert result[-1].shared_units == (("embed",) if config.tied_embeddings else ())
+    assert sorted(spec.name for unit in result for spec in unit.parameters) == sorted(
+        p.name for p in parameters(config)
+    )
+    assert nx.is_directed_acyclic_graph(graph)
+    order = {operator: position for position, operator in enumerate(graph)}
+    assert all(order[a] < order[b] for a, b in graph.edges)
+    assert set(nx.ancestors(graph, "loss")) == set(graph) - {"loss"}
+    for source, _, num_bytes in graph.edges(data="num_bytes"):
+        assert num_bytes == graph.nodes[source]["operator"].output_bytes > 0
+    hidden_bytes = 1024 * config.hidden_size * 2
+    assert {unit.activation_output_bytes for unit in result[:-1]} == {hidden_bytes}
+    # A matrix product costs 2 FLOP per parameter and token, but for experts that are not chosen and look-ups.
+    backward = sum(unit.backward_flop for unit in result)
+    forward = sum(unit.forward_flop for unit in result)
+    assert 2 < backward / forward < 2.5
+    for operator in nx.get_node_attributes(graph, "operator").values():
+        assert (operator.pattern is Pattern.SHARD) <= (not operator.parameters)
+        assert (operator.pattern is Pattern.EXPERT) == (operator.kind == "experts")
+
+
+@given(
+    micro_batch=st.integers(1, 4),
+    seq_len=st.integers(1, 128),
+    e=st.sampled_from([2, 4]),
+    flash=st.booleans(),
+    name=st.sampled_from([name for name in VARIED if "mix" not in name and "moe" not in name]),
+)
+@settings(deadline=None)
+def test_layers_scale_with_the_micro_batch(micro_batch: int, seq_len: int, e: Any, flash: bool, name: str) -> None:
+    config = from_hf_config(VARIED[name], name)
+    one = units(build_graph(config, Batch(1, seq_len, e, flash)))[1:-1]
+    many = units(build_graph(config, Batch(micro_batch, seq_len, e, flash)))[1:-1]
+    for a, b in zip(one, many, strict=True):
+        assert b.saved_bytes == micro_batch * a.saved_bytes
+        assert b.forward_flop == micro_batch * a.forward_flop
+        assert b.backward_flop == micro_batch * a.backward_flop
+        assert elementwise_bytes(b.forward) == micro_batch * elementwise_bytes(a.forward)
+        assert elementwise_bytes(b.backward) == micro_batch * elementwise_bytes(a.backward)
+
+
+def test_equal_layers_share_their_kernels() -> None:
+    result = units(build_graph(resolve_model("opt-125m"), Batch(1, 128)))
+    first, later = of_layer(result, 0), of_layer(result, 7)
+    for a, b in zip(first, later, strict=True):
+        assert all(
+            x.forward is y.forward and x.backward is y.backward for x, y in zip(a.operators, b.operators, strict=True)
+        )
+
+
+def test_the_largest_preset_is_quick() -> None:
+    config = resolve_model("opt-175b")
+    started = time.perf_counter()
+    units(build_graph(config, Batch(1, 2048)))
+    assert time.perf_counter() - started < 0.15
+
+
+def test_bad_batches_are_refused() -> None:
+    for arguments in ((0, 8), (1, -1), (1, 8, 3)):
+        with pytest.raises(ValueError, match="but must be"):
+            Batch(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="2049 exceeds the 2048 positions"):
+        build_graph(resolve_model("opt-125m"), Batch(1, 2049))

@@ -1,0 +1,97 @@
+"""What ``parameter.grad`` is while the gradient itself is somewhere else."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+_NORMS = frozenset({"aten::linalg_vector_norm", "aten::_foreach_norm"})
+_SCALES = frozenset({"aten::mul_", "aten::_foreach_mul_"})
+
+
+class GradientError(RuntimeError):
+    """Something was done to a gradient that an executor which has taken it away cannot do."""
+
+
+class GradientOwner(Protocol):
+    """Whoever has the gradients."""
+
+    def gradient_norm(self, name: str) -> torch.Tensor:
+        """Return the 2-norm of a parameter's gradient, a float32 scalar on the parameter's device."""
+        ...
+
+    def scale_gradient(self, name: str, factor: float) -> None:
+        """Multiply a parameter's gradient by a factor, when its update reads it."""
+        ...
+
+
+class OffloadedGradient(torch.Tensor):
+    """A stand-in for a gradient: it knows its norm and can be scaled, which is what clipping by norm needs.
+
+    ``torch.nn.utils.clip_grad_norm_`` works on it as it is, and lazily: the norm is that of the recorded sums of
+    squares, and the factor goes into the update. The norm is float32 also where the gradient is bf16.
+
+    Args:
+        like: the parameter.
+        name: the parameter's name.
+        owner: whoever has the gradient.
+    """
+
+    def __new__(cls, like: torch.Tensor, name: str, owner: GradientOwner) -> "OffloadedGradient":  # noqa: ARG004
+        """Make a tensor without storage."""
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+
+    def __init__(self, like: torch.Tensor, name: str, owner: GradientOwner) -> None:
+        super().__init__()
+        assert self.shape == like.shape
+        self.name_of_parameter = name
+        self.owner = owner
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # noqa: ARG002 - torch.Tensor's own signature
+        return f"OffloadedGradient({self.name_of_parameter}, {tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer what clipping by norm asks.
+
+        Raises:
+            GradientError: anything else.
+        """
+        operation: str = func._schema.name
+        if operation == "aten::detach":
+            return OffloadedGradient(args[0], args[0].name_of_parameter, args[0].owner)
+        several = "_foreach_" in operation
+        own = list(args[0]) if several else [args[0]]
+        others = tree_leaves((args[1:], kwargs))
+        if all(isinstance(g, OffloadedGradient) for g in own) and not _has_gradient(others):
+            if operation in _NORMS and _is_plain_norm(others):
+                norms = [g.owner.gradient_norm(g.name_of_parameter) for g in own]
+                return norms if several else norms[0]
+            if operation in _SCALES and len(others) == 1:
+                factor = float(others[0])
+                for gradient in own:
+                    gradient.owner.scale_gradient(gradient.name_of_parameter, factor)
+                return None if several else own[0]
+        raise GradientError(
+            f"{operation} on the gradient of {_first_name(args)}: it has left the device and awaits its update; only "
+            "its 2-norm (torch.nn.utils.clip_grad_norm_) and scaling are possible; use a hook on the parameter "
+            "(parameter.register_hook) to see or change the gradient itself"
+        )
+
+
+def _has_gradient(leaves: list[Any]) -> bool:
+    return any(isinstance(leaf, OffloadedGradient) for leaf in leaves)
+
+
+def _is_plain_norm(others: list[Any]) -> bool:
+    """Return whether the arguments of a norm behind the tensor say: the 2-norm of all elements, in any type."""
+    return not others or (float(others[0]) == 2 and all(o in {None, False} or isinstance(o, torch.dtype) for o in others[1:]))
+
+
+def _first_name(args: tuple[Any, ...]) -> str:
+    return next((g.name_of_parameter for g in tree_leaves(args) if isinstance(g, OffloadedGradient)), "a parameter")
+
+

@@ -1,0 +1,334 @@
+import dataclasses
+import errno
+import multiprocessing
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from hwprofiles.calibrate import CalibrationError, CalibrationOptions, CalibrationReport, calibrate, disk, machine
+from hwprofiles.calibrate.options import NAME_PATTERN
+from hwprofiles.calibrate.sampling import Case, Summary, build_curve, sample, sample_groups, summarize, wall_clock
+from hwprofiles.calibrate.traffic import fit_capacity
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.quantity import Provenance
+
+
+def cpu_adamw(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any, num_threads: int) -> None:
+    """Touches what AdamW touches."""
+    assert num_threads >= 1
+    exp_avg *= np.float32(0.9)
+    exp_avg_sq *= np.float32(0.95)
+    master -= exp_avg
+    np.copyto(weight, grad)
+
+
+def silent(step: str, done: int, total: int) -> None:
+    del step, done, total
+
+
+@dataclasses.dataclass
+class Calibrated:
+    profile: HardwareProfile
+    report: CalibrationReport
+    steps: list[tuple[str, int, int]]
+    scratch: Path
+    threads_before: int
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
+    scratch = tmp_path_factory.mktemp("scratch")
+    steps: list[tuple[str, int, int]] = []
+    options = CalibrationOptions(quick=True, budget_s=3, scratch_dir=scratch, name="here", device="host")
+    threads_before = torch.get_num_threads()
+    profile, report = calibrate(options, cpu_adamw, lambda *step: steps.append(step))
+    return Calibrated(profile, report, steps, scratch, threads_before)
+
+
+def provenances(model: BaseModel) -> Iterator[Provenance]:
+    for value in dict(model).values():
+        for item in value.values() if isinstance(value, dict) else [value]:
+            if isinstance(item, Provenance):
+                yield item
+            elif isinstance(item, BaseModel):
+                yield from provenances(item)
+
+
+def test_profile_survives_json(calibrated: Calibrated) -> None:
+    assert HardwareProfile.model_validate_json(calibrated.profile.model_dump_json()) == calibrated.profile
+    assert calibrated.profile.name == "here"
+
+
+def test_every_value_is_measured(calibrated: Calibrated) -> None:
+    found = list(provenances(calibrated.profile))
+    assert len(found) > 15
+    for provenance in found:
+        assert provenance.origin == "measured"
+        assert provenance.num_samples
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", provenance.date or "")
+
+
+def test_values_are_plausible_against_each_other(calibrated: Calibrated) -> None:
+    profile = calibrated.profile
+    device, host, link = profile.device, profile.host, profile.host_link
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 3 * device.memory_bytes.value == pytest.approx(host.memory_bytes.value, rel=1e-6)
+    assert device.memory_bytes.value + host.memory_bytes.value < physical
+    assert device.num_cores + host.num_optimizer_cores <= max(host.num_cores, 2)
+    assert link.both_bytes_per_s.value <= link.down.best_rate_per_s() + link.up.best_rate_per_s()
+    # A copy here reads and writes the same DRAM that everything shares.
+    assert host.dram_bytes_per_s.value > 0.5 * 2 * link.down.time_s(2**24) ** -1 * 2**24
+    assert device.gemm["bf16"].best_rate_per_s() > device.gemm["bf16"].points[0].size / 1.0
+    assert device.attention["fp32"].best_rate_per_s() < 3 * device.gemm["fp32"].best_rate_per_s()
+    assert 0 <= device.gemm_rows_half.value < 2048
+    assert device.issue_s.value == 0
+    assert link.num_cores_per_copy.value == 1
+    assert profile.nvme is not None
+    assert profile.nvme.capacity_bytes.value <= shutil.disk_usage(calibrated.scratch).total
+
+
+def test_a_product_takes_what_the_curve_says(calibrated: Calibrated) -> None:
+    device = calibrated.profile.device
+    x, w = torch.rand(512, 768), torch.rand(768, 768)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(device.num_cores)
+    try:
+        (found,) = sample([Case(1, lambda: torch.nn.functional.linear(x, w))], wall_clock, 0.3)
+    finally:
+        torch.set_num_threads(threads)
+    predicted_s = device.gemm["fp32"].time_s(2 * 512 * 768**2) * (1 + device.gemm_rows_half.value / 512)
+    assert 0.4 < found.median_s / predicted_s < 2.5
+
+
+def test_pairs_are_reported(calibrated: Calibrated) -> None:
+    assert any("copy" in pair.what and "AdamW" in pair.what for pair in calibrated.report.pairs)
+    assert all(0.3 < pair.slow_down < 30 for pair in calibrated.report.pairs)
+    assert calibrated.report.elapsed_s < 45
+
+
+def test_progress_counts_up_and_nothing_is_left(calibrated: Calibrated) -> None:
+    done = [step[1] for step in calibrated.steps]
+    assert done == list(range(len(done)))
+    assert calibrated.steps[-1] == ("done", len(done) - 1, len(done) - 1)
+    assert not list(calibrated.scratch.iterdir())
+    assert torch.get_num_threads() == calibrated.threads_before
+
+
+@pytest.mark.parametrize("stop_at", ["disk", "products of few rows"])
+def test_interrupt_leaves_nothing(stop_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    seen: list[str] = []
+    write = disk._File.write
+
+    def interrupted_write(self: Any, offset: int, num_bytes: int) -> None:
+        write(self, offset, num_bytes)
+        assert next((tmp_path / ".cache").iterdir()).name.startswith("ullage-")
+        raise KeyboardInterrupt
+
+    def progress(step: str, done: int, total: int) -> None:
+        del done, total
+        seen.append(step)
+        if step == stop_at != "disk":
+            raise KeyboardInterrupt
+
+    if stop_at == "disk":
+        monkeypatch.setattr(disk._File, "write", interrupted_write)
+    threads = torch.get_num_threads()
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(CalibrationOptions(quick=True, budget_s=0.1, device="host"), cpu_adamw, progress)
+    assert seen[-1] == stop_at
+    assert not list((tmp_path / ".cache").iterdir())
+    assert torch.get_num_threads() == threads
+
+
+def test_scratch_file_is_gone_even_while_in_use(tmp_path: Path) -> None:
+    with disk._scratch_file(tmp_path) as (descriptor, _):
+        assert not list(tmp_path.iterdir())
+        assert os.write(descriptor, bytes(0)) == 0
+
+
+def refuse(number: int) -> Callable[..., None]:
+    def call(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("function", "number", "message"),
+    [
+        ("posix_fallocate", errno.ENOSPC, r"needs 322 MB there; free some space"),
+        ("open", errno.EACCES, r"Permission denied.*check permissions.*another scratch_dir"),
+        ("open", errno.EROFS, r"Read-only file system"),
+        ("pwrite", errno.EDQUOT, r"free some space"),
+    ],
+)
+def test_disk_refusals_name_the_remedy(
+    function: str, number: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, function, refuse(number))
+    with pytest.raises(CalibrationError, match=message) as caught:
+        disk.probe_disk(tmp_path, 0.1, quick=True)
+    assert str(tmp_path) in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_full_disk_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**28))
+    with pytest.raises(CalibrationError, match="free some space"):
+        disk.probe_disk(tmp_path, 0.1, quick=True)
+
+
+def test_scratch_directory_must_exist(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "missing", tmp_path / "file"):
+        with pytest.raises(CalibrationError, match="needs an existing directory; create it"):
+            disk.probe_disk(path, 0.1, quick=True)
+
+
+def test_disk_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_open = os.open
+
+    def no_direct(path: Any, flags: int, mode: int = 0o777) -> int:
+        descriptor = real_open(path, flags & ~os.O_DIRECT, mode)  # as Linux does: create the file, then refuse
+        if flags & os.O_DIRECT:
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "no direct I/O")
+        return descriptor
+
+    monkeypatch.setattr(os, "open", no_direct)
+    storage = disk.probe_disk(tmp_path, 0.2, quick=True)
+    assert "page cache" in storage.read.provenance.source
+    assert not list(tmp_path.iterdir())
+
+
+def test_options_that_do_not_fit() -> None:
+    with pytest.raises(CalibrationError, match=r"device_cores is 0; give a positive number"):
+        CalibrationOptions(device_cores=0)
+    with pytest.raises(CalibrationError, match="choose 'gpu' or 'host'"):
+        CalibrationOptions(device="tpu")
+    with pytest.raises(CalibrationError, match="name is 'My box'"):
+        CalibrationOptions(name="My box")
+    for options in (
+        CalibrationOptions(device="host", device_cores=9999),
+        CalibrationOptions(device_memory_bytes=2**60),
+    ):
+        with pytest.raises(CalibrationError, match=r"(9999|1152921504606846976), but .* give fewer"):
+            calibrate(options, cpu_adamw, silent)
+
+
+def test_name_pattern_is_the_schema_s() -> None:
+    (constraint,) = HardwareProfile.model_fields["name"].metadata
+    assert constraint.pattern == f"^{NAME_PATTERN}$"
+
+
+@given(st.text())
+def test_profile_name_is_valid(hostname: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: hostname)
+        assert re.fullmatch(NAME_PATTERN, machine.profile_name())
+
+
+times = st.floats(1e-6, 1e3)
+
+
+@given(st.lists(times, min_size=1, max_size=40))
+def test_summary_is_ordered_and_robust(samples: list[float]) -> None:
+    found = summarize(samples)
+    assert min(samples) <= found.p10_s <= found.median_s <= found.p90_s <= max(samples) * (1 + 1e-12)
+    half_disturbed = summarize([*samples, *(1e6 + s for s in samples)])
+    assert half_disturbed.median_s <= np.median(samples) + 1e-12
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), times, times, times), min_size=1, max_size=20))
+def test_any_noise_gives_a_valid_curve(rows: list[tuple[int, float, float, float]]) -> None:
+    summaries = [Summary(*sorted(row[1:]), 5) for row in rows]
+    curve = build_curve("bytes", [float(row[0]) for row in rows], summaries, "test")  # the schema checks monotony
+    assert len(curve.points) == len({row[0] for row in rows})
+    assert curve.provenance.num_samples == 5 * len(rows)
+
+
+def test_moved_points_and_missing_sizes_are_stated() -> None:
+    falling = [Summary(t, t, t, 1) for t in (2.0, 1.0, 3.0)]
+    source = build_curve("bytes", [1, 2, 3, 4], falling, "test").provenance.source
+    assert "2 of 3 points moved" in source
+    assert "the 1 largest sizes left out" in source
+    assert ";" not in build_curve("bytes", [1, 2], falling[1:], "test").provenance.source
+
+
+def test_sizes_too_large_for_the_budget_are_left_out() -> None:
+    cases = [Case(s, lambda s=s: time.sleep(s)) for s in (0.001, 0.002, 0.3, 100.0)]
+    assert len(sample(cases, wall_clock, 0.5)) == 3
+
+
+@given(st.floats(1e9, 1e12), st.lists(st.floats(1e8, 1e13), min_size=1, max_size=8))
+def test_capacity_explains_slow_downs(capacity: float, demands: list[float]) -> None:
+    slow_downs = [s if (s := max(d / capacity, 1.0)) >= 1.05 else 1.0 for d in demands]
+    found = fit_capacity(demands, slow_downs)
+    for demand, slow_down in zip(demands, slow_downs, strict=True):
+        assert max(demand / found, 1.0) == pytest.approx(slow_down, rel=0.06)
+
+
+def test_groups_slow_each_other_down() -> None:
+    """Two calls that hold the GIL get half each; one that sleeps does not mind."""
+
+    def spin() -> None:
+        end = time.process_time() + 0.002  # of both threads together
+        while time.process_time() < end:
+            pass
+
+    alone, paired, beside_sleep = sample_groups([[spin], [spin, spin], [spin, lambda: time.sleep(0.001)]], 2.0)
+    assert len(paired) == 2
+    assert beside_sleep[0] < 1.7 * alone[0]
+
+
+def _hog(core: int) -> None:
+    os.sched_setaffinity(0, {core})
+    while True:
+        pass
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="nobody counts waiting for a core")
+def test_waiting_for_a_core_does_not_count() -> None:
+    core = min(os.sched_getaffinity(0))
+    before = os.sched_getaffinity(0)
+    hog = multiprocessing.get_context("spawn").Process(target=_hog, args=(core,), daemon=True)
+
+    def work() -> None:
+        sum(range(1_000_000))
+
+    try:
+        os.sched_setaffinity(0, {core})
+        alone_s = min(wall_clock(work, 3) for _ in range(10))
+        hog.start()
+        time.sleep(1.5)  # until it spins
+        begin_s = time.perf_counter()
+        shared_s = min(wall_clock(work, 3) for _ in range(10))
+        elapsed_s = (time.perf_counter() - begin_s) / 30
+    finally:
+        os.sched_setaffinity(0, before)
+        if hog.is_alive():
+            hog.kill()
+            hog.join()
+    assert elapsed_s > 1.5 * alone_s
+    assert shared_s < 1.3 * alone_s
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, hwprofiles, hwprofiles.profile; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
