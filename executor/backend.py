@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from executor.meter import MemoryMeter
 from executor.optimizer import AdamWParams, WorkerTeam, adamw_step
 from executor.optimizer.bf16 import bf16_to_float32
 from planner.schedule import Lane
@@ -18,6 +19,15 @@ Array = npt.NDArray[Any]
 
 Moment = object
 """A point in time on a lane, made by :meth:`Backend.mark`: seconds on the host's clock, or an event on a stream."""
+
+
+class Meter(Protocol):
+    """What a meter has found."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes held at one time."""
+        ...
 
 
 class Backend(Protocol):
@@ -49,6 +59,10 @@ class Backend(Protocol):
         """Copy between contiguous tensors of one type and shape, on the lane that the thread is in."""
         ...
 
+    def accumulate(self, destination: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
+        """Add a tensor to one in host memory, in their own type, or copy it if it is the first; done on return."""
+        ...
+
     def used(self, tensor: torch.Tensor) -> None:
         """Tell the allocator that the lane uses a tensor which may be dropped before the lane has got that far."""
         ...
@@ -62,6 +76,10 @@ class Backend(Protocol):
             step: which step this is, from 1.
             scale: multiplies the gradient.
         """
+        ...
+
+    def meter(self) -> contextlib.AbstractContextManager["Meter"]:
+        """Measure, while inside, the device memory that comes and goes: all but what :meth:`empty` gave."""
         ...
 
     def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -102,12 +120,23 @@ class HostBackend:
         # numpy copies in this thread alone; torch would start a team of threads in every lane.
         np.copyto(destination.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
 
+    def accumulate(self, destination: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
+        """See :class:`Backend`."""
+        if first:
+            self.copy(destination, source)
+        else:
+            destination.add_(source)
+
     def used(self, tensor: torch.Tensor) -> None:
         """See :class:`Backend`."""
 
     def update(self, state: tuple[torch.Tensor, ...], params: AdamWParams, step: int, scale: float) -> None:
         """See :class:`Backend`. The kernel is that of the host's own updates: the same bits wherever a piece is."""
         update_on_host(state, params, step, scale, None)
+
+    def meter(self) -> contextlib.AbstractContextManager[MemoryMeter]:
+        """See :class:`Backend`."""
+        return MemoryMeter()
 
     def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :class:`Backend`."""

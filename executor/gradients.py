@@ -1,7 +1,6 @@
 """What ``parameter.grad`` is while the gradient itself is somewhere else."""
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -38,7 +37,7 @@ class OffloadedGradient(torch.Tensor):
         owner: whoever has the gradient.
     """
 
-    def __new__(cls, like: torch.Tensor, name: str, owner: GradientOwner) -> "OffloadedGradient":  # noqa: ARG004
+    def __new__(cls, like: torch.Tensor, name: str, owner: GradientOwner) -> Self:  # noqa: ARG004
         """Make a tensor without storage."""
         return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
 
@@ -48,7 +47,7 @@ class OffloadedGradient(torch.Tensor):
         self.name_of_parameter = name
         self.owner = owner
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # noqa: ARG002 - torch.Tensor's own signature
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"OffloadedGradient({self.name_of_parameter}, {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
@@ -88,10 +87,10 @@ def _has_gradient(leaves: list[Any]) -> bool:
 
 def _is_plain_norm(others: list[Any]) -> bool:
     """Return whether the arguments of a norm behind the tensor say: the 2-norm of all elements, in any type."""
-    return not others or (float(others[0]) == 2 and all(o in {None, False} or isinstance(o, torch.dtype) for o in others[1:]))
+    return not others or (
+        float(others[0]) == 2 and all(o in {None, False} or isinstance(o, torch.dtype) for o in others[1:])
+    )
 
 
 def _first_name(args: tuple[Any, ...]) -> str:
     return next((g.name_of_parameter for g in tree_leaves(args) if isinstance(g, OffloadedGradient)), "a parameter")
-
-

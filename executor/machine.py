@@ -76,6 +76,11 @@ class LaneMachine:
             thread.start()
         atexit.register(self.close)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it is closed or has failed."""
+        return self._stopped
+
     def issue(self, task: Task, iteration: int) -> None:
         """Append a task to its lane; on a caller's lane, see [Note: Caller lanes].
 

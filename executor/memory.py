@@ -1,15 +1,11 @@
-"""Memory that is taken once, from a plan, and a meter for the memory that comes and goes."""
+"""Memory that is taken once, as a plan says, with a ledger."""
 
-import weakref
 from collections import defaultdict
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from executor.backend import Backend
-from executor.gradients import OffloadedGradient
 from planner.schedule import MemoryClass, Tier
 
 ALIGNMENT_BYTES: Final = 64
@@ -78,49 +74,3 @@ class Arena:
             f"the {self.tier} is out of memory: {name} asks for {num_bytes:,} B ({limit}{free}); held so far: {held}. "
             "Plan for the memory that is really free, or move more of the plan to another tier"
         )
-
-
-@final
-class MemoryMeter(TorchDispatchMode):
-    """Measures the most bytes that tensors made inside it hold at one time: activations, gradients and temporaries.
-
-    It sees the thread that enters it, forward and backward, where the device is the host itself. What was there
-    before, arenas among it, is not counted. Sizes are exact: an allocator's rounding is not in them.
-
-    Attributes:
-        held_bytes: held now.
-        peak_bytes: most held so far.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held_bytes = 0
-        self.peak_bytes = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operation and count the storages that it made."""
-        self._see((args, kwargs), counts=False)
-        result = func(*args, **(kwargs or {}))
-        self._see(result, counts=True)
-        return result
-
-    def _see(self, tree: Any, *, counts: bool) -> None:
-        for leaf in tree_leaves(tree):
-            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, OffloadedGradient):
-                continue
-            storage = leaf.untyped_storage()
-            if storage._cdata in self._known:
-                continue
-            num_bytes = storage.nbytes() if counts else 0
-            self._known.add(storage._cdata)
-            self.held_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-            # The Python object of a storage lives as long as the storage does.
-            weakref.finalize(storage, self._release, storage._cdata, num_bytes).atexit = False
-
-    def _release(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.held_bytes -= num_bytes

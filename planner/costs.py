@@ -212,17 +212,19 @@ class CostModel:
             duration_s = task.num_bytes / link.pageable_rate("down" if down else "up")
         if duration_s <= 0:
             return Price(0.0, 0.0)
+        # Where a core copies, the bytes are read from and written to the same DRAM.
+        num_passes = 2 if link.num_cores_per_copy.value else 1
+        if task.op is Op.FLUSH and task.micro_batch:
+            duration_s += self._host_pass(_ACCUMULATE_PASSES * task.num_bytes).duration_s
+            num_passes += _ACCUMULATE_PASSES
         rate = task.num_bytes / duration_s
         uses = [
             (Resource.LINK_DOWN if down else Resource.LINK_UP, rate),
             (Resource.LINK, rate),
-            # Where a core copies, the bytes are read from and written to the same DRAM.
-            (Resource.DRAM, self._at_most_dram(rate * (2 if link.num_cores_per_copy.value else 1))),
+            (Resource.DRAM, self._at_most_dram(rate * num_passes)),
         ]
         if link.num_cores_per_copy.value:
             uses.append((Resource.CORES, link.num_cores_per_copy.value))
-        if task.op is Op.FLUSH and task.micro_batch:
-            duration_s += self._host_pass(_ACCUMULATE_PASSES * task.num_bytes).duration_s
         return Price(0.0, duration_s, tuple(sorted(uses)))
 
     def _collective(self, task: Task) -> Price:

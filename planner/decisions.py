@@ -76,7 +76,8 @@ class Decisions(Frozen):
         subgroup_params: parameters in one subgroup, the grain of the optimizer step.
         num_param_slots: slots in each ring that parameters are fetched or gathered into.
         num_state_slots: slots that streamed optimizer state passes through.
-        update_order: the order of updates: by each unit's next forward, or as gradients arrive.
+        update_order: the order of updates: by each unit's next forward, or as gradients arrive (always so if they
+            start during backward).
         update_start: ``step`` when all gradients are there, ``backward`` each as soon as its own is there.
         overlap_next_forward: an update gates only its own unit's next forward, instead of the whole next iteration.
         fused_update: the CPU update casts and scales within its one pass over memory.
@@ -113,6 +114,11 @@ class Decisions(Frozen):
                 raise ValueError(
                     f"unit {name}: optimizer state on the gpu needs its parameters there too; "
                     "set params to 'gpu' or update to 'cpu' or 'stream'"
+                )
+            if unit.params == "host" and self.data_parallel > 1 and self.zero_stage in {1, 2}:
+                raise ValueError(
+                    f"unit {name}: with zero_stage {self.zero_stage} every rank's host has only the weights that it "
+                    "updates, and cannot serve the rest; set params to 'gpu' or zero_stage to 3"
                 )
         return self
 

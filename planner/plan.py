@@ -32,13 +32,13 @@ class EngineRow(Frozen):
         setting: the best of the settings that it leaves to its user.
         fits: whether that fits in memory.
         iteration_s: predicted; ``None`` if it was not simulated because it cannot fit.
-        memory: peaks by tier, where it was simulated.
+        missing_bytes: by tier, how much memory is lacking (empty if it fits).
     """
 
     name: str
     setting: str
     fits: bool
-    iteration_s: float | None
+    iteration_s: float | None = None
     missing_bytes: dict[Tier, int]
 
 

@@ -160,20 +160,21 @@ def memory_use(timeline: Timeline, iteration: int) -> dict[Tier, MemoryUse]:
         start_s, end_s = starts_s[buffer.first] - begin_s, ends_s[buffer.last] - begin_s
         if buffer.last < buffer.first:
             end_s += period_s
-        changes.extend(_fold(start_s, end_s, period_s, buffer.num_bytes, buffer.memory_class))
+        changes.extend(_fold(start_s, max(end_s, start_s), period_s, buffer.num_bytes, buffer.memory_class))
     return {tier: _accumulate(changes) for tier, changes in events.items() if changes}
 
 
 def _fold(
     start_s: float, end_s: float, period_s: float, num_bytes: int, memory_class: MemoryClass
 ) -> list[tuple[float, int, MemoryClass]]:
-    whole, rest_s = divmod(max(end_s - start_s, 0.0), period_s) if period_s > 0 else (0.0, end_s - start_s)
-    changes = [(0.0, int(whole) * num_bytes, memory_class)] if whole else []
-    begin_s = start_s % period_s if period_s > 0 else start_s
-    changes += [(begin_s, num_bytes, memory_class), (begin_s + rest_s, -num_bytes, memory_class)]
-    if period_s > 0 and begin_s + rest_s > period_s:  # wraps around: also held from the beginning
-        changes[-1] = (begin_s + rest_s - period_s, -num_bytes, memory_class)
-        changes.append((0.0, num_bytes, memory_class))
+    if period_s <= 0:
+        return [(start_s, num_bytes, memory_class), (end_s, -num_bytes, memory_class)]
+    # Moments inside the iteration stay exactly what they are: what ends when another begins must still do so.
+    first, start_s = divmod(start_s, period_s)
+    last, end_s = divmod(end_s, period_s)
+    changes = [(start_s, num_bytes, memory_class), (end_s, -num_bytes, memory_class)]
+    if last > first:  # held when an iteration begins
+        changes.append((0.0, int(last - first) * num_bytes, memory_class))
     return changes
 
 

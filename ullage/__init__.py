@@ -1,1 +1,44 @@
+"""Plan, simulate and execute the training of models that are too big for the GPUs at hand.
 
+Names are imported when first used, so that ``import ullage`` is quick and planning never loads torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hwprofiles.registry import load_profile as load_profile
+    from planner.models.registry import resolve_model as resolve_model
+    from planner.plan import Plan as Plan
+    from planner.plan import load_plan as load_plan
+    from planner.planning import Request as Request
+    from planner.planning import make_plan as plan
+    from ullage.simulation import simulate as simulate
+    from ullage.training import prepare as prepare
+
+_ORIGINS = {
+    "Plan": ("planner.plan", "Plan"),
+    "Request": ("planner.planning", "Request"),
+    "load_plan": ("planner.plan", "load_plan"),
+    "load_profile": ("hwprofiles.registry", "load_profile"),
+    "plan": ("planner.planning", "make_plan"),
+    "prepare": ("ullage.training", "prepare"),
+    "resolve_model": ("planner.models.registry", "resolve_model"),
+    "simulate": ("ullage.simulation", "simulate"),
+}
+
+__all__ = ["Plan", "Request", "load_plan", "load_profile", "plan", "prepare", "resolve_model", "simulate"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name (PEP 562)."""
+    if name not in _ORIGINS:
+        raise AttributeError(f"module 'ullage' has no attribute {name!r}")
+    module, attribute = _ORIGINS[name]
+    value = getattr(importlib.import_module(module), attribute)
+    globals()[name] = value  # next time without coming here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ORIGINS})

@@ -32,16 +32,14 @@ def probe_disk(directory: Path, budget_s: float, *, quick: bool) -> Storage:
         usage = shutil.disk_usage(directory)
         if usage.free < file_bytes * _MARGIN:
             raise OSError(errno.ENOSPC, "too little space")
-        with _scratch_file(directory) as (descriptor, direct), mmap.mmap(-1, sizes[-1]) as memory:
-            memory.write(os.urandom(2**20) * (sizes[-1] // 2**20))  # some disks store zeros for free
+        memory = mmap.mmap(-1, sizes[-1])  # page-aligned, as direct I/O wants it; freed with its last view
+        memory.write(os.urandom(2**20) * (sizes[-1] // 2**20))  # some disks store zeros for free
+        with _scratch_file(directory) as (descriptor, direct):
             file = _File(descriptor, memoryview(memory), file_bytes, direct=direct)
-            try:
-                file.fill()
-                writes = sample([Case(s, file.next_request(s, file.write)) for s in sizes], wall_clock, budget_s / 2)
-                file.drop_cache()
-                reads = sample([Case(s, file.next_request(s, file.read)) for s in sizes], wall_clock, budget_s / 2)
-            finally:
-                file.close()
+            file.fill()
+            writes = sample([Case(s, file.next_request(s, file.write)) for s in sizes], wall_clock, budget_s / 2)
+            file.drop_cache()
+            reads = sample([Case(s, file.next_request(s, file.read)) for s in sizes], wall_clock, budget_s / 2)
     how = "direct" if direct else "through the page cache, written back (fdatasync) and dropped (fadvise)"
     return Storage(
         capacity_bytes=quantity(float(usage.free), "bytes", "free space of the scratch directory's file system", 1),
@@ -79,9 +77,6 @@ class _File:
         """Return a call that makes the request at the next place of the file."""
         offsets = _cycle(self._num_bytes, num_bytes)
         return lambda: request(next(offsets), num_bytes)
-
-    def close(self) -> None:
-        self._memory.release()
 
 
 def _cycle(total: int, step: int) -> Iterator[int]:

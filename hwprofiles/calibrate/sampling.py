@@ -187,9 +187,11 @@ def together(calls: Sequence[Call], window_s: float) -> list[Share]:
         futures = [pool.submit(repeat, call, math.inf) for call in calls[1:]]
         try:
             first = repeat(calls[0], window_s)
+        except BaseException:
+            barrier.abort()  # those who still wait for this thread must not wait for ever
+            raise
         finally:
             stop.set()
-            barrier.abort()
         return [first, *(future.result() for future in futures)]
 
 

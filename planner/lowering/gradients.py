@@ -17,19 +17,24 @@ def gradients(program: Program) -> None:
     units = {unit.name: unit for unit in program.units}
     spine = program.spine
     following = {a.key: b for a, b in itertools.pairwise(spine)}
-    recent: list[str] = []
+    leaving: list[str] = []
     for draft in [d for d in compute_drafts(program) if d.op is Op.BACKWARD]:
         unit = units[draft.unit]
         if not unit.num_params:
             continue
-        if len(recent) >= NUM_GRADIENT_SLOTS:
-            draft.after.append(recent[-NUM_GRADIENT_SLOTS])
+        # Each of those, not only the latest: collectives and copies have lanes of their own, and end in any order.
+        num_over = max(len(leaving) + 1 - NUM_GRADIENT_SLOTS, 0)
+        draft.after += leaving[:num_over]
+        del leaving[:num_over]
         ready = _reduce(program, unit, draft)
         flushed = _flush(program, unit, draft, ready)
-        if flushed:
-            recent.append(flushed)
-            if program.decisions.gradient_path is GradientPath.ZERO3_BLOCKING and draft.key in following:
-                following[draft.key].after.append(flushed)
+        if (gone := flushed or ready) != draft.key:
+            leaving.append(gone)
+        if flushed and program.decisions.gradient_path is GradientPath.ZERO3_BLOCKING and draft.key in following:
+            following[draft.key].after.append(flushed)
+    if program.decisions.clip:
+        # The norm is that of the sum over ranks and micro-batches, which host-updated units have on the host.
+        program.drafts["clip"].after += [summed(program, unit) for unit in program.units if unit.num_params]
 
 
 def flushed_params(program: Program, unit: Unit) -> int:
@@ -46,12 +51,19 @@ def gradient_ready(program: Program, unit: Unit) -> str:
     return reduced if reduced in program.drafts else f"{Op.BACKWARD}:{unit.name}:{last}"
 
 
+def summed(program: Program, unit: Unit) -> str:
+    """Return the key of the task after which all of a unit's summed gradient is where it will be updated."""
+    flushed = f"flush:{unit.name}:{program.decisions.num_micro_batches - 1}"
+    return flushed if flushed in program.drafts else gradient_ready(program, unit)
+
+
 def _reduce(program: Program, unit: Unit, backward: Draft) -> str:
     """Add the collective over the ranks; return the key after which this micro-batch's gradient is final."""
     decisions = program.decisions
-    # Unless gradients are sharded, ranks need to agree only once, after the last micro-batch.
+    # Where whole gradients pile up on the device, ranks need to agree only once, after the last micro-batch.
+    piles_up = decisions.zero_stage < 2 and not flushed_params(program, unit)
     last = backward.micro_batch == decisions.num_micro_batches - 1
-    if decisions.data_parallel == 1 or (decisions.zero_stage < 2 and not last):
+    if decisions.data_parallel == 1 or (piles_up and not last):
         return backward.key
     # An all-reduce is a reduce-scatter and an all-gather: twice the bytes.
     num_bytes = decisions.precision.weight_bytes * unit.num_params * (2 if decisions.zero_stage == 0 else 1)

@@ -3,7 +3,7 @@
 from planner.decisions import STATE_BYTES_PER_PARAM, GradientPath, Place
 from planner.graph import Unit
 from planner.lowering.compute import segments
-from planner.lowering.gradients import flushed_params, gradient_ready
+from planner.lowering.gradients import flushed_params
 from planner.lowering.parameters import assign_slots, gathers
 from planner.lowering.program import Program
 from planner.schedule import MemoryClass, Op, Tier
@@ -12,10 +12,12 @@ from planner.schedule import MemoryClass, Op, Tier
 def memory(program: Program) -> None:
     """Add all buffers: parameters, slots, optimizer state, gradients, activations and workspace."""
     _parameters(program)
+    # Backward makes a tied weight's gradient where the weight is used last in forward, and adds to it until its own.
+    makers = {name: unit.name for unit in program.units for name in (unit.name, *unit.shared_units)}
     for unit in program.units:
         if unit.num_params:
             _optimizer(program, unit)
-            _gradients(program, unit)
+            _gradients(program, unit, makers[unit.name])
     _state_slots(program)
     for micro_batch in range(program.decisions.num_micro_batches):
         for segment in segments(program.units):
@@ -55,29 +57,33 @@ def _optimizer(program: Program, unit: Unit) -> None:
     program.hold(Tier.GPU, MemoryClass.OPTIMIZER, resident_bytes * (shard - host), unit.name)
 
 
-def _gradients(program: Program, unit: Unit) -> None:
+def _gradients(program: Program, unit: Unit, maker: str) -> None:
     decisions = program.decisions
     weight_bytes = decisions.precision.weight_bytes
-    last = decisions.num_micro_batches - 1
     host = flushed_params(program, unit)
     resident = decisions.shard_params(unit.num_params) - host
+    made: str | None = None  # since when whole gradients of this rank pile up
     host_bytes = weight_bytes if decisions.gradient_path is GradientPath.ONCE else 4
     program.hold(Tier.HOST, MemoryClass.GRADIENTS, host_bytes * host, unit.name)
+    summed: str | None = None  # since when the sum that the device updates with is there
     for micro_batch in range(decisions.num_micro_batches):
-        begin = f"{Op.BACKWARD}:{unit.name}:{micro_batch}"
+        made = made or f"{Op.BACKWARD}:{maker}:{micro_batch}"
         scatter = f"scatter:{unit.name}:{micro_batch}"
         if scatter in program.drafts:  # the unreduced gradient of all parameters, then the rank's shard of it
             label = f"{unit.name} unreduced"
-            program.hold(Tier.GPU, MemoryClass.GRADIENTS, weight_bytes * unit.num_params, label, begin, scatter)
-            begin = scatter
+            program.hold(Tier.GPU, MemoryClass.GRADIENTS, weight_bytes * unit.num_params, label, made, scatter)
+            made = scatter
+        elif decisions.data_parallel > 1:
+            continue
         if host:
             end = f"flush:{unit.name}:{micro_batch}"
-            program.hold(Tier.GPU, MemoryClass.GRADIENTS, weight_bytes * host, unit.name, begin, end)
+            program.hold(Tier.GPU, MemoryClass.GRADIENTS, weight_bytes * host, unit.name, made, end)
+        summed, made = summed or made, None
     if resident:
-        begin = gradient_ready(program, unit) if last == 0 else f"{Op.BACKWARD}:{unit.name}:0"
+        assert summed is not None
         final = max(p for p, place in enumerate(decisions.units[unit.name].update) if place is Place.GPU)
         end = f"{Op.UPDATE}:{unit.name}:{final}"
-        program.hold(Tier.GPU, MemoryClass.GRADIENTS, weight_bytes * resident, f"{unit.name} resident", begin, end)
+        program.hold(Tier.GPU, MemoryClass.GRADIENTS, weight_bytes * resident, f"{unit.name} resident", summed, end)
 
 
 def _state_slots(program: Program) -> None:

@@ -20,9 +20,11 @@ def updates(program: Program) -> None:
     """
     decisions = program.decisions
     order = list(enumerate(program.units))
+    # What starts during backward is issued behind it, so in its order whatever else was decided.
+    forward = decisions.update_order == "forward" and decisions.update_start == "step"
     stream_slots: list[str] = []
     blocker: str | None = None
-    for position, unit in order if decisions.update_order == "forward" else reversed(order):
+    for position, unit in order if forward else reversed(order):
         done: list[str] = []
         for piece, (num_params, place) in enumerate(
             zip(decisions.piece_params(unit.num_params), decisions.units[unit.name].update, strict=True)
@@ -137,7 +139,9 @@ def _gate(program: Program, unit: Unit, position: int, done: list[str]) -> None:
     if decisions.data_parallel > 1 and decisions.zero_stage in {1, 2}:
         done = [_regather(program, unit, position, done)]
     if not decisions.overlap_next_forward:
-        program.spine[0].after_previous += done
+        start = program.spine[0]
+        for draft in (*program.before[start.key], start):  # what is fetched or gathered before it included
+            draft.after_previous += done
         return
     if unit.name in program.first_use:  # fetched or gathered into a slot: the first of those waits
         user = program.drafts[program.first_use[unit.name][1]]

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,16 @@ from pydantic import BaseModel
 
 from hwprofiles.calibrate import CalibrationError, CalibrationOptions, CalibrationReport, calibrate, disk, machine
 from hwprofiles.calibrate.options import NAME_PATTERN
-from hwprofiles.calibrate.sampling import Case, Summary, build_curve, sample, sample_groups, summarize, wall_clock
+from hwprofiles.calibrate.sampling import (
+    Case,
+    Summary,
+    build_curve,
+    sample,
+    sample_groups,
+    summarize,
+    together,
+    wall_clock,
+)
 from hwprofiles.calibrate.traffic import fit_capacity
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
@@ -284,17 +294,27 @@ def test_capacity_explains_slow_downs(capacity: float, demands: list[float]) -> 
         assert max(demand / found, 1.0) == pytest.approx(slow_down, rel=0.06)
 
 
-def test_groups_slow_each_other_down() -> None:
-    """Two calls that hold the GIL get half each; one that sleeps does not mind."""
+def test_groups_run_at_the_same_time() -> None:
+    """Of three units of time, two need the lock: alone a repetition takes three, two together need four each."""
+    lock = threading.Lock()
 
-    def spin() -> None:
-        end = time.process_time() + 0.002  # of both threads together
-        while time.process_time() < end:
-            pass
+    def work() -> None:
+        with lock:
+            time.sleep(0.004)
+        time.sleep(0.002)
 
-    alone, paired, beside_sleep = sample_groups([[spin], [spin, spin], [spin, lambda: time.sleep(0.001)]], 2.0)
+    alone, paired = sample_groups([[work], [work, work]], 2.0)
     assert len(paired) == 2
-    assert beside_sleep[0] < 1.7 * alone[0]
+    assert np.mean(paired) == pytest.approx(alone[0] * 4 / 3, rel=0.2)
+
+
+def test_together_passes_errors_on() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    for calls in ([fail, lambda: None], [lambda: None, fail]):
+        with pytest.raises(ZeroDivisionError):
+            together(calls, 0.01)
 
 
 def _hog(core: int) -> None:

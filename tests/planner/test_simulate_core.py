@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import subprocess
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -283,3 +285,8 @@ def test_arrays_cannot_be_changed_behind_its_back() -> None:
     with pytest.raises(ValueError, match="read-only"):
         system.duration_s[0] = -1.0
     mine[0] = 3.0  # and the caller's own array stays writable
+
+
+def test_numba_is_only_imported_when_something_is_simulated() -> None:
+    code = "import sys, planner.simulate; sys.exit('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,226 @@
+"""What the tasks of a schedule do, apart from the compute that the caller does itself."""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, final
+
+import torch
+
+from executor.backend import Backend, sum_of_squares_on_host, update_on_host
+from executor.optimizer import AdamWParams, WorkerTeam
+from executor.state import ModelState, ParameterState, Piece, StateSlot, UnitState
+from planner.decisions import Decisions, Place
+from planner.schedule import Lane, Op, Task
+
+
+class ParameterUpdate(NamedTuple):
+    """How one parameter is updated in one iteration."""
+
+    params: AdamWParams
+    scale: float  # of its gradient
+
+
+class _Run(NamedTuple):
+    """A stretch of a unit's flat range whose parameters are all updated in the same way."""
+
+    start: int
+    stop: int
+    update: ParameterUpdate
+    step: int
+
+
+@final
+class Actions:
+    """Performs tasks on a model's state. Each method runs in the thread of the task's lane.
+
+    Args:
+        state: what is worked on.
+        decisions: where things live.
+        backend: the device.
+        team: threads for updates on the host.
+    """
+
+    def __init__(self, state: ModelState, decisions: Decisions, backend: Backend, team: WorkerTeam) -> None:
+        self._state = state
+        self._backend = backend
+        self._team = team
+        self._clips = decisions.clip
+        self._num_micro_batches = decisions.num_micro_batches
+        self._updates: dict[int, Mapping[str, ParameterUpdate]] = {}
+        self._slot_of: dict[tuple[str, int], StateSlot] = {}
+        self._by_op = {
+            Op.FETCH: self._fetch,
+            Op.FLUSH: self._flush,
+            Op.LOAD: self._load,
+            Op.UPDATE: self._update,
+            Op.STORE: self._store,
+            Op.UPLOAD: self._upload,
+        }
+
+    def perform(self, task: Task, iteration: int) -> None:
+        """Do the work of a task."""
+        self._by_op[task.op](task, iteration)
+
+    def begin_updates(self, iteration: int, updates: Mapping[str, ParameterUpdate]) -> None:
+        """Say how every parameter is to be updated in an iteration, before its first update is issued."""
+        self._updates = {i: known for i, known in self._updates.items() if i == iteration - 1} | {iteration: updates}
+
+    def fetch(self, unit: UnitState) -> None:
+        """Bring a unit's weights into its slot."""
+        self._backend.copy(unit.device_weights, unit.fetched())
+
+    def upload(self, unit: UnitState, piece: Piece) -> None:
+        """Bring what the host has updated to the device."""
+        self._backend.copy(unit.device_weights[piece.start : piece.stop], unit.uploaded(piece))
+
+    def collect(
+        self, unit: UnitState, parameter: ParameterState, gradient: torch.Tensor, micro_batch: int, iteration: int
+    ) -> None:
+        """Take a gradient from autograd, in the thread that runs backward, and see that it goes where it is needed."""
+        flat = gradient.reshape(-1)
+        first = parameter.arrived != iteration
+        whole = len({part.piece.place is Place.GPU for part in parameter.parts}) == 1
+        for part in parameter.parts:
+            if part.piece.place is not Place.GPU:
+                unit.flushing.setdefault(micro_batch, {})[parameter.name] = flat
+                continue
+            mine = flat[part.start - parameter.start : part.stop - parameter.start]
+            key = (parameter.name, part.piece.index)
+            if not first:
+                unit.device_gradients[key].add_(mine)
+            else:  # a view keeps the whole gradient, so what is flushed in part is copied
+                unit.device_gradients[key] = mine if whole else mine.clone()
+        if first:
+            parameter.arrived = iteration
+            parameter.step += 1
+
+    def _fetch(self, task: Task, _iteration: int) -> None:
+        self.fetch(self._state.units[task.unit])
+
+    def _upload(self, task: Task, _iteration: int) -> None:
+        unit = self._state.units[task.unit]
+        self.upload(unit, unit.pieces[task.piece])
+
+    def _flush(self, task: Task, iteration: int) -> None:
+        """Copy gradients to the host, or add them to those of earlier micro-batches in their own type, as autograd."""
+        unit = self._state.units[task.unit]
+        gradients = unit.flushing.pop(task.micro_batch, {})
+        last = task.micro_batch == self._num_micro_batches - 1
+        for parameter in unit.parameters:
+            flat = gradients.get(parameter.name)
+            if flat is not None:
+                self._flush_one(unit, parameter, flat, iteration)
+            if last and self._clips and parameter.flushed == iteration:
+                parameter.squares = list(self._squares(unit, parameter, flat))
+
+    def _flush_one(self, unit: UnitState, parameter: ParameterState, flat: torch.Tensor, iteration: int) -> None:
+        for part in parameter.host_parts():
+            held = unit.gradient(part.piece)[part.start - part.piece.start : part.stop - part.piece.start]
+            source = flat[part.start - parameter.start : part.stop - parameter.start]
+            if self._num_micro_batches == 1:
+                self._backend.copy(held, source)
+            else:
+                self._backend.accumulate(held, source, first=parameter.flushed != iteration)
+        self._backend.used(flat)
+        parameter.flushed = iteration
+
+    def _squares(self, unit: UnitState, parameter: ParameterState, flat: torch.Tensor | None) -> Iterator[torch.Tensor]:
+        for part in parameter.host_parts():
+            if self._num_micro_batches == 1:  # the device is faster, and the host's copy may still be on its way
+                assert flat is not None
+                mine = flat[part.start - parameter.start : part.stop - parameter.start]
+                yield self._backend.sum_of_squares(mine)
+            else:
+                held = unit.gradient(part.piece)[part.start - part.piece.start : part.stop - part.piece.start]
+                yield sum_of_squares_on_host(held)
+
+    def _load(self, task: Task, _iteration: int) -> None:
+        unit = self._state.units[task.unit]
+        piece = unit.pieces[task.piece]
+        slot = self._state.state_slots[task.slot].first(piece.num_params)
+        exp_avg, exp_avg_sq = unit.exp_avg(piece)
+        self._backend.copy(slot.master, unit.master(piece))
+        self._backend.copy(slot.exp_avg, exp_avg)
+        self._backend.copy(slot.exp_avg_sq, exp_avg_sq)
+        self._backend.copy(slot.weights, unit.gradient(piece))
+        self._slot_of[unit.name, piece.index] = slot
+
+    def _store(self, task: Task, _iteration: int) -> None:
+        unit = self._state.units[task.unit]
+        piece = unit.pieces[task.piece]
+        slot = self._slot_of.pop((unit.name, piece.index))
+        exp_avg, exp_avg_sq = unit.exp_avg(piece)
+        self._backend.copy(unit.master(piece), slot.master)
+        self._backend.copy(exp_avg, slot.exp_avg)
+        self._backend.copy(exp_avg_sq, slot.exp_avg_sq)
+        weights = unit.host_weight(piece)
+        if weights is not None:
+            self._backend.copy(weights, slot.weights)
+
+    def _update(self, task: Task, iteration: int) -> None:
+        unit = self._state.units[task.unit]
+        piece = unit.pieces[task.piece]
+        if task.lane is Lane.CPU:
+            self._update_on_host(unit, piece, iteration)
+        elif piece.place is Place.GPU:
+            self._update_resident(unit, piece, iteration)
+        else:
+            self._update_streamed(unit, piece, iteration)
+
+    def _update_on_host(self, unit: UnitState, piece: Piece, iteration: int) -> None:
+        state = [unit.master(piece), *unit.exp_avg(piece), unit.gradient(piece)]
+        weights = unit.host_weight(piece)
+        if weights is not None:
+            state.append(weights)
+        for run in self._runs(unit, piece, iteration):
+            cut = tuple(tensor[run.start - piece.start : run.stop - piece.start] for tensor in state)
+            update_on_host(cut, run.update.params, run.step, run.update.scale, self._team)
+
+    def _update_resident(self, unit: UnitState, piece: Piece, iteration: int) -> None:
+        state = [unit.master(piece), *unit.exp_avg(piece)]
+        weights = unit.device_weights[piece.start : piece.stop]
+        # Gradients are one tensor per parameter here, so runs of several parameters do not help.
+        for parameter, run in self._single_runs(unit, piece, iteration):
+            master, exp_avg, exp_avg_sq = (t[run.start - piece.start : run.stop - piece.start] for t in state)
+            gradient = unit.device_gradients.pop((parameter.name, piece.index))
+            cut = (master, exp_avg, exp_avg_sq, gradient)
+            if weights.dtype is not torch.float32:
+                cut += (weights[run.start - piece.start : run.stop - piece.start],)
+            self._backend.update(cut, run.update.params, run.step, run.update.scale)
+            self._backend.used(gradient)
+        for parameter in unit.parameters:  # gradients that the user dropped
+            unit.device_gradients.pop((parameter.name, piece.index), None)
+
+    def _update_streamed(self, unit: UnitState, piece: Piece, iteration: int) -> None:
+        slot = self._slot_of[unit.name, piece.index]
+        for run in self._runs(unit, piece, iteration):
+            held = slice(run.start - piece.start, run.stop - piece.start)
+            cut = (slot.master[held], slot.exp_avg[held], slot.exp_avg_sq[held], slot.weights[held])
+            self._backend.update(cut, run.update.params, run.step, run.update.scale)
+        # All of it, also what was not updated: rounding the same master copy again gives the same weight.
+        if unit.on_device:
+            unit.device_weights[piece.start : piece.stop].copy_(slot.master)
+        elif unit.host_weights is not None:
+            slot.weights.copy_(slot.master)
+
+    def _single_runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[tuple[ParameterState, _Run]]:
+        """Yield what is updated of a piece, parameter by parameter: those that got a gradient, as torch does."""
+        updates = self._updates[iteration]
+        for parameter in unit.parameters:
+            if parameter.arrived != iteration or parameter.name not in updates:
+                continue
+            for part in parameter.parts:
+                if part.piece.index == piece.index:
+                    yield parameter, _Run(part.start, part.stop, updates[parameter.name], parameter.step)
+
+    def _runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[_Run]:
+        """Yield what is updated of a piece, neighbours that are updated alike as one."""
+        open_run: _Run | None = None
+        for _, run in self._single_runs(unit, piece, iteration):
+            if open_run and (open_run.stop, open_run.update, open_run.step) == (run.start, run.update, run.step):
+                open_run = open_run._replace(stop=run.stop)
+                continue
+            if open_run:
+                yield open_run
+            open_run = run
+        if open_run:
+            yield open_run

@@ -1,0 +1,201 @@
+"""Finds a plan's units in a user's model, and tells a session where the model is.
+
+[Note: Marks] A compute task lasts from its mark to the next one. Forward pre-hooks on the modules that own parameters
+mark where forward is (and recomputation, which is forward inside backward); hooks on these modules' outputs mark where
+backward is. Autograd runs nodes in the reverse order of their making, and accumulates a gradient as soon as it is
+there, so when backward reaches another unit the gradients of the last one are complete.
+
+Recomputation starts when backward first needs something of the segment that was not kept. That may be behind the mark
+of the segment's last unit: the session lets that mark wait until recomputation has ended.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from planner.decisions import Decisions
+from planner.graph import Unit
+from planner.lowering.compute import segments
+
+
+class BindingError(ValueError):
+    """The model is not the one that was planned."""
+
+
+class Marks(Protocol):
+    """Who wants to know where the model is."""
+
+    def at_forward(self, unit: str) -> None:
+        """Forward, or recomputation, has come to a unit."""
+        ...
+
+    def at_backward(self, unit: str) -> None:
+        """Backward has come to a unit."""
+        ...
+
+    def recomputed(self, unit: str) -> None:
+        """Recomputation of the segment that ends with this unit has ended."""
+        ...
+
+
+def planned_parameters(model: nn.Module, units: tuple[Unit, ...]) -> dict[str, nn.Parameter]:
+    """Return the model's parameters by the names that the units use.
+
+    Raises:
+        BindingError: the model has other parameters than the units, or of other shapes.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    specs = {spec.name: spec for unit in units for spec in unit.parameters}
+    if missing := sorted(specs.keys() - named.keys()):
+        raise BindingError(f"the plan has a parameter {missing[0]} that the model has not; plan this model again")
+    for name, spec in specs.items():
+        if tuple(named[name].shape) != tuple(spec.shape):
+            raise BindingError(
+                f"parameter {name} has shape {tuple(named[name].shape)}, but {tuple(spec.shape)} in the plan; plan "
+                "this model again"
+            )
+    owned: dict[int, str] = {}
+    for name in specs:
+        if (other := owned.setdefault(id(named[name]), name)) != name:
+            raise BindingError(
+                f"parameters {other} and {name} are one object in the model, but two in the plan; tie them in the "
+                "plan's model too, or not in the model"
+            )
+    if strange := [name for name, parameter in named.items() if id(parameter) not in owned]:
+        raise BindingError(f"the model has a parameter {strange[0]} that the plan has not; plan this model again")
+    return {name: named[name] for name in specs}
+
+
+def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, str]:
+    """Return the modules that own parameters themselves, each with the unit that it belongs to.
+
+    A module belongs to the unit that lists its parameters by their path in the module tree. One that owns only an
+    alias of another unit's parameter (a tied head) belongs to the unit that shares that other unit.
+
+    Raises:
+        BindingError: a module belongs to no unit, or to several.
+    """
+    unit_of = {spec.name: unit.name for unit in units for spec in unit.parameters}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    owner = {id(named[name]): unit for name, unit in unit_of.items()}
+    result: dict[nn.Module, str] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        names = [f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False)]
+        found = {unit_of[name] for name in names if name in unit_of}
+        if names and not found:
+            found = {u.name for u in units for name in names if owner[id(named[name])] in u.shared_units}
+        if len(found) > 1 or (names and not found):
+            raise BindingError(
+                f"module {path or 'model'} belongs to the units {', '.join(sorted(found)) or '(none)'}, but must "
+                "belong to one; plan this model again"
+            )
+        if found:
+            result[module] = found.pop()
+    return result
+
+
+def bind(model: nn.Module, units: tuple[Unit, ...], decisions: Decisions, marks: Marks) -> list[Callable[[], None]]:
+    """Make a model tell where it is, and recompute what was decided; return what undoes it."""
+    undo: list[Callable[[], None]] = []
+    for module, unit in unit_modules(model, units).items():
+        handles = (
+            module.register_forward_pre_hook(_before(unit, marks)),
+            module.register_forward_hook(_after(unit, marks)),
+        )
+        undo += [handle.remove for handle in handles]
+    for segment in segments(units):
+        if decisions.units[segment[0].name].activations == "recompute":
+            undo.append(_recompute(_segment_module(model, segment), segment[-1].name, marks))
+    return undo
+
+
+def in_backward() -> bool:
+    """Return whether this thread is inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _before(unit: str, marks: Marks) -> Callable[[nn.Module, Any], None]:
+    def hook(_module: nn.Module, _args: Any) -> None:
+        marks.at_forward(unit)
+
+    return hook
+
+
+def _after(unit: str, marks: Marks) -> Callable[[nn.Module, Any, Any], None]:
+    def arrive(_gradient: torch.Tensor) -> None:
+        marks.at_backward(unit)
+
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        if (
+            not torch.is_grad_enabled() or in_backward()
+        ):  # recomputed outputs are not the ones that backward goes through
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(arrive)
+
+    return hook
+
+
+def _segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
+    """Return the deepest module that contains all parameters of a segment."""
+    owners = [spec.name.split(".")[:-1] for unit in segment for spec in unit.parameters]
+    shared: list[str] = []
+    for names in zip(*owners, strict=False):
+        if len(set(names)) > 1:
+            break
+        shared.append(names[0])
+    return model.get_submodule(".".join(shared))
+
+
+def _recompute(module: nn.Module, last_unit: str, marks: Marks) -> Callable[[], None]:
+    """Checkpoint a module's forward; return what undoes it."""
+    original = module.forward
+    signature = inspect.signature(original)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:  # recomputation stops with an exception as soon as it has all that is needed
+            if in_backward():
+                marks.recomputed(last_unit)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        _drop_caches(bound.arguments)
+        return checkpoint(run, *bound.args, use_reentrant=False, **bound.kwargs)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+    def undo() -> None:
+        del module.forward
+
+    return undo
+
+
+def _drop_caches(arguments: dict[str, Any]) -> None:
+    """Leave out key-value caches, which recomputation would fill a second time; transformers does so too."""
+    for scope in (arguments, *(value for value in arguments.values() if type(value) is dict)):
+        for name in ("past_key_values", "past_key_value", "layer_past"):
+            if scope.get(name) is not None:
+                scope[name] = None
+        if scope.get("use_cache"):
+            scope["use_cache"] = False
+
+
+def parameter_modules(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[nn.Module]:
+    """Yield the modules that own at least one of these parameters themselves."""
+    known = {id(parameter) for parameter in parameters.values()}
+    for module in model.modules():
+        if any(id(parameter) in known for parameter in module.parameters(recurse=False)):
+            yield module

@@ -1,0 +1,160 @@
+"""The backend for one CUDA device: a stream per lane, events for moments, registered host memory."""
+
+import collections
+import contextlib
+import mmap
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+
+from executor.backend import Moment
+from executor.machine import LaneMachine, Perform
+from executor.optimizer import AdamWParams
+from planner.schedule import Lane, Schedule
+
+# Their threads work on the host itself; every other lane gives its work to a stream.
+_HOST_LANES: Final = frozenset({Lane.CPU, Lane.LAUNCH})
+_CHUNK_PARAMS: Final = 1 << 24  # bounds the float32 copy of a gradient during an update on the device
+
+
+class _Event:
+    """A CUDA event that goes back to its pool when nobody refers to it any more."""
+
+    def __init__(self, pool: "collections.deque[torch.cuda.Event]") -> None:
+        self._pool = pool
+        try:
+            self.event = pool.pop()
+        except IndexError:
+            self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record()
+
+    def __del__(self) -> None:
+        self._pool.append(self.event)
+
+
+class CudaBackend:
+    """The current CUDA device. Methods: see :class:`executor.backend.Backend`."""
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise ValueError("device is cuda, but torch finds no CUDA device; use device='cpu' or install CUDA's torch")
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._pool: collections.deque[torch.cuda.Event] = collections.deque()
+        torch.cuda.synchronize(self.device)
+        self._zero = _Event(self._pool)
+        torch.cuda.synchronize(self.device)
+        self._zero_s = time.perf_counter()
+
+    @contextlib.contextmanager
+    def lane(self, lane: Lane) -> Iterator[None]:
+        """Make the lane's own stream current; the compute lane is whatever stream its caller is on."""
+        torch.cuda.set_device(self.device)
+        if lane in _HOST_LANES:
+            yield
+            return
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            yield
+
+    def mark(self, lane: Lane) -> Moment:
+        """Return the host's time, or an event on the current stream."""
+        return time.perf_counter() if lane in _HOST_LANES else _Event(self._pool)
+
+    def follow(self, lane: Lane, moment: Moment) -> None:
+        """Make the current stream, or the calling thread, wait for an event; a time on the host is over."""
+        if isinstance(moment, _Event):
+            if lane in _HOST_LANES:
+                moment.event.synchronize()
+            else:
+                torch.cuda.current_stream(self.device).wait_event(moment.event)
+
+    def seconds(self, moment: Moment) -> float:
+        """Return the time of a moment, on the host's clock."""
+        if isinstance(moment, _Event):
+            moment.event.synchronize()
+            return self._zero_s + self._zero.event.elapsed_time(moment.event) / 1e3
+        assert isinstance(moment, float)
+        return moment
+
+    def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:
+        """Return device memory, or host memory that is registered exactly: torch's own rounds up to powers of two."""
+        if on_device or not num_bytes:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device if on_device else "cpu")
+        pages = mmap.mmap(-1, num_bytes)
+        block = torch.frombuffer(pages, dtype=torch.uint8)
+        cudart = torch.cuda.cudart()
+        code = cudart.cudaHostRegister(block.data_ptr(), num_bytes, 0)
+        if int(code) != 0:
+            raise MemoryError(f"cudaHostRegister of {num_bytes:,} B failed with {code}; raise the limit (ulimit -l)")
+        weakref.finalize(block.untyped_storage(), cudart.cudaHostUnregister, block.data_ptr())
+        return block
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy on the current stream."""
+        destination.copy_(source, non_blocking=True)
+
+    def accumulate(self, destination: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
+        """Add on the host; waits for the copy."""
+        if first:
+            destination.copy_(source)
+        else:
+            destination.add_(source.cpu())
+
+    def used(self, tensor: torch.Tensor) -> None:
+        """Keep the allocator from reusing a tensor before the current stream is done with it."""
+        tensor.record_stream(torch.cuda.current_stream(self.device))
+
+    def update(self, state: tuple[torch.Tensor, ...], params: AdamWParams, step: int, scale: float) -> None:
+        """Take one step with torch's fused kernel, chunk by chunk."""
+        steps = torch.full((), float(step), device=self.device)
+        for chunk in zip(*(tensor.split(_CHUNK_PARAMS) for tensor in state), strict=True):
+            master, exp_avg, exp_avg_sq, gradient, *weights = chunk
+            torch._fused_adamw_(
+                [master],
+                [gradient.float().mul_(scale) if gradient.dtype != master.dtype else gradient * scale],
+                [exp_avg],
+                [exp_avg_sq],
+                [],
+                [steps],
+                lr=params.lr,
+                beta1=params.beta1,
+                beta2=params.beta2,
+                weight_decay=params.weight_decay,
+                eps=params.eps,
+                amsgrad=False,
+                maximize=False,
+            )
+            for weight in weights:
+                weight.copy_(master)
+
+    def meter(self) -> "contextlib.AbstractContextManager[_CudaMeter]":
+        """Read torch's own count."""
+        return _CudaMeter()
+
+    def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of squares, on the device; the norm itself is added up in float32."""
+        return torch.linalg.vector_norm(tensor, dtype=torch.float32).double().square()
+
+
+class _CudaMeter:
+    """The peak of allocated device memory above what was allocated when it was entered."""
+
+    def __enter__(self) -> "_CudaMeter":
+        torch.cuda.reset_peak_memory_stats()
+        self._base_bytes = torch.cuda.memory_allocated()
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        torch.cuda.synchronize()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes held at one time."""
+        return torch.cuda.max_memory_allocated() - self._base_bytes
+
+
+def CudaMachine(schedule: Schedule, perform: Perform, *, record: bool = False) -> LaneMachine:  # noqa: N802
+    """Return a machine on the current CUDA device. See :class:`executor.machine.LaneMachine`."""
+    return LaneMachine(schedule, perform, CudaBackend(), record=record)

@@ -1,0 +1,161 @@
+"""The entry: a user's model and AdamW in, the same model and an optimizer with the same face out."""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from executor.session import Session, SessionOptions
+from executor.state import ParameterState, Part, UnitState, write_master
+from planner.decisions import Decisions
+from planner.graph import Unit
+
+_ON_CPU = SessionOptions()
+
+
+def prepare_session(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    units: tuple[Unit, ...],
+    decisions: Decisions,
+    options: SessionOptions = _ON_CPU,
+) -> tuple[nn.Module, "OffloadedAdamW"]:
+    """Put a model and its optimizer under a plan's decisions.
+
+    The model is changed in place: its parameters move to where the plan keeps them. The training loop stays as it is,
+    with the returned optimizer instead of the given one (of which the state, if any, is taken over).
+
+    Args:
+        model: an unmodified module with the planned parameters.
+        optimizer: a ``torch.optim.AdamW`` over the model's parameters. Schedulers may be built on it or on the result.
+        units: the model's units in forward order, for the decided micro-batch.
+        decisions: what to execute.
+        options: how.
+
+    Returns:
+        The model, and the optimizer to use from now on.
+
+    Raises:
+        ValueError: the optimizer is no plain AdamW, the decisions cannot be executed, or the model is another one.
+        DeviceMemoryError: a tier is too small.
+    """
+    if type(optimizer) is not torch.optim.AdamW:
+        raise ValueError(f"the optimizer is {type(optimizer).__name__}, but only torch.optim.AdamW can be executed")
+    return model, OffloadedAdamW(optimizer, Session(model, optimizer.param_groups, units, decisions, options))
+
+
+@final
+class OffloadedAdamW(torch.optim.Optimizer):
+    """AdamW whose updates run where a plan says. It shares the parameter groups of the optimizer it stands for.
+
+    Attributes:
+        session: executes the plan.
+    """
+
+    def __init__(self, optimizer: torch.optim.AdamW, session: Session) -> None:
+        super().__init__(optimizer.param_groups, optimizer.defaults)  # keeps the very dicts that it is given
+        self.session = session
+        for parameter, entry in optimizer.state.items():
+            self._write_state(session.name_of(parameter), entry)
+        optimizer.state.clear()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See ``torch.optim.Optimizer``; not once the plan is under way."""
+        if hasattr(self, "session"):
+            raise ValueError("parameters cannot be added under a plan; add them before prepare()")
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Begin the updates and return while they run; each is done before its parameter is used next.
+
+        Raises:
+            ValueError: there is a closure.
+            OutOfOrderError: not all planned micro-batches have been there.
+        """
+        if closure is not None:
+            raise ValueError("step(closure) computes again inside the step, which no plan has; call step()")
+        self.session.step()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their common 2-norm is at most ``max_norm``; return the norm before that.
+
+        The same as ``torch.nn.utils.clip_grad_norm_`` on all parameters, which works too.
+
+        Raises:
+            GradientError: the plan has no clipping.
+        """
+        return nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], max_norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in the format of ``torch.optim.AdamW``, in float32 on the host.
+
+        Where weights are bf16, each parameter also has its float32 ``master``. Waits for updates under way.
+        """
+        states = self.session.parameter_states()
+        state: dict[int, dict[str, Any]] = {}
+        groups, index = [], 0
+        for group in self.param_groups:
+            numbers = range(index, index + len(group["params"]))
+            index = numbers.stop
+            groups.append({k: v for k, v in group.items() if k != "params"} | {"params": list(numbers)})
+            for number, parameter in zip(numbers, group["params"], strict=True):
+                unit, entry = states[self.session.name_of(parameter)]
+                if entry.step:
+                    state[number] = _read_state(unit, entry)
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` or ``torch.optim.AdamW.state_dict`` returned.
+
+        Without a ``master`` the model's present weights are the master copy.
+
+        Raises:
+            ValueError: other groups, or groups of other sizes, than this optimizer has.
+        """
+        theirs = state_dict["param_groups"]
+        if [len(g["params"]) for g in theirs] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError(
+                f"the state has groups of {[len(g['params']) for g in theirs]} parameters, this optimizer has "
+                f"{[len(g['params']) for g in self.param_groups]}; make the optimizer as it was when it was saved"
+            )
+        self.session.parameter_states()  # at rest
+        for group, their in zip(self.param_groups, theirs, strict=True):
+            for number, parameter in zip(their["params"], group["params"], strict=True):
+                entry = state_dict["state"].get(number, {"step": 0})
+                self._write_state(self.session.name_of(parameter), entry)
+            group.update({k: v for k, v in their.items() if k != "params"})
+
+    def _write_state(self, name: str, entry: dict[str, Any]) -> None:
+        unit, parameter = self.session.parameter_states()[name]
+        parameter.step = int(entry["step"])
+        for part in parameter.parts:
+            for moment, key in zip(unit.exp_avg(part.piece), ("exp_avg", "exp_avg_sq"), strict=True):
+                values = entry.get(key)
+                target = _of_piece(moment, part)
+                target.zero_() if values is None else target.copy_(_of_parameter(values, parameter, part))
+        if "master" in entry:
+            write_master(unit, parameter, entry["master"].reshape(-1))
+            if unit.on_device:
+                unit.device_weights[parameter.start : parameter.stop].copy_(entry["master"].reshape(-1))
+
+
+def _read_state(unit: UnitState, parameter: ParameterState) -> dict[str, Any]:
+    shape = parameter.parameter.shape
+    tensors = {key: torch.empty(parameter.stop - parameter.start) for key in ("exp_avg", "exp_avg_sq", "master")}
+    for part in parameter.parts:
+        sources = (*unit.exp_avg(part.piece), unit.master(part.piece))
+        for tensor, source in zip(tensors.values(), sources, strict=True):
+            _of_parameter(tensor, parameter, part).copy_(_of_piece(source, part))
+    if unit.device_weights.dtype is torch.float32:
+        del tensors["master"]
+    step = torch.tensor(float(parameter.step))
+    return {"step": step} | {key: tensor.view(shape) for key, tensor in tensors.items()}
+
+
+def _of_piece(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    return tensor[part.start - part.piece.start : part.stop - part.piece.start]
+
+
+def _of_parameter(tensor: torch.Tensor, parameter: ParameterState, part: Part) -> torch.Tensor:
+    return tensor.reshape(-1)[part.start - parameter.start : part.stop - parameter.start]

@@ -1,0 +1,508 @@
+"""A session: a user's model and optimizer, driven by a schedule.
+
+The user's own loop stays as it is. Hooks tell the session where forward and backward are (:mod:`executor.binding`);
+it says so to the one loop, which issues what the schedule has up to there; the machine runs it. ``optimizer.step()``
+issues what is left of the iteration and returns while updates go on.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Literal, Self, final
+
+import torch
+from torch import nn
+
+from executor.actions import Actions, ParameterUpdate
+from executor.backend import Backend, HostBackend, Meter
+from executor.binding import bind, in_backward, parameter_modules, planned_parameters
+from executor.gradients import GradientError, OffloadedGradient
+from executor.machine import LaneMachine
+from executor.memory import Arena
+from executor.optimizer import AdamWParams, WorkerTeam
+from executor.state import ModelState, ParameterState, UnitState
+from planner.decisions import Decisions, GradientPath, Place
+from planner.graph import Unit
+from planner.loop import Loop, OutOfOrderError
+from planner.lowering import lower
+from planner.lowering.compute import segments
+from planner.schedule import Lane, MemoryClass, Op, Task, Tier
+from planner.timeline import Timeline
+
+_INSIDE_BACKWARD: Final = frozenset({Op.RECOMPUTE, Op.BACKWARD})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """How to execute a plan.
+
+    Attributes:
+        device: ``cpu`` computes in the calling thread, with a part of ordinary memory standing in for the device.
+        num_threads: threads that update on the host; left out, one per core that this process may use.
+        cores: a core per thread, to bind it to.
+        gpu_capacity_bytes: most that is taken of the device for what the plan keeps there all the time.
+        host_capacity_bytes: likewise, of the host.
+        record: whether to keep times from the start on, for :meth:`Session.timeline`.
+    """
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    num_threads: int | None = None
+    cores: tuple[int, ...] | None = None
+    gpu_capacity_bytes: int | None = None
+    host_capacity_bytes: int | None = None
+    record: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeasuredMemory:
+    """What a tier has really held.
+
+    Attributes:
+        static_bytes: taken once, by class.
+        dynamic_peak_bytes: most that came on top of it inside :meth:`Session.metered`; ``None`` if not measured.
+    """
+
+    static_bytes: Mapping[MemoryClass, int]
+    dynamic_peak_bytes: int | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most held in all."""
+        return sum(self.static_bytes.values()) + (self.dynamic_peak_bytes or 0)
+
+
+@final
+class Session:
+    """Executes decisions on a model. Made by :func:`executor.prepare_session`.
+
+    Args:
+        model: the user's; its parameters move into the session's memory.
+        groups: the optimizer's parameter groups, read whenever the updates of an iteration begin.
+        units: the model's units in forward order, for the decided micro-batch.
+        decisions: what to execute.
+        options: how.
+
+    Raises:
+        ValueError: the decisions cannot be executed, or the model is not the one that was planned.
+        DeviceMemoryError: a tier is too small.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: list[dict[str, Any]],
+        units: tuple[Unit, ...],
+        decisions: Decisions,
+        options: SessionOptions,
+    ) -> None:
+        _check(decisions)
+        self.decisions = decisions
+        self.schedule = lower(units, decisions, asynchronous=options.device == "cuda")
+        self._model = model
+        self._groups = groups
+        self._shared = {unit.name: unit.shared_units for unit in units}
+        self._segment = {unit.name: {u.name for u in segment} for segment in segments(units) for unit in segment}
+        self._spine = [t for t in self.schedule.tasks if t.op in _INSIDE_BACKWARD]
+        parameters = planned_parameters(model, units)
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        _check_groups(groups, self._names)
+        self._backend = _backend(options)
+        self._gpu = Arena(Tier.GPU, options.gpu_capacity_bytes, self._backend)
+        self._host = Arena(Tier.HOST, options.host_capacity_bytes, self._backend)
+        self._state = ModelState(units, decisions, parameters, self._gpu, self._host)
+        self._parameters = {parameter.name: (unit, parameter) for unit, parameter in self._state.parameters()}
+        self._team = WorkerTeam(options.num_threads or len(os.sched_getaffinity(0)), options.cores)
+        self._actions = Actions(self._state, decisions, self._backend, self._team)
+        self._machine = LaneMachine(self.schedule, self._actions.perform, self._backend, record=options.record)
+        self._loop = Loop(self.schedule, self._machine)
+        self._task: Task | None = None  # where the caller is; None outside forward and backward
+        self._inside_iteration = False
+        self._watching_end = False  # of the backward that runs now
+        self._left: set[str] = set()  # units that this backward has left
+        self._inferring = False
+        self._in_slot: dict[int, str] = {}  # while inferring
+        self._current_in = -1  # iteration before which resident weights were last made current
+        self._scales: dict[str, float] = {}
+        self._norms: dict[str, torch.Tensor] | None = None
+        self._meter: Meter | None = None
+        self._undo = [*self._hook_parameters(), *self._hook_state_dict(parameters)]
+        self._undo += bind(model, units, decisions, self)
+        self._move_buffers()
+
+    @property
+    def iteration(self) -> int:
+        """Number of iterations that are complete, updates under way included."""
+        return self._loop.iteration
+
+    @property
+    def record(self) -> bool:
+        """Whether times are kept for :meth:`timeline`. May be changed between iterations."""
+        return self._machine.record
+
+    @record.setter
+    def record(self, record: bool) -> None:
+        self._machine.record = record
+
+    # Where the model is: called by hooks, see [Note: Marks] in executor.binding.
+
+    def at_forward(self, unit: str) -> None:
+        """Forward, or recomputation, has come to a unit.
+
+        Raises:
+            OutOfOrderError: the plan does not expect it here.
+            LaneError: a task failed on some lane.
+        """
+        if in_backward():
+            self._mark(Op.RECOMPUTE, unit)
+        elif torch.is_grad_enabled() and self._model.training:
+            if not self._inside_iteration:
+                self._begin_iteration()
+            self._mark(Op.FORWARD, unit)
+        else:
+            self._infer(unit)
+
+    def at_backward(self, unit: str) -> None:
+        """Backward has come to a unit. Raises as :meth:`at_forward`."""
+        if not self._inside_iteration:
+            raise OutOfOrderError(
+                "backward through a forward that was made for evaluation; call model.train() before the forward"
+            )
+        expected = self._loop.expected()
+        if expected is not None and expected.op is Op.RECOMPUTE and expected.unit in self._segment[unit]:
+            return  # recomputation is about to begin, and says when it has ended
+        self._mark(Op.BACKWARD, unit)
+
+    def recomputed(self, unit: str) -> None:
+        """Recomputation of the segment that ends with this unit has ended. Raises as :meth:`at_forward`."""
+        self._mark(Op.BACKWARD, unit)
+
+    def _mark(self, op: Op, unit: str) -> None:
+        if self._task is not None and (self._task.op, self._task.unit) == (op, unit):
+            return
+        if op is not Op.FORWARD and not self._watching_end:
+            self._watching_end = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+            expected = self._loop.expected()
+            last = expected is not None and expected.micro_batch == self.decisions.num_micro_batches - 1
+            if last and self.decisions.update_start == "backward":
+                self._begin_updates()
+        self._skip_to(op, unit)
+        try:
+            task = self._loop.reach(op, unit)
+        except OutOfOrderError as error:
+            raise OutOfOrderError(
+                f"{error}. Every forward needs its backward, and every {self.decisions.num_micro_batches} of them an "
+                "optimizer.step(); evaluate under torch.no_grad()"
+            ) from None
+        if self._task is not None and self._task.op is Op.BACKWARD:
+            self._left.add(self._task.unit)
+        self._task = task
+
+    def _skip_to(self, op: Op, unit: str) -> None:
+        """Pass over units that backward never reaches, because nothing in or before them needs a gradient."""
+        while (expected := self._loop.expected()) is not None and (expected.op, expected.unit) != (op, unit):
+            ahead = any(
+                (t.op, t.unit, t.micro_batch) == (op, unit, expected.micro_batch) and t.index > expected.index
+                for t in self._spine
+            )
+            if expected.op not in _INSIDE_BACKWARD or not ahead:
+                return
+            self._loop.reach(expected.op, expected.unit)
+            self._left.add(expected.unit)
+
+    def _backward_ended(self) -> None:
+        assert self._task is not None
+        micro_batch = self._task.micro_batch
+        while (
+            (expected := self._loop.expected()) is not None
+            and expected.op in _INSIDE_BACKWARD
+            and expected.micro_batch == micro_batch
+        ):
+            self._loop.reach(expected.op, expected.unit)
+        self._machine.end_open()
+        self._task = None
+        self._watching_end = False
+        self._left.clear()
+        if micro_batch == self.decisions.num_micro_batches - 1:
+            for name, (_, parameter) in self._parameters.items():
+                if parameter.arrived == self._loop.iteration:
+                    parameter.parameter.grad = OffloadedGradient(parameter.parameter, name, self)
+
+    def _begin_iteration(self) -> None:
+        if self._inferring:  # what was issued for it may still read slots
+            self._backend.seconds(self._backend.mark(Lane.COMPUTE))
+            self._inferring = False
+            self._in_slot.clear()
+        self._inside_iteration = True
+        self._scales.clear()
+        self._norms = None
+
+    # Gradients and updates.
+
+    def gradient_norm(self, name: str) -> torch.Tensor:
+        """Return the 2-norm of a parameter's gradient, a float32 scalar; waits until all gradients are there.
+
+        Raises:
+            GradientError: the plan does not wait for the norm.
+        """
+        self._check_clips()
+        self._reach_clip()
+        if self._norms is None:
+            self._norms = self._all_norms()
+        return self._norms[name]
+
+    def scale_gradient(self, name: str, factor: float) -> None:
+        """Multiply a parameter's gradient by a factor, when its update reads it. Raises as :meth:`gradient_norm`."""
+        self._check_clips()
+        self._scales[name] = self._scales.get(name, 1.0) * factor
+
+    def step(self) -> None:
+        """Begin what is left of the iteration, updates above all, and return while it goes on.
+
+        Raises:
+            OutOfOrderError: not all micro-batches have been there.
+            LaneError: a task failed on some lane.
+        """
+        expected = self._loop.expected()
+        if expected is not None and expected.op is not Op.CLIP:
+            raise OutOfOrderError(
+                f"optimizer.step() came when the plan expects {expected.name}; the plan has "
+                f"{self.decisions.num_micro_batches} forward and backward for every step"
+            )
+        self._reach_clip()
+        for _, parameter in self._parameters.values():
+            if parameter.arrived == self._loop.iteration and parameter.parameter.grad is None:
+                self._drop(parameter)
+            parameter.parameter.grad = None
+        if self.decisions.update_start == "step":
+            self._begin_updates()
+        self._machine.end_open()
+        self._loop.finish()
+        self._inside_iteration = False
+
+    def _drop(self, parameter: ParameterState) -> None:
+        """The user has set a gradient to ``None``: there is no update, as in torch."""
+        if self.decisions.update_start == "backward":
+            raise GradientError(
+                f"the gradient of {parameter.name} was dropped, but its update began during backward; call zero_grad() "
+                "after step(), or plan with update_start 'step'"
+            )
+        parameter.arrived = -1
+        parameter.step -= 1
+
+    def _reach_clip(self) -> None:
+        expected = self._loop.expected()
+        if expected is not None and expected.op is Op.CLIP:
+            self._loop.reach(Op.CLIP)
+
+    def _check_clips(self) -> None:
+        if not self.decisions.clip:
+            raise GradientError(
+                "this plan does not wait for the norm of all gradients before it updates; plan with clip=True, or do "
+                "not clip"
+            )
+
+    def _all_norms(self) -> dict[str, torch.Tensor]:
+        iteration = self._loop.iteration
+        sums: dict[str, list[torch.Tensor]] = {}
+        for name, (unit, parameter) in self._parameters.items():
+            if parameter.arrived != iteration:
+                continue
+            sums[name] = list(parameter.squares) if parameter.flushed == iteration else []
+            for part in parameter.parts:
+                if part.piece.place is Place.GPU:
+                    sums[name].append(self._backend.sum_of_squares(unit.device_gradients[name, part.piece.index]))
+        if not sums:
+            return {}
+        device = self._backend.device
+        flat = torch.stack([term.to(device, non_blocking=True) for terms in sums.values() for term in terms]).tolist()
+        values = iter(flat)
+        squares = [sum(itertools.islice(values, len(terms))) for terms in sums.values()]
+        norms = torch.tensor(squares, dtype=torch.float64).sqrt().to(torch.float32).to(device)
+        return dict(zip(sums, norms.unbind(), strict=True))
+
+    def _begin_updates(self) -> None:
+        updates = {}
+        for group in self._groups:
+            beta1, beta2 = (float(beta) for beta in group["betas"])
+            params = AdamWParams(float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
+            for parameter in group["params"]:
+                name = self._names[id(parameter)]
+                updates[name] = ParameterUpdate(params, self._scales.get(name, 1.0))
+        self._actions.begin_updates(self._loop.iteration, updates)
+
+    def _hook_parameters(self) -> Iterator[Callable[[], None]]:
+        for unit, parameter in self._state.parameters():
+            parameter.parameter.grad = None
+            if parameter.parameter.requires_grad:
+                hook = self._collector(unit, parameter)
+                yield parameter.parameter.register_post_accumulate_grad_hook(hook).remove
+
+    def _collector(self, unit: UnitState, parameter: ParameterState) -> Callable[[torch.Tensor], None]:
+        def collect(leaf: torch.Tensor) -> None:
+            if self._task is None or unit.name in self._left:
+                raise OutOfOrderError(
+                    f"the gradient of {parameter.name} came after backward had left {unit.name}; run the model as it "
+                    "was planned, or plan again"
+                )
+            gradient, leaf.grad = leaf.grad, None
+            assert gradient is not None
+            self._actions.collect(unit, parameter, gradient, self._task.micro_batch, self._loop.iteration)
+
+        return collect
+
+    # Weights outside training.
+
+    def synchronize(self) -> None:
+        """Wait until all updates have ended.
+
+        Raises:
+            LaneError: a task failed on some lane.
+        """
+        self._machine.wait()
+        self._backend.seconds(self._backend.mark(Lane.COMPUTE))
+
+    def full_parameters(self) -> dict[str, torch.Tensor]:
+        """Return all weights as they are after the last step, wherever the plan keeps them.
+
+        Tensors are views of the session's memory, on the host or the device: clone what is to outlast the next step.
+
+        Raises:
+            OutOfOrderError: in the middle of an iteration.
+            LaneError: a task failed on some lane.
+        """
+        self._make_current()
+        return {name: unit.weight_of(parameter) for name, (unit, parameter) in self._parameters.items()}
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """Return the name that the plan has for one of the model's parameters."""
+        return self._names[id(parameter)]
+
+    def parameter_states(self) -> dict[str, tuple[UnitState, ParameterState]]:
+        """Return every parameter's state and its unit's, at rest; for checkpoints. Raises as :meth:`full_parameters`."""
+        self._make_current()
+        return self._parameters
+
+    def _make_current(self) -> None:
+        """Wait for all updates, and bring to the device what the next iteration would."""
+        if self._inside_iteration:
+            raise OutOfOrderError(
+                "weights are on their way in the middle of an iteration; evaluate and save after optimizer.step() and "
+                "before the next forward"
+            )
+        self.synchronize()
+        if self._current_in == self._loop.iteration:
+            return
+        self._current_in = self._loop.iteration
+        self._in_slot.clear()
+        for unit in self._state.units.values():
+            for piece in unit.pieces:
+                if unit.on_device and piece.place is Place.CPU:
+                    self._actions.upload(unit, piece)
+
+    def _infer(self, unit: str) -> None:
+        if not self._inferring or self._current_in != self._loop.iteration:
+            self._make_current()
+            self._inferring = True
+        for name in (unit, *self._shared[unit]):
+            state = self._state.units.get(name)
+            if state is not None and not state.on_device and self._in_slot.get(state.slot) != name:
+                self._actions.fetch(state)
+                self._in_slot[state.slot] = name
+
+    def _hook_state_dict(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[Callable[[], None]]:
+        """Make ``state_dict`` give current weights: those of a unit that is not resident are in no slot to be seen."""
+
+        def after(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
+            weights = self.full_parameters()
+            for name, parameter in module.named_parameters(recurse=False):
+                if prefix + name in state_dict:
+                    state_dict[prefix + name] = weights[self._names[id(parameter)]]
+
+        def refuse(*_args: object) -> None:
+            raise ValueError("weights cannot be loaded into a prepared model; load them before prepare()")
+
+        yield self._model.register_load_state_dict_pre_hook(refuse).remove
+        for module in parameter_modules(self._model, parameters):
+            yield module.register_state_dict_post_hook(after).remove
+
+    def _move_buffers(self) -> None:
+        for module in self._model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self._backend.device))
+
+    # Seeing it.
+
+    def timeline(self, first: int = 0, last: int | None = None) -> Timeline:
+        """Return what was recorded of iterations ``first`` to ``last`` (inclusive), after waiting for their ends."""
+        self.synchronize()
+        return self._machine.timeline(first, last)
+
+    @contextlib.contextmanager
+    def metered(self) -> Iterator[None]:
+        """Measure, inside it, the device memory that comes and goes. On the host it slows computing down."""
+        with self._backend.meter() as self._meter:
+            yield
+
+    def memory(self) -> dict[Tier, MeasuredMemory]:
+        """Return what each tier has held: by class what is taken once, and the peak of the rest if it was metered."""
+        peak_bytes = None if self._meter is None else self._meter.peak_bytes
+        return {
+            Tier.GPU: MeasuredMemory(self._gpu.by_class(), peak_bytes),
+            Tier.HOST: MeasuredMemory(self._host.by_class()),
+        }
+
+    def close(self) -> None:
+        """Wait for all updates and give the model back with its weights, as an ordinary one. Closing twice is allowed.
+
+        Weights that the plan keeps on the host are then there. After a failure only the threads are ended.
+        """
+        whole = not self._machine.stopped and not self._inside_iteration
+        try:
+            if whole:
+                self._make_current()
+        finally:
+            self._machine.close()
+            self._team.close()
+            while self._undo:
+                self._undo.pop()()
+        if whole:
+            for unit, parameter in self._state.parameters():
+                parameter.parameter.data = unit.weight_of(parameter)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+
+def _check(decisions: Decisions) -> None:
+    if decisions.data_parallel > 1:
+        raise ValueError(
+            f"data_parallel is {decisions.data_parallel}, but execution is on one device so far; plan for one"
+        )
+    if decisions.gradient_path is not GradientPath.ONCE or not decisions.fused_update:
+        raise ValueError(
+            f"policy {decisions.policy} models another engine's gradient path or unfused update; it can be simulated "
+            "but not executed: set gradient_path to 'once' and fused_update to true"
+        )
+
+
+def _check_groups(groups: list[dict[str, Any]], names: Mapping[int, str]) -> None:
+    for group in groups:
+        for flag in ("amsgrad", "maximize"):
+            if group.get(flag):
+                raise ValueError(f"the optimizer has {flag} set, which updates on the host do not know; leave it off")
+        if any(id(parameter) not in names for parameter in group["params"]):
+            raise ValueError("the optimizer has a parameter that the model has not; make it from model.parameters()")
+
+
+def _backend(options: SessionOptions) -> Backend:
+    if options.device == "cpu":
+        return HostBackend()
+    from executor.cuda import CudaBackend  # noqa: PLC0415 - only where there is a GPU
+
+    return CudaBackend()

@@ -1,0 +1,349 @@
+"""Where every parameter's weight, optimizer state and gradient are, according to the decisions.
+
+[Note: Layout] A unit's parameters form one flat range, in the order of ``Unit.parameters``, without gaps. Its pieces
+(subgroups) are cut from that range; those whose state is on the host lie one after another in the host's slabs, and
+those on the device in the device's. In float32 the master copy is the weight wherever both are in one place.
+
+[Note: Version counters] ``parameter.data`` is set once, to a view of the unit's block or slot. Whatever is written
+there later goes through the block's own tensor, which autograd does not count as a change of the parameter: what it
+saved of the weights in forward is the same address, and holds the same bytes again before backward reads them (see
+[Note: Static slots] in :mod:`planner.lowering.parameters`).
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from executor.memory import Arena
+from planner.decisions import Decisions, Place
+from planner.graph import Unit
+from planner.lowering import slots
+from planner.schedule import MemoryClass
+
+NEVER = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A subgroup: ``[start, stop)`` of the unit's flat range, and where that begins in the slabs of its tier.
+
+    Attributes:
+        index: number within the unit.
+        place: where its state lives and who updates it.
+        start, stop: range within the unit.
+        offset: its beginning in the host's or the device's slabs of optimizer state.
+        staging: its beginning among the weights that the host keeps for the device (``CPU`` pieces).
+    """
+
+    index: int
+    place: Place
+    start: int
+    stop: int
+    offset: int
+    staging: int
+
+    @property
+    def num_params(self) -> int:
+        """Number of its parameters."""
+        return self.stop - self.start
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """What a parameter and a piece have in common: ``[start, stop)`` of the unit's flat range."""
+
+    piece: Piece
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(slots=True)
+class ParameterState:
+    """One parameter.
+
+    Attributes:
+        name: its (first) name in the model.
+        parameter: the user's own object.
+        start, stop: its range within the unit.
+        parts: the pieces it falls into.
+        step: number of its updates, the one that is due included once its gradient has arrived.
+        arrived: the iteration in which its gradient arrived last.
+        flushed: the iteration in which its gradient reached the host last.
+        squares: sums of squares of its latest gradient, part by part.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    parts: tuple[Part, ...]
+    step: int = 0
+    arrived: int = NEVER
+    flushed: int = NEVER
+    squares: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+    def host_parts(self) -> Iterator[Part]:
+        """Yield the parts whose state is on the host."""
+        return (part for part in self.parts if part.piece.place is not Place.GPU)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moments:
+    """Slabs of optimizer state on one tier, float32 ``[num_params of that tier]`` each.
+
+    Attributes:
+        master: ``None`` where the weight itself is the master.
+    """
+
+    master: torch.Tensor | None
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+
+@dataclasses.dataclass(slots=True)
+class UnitState:
+    """One unit.
+
+    Attributes:
+        name: the unit's name.
+        parameters: in the order of the unit's flat range.
+        pieces: in the order of the unit's flat range.
+        on_device: whether its weights are resident.
+        slot: number of its slot if they are not.
+        device_weights: ``[num_params]``, the resident block or the view of the slot.
+        host_weights: what the host serves or updates, in the type of the weights: all of a unit that is fetched, the
+            ``CPU`` pieces of one that is resident; ``None`` where the master copy serves.
+        host, device: optimizer state on either tier.
+        host_gradients: ``[num_params on the host]``, in the type of the weights.
+        flushing: gradients on their way to the host, by micro-batch, then by parameter.
+        device_gradients: gradients of pieces on the device, by parameter and piece.
+    """
+
+    name: str
+    parameters: tuple[ParameterState, ...]
+    pieces: tuple[Piece, ...]
+    on_device: bool
+    slot: int
+    device_weights: torch.Tensor
+    host_weights: torch.Tensor | None
+    host: Moments
+    device: Moments
+    host_gradients: torch.Tensor
+    flushing: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    device_gradients: dict[tuple[str, int], torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    def master(self, piece: Piece) -> torch.Tensor:
+        """Return the float32 master copy of a piece."""
+        moments = self.moments(piece)
+        if moments.master is None:
+            return self.device_weights[piece.start : piece.stop]
+        return moments.master[piece.offset : piece.offset + piece.num_params]
+
+    def exp_avg(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return first and second moment of a piece."""
+        moments, held = self.moments(piece), slice(piece.offset, piece.offset + piece.num_params)
+        return moments.exp_avg[held], moments.exp_avg_sq[held]
+
+    def moments(self, piece: Piece) -> Moments:
+        """Return the slabs that a piece lies in."""
+        return self.device if piece.place is Place.GPU else self.host
+
+    def gradient(self, piece: Piece) -> torch.Tensor:
+        """Return the host's copy of a piece's gradient."""
+        return self.host_gradients[piece.offset : piece.offset + piece.num_params]
+
+    def host_weight(self, piece: Piece) -> torch.Tensor | None:
+        """Return where the host keeps a piece's weights apart from the master copy, if it does."""
+        if self.host_weights is None or (self.on_device and piece.place is not Place.CPU):
+            return None
+        start = piece.staging if self.on_device else piece.start
+        return self.host_weights[start : start + piece.num_params]
+
+    def uploaded(self, piece: Piece) -> torch.Tensor:
+        """Return what an upload of a piece copies to the device."""
+        weight = self.host_weight(piece)
+        return self.master(piece) if weight is None else weight
+
+    def fetched(self) -> torch.Tensor:
+        """Return what a fetch of the unit copies to the device."""
+        weights = self.host.master if self.host_weights is None else self.host_weights
+        assert weights is not None
+        return weights
+
+    def weight_of(self, parameter: ParameterState) -> torch.Tensor:
+        """Return the current weights of a parameter, once all updates and uploads are done; a view."""
+        flat = self.device_weights if self.on_device else self.fetched()
+        return flat[parameter.start : parameter.stop].view(parameter.parameter.shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateSlot:
+    """Device memory that a streamed piece's state passes through.
+
+    Attributes:
+        master, exp_avg, exp_avg_sq: float32.
+        weights: the gradient, until the update is done; then the new weights, if those go back to the host.
+    """
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    weights: torch.Tensor
+
+    def first(self, num_params: int) -> "StateSlot":
+        """Return the part of it that a piece of this size takes."""
+        return StateSlot(
+            self.master[:num_params], self.exp_avg[:num_params], self.exp_avg_sq[:num_params], self.weights[:num_params]
+        )
+
+
+class ModelState:
+    """All units of a model, and the memory they are in.
+
+    Parameters are copied out of the model and become views of slots and blocks, one by one, so that no more than one
+    of them is in memory twice.
+
+    Args:
+        units: in forward order.
+        decisions: where things live.
+        parameters: the model's parameters by the names that the units use.
+        gpu, host: where memory is taken.
+
+    Raises:
+        DeviceMemoryError: a tier is too small.
+    """
+
+    def __init__(
+        self,
+        units: tuple[Unit, ...],
+        decisions: Decisions,
+        parameters: Mapping[str, nn.Parameter],
+        gpu: Arena,
+        host: Arena,
+    ) -> None:
+        self.dtype = torch.bfloat16 if decisions.precision.weights == "bf16" else torch.float32
+        self._decisions = decisions
+        self._gpu = gpu
+        self._host = host
+        assigned = slots(units, decisions)
+        self._slots = [
+            gpu.take(f"slot {i}", MemoryClass.PARAMETERS, num_params, self.dtype)
+            for i, num_params in enumerate(assigned.num_params)
+        ]
+        self.state_slots = self._take_state_slots(units)
+        self.units: dict[str, UnitState] = {}
+        for unit in units:
+            if unit.num_params:
+                state = self._take(unit, assigned.of_unit.get(unit.name, -1), parameters)
+                self.units[unit.name] = state
+                for parameter in state.parameters:
+                    _move_in(state, parameter)
+
+    def parameters(self) -> Iterator[tuple[UnitState, ParameterState]]:
+        """Yield every parameter with its unit."""
+        return ((unit, parameter) for unit in self.units.values() for parameter in unit.parameters)
+
+    def _take(self, unit: Unit, slot: int, parameters: Mapping[str, nn.Parameter]) -> UnitState:
+        name, dtype = unit.name, self.dtype
+        on_device = self._decisions.units[name].params == "gpu"
+        pieces = _pieces(unit, self._decisions)
+        num_host = sum(p.num_params for p in pieces if p.place is not Place.GPU)
+        num_device = unit.num_params - num_host
+        num_served = sum(p.num_params for p in pieces if p.place is Place.CPU) if on_device else unit.num_params
+        if on_device:
+            weights = self._gpu.take(f"{name} weights", MemoryClass.PARAMETERS, unit.num_params, dtype)
+        else:
+            weights = self._slots[slot][: unit.num_params]
+        served = None
+        if dtype is torch.bfloat16:
+            served = self._host.take(f"{name} weights", MemoryClass.PARAMETERS, num_served, dtype)
+        return UnitState(
+            name=name,
+            parameters=_parameters(unit, pieces, parameters),
+            pieces=pieces,
+            on_device=on_device,
+            slot=slot,
+            device_weights=weights,
+            host_weights=served,
+            host=_take_moments(self._host, name, num_host, with_master=True),
+            device=_take_moments(self._gpu, name, num_device, with_master=dtype is not torch.float32),
+            host_gradients=self._host.take(f"{name} gradients", MemoryClass.GRADIENTS, num_host, dtype),
+        )
+
+    def _take_state_slots(self, units: tuple[Unit, ...]) -> list[StateSlot]:
+        streamed = [
+            piece.num_params
+            for unit in units
+            for piece in _pieces(unit, self._decisions)
+            if piece.place is Place.STREAM
+        ]
+        result = []
+        for i in range(min(self._decisions.num_state_slots, len(streamed))):
+            name, count = f"state slot {i}", max(streamed)
+            state = self._gpu.take(name, MemoryClass.OPTIMIZER, 3 * count, torch.float32).view(3, count)
+            weights = self._gpu.take(f"{name} weights", MemoryClass.OPTIMIZER, count, self.dtype)
+            result.append(StateSlot(state[0], state[1], state[2], weights))
+        return result
+
+
+def _pieces(unit: Unit, decisions: Decisions) -> tuple[Piece, ...]:
+    sizes = decisions.piece_params(unit.num_params)
+    starts = (0, *itertools.accumulate(sizes))
+    taken = {"host": 0, "device": 0, "staging": 0}
+    pieces = []
+    for index, (place, num_params) in enumerate(zip(decisions.units[unit.name].update, sizes, strict=True)):
+        tier = "device" if place is Place.GPU else "host"
+        start = starts[index]
+        pieces.append(Piece(index, place, start, start + num_params, taken[tier], taken["staging"]))
+        taken[tier] += num_params
+        taken["staging"] += num_params if place is Place.CPU else 0
+    return tuple(pieces)
+
+
+def _parameters(
+    unit: Unit, pieces: tuple[Piece, ...], parameters: Mapping[str, nn.Parameter]
+) -> tuple[ParameterState, ...]:
+    result, start = [], 0
+    for spec in unit.parameters:
+        parameter = parameters[spec.name]
+        stop = start + parameter.numel()
+        parts = tuple(
+            Part(piece, max(piece.start, start), min(piece.stop, stop))
+            for piece in pieces
+            if piece.start < stop and start < piece.stop
+        )
+        result.append(ParameterState(spec.name, parameter, start, stop, parts))
+        start = stop
+    assert start == unit.num_params
+    return tuple(result)
+
+
+def _take_moments(arena: Arena, unit: str, num_params: int, *, with_master: bool) -> Moments:
+    def take(name: str) -> torch.Tensor:
+        return arena.take(f"{unit} {name}", MemoryClass.OPTIMIZER, num_params, torch.float32)
+
+    return Moments(take("master") if with_master else None, take("exp_avg").zero_(), take("exp_avg_sq").zero_())
+
+
+def _move_in(unit: UnitState, parameter: ParameterState) -> None:
+    """Copy a parameter into the unit's memory and make it a view of its slot or block."""
+    values = parameter.parameter.detach().reshape(-1)
+    if unit.on_device:
+        unit.device_weights[parameter.start : parameter.stop].copy_(values)
+    write_master(unit, parameter, values)
+    shape = parameter.parameter.shape
+    parameter.parameter.data = unit.device_weights[parameter.start : parameter.stop].view(shape)
+
+
+def write_master(unit: UnitState, parameter: ParameterState, values: torch.Tensor) -> None:
+    """Set the master copy of a parameter, and the host's weights with it; ``values`` is flat."""
+    for part in parameter.parts:
+        piece, within = part.piece, slice(part.start - part.piece.start, part.stop - part.piece.start)
+        source = values[part.start - parameter.start : part.stop - parameter.start]
+        unit.master(piece)[within].copy_(source)
+        weight = unit.host_weight(piece)
+        if weight is not None:
+            weight[within].copy_(source)

@@ -1,0 +1,311 @@
+"""Published runs as cases: what was measured, and the schedule that stands for it.
+
+A case states model, engine, parallelism and batch of one run on one machine. What cannot be expressed is refused by
+name, never left out: a summary of errors over the cases that happen to be easy would say nothing.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, ValidationError
+
+from hwprofiles.profile import HardwareProfile
+from planner.costs import CostModel
+from planner.decisions import BF16, Decisions, Frozen, GradientPath, Place
+from planner.engines import Setup, gpu_only, interleaved, pieces, twin_flow, zero_offload
+from planner.graph import Batch, Unit, build_graph, units
+from planner.lowering import lower
+from planner.models.registry import model_from_case
+from planner.prediction import memory_peaks
+from planner.schedule import Tier
+from planner.simulate.machine import run_until_steady
+
+Number = Annotated[int, Field(ge=1)]
+Amount = Annotated[float, Field(gt=0)]
+
+
+class CaseError(ValueError):
+    """A case that cannot be read or predicted: names the case, the field, and what it may be."""
+
+
+class _Strict(Frozen):
+    """Nothing is converted: ``"4"`` is not 4."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Model(_Strict):
+    """Sizes of the model; see :func:`planner.models.registry.model_from_case`."""
+
+    name: str
+    architecture: str
+    num_layers: Number
+    hidden_size: Number
+    ffn_hidden_size: Number
+    num_attention_heads: Number
+    num_key_value_heads: Number
+    vocab_size: Number
+    mlp: str
+    norm: str
+    tied_embeddings: bool
+    bias: bool
+    flash_attention: bool
+    max_positions: Number | None = None
+    num_params: Number | None = None
+
+
+class Engine(_Strict):
+    """What trained it.
+
+    Attributes:
+        gradient_flush: whether backward waits for unpinned copies of gradients to the host.
+        cpu_optimizer_fraction: fraction of the parameters that the CPU updates; the first ones stay on the device.
+        subgroup_params: parameters in one subgroup of the optimizer step.
+        stride: every so many subgroups one is streamed to the device (``interleaved``).
+    """
+
+    name: Literal["gpu-only", "zero3-offload", "interleaved"]
+    gradient_flush: Literal["blocking", "async"] | None = None
+    cpu_optimizer_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
+    subgroup_params: Number = 100_000_000
+    stride: Number | None = None
+
+
+class Parallel(_Strict):
+    """How many devices, and what is split over them."""
+
+    data_parallel: Number
+    tensor_parallel: Number = 1
+    pipeline_parallel: Number = 1
+    gpus_per_node: Number
+    nodes: Number = 1
+
+
+class BatchSizes(_Strict):
+    """Sequences per forward on one device, sequences per iteration on all, tokens per sequence."""
+
+    micro_batch: Number
+    global_batch: Number
+    seq_len: Number
+
+
+class Offload(_Strict):
+    """Where parameters and optimizer state live."""
+
+    params: str
+    optimizer: str
+
+
+class Measured(_Strict):
+    """What was measured, as far as it was: milliseconds, and GB (1e9) that the allocator had handed out at most."""
+
+    forward_ms: Amount | None = None
+    backward_ms: Amount | None = None
+    update_ms: Amount | None = None
+    iteration_ms: Amount
+    peak_gpu_allocated_gb: Amount | None = None
+
+
+class Case(_Strict):
+    """One published run."""
+
+    id: Annotated[str, Field(min_length=1)]
+    hardware: str
+    source: Annotated[str, Field(min_length=3)]
+    model: Model
+    engine: Engine
+    parallel: Parallel
+    batch: BatchSizes
+    activations: Literal["keep", "recompute"]
+    zero_stage: Annotated[int, Field(ge=0, le=3)]
+    offload: Offload = Offload(params="gpu", optimizer="gpu")
+    precision: str
+    measured: Measured
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a case is predicted to take. Quantities as in :class:`Measured`, in seconds and bytes."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    iteration_s: float
+    peak_gpu_bytes: int
+    converged: bool
+    warnings: tuple[str, ...]
+
+
+def load_cases(path: Path) -> tuple[Case, ...]:
+    """Read a file of cases.
+
+    Raises:
+        CaseError: it is not such a file, or a case has an unknown, missing or wrong field.
+        OSError: it cannot be read.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CaseError(f"{path} is not JSON ({error}); give a file of cases") from error
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    entries = data.get("cases") if isinstance(data, dict) else None
+    if version != 1 or not isinstance(entries, list) or not entries:
+        raise CaseError(
+            f"{path} is no file of cases of schema_version 1 (found {version!r}); it needs that and a list 'cases'"
+        )
+    return tuple(_parse(path, position, entry) for position, entry in enumerate(entries))
+
+
+def setup_of(case: Case) -> tuple[tuple[Unit, ...], Setup]:
+    """Return the units of a case's model at its batch, and what its engine is asked for."""
+    sizes = case.model.model_dump(exclude_none=True, exclude={"flash_attention"})
+    batch = Batch(case.batch.micro_batch, case.batch.seq_len, 2, flash_attention=case.model.flash_attention)
+    try:
+        model_units = units(build_graph(model_from_case(sizes), batch))
+    except ValueError as error:
+        raise CaseError(f"case {case.id}: model: {error}") from error
+    setup = Setup(
+        units=model_units,
+        data_parallel=case.parallel.data_parallel,
+        micro_batch=case.batch.micro_batch,
+        num_micro_batches=_num_micro_batches(case),
+        precision=BF16,
+        subgroup_params=case.engine.subgroup_params,
+    )
+    return model_units, setup
+
+
+def decide(case: Case, setup: Setup) -> Decisions:
+    """Return the decisions that stand for what a case's engine did.
+
+    DeepSpeed's subgroups run across units, ours do not: each unit's shard is cut by itself, so that a subgroup has at
+    most ``subgroup_params`` parameters, and often fewer.
+    """
+    engine = case.engine
+    if engine.name == "gpu-only":
+        # Without sharding every rank updates all: the pieces are those of one rank.
+        whole = setup if case.zero_stage else dataclasses.replace(setup, data_parallel=1)
+        chosen = _pick(gpu_only(whole), case, zero_stage=case.zero_stage if setup.data_parallel > 1 else 0)
+        return chosen.model_copy(update={"data_parallel": setup.data_parallel})
+    if engine.name == "interleaved":
+        assert engine.stride is not None
+        decisions = _pick(interleaved(setup, (engine.stride,)), case)
+        return _with_resident(decisions, setup, 1 - engine.cpu_optimizer_fraction)
+    path = GradientPath.ZERO3_BLOCKING if engine.gradient_flush == "blocking" else GradientPath.ZERO3_ASYNC
+    if engine.cpu_optimizer_fraction < 1:
+        return _pick(twin_flow(setup, (engine.cpu_optimizer_fraction,)), case).model_copy(
+            update={"gradient_path": path}
+        )
+    return _pick(zero_offload(setup, path), case)
+
+
+def predict_case(case: Case, profile: HardwareProfile) -> Outcome:
+    """Simulate a case.
+
+    Raises:
+        CaseError: the machine is not the case's.
+    """
+    check_supported(case)
+    if case.parallel.gpus_per_node != profile.devices_per_node:
+        raise CaseError(
+            f"case {case.id}: parallel.gpus_per_node is {case.parallel.gpus_per_node}, but {profile.name} has "
+            f"{profile.devices_per_node} devices per node; name another profile"
+        )
+    model_units, setup = setup_of(case)
+    decisions = decide(case, setup)
+    cost = CostModel(profile, model_units, decisions.precision, setup.data_parallel)
+    simulation = run_until_steady(lower(model_units, decisions, asynchronous=cost.asynchronous), cost)
+    phases = simulation.timeline.phases(simulation.steady)
+    return Outcome(
+        forward_s=phases.forward_s,
+        backward_s=phases.backward_s,
+        update_s=phases.update_s,
+        iteration_s=phases.iteration_s,
+        peak_gpu_bytes=memory_peaks(simulation.timeline, simulation.steady, cost)[Tier.GPU].peak_bytes,
+        converged=simulation.converged,
+        warnings=tuple(cost.warnings),
+    )
+
+
+def check_supported(case: Case) -> None:
+    """Check that a case can be expressed.
+
+    Raises:
+        CaseError: naming the first field that cannot.
+    """
+    for field, value, allowed in _requirements(case):
+        if value not in allowed:
+            choices = " or ".join(str(choice) for choice in allowed)
+            raise CaseError(f"case {case.id}: {field} is {value}, but only {choices} can be predicted so far")
+    devices, data_parallel = case.parallel.gpus_per_node * case.parallel.nodes, case.parallel.data_parallel
+    if data_parallel > devices:
+        raise CaseError(
+            f"case {case.id}: parallel.data_parallel is {data_parallel}, but there are {devices} devices; correct it"
+        )
+    if case.batch.global_batch % (case.batch.micro_batch * data_parallel):
+        raise CaseError(
+            f"case {case.id}: batch.global_batch is {case.batch.global_batch}, but must be a multiple of micro_batch "
+            f"{case.batch.micro_batch} times data_parallel {data_parallel}; correct it"
+        )
+
+
+def _requirements(case: Case) -> Iterator[tuple[str, object, tuple[object, ...]]]:
+    """Yield field, value and what it may be."""
+    engine = case.engine
+    offloaded = engine.name != "gpu-only"
+    yield "parallel.tensor_parallel", case.parallel.tensor_parallel, (1,)
+    yield "parallel.pipeline_parallel", case.parallel.pipeline_parallel, (1,)
+    yield "offload.params", case.offload.params, ("gpu",)
+    yield "offload.optimizer", case.offload.optimizer, ("cpu",) if offloaded else ("gpu",)
+    # fp16 products take what bf16 ones take; the optimizer works in fp32 either way.
+    yield "precision", case.precision, ("bf16+fp32-adam", "fp16+fp32-adam")
+    if offloaded:
+        yield "zero_stage", case.zero_stage, (3,)
+        yield "engine.gradient_flush", engine.gradient_flush, ("async",) if engine.stride else ("async", "blocking")
+    else:
+        yield "engine.gradient_flush", engine.gradient_flush, (None,)
+        yield "engine.cpu_optimizer_fraction", engine.cpu_optimizer_fraction, (1.0,)
+    if engine.name == "interleaved":
+        yield "engine.stride given", engine.stride is not None, (True,)
+    else:
+        yield "engine.stride", engine.stride, (None,)
+
+
+def _pick(candidates: Iterator[Decisions], case: Case, *, zero_stage: int | None = None) -> Decisions:
+    for decisions in candidates:
+        kept = all(unit.activations == "keep" for unit in decisions.units.values())
+        if kept == (case.activations == "keep") and zero_stage in {None, decisions.zero_stage}:
+            return decisions
+    raise AssertionError(f"{case.id}: the policy offers no such decisions")
+
+
+def _with_resident(decisions: Decisions, setup: Setup, fraction: float) -> Decisions:
+    """Return decisions whose first subgroups, that fraction of all, are resident on the device."""
+    total = sum(len(pieces(setup, unit)) for unit in setup.units)
+    left = round(total * fraction)
+    chosen = dict(decisions.units)
+    for name, unit in decisions.units.items():
+        count = min(left, len(unit.update))
+        chosen[name] = unit.model_copy(update={"update": (Place.GPU,) * count + unit.update[count:]})
+        left -= count
+    return decisions.model_copy(update={"units": chosen})
+
+
+def _num_micro_batches(case: Case) -> int:
+    return case.batch.global_batch // (case.batch.micro_batch * case.parallel.data_parallel)
+
+
+def _parse(path: Path, position: int, entry: Any) -> Case:
+    name = entry.get("id", f"number {position}") if isinstance(entry, dict) else f"number {position}"
+    try:
+        return Case.model_validate(entry)
+    except ValidationError as error:
+        # A field that is not known tells more than those that are missing in its place.
+        details = error.errors(include_url=False)
+        first = min(details, key=lambda detail: (detail["type"] != "extra_forbidden", len(detail["loc"])))
+        field = ".".join(str(part) for part in first["loc"]) or "the case"
+        rule = "such a field cannot be predicted from" if first["type"] == "extra_forbidden" else first["msg"]
+        raise CaseError(f"{path}: case {name}: {field}: {rule}; correct the case, or leave it out") from error

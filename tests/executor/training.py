@@ -1,0 +1,201 @@
+"""Small models, decisions for them, and training with and without a plan."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from executor import SessionOptions, prepare_session
+from executor.backend import as_array, sum_of_squares_on_host
+from executor.optimizer import AdamWParams, adamw_step
+from planner.decisions import Decisions, Place, Precision, UnitDecision
+from planner.graph import Batch, build_graph, units
+from planner.models import from_hf_config
+
+NUM_TOKENS, SEQ_LEN, MICRO_BATCH = 64, 8, 2
+
+CONFIGS = {
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=NUM_TOKENS, n_positions=16, n_embd=32, n_layer=3, n_head=2, resid_pdrop=0.1
+    ),
+    "llama": lambda: transformers.LlamaConfig(
+        vocab_size=NUM_TOKENS,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is trained, and how."""
+
+    family: str = "gpt2"
+    dtype: torch.dtype = torch.bfloat16
+    num_micro_batches: int = 1
+    max_norm: float | None = 0.5
+    iterations: int = 4
+    schedule: bool = True
+
+
+def make_model(task: Task) -> torch.nn.Module:
+    torch.manual_seed(7)
+    config = CONFIGS[task.family]()
+    return transformers.AutoModelForCausalLM.from_config(config).to(task.dtype).train()
+
+
+@functools.cache
+def model_units(family: str):
+    config = from_hf_config(CONFIGS[family]().to_dict(), family)
+    return units(build_graph(config, Batch(MICRO_BATCH, SEQ_LEN)))
+
+
+def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return groups as people make them: no decay for vectors, and another rate for one part."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for _, p in named if p.ndim > 1]
+    vectors = [p for _, p in named if p.ndim <= 1]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 2e-3}]
+
+
+def batches(task: Task):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(
+        NUM_TOKENS, (task.iterations, task.num_micro_batches, MICRO_BATCH, SEQ_LEN), generator=generator
+    )
+
+
+class ReferenceAdamW(torch.optim.Optimizer):
+    """The same kernel over whole parameters in memory, with the clip factor folded in."""
+
+    def __init__(self, optimizer, model):
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.model = model
+        self.scale = 1.0
+
+    def clip_grad_norm_(self, max_norm):
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        squares = [sum_of_squares_on_host(p.grad.reshape(-1)) for p in parameters]
+        norms = torch.stack(squares).sqrt().float()
+        total = torch.linalg.vector_norm(norms)
+        self.scale = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        return total
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            params = AdamWParams(float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"])
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = 0
+                    state["master"] = p.detach().float().reshape(-1).clone()
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros(2, p.numel())
+                state["step"] += 1
+                arrays = [as_array(state[k]) for k in ("master", "exp_avg", "exp_avg_sq")]
+                weight = None if p.dtype == torch.float32 else as_array(p.reshape(-1))
+                adamw_step(*arrays, as_array(p.grad.reshape(-1)), weight, params, state["step"], self.scale)
+                if weight is None:
+                    p.copy_(state["master"].view(p.shape))
+        self.scale = 1.0
+
+
+def train(task: Task, model, optimizer, *, clip=None, before_step=None):
+    """Run the user's own loop; return the losses and norms."""
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.iterations) if task.schedule else None
+    torch.manual_seed(11)
+    seen = []
+    for iteration, micro_batches in enumerate(batches(task)):
+        for tokens in micro_batches:
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            seen.append(loss.item())
+        if task.max_norm is not None:
+            seen.append(float((clip or optimizer.clip_grad_norm_)(task.max_norm)))
+        if before_step:
+            before_step(iteration)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler:
+            scheduler.step()
+    return seen
+
+
+def stock(task: Task):
+    model = make_model(task)
+    optimizer = torch.optim.AdamW(groups(model), lr=5e-3, betas=(0.9, 0.95))
+    clip = functools.partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()))
+    return train(task, model, optimizer, clip=clip), weights(model)
+
+
+@functools.cache
+def reference(task: Task):
+    """Return what training in memory gives: losses and norms, and the final weights."""
+    model = make_model(task)
+    optimizer = ReferenceAdamW(torch.optim.AdamW(groups(model), lr=5e-3, betas=(0.9, 0.95)), model)
+    return train(task, model, optimizer), weights(model)
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def decide(task: Task, choose, **settings) -> Decisions:
+    """Return decisions; ``choose(unit, num_pieces)`` says params, activations and places of a unit."""
+    subgroup_params = settings.pop("subgroup_params", 3000)
+    chosen = {}
+    for unit in model_units(task.family):
+        params, activations, places = choose(unit, -(-unit.num_params // subgroup_params))
+        if not unit.recompute:
+            activations = "keep"
+        chosen[unit.name] = UnitDecision(params=params, activations=activations, update=tuple(places))
+    return Decisions(
+        policy="test",
+        precision=Precision(weights="bf16" if task.dtype is torch.bfloat16 else "fp32"),
+        num_micro_batches=task.num_micro_batches,
+        micro_batch=MICRO_BATCH,
+        subgroup_params=subgroup_params,
+        clip=settings.pop("clip", task.max_norm is not None),
+        units=chosen,
+        **settings,
+    )
+
+
+def uniform(params: str, place: str, activations: str = "keep"):
+    return lambda _unit, count: (params, activations, [Place(place)] * count)
+
+
+def prepare(task: Task, decisions: Decisions, **options):
+    model = make_model(task)
+    optimizer = torch.optim.AdamW(groups(model), lr=5e-3, betas=(0.9, 0.95))
+    options = SessionOptions(num_threads=1, **options)
+    return prepare_session(model, optimizer, model_units(task.family), decisions, options)
+
+
+def planned(task: Task, decisions: Decisions, **hooks):
+    """Return what training under decisions gives, as :func:`reference`."""
+    model, optimizer = prepare(task, decisions)
+    with optimizer.session:
+        seen = train(task, model, optimizer, **hooks)
+        final = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
+    return seen, final
+
+
+def assert_same(got, expected):
+    assert got[0] == expected[0], [(i, a, b) for i, (a, b) in enumerate(zip(got[0], expected[0], strict=True)) if a != b][:3]
+    assert got[1].keys() == expected[1].keys()
+    different = [name for name in expected[1] if not torch.equal(got[1][name], expected[1][name])]
+    assert not different, different
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    return as_array(tensor.reshape(-1))

@@ -1,0 +1,115 @@
+"""Small models and random decisions."""
+
+import dataclasses
+import functools
+
+import numpy as np
+from hypothesis import strategies as st
+
+from planner.costs import Price, Resource
+from planner.decisions import Decisions, GradientPath, Place, Precision, UnitDecision
+from planner.graph import Batch, Unit, build_graph, units
+from planner.lowering import lower
+from planner.models import resolve_model
+from planner.schedule import Schedule
+
+MODELS = ("demo-llama", "gpt2", "opt-125m")  # the last two have tied embeddings
+
+
+@functools.cache
+def small_units(model: str = "demo-llama", num_layers: int = 2, micro_batch: int = 1) -> tuple[Unit, ...]:
+    """Return the units of a model that has lost most of its layers."""
+    config = resolve_model(model).model_copy(update={"num_layers": num_layers})
+    return units(build_graph(config, Batch(micro_batch, seq_len=64)))
+
+
+def decide(model_units: tuple[Unit, ...], place: Place = Place.CPU, *, recompute: bool = False, **options) -> Decisions:
+    """Return decisions that treat all units alike."""
+    params = options.pop("params", "gpu")
+    empty = Decisions(policy="test", units={}, **options)
+    return Decisions(
+        policy="test",
+        **options,
+        units={
+            unit.name: UnitDecision(
+                params=params if unit.num_params else "gpu",
+                activations="recompute" if recompute and unit.recompute else "keep",
+                update=(place,) * len(empty.piece_params(unit.num_params)),
+            )
+            for unit in model_units
+        },
+    )
+
+
+@st.composite
+def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> Decisions:
+    """Return anything that can be decided for a model."""
+    clip = draw(st.booleans())
+    ranks = draw(st.sampled_from([1, 1, 2, 4]))
+    options = {
+        "precision": Precision(weights=draw(st.sampled_from(["bf16", "fp32"]))),
+        "num_micro_batches": draw(st.integers(1, 3)),
+        "data_parallel": ranks,
+        "zero_stage": draw(st.integers(0, 3)),
+        "subgroup_params": draw(st.sampled_from([400_000, 1_000_000, 100_000_000])),
+        "num_param_slots": draw(st.integers(1, 3)),
+        "num_state_slots": draw(st.integers(1, 3)),
+        "update_order": draw(st.sampled_from(["forward", "backward"])),
+        "update_start": "step" if clip else draw(st.sampled_from(["step", "backward"])),
+        "overlap_next_forward": draw(st.booleans()),
+        "fused_update": draw(st.booleans()),
+        "gradient_path": draw(st.sampled_from(GradientPath)),
+        "clip": clip,
+    }
+    empty = Decisions(policy="random", units={}, **options)
+    segments = sorted({unit.segment for unit in model_units if unit.recompute})
+    recomputed = draw(st.sets(st.sampled_from(segments)))
+    never_on_host = ranks > 1 and options["zero_stage"] in {1, 2}
+    chosen = {}
+    for unit in model_units:
+        host = unit.num_params > 0 and not never_on_host and draw(st.booleans())
+        places = [Place.CPU, Place.STREAM] + ([] if host else [Place.GPU])
+        count = len(empty.piece_params(unit.num_params))
+        update = draw(st.lists(st.sampled_from(places), min_size=count, max_size=count))
+        recompute = unit.segment in recomputed
+        chosen[unit.name] = UnitDecision(
+            params="host" if host else "gpu", activations="recompute" if recompute else "keep", update=tuple(update)
+        )
+    return Decisions(policy="random", units=chosen, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A small model, and what was decided for it."""
+
+    model: str
+    num_layers: int
+    decisions: Decisions
+    asynchronous: bool
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        return small_units(self.model, self.num_layers)
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        return lower(self.units, self.decisions, asynchronous=self.asynchronous)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Return a random case."""
+    model, num_layers = draw(st.sampled_from(MODELS)), draw(st.integers(1, 3))
+    return Case(model, num_layers, draw(decisions(small_units(model, num_layers))), draw(st.booleans()))
+
+
+def random_prices(schedule: Schedule, seed: int) -> tuple[list[Price], dict[Resource, float]]:
+    """Return prices that mean nothing: very short, very long and zero durations, shared resources or none."""
+    rng = np.random.default_rng(seed)
+    prices = []
+    for _ in schedule.tasks:
+        resources = sorted(rng.choice(len(Resource), size=rng.integers(3), replace=False).tolist())
+        uses = tuple((Resource(r), float(rng.uniform(0.1, 1.0))) for r in resources)
+        duration_s = float(rng.choice([0.0, 1.0, rng.exponential(), 100 * rng.exponential()]))
+        prices.append(Price(float(rng.choice([0.0, rng.exponential(0.1)])), duration_s, uses))
+    return prices, dict.fromkeys(Resource, 1.0)

@@ -1,0 +1,355 @@
+"""What a schedule must never do, checked without knowing how it was lowered.
+
+Every task is given its meaning: which memory it reads and writes, and what the bytes then are (``Walk``). A schedule is
+right under *any* timing if
+
+1. walked in issue order, every task reads what it should (the weights of this iteration, all gradients of it, ...), and
+2. every two accesses to the same memory of which one writes are ordered: by dependencies and lanes alone
+   (``ordered_by_rules``), or, weaker, in one timeline (``ordered_in``).
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from planner.decisions import Decisions, GradientPath, Place
+from planner.graph import Unit
+from planner.lowering import slots
+from planner.lowering.gradients import NUM_GRADIENT_SLOTS
+from planner.schedule import Lane, Op, Schedule, Task
+from planner.timeline import Timeline
+
+Node = tuple[int, int]  # iteration, task
+Ordered = Callable[[Node, Node], bool]  # whether the first has ended before the second starts
+NUM_ITERATIONS = 3
+
+
+def ordered_by_rules(schedule: Schedule, num_iterations: int = NUM_ITERATIONS, *, fifo: bool = True) -> Ordered:
+    """Return what holds under any timing: the transitive closure of dependencies and (if ``fifo``) lanes."""
+    count = len(schedule.tasks)
+    before: list[int] = []  # bit sets
+    last_in_lane: dict[Lane, int] = {}
+    for iteration in range(num_iterations):
+        for task in schedule.tasks:
+            direct = [iteration * count + i for i in task.after]
+            if iteration:
+                direct += [(iteration - 1) * count + i for i in task.after_previous]
+            if fifo and task.lane in last_in_lane:
+                direct.append(last_in_lane[task.lane])
+            last_in_lane[task.lane] = len(before)
+            mine = 0
+            for node in direct:
+                mine |= before[node] | 1 << node
+            before.append(mine)
+    return lambda a, b: bool(before[b[0] * count + b[1]] >> (a[0] * count + a[1]) & 1)
+
+
+def ordered_in(timeline: Timeline) -> Ordered:
+    """Return what holds in one timeline."""
+    start_s, end_s = timeline.start_s.tolist(), timeline.end_s.tolist()
+    return lambda a, b: end_s[a[0]][a[1]] <= start_s[b[0]][b[1]]
+
+
+def violations(schedule: Schedule, units: tuple[Unit, ...], decisions: Decisions, ordered: Ordered) -> list[str]:
+    """Return what is wrong, one line each."""
+    return Walk(schedule, units, decisions, ordered).run()
+
+
+class Walk:
+    """Walks some iterations in issue order, knows what all memory holds, and who touched it last."""
+
+    def __init__(self, schedule: Schedule, units: tuple[Unit, ...], decisions: Decisions, ordered: Ordered) -> None:
+        self.schedule, self.decisions, self.ordered = schedule, decisions, ordered
+        self.units = {unit.name: unit for unit in units}
+        self.slot_of = slots(units, decisions).of_unit
+        self.gathers = decisions.data_parallel > 1 and decisions.zero_stage == 3
+        self.regathers = decisions.data_parallel > 1 and decisions.zero_stage in {1, 2}
+        self.contributors: dict[str, set[str]] = defaultdict(set)  # whose backward makes a part of a unit's gradient
+        for unit in units:
+            for name in (unit.name, *unit.shared_units):
+                if self.units[name].num_params:
+                    self.contributors[name].add(unit.name)
+        self.found: list[str] = []
+        self.memory: dict[Hashable, Any] = {}
+        self.writer: dict[Hashable, Node] = {}
+        self.readers: dict[Hashable, list[Node]] = defaultdict(list)
+        self.node: Node = (0, 0)
+        self.updated: Counter[tuple[int, str, int]] = Counter()
+        self.position: dict[tuple[str, int], int] = {}  # in the passes over a piece: 0 scales, 1 casts
+        self.flushes: dict[tuple[int, str, int], list[Node]] = defaultdict(list)  # of one backward, scatter included
+
+    def run(self) -> list[str]:
+        for iteration in range(NUM_ITERATIONS):
+            self.position = {}
+            for task in self.schedule.tasks:
+                self.node = (iteration, task.index)
+                getattr(self, f"_{task.op}")(task)
+        self._once()
+        self._ahead()
+        return self.found
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def read(self, place: Hashable, default: Any = None) -> Any:
+        """Return what some memory holds."""
+        if place in self.writer:
+            self._after(self.writer[place], place, "reads, but may not come after the write of")
+        self.readers[place].append(self.node)
+        return self.memory.get(place, default)
+
+    def write(self, place: Hashable, value: Any) -> None:
+        """Change what some memory holds."""
+        if place in self.writer:
+            self._after(self.writer[place], place, "overwrites, but may not come after the write of")
+        for reader in self.readers.pop(place, []):
+            self._after(reader, place, "overwrites, but may not come after the read of")
+        self.memory[place], self.writer[place] = value, self.node
+
+    def _after(self, other: Node, place: Hashable, what: str) -> None:
+        if other != self.node and not self.ordered(other, self.node):
+            self.found.append(f"race: {self._name(self.node)} {what} {self._name(other)}: {place}")
+
+    def expect(self, value: Any, wanted: Any, what: str) -> None:
+        if value != wanted:
+            self.found.append(f"value: {self._name(self.node)} finds {what} {value}, not {wanted}")
+
+    def _name(self, node: Node) -> str:
+        task = self.schedule.tasks[node[1]]
+        return f"{task.index} {task.name} ({task.lane}, iteration {node[0]})"
+
+    # -- who is where ---------------------------------------------------------------------------------------------
+
+    def places(self, unit: str) -> tuple[Place, ...]:
+        return self.decisions.units[unit].update
+
+    def host_pieces(self, unit: str) -> list[int]:
+        return [p for p, place in enumerate(self.places(unit)) if place is not Place.GPU]
+
+    def on_host(self, unit: str) -> bool:
+        return self.decisions.units[unit].params == "host"
+
+    # -- compute --------------------------------------------------------------------------------------------------
+
+    def _weights(self, task: Task) -> None:
+        """Every use finds the weights of this iteration, updated as often as iterations have passed."""
+        for name in (task.unit, *self.units[task.unit].shared_units):
+            if not self.units[name].num_params:
+                continue
+            if name in self.slot_of:
+                place: Hashable = ("slot", self.slot_of[name])
+            else:  # where they are regathered, the own shard is a part of the whole
+                self.expect(self._version(name, "device"), self.node[0], f"weights of {name} of version")
+                if not self.regathers:
+                    continue
+                place = ("whole", name)
+            wanted = (name, self.node[0]) if name in self.slot_of else self.node[0]
+            self.expect(self.read(place, 0), wanted, f"weights of {name} as")
+
+    def _forward(self, task: Task) -> None:
+        self._weights(task)
+        if self.decisions.units[task.unit].activations == "keep":
+            self.write(("activations", task.unit, task.micro_batch), self.node[0])
+        self.write(("hidden", task.micro_batch), task.unit)
+
+    def _recompute(self, task: Task) -> None:
+        self._weights(task)
+        self.write(("activations", task.unit, task.micro_batch), self.node[0])
+
+    def _backward(self, task: Task) -> None:
+        self._weights(task)
+        found = self.read(("activations", task.unit, task.micro_batch))
+        self.expect(found, self.node[0], "activations of iteration")
+        for name in (task.unit, *self.units[task.unit].shared_units):
+            if not self.units[name].num_params:
+                continue
+            place = ("gradient", name, self.node[0], task.micro_batch)
+            self.write(place, self.memory.get(place, frozenset()) | {task.unit})
+            if Place.GPU in self.places(name) and self.decisions.data_parallel == 1:  # what updates on the device read
+                self.write(("sum", name), None)
+        if self.units[task.unit].num_params:
+            self.flushes[self.node[0], task.unit, task.micro_batch] = []
+
+    # -- parameters -----------------------------------------------------------------------------------------------
+
+    def _fetch(self, task: Task) -> None:
+        version = self._version(task.unit, "host weights")
+        # A shard that is about to be gathered lands in its place in the slot.
+        self.write(("slot", self.slot_of[task.unit]), (task.unit, "shard", version) if self.gathers else (task.unit, version))
+        self.expect(task.slot, -1 if self.gathers else self.slot_of[task.unit], "its slot as")
+
+    def _gather(self, task: Task) -> None:
+        if not self.gathers:
+            self.write(("whole", task.unit), self._version(task.unit, "device"))
+            return
+        if self.on_host(task.unit):
+            name, kind, version = self.read(("slot", self.slot_of[task.unit]), ("", "", -1))
+            self.expect((name, kind), (task.unit, "shard"), "in the slot")
+        else:
+            version = self._version(task.unit, "device")
+        self.expect(task.slot, self.slot_of[task.unit], "its slot as")
+        self.write(("slot", task.slot), (task.unit, version))
+
+    def _version(self, unit: str, where: str) -> int:
+        """Return how often a unit's weights have been updated; all pieces equally often."""
+        versions = {self.read((where, unit, piece), 0) for piece in range(len(self.places(unit)))}
+        self.expect(len(versions), 1, f"{where} of several versions {versions}:")
+        return min(versions)
+
+    def _upload(self, task: Task) -> None:
+        self.write(("device", task.unit, task.piece), self.read(("host weights", task.unit, task.piece), 0))
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def _reduced(self, unit: str, micro_batch: int) -> frozenset[int]:
+        """Return the micro-batches whose complete gradient, of all ranks, this micro-batch made ready on the device."""
+        iteration = self.node[0]
+        if self.decisions.data_parallel > 1:
+            return self.read(("shard", unit, iteration, micro_batch), frozenset())
+        return self._complete(unit, micro_batch)
+
+    def _complete(self, unit: str, micro_batch: int) -> frozenset[int]:
+        found = self.read(("gradient", unit, self.node[0], micro_batch), frozenset())
+        self.expect(found, self.contributors[unit], f"the gradient of {unit} made of")
+        return frozenset({micro_batch})
+
+    def _scatter(self, task: Task) -> None:
+        """Reduce what has piled up since the last reduction."""
+        iteration, mine = self.node[0], frozenset[int]()
+        for micro_batch in range(task.micro_batch, -1, -1):
+            if ("shard", task.unit, iteration, micro_batch) in self.memory:
+                break
+            mine |= self._complete(task.unit, micro_batch)
+        self.write(("shard", task.unit, iteration, task.micro_batch), mine)
+        if Place.GPU in self.places(task.unit):
+            self.write(("sum", task.unit), None)
+        self.flushes[iteration, task.unit, task.micro_batch].append(self.node)
+
+    def _flush(self, task: Task) -> None:
+        key = (self.node[0], task.unit, task.micro_batch)
+        self.flushes[key].append(self.node)
+        twice = self.decisions.gradient_path is not GradientPath.ONCE
+        if twice and self.memory.get(("round trip", *key)) != "back":
+            self.write(("round trip", *key), self._reduced(task.unit, task.micro_batch) and "out")
+            return
+        if twice:
+            self.expect(self.read(("round trip", *key)), "back", "the gradient")
+        else:
+            self._reduced(task.unit, task.micro_batch)
+        new = self._reduced(task.unit, task.micro_batch)
+        for piece in self.host_pieces(task.unit):
+            place = ("host gradient", task.unit, piece)
+            old = self.read(place, frozenset()) if task.micro_batch else frozenset()
+            self.write(place, old | {(self.node[0], micro_batch) for micro_batch in new})
+
+    def _clip(self, task: Task) -> None:
+        """The norm is that of the summed gradient: on the device where it stays there, else read on the host."""
+        for name, unit in self.units.items():
+            if unit.num_params:
+                for piece, place in enumerate(self.places(name)):
+                    self._summed(name, piece, place)
+        self.write("clip", self.node[0])
+
+    def _summed(self, unit: str, piece: int, place: Place) -> None:
+        micro_batches = range(self.decisions.num_micro_batches)
+        if place is Place.GPU:
+            self.read(("sum", unit))
+            found = {m for micro_batch in micro_batches for m in self._present(unit, micro_batch)}
+            self.expect(found, set(micro_batches), "summed gradients of micro-batches")
+        else:
+            wanted = {(self.node[0], micro_batch) for micro_batch in micro_batches}
+            self.expect(self.read(("host gradient", unit, piece), frozenset()), wanted, "gradients (iteration, batch)")
+
+    def _present(self, unit: str, micro_batch: int) -> frozenset[int]:
+        """Return what :meth:`_reduced` does, where a reduction may wait for a later micro-batch."""
+        if self.decisions.data_parallel > 1 and ("shard", unit, self.node[0], micro_batch) not in self.memory:
+            return frozenset()
+        return self._reduced(unit, micro_batch)
+
+    # -- updates --------------------------------------------------------------------------------------------------
+
+    def _clipped(self) -> None:
+        if self.decisions.clip:
+            self.expect(self.read("clip"), self.node[0], "the clip factor of iteration")
+
+    def _pass(self, task: Task) -> None:
+        turn = self.position.get((task.unit, task.piece), 0)
+        self.position[task.unit, task.piece] = turn + 1
+        if turn == 0:  # scaling
+            self._clipped()
+            self._summed(task.unit, task.piece, Place.CPU)
+            self.write(("scaled", task.unit, task.piece), self.node[0])
+            place = ("host gradient", task.unit, task.piece)
+            self.write(place, self.memory.get(place))
+        else:
+            version = self.read(("host state", task.unit, task.piece), 0)
+            self.write(("host weights", task.unit, task.piece), version)
+
+    def _update(self, task: Task) -> None:
+        self.updated[self.node[0], task.unit, task.piece] += 1
+        place = self.places(task.unit)[task.piece]
+        self.expect(task.lane, Lane.CPU if place is Place.CPU else Lane.GPU_UPDATE, "its lane as")
+        fused = self.decisions.fused_update or place is not Place.CPU
+        if fused:
+            self._clipped()
+        else:
+            self.expect(self.read(("scaled", task.unit, task.piece)), self.node[0], "gradients scaled in iteration")
+        if place is Place.STREAM:
+            self._update_streamed(task)
+            return
+        self._summed(task.unit, task.piece, place)
+        state = ("host state" if place is Place.CPU else "device state", task.unit, task.piece)
+        self.expect(self.read(state, 0), self.node[0], "state of version")
+        self.write(state, self.node[0] + 1)
+        if place is Place.GPU:
+            self.write(("device", task.unit, task.piece), self.node[0] + 1)
+        elif fused:
+            self.write(("host weights", task.unit, task.piece), self.node[0] + 1)
+
+    def _load(self, task: Task) -> None:
+        if task.piece < 0:  # the gradient, on its way there and back again
+            place = ("round trip", self.node[0], task.unit, task.micro_batch)
+            self.expect(self.read(place), "out", "the gradient")
+            self.write(place, "back")
+            return
+        self._summed(task.unit, task.piece, Place.STREAM)
+        version = self.read(("host state", task.unit, task.piece), 0)
+        self.expect(task.slot in range(self.decisions.num_state_slots), True, "its state slot to exist:")
+        self.write(("state slot", task.slot), (task.unit, task.piece, version))
+        self.memory["loaded into", task.unit, task.piece] = task.slot
+
+    def _update_streamed(self, task: Task) -> None:
+        slot = ("state slot", self.memory.get(("loaded into", task.unit, task.piece)))
+        self.expect(self.read(slot), (task.unit, task.piece, self.node[0]), "in the state slot")
+        self.write(slot, (task.unit, task.piece, self.node[0] + 1))
+        if not self.on_host(task.unit):
+            self.write(("device", task.unit, task.piece), self.node[0] + 1)
+
+    def _store(self, task: Task) -> None:
+        slot = ("state slot", self.memory.get(("loaded into", task.unit, task.piece)))
+        self.expect(self.read(slot), (task.unit, task.piece, self.node[0] + 1), "in the state slot")
+        self.write(("host state", task.unit, task.piece), self.node[0] + 1)
+        if self.on_host(task.unit):
+            self.write(("host weights", task.unit, task.piece), self.node[0] + 1)
+
+    def _issue(self, task: Task) -> None:
+        """The host's time touches nothing."""
+
+    # -- the whole ------------------------------------------------------------------------------------------------
+
+    def _once(self) -> None:
+        for iteration in range(NUM_ITERATIONS):
+            for name in self.units:
+                for piece in range(len(self.places(name))):
+                    if (times := self.updated[iteration, name, piece]) != 1:
+                        self.found.append(f"update {name}#{piece}: {times} times in iteration {iteration}")
+
+    def _ahead(self) -> None:
+        """Backward runs a bounded number of units ahead of the gradients leaving the device."""
+        leaving = [(key, nodes[-1]) for key, nodes in self.flushes.items() if nodes]
+        backward = {(t.unit, t.micro_batch): t.index for t in self.schedule.tasks if t.op is Op.BACKWARD}
+        for i, ((iteration, unit, micro_batch), _) in enumerate(leaving):
+            start = (iteration, backward[unit, micro_batch])
+            waiting = [node for _, node in leaving[:i] if not self.ordered(node, start)]
+            if len(waiting) >= NUM_GRADIENT_SLOTS:
+                names = ", ".join(self._name(node) for node in waiting)
+                self.found.append(f"ahead: {self._name(start)} may start while gradients wait for {names}")

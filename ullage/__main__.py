@@ -1,0 +1,7 @@
+"""``python -m ullage``."""
+
+import sys
+
+from ullage.cli import main
+
+sys.exit(main())

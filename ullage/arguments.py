@@ -1,0 +1,51 @@
+"""Types of command-line arguments. Each refuses with the value, the rule and an example."""
+
+import argparse
+import math
+import re
+
+_UNITS = {"": 1, "b": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*(|b|[kmgt]i?b)", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that ``150MB``, ``1.5GiB`` or ``2e9`` mean (kB, MB, GB, TB are powers of 1000).
+
+    Raises:
+        argparse.ArgumentTypeError: it is no size, or less than one byte.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found:
+        mantissa, exponent, unit = found.groups()
+        factor = (_UNITS | _BINARY_UNITS)[unit.lower().removesuffix("b")]
+        num_bytes = float(mantissa + (exponent or "")) * factor
+        if math.isfinite(num_bytes) and num_bytes >= 1:
+            return round(num_bytes)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a size; give bytes with an optional unit: 150MB, 1.5GiB, 2e9")
+
+
+def positive_int(text: str) -> int:
+    """Return a whole number from 1 on.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not one.
+    """
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def positive_float(text: str) -> float:
+    """Return a finite number above 0.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not one.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value

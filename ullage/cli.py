@@ -1,0 +1,100 @@
+"""The command line: parses, calls one command, and turns what goes wrong into one line and an exit code."""
+
+import argparse
+import contextlib
+import importlib
+import importlib.metadata
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ullage.commands import SUMMARIES
+from ullage.installation import IntruderError, check_packages
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+# What only some commands need.
+_EXTRAS = {"torch", "transformers", "safetensors"}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
+
+
+def build_parser(command: str | None) -> argparse.ArgumentParser:
+    """Return the parser; only ``command`` is imported and has its options, the others only their summaries."""
+    parser = _Parser(
+        prog="ullage",
+        description="Plan, simulate and execute the training of models that are too big for the GPUs at hand.",
+        epilog=(
+            "exit codes: 0 fine, 1 a check failed, 2 bad input, 130 interrupted. ULLAGE_TRACEBACK=1 shows where an "
+            "error comes from."
+        ),
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"ullage {importlib.metadata.version('ullage')}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, summary in SUMMARIES.items():
+        if name == command:
+            importlib.import_module(f"ullage.commands.{name}").add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments after the program's name; by default those of the process.
+
+    Returns:
+        The exit code: 0 fine, 1 a check failed, 2 bad input, 130 interrupted, 141 nobody reads the output.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments[0] if arguments and arguments[0] in SUMMARIES else None
+    prog = f"ullage {command}" if command else "ullage"
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to fail
+    try:
+        check_packages()
+        args = build_parser(command).parse_args(arguments)
+        code: int = args.run(args)
+        sys.stdout.flush()
+    except SystemExit as exit_:  # argparse, after --help or an error that it has printed
+        return exit_.code if isinstance(exit_.code, int) else 0
+    except KeyboardInterrupt:
+        return _fail(prog, "interrupted; nothing was written", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit: let that go nowhere.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except (ValueError, OSError, IntruderError) as error:
+        return _bad_input(prog, error)
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        return _bad_input(prog, error)
+    return code
+
+
+def _bad_input(prog: str, error: Exception) -> int:
+    if os.environ.get("ULLAGE_TRACEBACK", "") not in {"", "0"}:
+        raise error
+    message = str(error)
+    if isinstance(error, OSError) and error.filename:
+        message = f"{error.filename}: {error.strerror}"
+    elif isinstance(error, ModuleNotFoundError) and "pip install" not in message:
+        message += "; pip install 'ullage[execute]'"
+    return _fail(prog, f"error: {message}", EXIT_BAD_INPUT)
+
+
+def _fail(prog: str, message: str, code: int) -> int:
+    sys.stderr.write(f"{prog}: {' '.join(message.split())}\n")
+    return code

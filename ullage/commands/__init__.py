@@ -1,0 +1,47 @@
+"""The subcommands, one a file. Each has ``add_parser(subparsers)`` and ``run(args) -> exit code``."""
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - it has no public name
+else:
+    Subparsers = object
+
+SUMMARIES = {
+    "calibrate": "measure what this machine can do",
+    "plan": "find the fastest way to train a model on some hardware",
+    "execute": "run a plan",
+    "simulate": "show one iteration of a plan in detail",
+    "compare": "compare a prediction with a run",
+    "validate": "predict published runs, and show the errors",
+    "models": "list the models that are known by name",
+    "hardware": "list hardware profiles, or show one",
+}
+"""The commands and what each does, in the order of the help text."""
+
+
+def command_parser(
+    subparsers: Subparsers, name: str, run: Callable[[argparse.Namespace], int], description: str, examples: str
+) -> argparse.ArgumentParser:
+    """Add the parser of a command.
+
+    Args:
+        subparsers: where to.
+        name: of the command, a key of :data:`SUMMARIES`.
+        run: what runs it.
+        description: what it does, for its help text.
+        examples: command lines, one a line.
+    """
+    lines = "\n".join(f"  {line.strip()}" for line in examples.strip().splitlines())
+    parser = subparsers.add_parser(
+        name,
+        help=SUMMARIES[name],
+        description=description,
+        epilog=f"examples:\n{lines}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    return parser

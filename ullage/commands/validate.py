@@ -1,0 +1,160 @@
+"""``ullage validate``: predict published runs, and show by how much that is wrong."""
+
+import argparse
+import dataclasses
+import fnmatch
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hwprofiles.registry import load_profile
+from planner.cases import Case, CaseError, Outcome, check_supported, load_cases, predict_case
+from ullage.arguments import positive_float
+from ullage.commands import Subparsers, command_parser
+from ullage.comparison import Row
+from ullage.console import console, table, write_json
+from ullage.formatting import percent, si, signed_percent
+
+PHASES = ("forward", "backward", "update", "iteration")
+MEMORY = "peak GPU"
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of this command."""
+    parser = command_parser(
+        subparsers,
+        "validate",
+        run,
+        "Predict runs that others have published, and show the errors: predicted over measured, so that +10 % means a\n"
+        "tenth too much. A case that cannot be predicted yet is an error, never left out silently.\n"
+        "The thresholds apply to the iteration times of all cases together; exit code 1 if one is exceeded.",
+        """
+        ullage validate cases.json
+        ullage validate cases.json --hardware h100x4-80g --max-mean-error 15
+        ullage validate nvme.json --case '*-cpu' --json
+        """,
+    )
+    parser.add_argument("files", type=Path, nargs="+", metavar="CASES", help="JSON files of cases")
+    parser.add_argument("--hardware", metavar="NAME", help="only the cases of this machine")
+    parser.add_argument("--case", metavar="PATTERN", help="only the cases whose id matches, as in '*-cpu'")
+    parser.add_argument("--max-mean-error", type=positive_float, metavar="PCT", help="fail if the mean exceeds this")
+    parser.add_argument("--max-error", type=positive_float, metavar="PCT", help="fail if any case exceeds this")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """A case with its prediction."""
+
+    file: Path
+    case: Case
+    outcome: Outcome
+
+    def rows(self) -> dict[str, Row]:
+        """Return what was measured beside what is predicted, by quantity."""
+        measured, outcome = self.case.measured, self.outcome
+        pairs = {
+            "forward": (outcome.forward_s, measured.forward_ms),
+            "backward": (outcome.backward_s, measured.backward_ms),
+            "update": (outcome.update_s, measured.update_ms),
+            "iteration": (outcome.iteration_s, measured.iteration_ms),
+        }
+        rows = {name: Row(name, s, ms / 1e3, "s") for name, (s, ms) in pairs.items() if ms is not None}
+        if measured.peak_gpu_allocated_gb is not None:
+            rows[MEMORY] = Row(MEMORY, outcome.peak_gpu_bytes, measured.peak_gpu_allocated_gb * 1e9, "B")
+        return rows
+
+    def error(self, quantity: str) -> float | None:
+        """Return the signed relative error of one quantity, if it was measured."""
+        row = self.rows().get(quantity)
+        return row.error if row else None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Predict all cases, print errors, apply thresholds."""
+    chosen = [
+        (path, case)
+        for path in args.files
+        for case in load_cases(path)
+        if args.hardware in {None, case.hardware} and fnmatch.fnmatchcase(case.id, args.case or "*")
+    ]
+    if not chosen:
+        raise CaseError("no case is left; choose another --hardware or --case")
+    for _, case in chosen:
+        check_supported(case)  # before any work
+    profiles = {name: load_profile(name) for name in {case.hardware for _, case in chosen}}
+    checked = [Checked(path, case, predict_case(case, profiles[case.hardware])) for path, case in chosen]
+    summaries = _summaries(checked)
+    failures = _failures(checked, args.max_mean_error, args.max_error)
+    if args.json:
+        write_json({"cases": [_case_json(item) for item in checked], "summaries": summaries, "failures": failures})
+    else:
+        _print(checked, summaries, failures)
+    return 1 if failures else 0
+
+
+def _summaries(checked: Sequence[Checked]) -> list[dict[str, Any]]:
+    """Return mean, median and worst absolute error of each quantity, by file, by machine, and of all together."""
+    groups = {f"file {path.name}": [c for c in checked if c.file == path] for path in {c.file: None for c in checked}}
+    for name in dict.fromkeys(c.case.hardware for c in checked):
+        groups[f"hardware {name}"] = [c for c in checked if c.case.hardware == name]
+    groups["all"] = list(checked)
+    return [
+        {"group": group, "quantity": quantity, "num_cases": len(errors), **_statistics(errors)}
+        for group, members in groups.items()
+        for quantity in (*PHASES, MEMORY)
+        if (errors := [error for item in members if (error := item.error(quantity)) is not None])
+    ]
+
+
+def _statistics(errors: Iterable[float]) -> dict[str, float]:
+    sizes = [abs(error) for error in errors]
+    return {"mean": statistics.mean(sizes), "median": statistics.median(sizes), "worst": max(sizes)}
+
+
+def _failures(checked: Sequence[Checked], max_mean_pct: float | None, max_pct: float | None) -> list[str]:
+    sizes = [(item.case.id, abs(item.error("iteration") or 0.0)) for item in checked]
+    mean = statistics.mean(size for _, size in sizes)
+    failures = []
+    if max_mean_pct is not None and 100 * mean > max_mean_pct:
+        failures.append(f"the mean error of iteration times is {percent(mean)}, more than {max_mean_pct:g} %")
+    if max_pct is not None:
+        failures += [f"{name} is {percent(s)} off, more than {max_pct:g} %" for name, s in sizes if 100 * s > max_pct]
+    return failures
+
+
+def _case_json(item: Checked) -> dict[str, Any]:
+    rows = item.rows().values()
+    return {
+        "id": item.case.id,
+        "file": str(item.file),
+        "hardware": item.case.hardware,
+        "converged": item.outcome.converged,
+        "warnings": item.outcome.warnings,
+        **{row.name: {"predicted": row.predicted, "measured": row.measured, "error": row.error} for row in rows},
+    }
+
+
+def _print(checked: Sequence[Checked], summaries: Sequence[dict[str, Any]], failures: Sequence[str]) -> None:
+    out = console()
+    quantities = [q for q in (*PHASES, MEMORY) if any(q in item.rows() for item in checked)]
+    for quantity in quantities:
+        cases = table(quantity, "case", "predicted", "measured", "error")
+        for item in checked:
+            if row := item.rows().get(quantity):
+                assert row.predicted is not None
+                assert row.measured is not None
+                error = "-" if row.error is None else signed_percent(row.error)
+                cases.add_row(item.case.id, si(row.predicted, row.unit), si(row.measured, row.unit), error)
+        out.print(cases)
+        out.print()
+    errors = table("absolute errors", "", "quantity", "cases", "mean", "median", "worst", num_text=2)
+    for row_ in summaries:
+        sizes = (percent(row_[name]) for name in ("mean", "median", "worst"))
+        errors.add_row(row_["group"], row_["quantity"], str(row_["num_cases"]), *sizes)
+    out.print(errors)
+    for warning in dict.fromkeys(text for item in checked for text in item.outcome.warnings):
+        out.print(f"warning: {warning}", markup=False)
+    for failure in failures:
+        out.print(f"failed: {failure}", markup=False)

@@ -1,0 +1,49 @@
+"""Where output goes: tables through rich, JSON as it is."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+_PIPED_WIDTH = 120
+
+
+class _PipeConsole(Console):
+    def on_broken_pipe(self) -> NoReturn:
+        raise BrokenPipeError  # main() knows what to do
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console on stdout or stderr; without a terminal lines have 120 columns and no colour."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPED_WIDTH
+    return _PipeConsole(stderr=stderr, width=width, highlight=False)
+
+
+def table(title: str, *columns: str, num_text: int = 1) -> Table:
+    """Return a plain table; the first ``num_text`` columns are text, the others numbers."""
+    result = Table(
+        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
+    for position, column in enumerate(columns):
+        result.add_column(column, justify="left" if position < num_text else "right", header_style="dim")
+    return result
+
+
+def facts(rows: Mapping[str, str]) -> Table:
+    """Return names beside values."""
+    result = Table.grid(padding=(0, 2, 0, 0))
+    result.add_column(style="bold", no_wrap=True)
+    result.add_column()
+    for name, value in rows.items():
+        result.add_row(name, value)
+    return result
+
+
+def write_json(data: Any) -> None:
+    """Write JSON to stdout."""
+    sys.stdout.write(json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n")

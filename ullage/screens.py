@@ -1,0 +1,112 @@
+"""What `ullage plan` prints: one screen."""
+
+from pathlib import Path
+
+from rich.table import Table
+
+from planner.models.config import ModelConfig
+from planner.models.parameters import num_parameters
+from planner.plan import EngineRow, Plan
+from planner.planning import describe
+from planner.prediction import TierMemory
+from planner.schedule import MemoryClass, Tier
+from ullage.console import console, facts, table
+from ullage.formatting import binds, percent, si
+from ullage.provenance import origin_shares
+
+
+def plan_screen(plan: Plan, path: Path, *, default_hardware: bool) -> None:
+    """Print a plan.
+
+    Args:
+        plan: what to print.
+        path: where it was written.
+        default_hardware: whether the user left the choice of hardware to us.
+    """
+    out = console()
+    out.print(facts(_summary(plan, default_hardware=default_hardware)))
+    out.print()
+    out.print(memory_table(plan.prediction.memory))
+    out.print()
+    out.print(_engine_table(plan))
+    for warning in plan.prediction.warnings:
+        out.print(f"warning: {warning}", markup=False)
+    if not plan.prediction.converged:
+        out.print("warning: the simulated iteration does not repeat itself exactly; times are of one of several")
+    out.print(f"plan written to {path}", markup=False)
+
+
+def model_line(model: ModelConfig) -> str:
+    """Return a model's sizes and number of parameters."""
+    experts = f", {model.experts_per_token} of {model.num_experts} experts" if model.num_experts else ""
+    return (
+        f"{model.name}: {model.family}, {model.num_layers} layers, hidden {model.hidden_size}, "
+        f"MLP {model.expert_ffn_hidden_size or model.ffn_hidden_size}{experts}, {model.num_attention_heads} heads, "
+        f"{model.num_key_value_heads} key/value heads, vocabulary {model.vocab_size}; "
+        f"{num_parameters(model):,} parameters"
+    )
+
+
+def memory_table(memory: dict[Tier, TierMemory]) -> Table:
+    """Return peak memory per tier by class, against capacity."""
+    names = {Tier.GPU: "one device", Tier.HOST: "one host"}
+    result = table("peak memory", "", *(names[tier] for tier in memory))
+    for memory_class in MemoryClass:
+        held = [use.by_class.get(memory_class, 0) for use in memory.values()]
+        if any(held):
+            result.add_row(memory_class.value, *(si(n, "B") if n else "" for n in held))
+    result.add_row("all", *(si(use.peak_bytes, "B") for use in memory.values()), style="bold")
+    result.add_row("capacity", *(si(use.capacity_bytes, "B") for use in memory.values()))
+    result.add_row("used", *(percent(use.peak_bytes / use.capacity_bytes) for use in memory.values()))
+    return result
+
+
+def mfu(plan: Plan) -> float:
+    """Return model FLOP/s over the best rate that the profile has for one matrix product."""
+    best = plan.hardware.device.gemm[plan.decisions.precision.weights].best_rate_per_s()
+    return plan.prediction.model_flop_per_s / best
+
+
+def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
+    decided, seen, hardware = plan.decisions, plan.prediction, plan.hardware
+    tokens = decided.data_parallel * decided.num_micro_batches * decided.micro_batch * plan.seq_len
+    origins = ", ".join(f"{100 * share:.0f} % {origin}" for origin, share in origin_shares(hardware).items())
+    chosen = " (the default; choose another with --hardware)" if default_hardware else ""
+    accumulated = f" x {decided.num_micro_batches} micro-batches" if decided.num_micro_batches > 1 else ""
+    return {
+        "model": model_line(plan.model),
+        "hardware": f"{hardware.name}{chosen}: {hardware.description}. Its quantities are {origins}",
+        "batch": f"{plan.seq_len} tokens x {decided.micro_batch} sequences{accumulated} x {decided.data_parallel} "
+        f"device(s) = {tokens:,} tokens, {decided.precision.weights}, {'clipped' if decided.clip else 'not clipped'}",
+        "fits": _fits(seen.memory),
+        "iteration": f"{si(seen.iteration_s, 's')} = forward {si(seen.forward_s, 's')} + backward "
+        f"{si(seen.backward_s, 's')} + update {si(seen.update_s, 's')} (what overlaps costs nothing there)",
+        "speed": f"{seen.tokens_per_s:,.0f} tokens/s; {si(seen.model_flop_per_s, 'FLOP/s')} of the model per device, "
+        f"{percent(mfu(plan))} of the best GEMM rate",
+        "binds": binds(seen.critical_s, seen.iteration_s),
+        "placement": describe(decided),
+    }
+
+
+def _fits(memory: dict[Tier, TierMemory]) -> str:
+    if short := [f"{si(use.missing_bytes, 'B')} of {tier} memory" for tier, use in memory.items() if use.missing_bytes]:
+        return "no, it lacks " + " and ".join(short)
+    return "yes"
+
+
+def _engine_table(plan: Plan) -> Table:
+    ours_s = plan.prediction.iteration_s
+    result = table(
+        f"engines ({plan.num_simulations} schedules simulated)", "engine", "time", "ratio", "fits", "setting"
+    )
+    result.columns[4].justify = "left"
+    result.columns[3].justify = "left"
+    result.add_row("ullage", si(ours_s, "s"), "1.00", "yes", describe(plan.decisions), style="bold")
+    for row in plan.engines:
+        ratio = f"{row.iteration_s / ours_s:.2f}" if row.iteration_s else "-"
+        result.add_row(row.name, si(row.iteration_s, "s") if row.iteration_s else "-", ratio, _lacks(row), row.setting)
+    return result
+
+
+def _lacks(row: EngineRow) -> str:
+    return "yes" if row.fits else ", ".join(f"lacks {si(n, 'B')} {tier}" for tier, n in row.missing_bytes.items())
