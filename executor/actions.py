@@ -182,10 +182,10 @@ class Actions:
         for parameter, run in self._single_runs(unit, piece, iteration):
             master, exp_avg, exp_avg_sq = (t[run.start - piece.start : run.stop - piece.start] for t in state)
             gradient = unit.device_gradients.pop((parameter.name, piece.index))
-            cut = (master, exp_avg, exp_avg_sq, gradient)
+            cut = [master, exp_avg, exp_avg_sq, gradient]
             if weights.dtype is not torch.float32:
-                cut += (weights[run.start - piece.start : run.stop - piece.start],)
-            self._backend.update(cut, run.update.params, run.step, run.update.scale)
+                cut.append(weights[run.start - piece.start : run.stop - piece.start])
+            self._backend.update(tuple(cut), run.update.params, run.step, run.update.scale)
             self._backend.used(gradient)
         for parameter in unit.parameters:  # gradients that the user dropped
             unit.device_gradients.pop((parameter.name, piece.index), None)

@@ -139,7 +139,7 @@ def _after(unit: str, marks: Marks) -> Callable[[nn.Module, Any, Any], None]:
             return
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(arrive)
+                leaf.register_hook(arrive)  # type: ignore[no-untyped-call]
 
     return hook
 
@@ -175,7 +175,7 @@ def _recompute(module: nn.Module, last_unit: str, marks: Marks) -> Callable[[], 
         _drop_caches(bound.arguments)
         return checkpoint(run, *bound.args, use_reentrant=False, **bound.kwargs)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
     def undo() -> None:
         del module.forward

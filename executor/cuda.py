@@ -6,7 +6,7 @@ import mmap
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, Self
 
 import torch
 
@@ -28,7 +28,7 @@ class _Event:
         try:
             self.event = pool.pop()
         except IndexError:
-            self.event = torch.cuda.Event(enable_timing=True)
+            self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.event.record()
 
     def __del__(self) -> None:
@@ -55,7 +55,8 @@ class CudaBackend:
         if lane in _HOST_LANES:
             yield
             return
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
             yield
 
     def mark(self, lane: Lane) -> Moment:
@@ -74,7 +75,7 @@ class CudaBackend:
         """Return the time of a moment, on the host's clock."""
         if isinstance(moment, _Event):
             moment.event.synchronize()
-            return self._zero_s + self._zero.event.elapsed_time(moment.event) / 1e3
+            return self._zero_s + float(self._zero.event.elapsed_time(moment.event)) / 1e3
         assert isinstance(moment, float)
         return moment
 
@@ -84,7 +85,7 @@ class CudaBackend:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device if on_device else "cpu")
         pages = mmap.mmap(-1, num_bytes)
         block = torch.frombuffer(pages, dtype=torch.uint8)
-        cudart = torch.cuda.cudart()
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = cudart.cudaHostRegister(block.data_ptr(), num_bytes, 0)
         if int(code) != 0:
             raise MemoryError(f"cudaHostRegister of {num_bytes:,} B failed with {code}; raise the limit (ulimit -l)")
@@ -109,7 +110,7 @@ class CudaBackend:
     def update(self, state: tuple[torch.Tensor, ...], params: AdamWParams, step: int, scale: float) -> None:
         """Take one step with torch's fused kernel, chunk by chunk."""
         steps = torch.full((), float(step), device=self.device)
-        for chunk in zip(*(tensor.split(_CHUNK_PARAMS) for tensor in state), strict=True):
+        for chunk in zip(*(torch.split(tensor, _CHUNK_PARAMS) for tensor in state), strict=True):
             master, exp_avg, exp_avg_sq, gradient, *weights = chunk
             torch._fused_adamw_(
                 [master],
@@ -135,13 +136,14 @@ class CudaBackend:
 
     def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of squares, on the device; the norm itself is added up in float32."""
-        return torch.linalg.vector_norm(tensor, dtype=torch.float32).double().square()
+        norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32)
+        return norm.double().square()
 
 
 class _CudaMeter:
     """The peak of allocated device memory above what was allocated when it was entered."""
 
-    def __enter__(self) -> "_CudaMeter":
+    def __enter__(self) -> Self:
         torch.cuda.reset_peak_memory_stats()
         self._base_bytes = torch.cuda.memory_allocated()
         return self

@@ -47,11 +47,11 @@ class OffloadedGradient(torch.Tensor):
         self.name_of_parameter = name
         self.owner = owner
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"OffloadedGradient({self.name_of_parameter}, {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Answer what clipping by norm asks.

@@ -11,7 +11,7 @@ from executor.gradients import OffloadedGradient
 
 
 @final
-class MemoryMeter(TorchDispatchMode):
+class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Measures the most bytes that tensors made inside it hold at one time: activations, gradients and temporaries.
 
     It sees the thread that enters it, forward and backward, where the device is the host itself. What was there
@@ -23,7 +23,7 @@ class MemoryMeter(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.held_bytes = 0
         self.peak_bytes = 0
         self._known: set[int] = set()

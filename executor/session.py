@@ -338,7 +338,8 @@ class Session:
             parameter.parameter.grad = None
             if parameter.parameter.requires_grad:
                 hook = self._collector(unit, parameter)
-                yield parameter.parameter.register_post_accumulate_grad_hook(hook).remove
+                handle = parameter.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                yield handle.remove
 
     def _collector(self, unit: UnitState, parameter: ParameterState) -> Callable[[torch.Tensor], None]:
         def collect(leaf: torch.Tensor) -> None:
@@ -381,7 +382,7 @@ class Session:
         return self._names[id(parameter)]
 
     def parameter_states(self) -> dict[str, tuple[UnitState, ParameterState]]:
-        """Return every parameter's state and its unit's, at rest; for checkpoints. Raises as :meth:`full_parameters`."""
+        """Return every parameter's state and its unit's, at rest. Raises as :meth:`full_parameters`."""
         self._make_current()
         return self._parameters
 
@@ -424,9 +425,10 @@ class Session:
         def refuse(*_args: object) -> None:
             raise ValueError("weights cannot be loaded into a prepared model; load them before prepare()")
 
-        yield self._model.register_load_state_dict_pre_hook(refuse).remove
+        handle = self._model.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+        yield handle.remove
         for module in parameter_modules(self._model, parameters):
-            yield module.register_state_dict_post_hook(after).remove
+            yield module.register_state_dict_post_hook(after).remove  # type: ignore[no-untyped-call]
 
     def _move_buffers(self) -> None:
         for module in self._model.modules():

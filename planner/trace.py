@@ -6,6 +6,7 @@ and names (``M``); times are microseconds.
 
 import gzip
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -102,7 +103,7 @@ def _memory(process: int, timeline: Timeline, zero_s: float) -> Iterator[Event]:
         carried = 1 if buffer.last < buffer.first else 0
         for iteration in range(timeline.num_iterations):
             start_s = float(starts_s[iteration, buffer.first])
-            if start_s == start_s:  # not NaN: it ran
+            if not math.isnan(start_s):  # it ran
                 tier[_ns(start_s)][buffer.memory_class] += buffer.num_bytes
                 later = iteration + carried
                 end_s = float(ends_s[later, buffer.last]) if later < timeline.num_iterations else start_s

@@ -81,7 +81,8 @@ def compare(
         steady: which of its iterations to read.
         measured: of the same schedule.
         iterations: which of its iterations to read; each quantity is their median.
-        predicted_memory, measured_memory: peak bytes by tier.
+        predicted_memory: peak bytes by tier.
+        measured_memory: the same, measured.
 
     Raises:
         ValueError: ``iterations`` is empty or names an iteration that was not measured.

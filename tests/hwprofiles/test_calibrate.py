@@ -294,6 +294,10 @@ def test_capacity_explains_slow_downs(capacity: float, demands: list[float]) -> 
         assert max(demand / found, 1.0) == pytest.approx(slow_down, rel=0.06)
 
 
+def test_capacity_follows_most_groups() -> None:
+    assert fit_capacity([100.0, 100.0, 100.0], [2.0, 2.0, 1.0]) == pytest.approx(50.0)
+
+
 def test_groups_run_at_the_same_time() -> None:
     """Of three units of time, two need the lock: alone a repetition takes three, two together need four each."""
     lock = threading.Lock()

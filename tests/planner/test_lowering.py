@@ -63,6 +63,8 @@ BROKEN = {
     "zero-3, fetched": decide(DENSE, Place.CPU, data_parallel=2, zero_stage=3, params="host"),
     "no clip": decide(DENSE, Place.CPU, clip=False, update_start="backward", update_order="backward"),
 }
+# An engine's slowness, not its safety: the thread that updates waits for its own unpinned copy.
+NOT_FOR_SAFETY = {("after", Op.PASS, Op.UPLOAD)}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -75,7 +77,7 @@ def test_no_dependency_can_be_left_out(name: str) -> None:
         kinds = {(t.op, schedule.tasks[i].op) for t in schedule.tasks for i in getattr(t, field)}
         for later, earlier in sorted(kinds):
             broken = _without(schedule, field, later, earlier)
-            if _orders(broken) != _orders(schedule):
+            if (field, later, earlier) not in NOT_FOR_SAFETY and _orders(broken) != _orders(schedule):
                 assert violations(broken, DENSE, decisions, ordered_by_rules(broken)), (field, later, earlier)
 
 

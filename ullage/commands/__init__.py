@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - it has no public name
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 else:
     Subparsers = object
 

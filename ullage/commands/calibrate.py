@@ -100,7 +100,7 @@ def _print(profile: HardwareProfile, report: Any, path: Path) -> None:
     rows = table("measured", "quantity", "value")
     for name, item in quantities(profile).items():
         unit, value = unit_and_value(item)
-        rows.add_row(name, si(value, unit) if unit else f"{value:g}")
+        rows.add_row(name, si(value, unit) if unit else f"{value:.3g}")
     out.print(rows)
     out.print()
     pairs = table("at the same time", "what", "slow-down", "as the profile implies")

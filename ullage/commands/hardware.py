@@ -76,7 +76,7 @@ def _show(profile: HardwareProfile, *, as_json: bool) -> None:
     rows.columns[2].justify = rows.columns[3].justify = "left"
     for path, item in quantities(profile).items():
         unit, value = unit_and_value(item)
-        shown = f"{'up to ' if isinstance(item, Curve) else ''}{si(value, unit) if unit else f'{value:g}'}"
+        shown = f"{'up to ' if isinstance(item, Curve) else ''}{si(value, unit) if unit else f'{value:.3g}'}"
         rows.add_row(path, shown, item.provenance.origin, item.provenance.source)
     out.print(rows)
 

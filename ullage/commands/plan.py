@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         precision=Precision(weights=args.precision),
         clip=not args.no_clip,
     )
-    with _progress() as progress:
+    with _progress() as progress, _rare_garbage_collection():
         plan = make_plan(request, args.budget, progress)
     text = plan.to_json()
     if args.json:
@@ -102,6 +103,17 @@ def with_device_memory(profile: HardwareProfile, num_bytes: int) -> HardwareProf
     memory = Quantity(value=num_bytes, unit="bytes", provenance=provenance)
     device = profile.device.model_copy(update={"memory_bytes": memory})
     return profile.model_copy(update={"device": device})
+
+
+@contextlib.contextmanager
+def _rare_garbage_collection() -> Iterator[None]:
+    """Look for reference cycles less often: a search makes millions of objects and no cycles; saves a fifth of it."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @contextlib.contextmanager

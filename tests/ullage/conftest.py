@@ -1,0 +1,66 @@
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from planner.plan import Plan, load_plan
+from ullage.cli import main
+
+TINY = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+}
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+@pytest.fixture(scope="session")
+def plan_args(tiny_model: Path) -> list[str]:
+    model = ["--model", str(tiny_model), "--seq-len", "128", "--hardware", "rtx-4090"]
+    return ["plan", *model, "--device-memory", "4MB", "--budget", "20"]
+
+
+@pytest.fixture(scope="session")
+def plan_path(plan_args: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    assert main([*plan_args, "--output", str(path), "--json"]) == 0
+    return path
+
+
+@pytest.fixture(scope="session")
+def plan(plan_path: Path) -> Plan:
+    return load_plan(plan_path)
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    """Run the program as a process of its own, in an empty folder."""
+
+    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "ullage", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "ULLAGE_HOME": str(tmp_path), **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run

@@ -1,0 +1,253 @@
+import argparse
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import ullage
+from hwprofiles.registry import canonical_json, load_profile
+from ullage.cli import build_parser, main
+from ullage.commands import SUMMARIES
+
+FLAGS = {
+    "calibrate": {"--quick", "--name", "--output", "--device-memory", "--json"},
+    "plan": {
+        "--model",
+        "--gpus",
+        "--hardware",
+        "--seq-len",
+        "--micro-batch",
+        "--accumulate",
+        "--precision",
+        "--no-clip",
+        "--device-memory",
+        "--budget",
+        "--output",
+        "--json",
+    },
+    "execute": {"plan", "--iterations", "--text", "--seed", "--lr", "--output-dir", "--json", "--device"},
+    "simulate": {"plan", "--engine", "--iterations", "--trace", "--text", "--json"},
+    "compare": {"run_file", "--trace", "--json"},
+    "validate": {"files", "--hardware", "--case", "--max-mean-error", "--max-error", "--json"},
+    "models": {"name", "--json"},
+    "hardware": {"action", "name", "--json"},
+}
+
+
+def subparser(command: str) -> argparse.ArgumentParser:
+    actions = build_parser(command)._actions
+    choices = next(action.choices for action in actions if isinstance(action, argparse._SubParsersAction))
+    return choices[command]
+
+
+def test_flags_are_exactly_these():
+    found = {}
+    for command in SUMMARIES:
+        actions = [a for a in subparser(command)._actions if a.dest != "help"]
+        found[command] = {(a.option_strings or [a.dest])[0] for a in actions}
+    assert found == FLAGS
+
+
+@pytest.mark.parametrize("command", SUMMARIES)
+def test_help_describes_and_gives_examples(command, capsys):
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    description = shown.partition("options:")[0]
+    assert len(description.partition("\n\n")[2]) > 60
+    examples = [line.split() for line in shown.partition("examples:")[2].splitlines() if line]
+    assert len(examples) >= 2
+    assert all(words[:2] == ["ullage", command] for words in examples)
+
+
+def test_examples_in_help_parse(capsys):
+    for command in SUMMARIES:
+        main([command, "--help"])
+        for line in capsys.readouterr().out.partition("examples:")[2].strip().splitlines():
+            words = line.partition("|")[0].replace("'", "").split()
+            assert build_parser(command).parse_args(words[1:]).run
+
+
+def test_help_and_version(cli):
+    shown = cli("--help")
+    assert shown.returncode == 0
+    assert all(f"    {command}" in shown.stdout for command in SUMMARIES)
+    assert cli("--version").stdout.startswith("ullage 0.")
+
+
+def test_public_surface():
+    names = ["Plan", "Request", "load_plan", "load_profile", "plan", "prepare", "resolve_model", "simulate"]
+    assert ullage.__all__ == names
+    for name in names:
+        assert callable(getattr(ullage, name))
+    assert set(names) <= set(dir(ullage))
+    with pytest.raises(AttributeError, match="no attribute 'plam'"):
+        _ = ullage.plam
+
+
+def without_cli(arguments: list[str], *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *options, *arguments], capture_output=True, text=True, check=True)
+
+
+def test_plan_never_imports_torch(plan_args, tmp_path):
+    result = without_cli(["-m", "ullage", *plan_args, "--output", str(tmp_path / "plan.json")], "-X", "importtime")
+    modules = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert {"planner.planning", "numba"} <= modules
+    assert not {name for name in modules if name.partition(".")[0] in {"torch", "transformers"}}
+
+
+def test_planner_and_hwprofiles_never_import_torch():
+    code = """
+import importlib, pathlib, sys, planner, hwprofiles
+for package in (planner, hwprofiles):
+    home = pathlib.Path(package.__file__).parent
+    for path in home.rglob("*.py"):
+        if "calibrate" not in path.parts:
+            importlib.import_module(".".join(path.relative_to(home.parent).with_suffix("").parts))
+print("torch" in sys.modules, "planner.costs" in sys.modules)
+"""
+    assert without_cli(["-c", code]).stdout.split() == ["False", "True"]
+
+
+def test_import_is_lazy():
+    assert without_cli(["-c", "import sys, ullage; print('numpy' in sys.modules)"]).stdout.strip() == "False"
+
+
+def edited(path: Path, tmp_path: Path, **changes: object) -> str:
+    copy = tmp_path / "edited.json"
+    copy.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return str(copy)
+
+
+def crippled_profile(tmp_path: Path, dtype: str, part: str) -> str:
+    data = json.loads(canonical_json(load_profile("rtx-4090")))
+    del data["device"][part][dtype]
+    path = tmp_path / "crippled.json"
+    path.write_text(json.dumps(data))
+    return str(path)
+
+
+BAD_INPUT = {
+    "unknown model, nearest named": (["plan", "--model", "opt-13c"], ["opt-13b"]),
+    "config is not JSON": (["plan", "--model", "{tmp}/broken.json"], ["broken.json", "not JSON"]),
+    "config lacks a size": (["plan", "--model", "{tmp}/empty.json"], ["empty.json"]),
+    "unknown hardware, nearest named": (["plan", "--model", "gpt2", "--hardware", "a100-8"], ["a100-80"]),
+    "no local profile": (["plan", "--model", "gpt2", "--hardware", "local"], ["ullage calibrate"]),
+    "profile without network": (["plan", "--model", "gpt2", "--hardware", "h100x4-80g", "--gpus", "8"], ["inter_node"]),
+    "profile without fp32": (["plan", "--model", "gpt2", "--hardware", "{gemm}", "--precision", "fp32"], ["fp32"]),
+    "cannot fit": (["plan", "--model", "opt-175b", "--hardware", "rtx-3090"], ["does not fit", "lacks", "--gpus"]),
+    "no output folder": (["plan", "--model", "gpt2", "--output", "{tmp}/no/plan.json"], ["no such folder"]),
+    "size": (["plan", "--model", "gpt2", "--device-memory", "12 apples"], ["150MB"]),
+    "zero devices": (["plan", "--model", "gpt2", "--gpus", "0"], ["--gpus", "from 1 on"]),
+    "sequence too long": (["plan", "--model", "gpt2", "--seq-len", "4096"], ["1024"]),
+    "no model": (["plan"], ["--model"]),
+    "abbreviated flag": (["plan", "--mod", "gpt2"], ["--model"]),
+    "no plan": (["simulate", "{tmp}/none.json"], ["none.json", "ullage plan"]),
+    "plan of another schema": (["simulate", "{schema}"], ["schema_version 99", "again"]),
+    "plan changed by hand": (["execute", "{changed}"], ["changed after it was written", "again"]),
+    "unknown engine": (["simulate", "{plan}", "--engine", "warp"], ["'warp'", "twin-flow"]),
+    "bad fraction": (["simulate", "{plan}", "--engine", "twin-flow", "2"], ["between 0 and 1"]),
+    "bad stride": (["simulate", "{plan}", "--engine", "interleaved", "0.5"], ["whole number"]),
+    "no such setting": (["simulate", "{plan}", "--engine", "gpu-only", "3"], ["no setting"]),
+    "too many settings": (["simulate", "{plan}", "--engine", "twin-flow", "1", "2"], ["at most one"]),
+    "one iteration": (["simulate", "{plan}", "--iterations", "1"], ["at least 2"]),
+    "trace into nowhere": (["simulate", "{plan}", "--trace", "{tmp}/no/t.json"], ["no/", "No such file"]),
+    "no run": (["compare", "{tmp}/none.json"], ["none.json", "ullage execute"]),
+    "plan instead of run": (["compare", "{plan}"], ["not a run file"]),
+    "no cases": (["validate", "{tmp}/none.json"], ["none.json", "No such file"]),
+    "model not known": (["models", "opt-13c"], ["opt-13b"]),
+    "hardware without name": (["hardware", "show"], ["needs one name"]),
+    "unknown command": (["plam"], ["plam"]),
+    "no command": ([], ["COMMAND"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_clear_line(case, plan_path, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ULLAGE_HOME", str(tmp_path))
+    arguments, wanted = BAD_INPUT[case]
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "empty.json").write_text('{"model_type": "llama"}')
+    places = {
+        "tmp": str(tmp_path),
+        "plan": str(plan_path),
+        "gemm": crippled_profile(tmp_path, "fp32", "gemm"),
+        "schema": edited(plan_path, tmp_path, schema_version=99) if "{schema}" in arguments else "",
+        "changed": edited(plan_path, tmp_path, seq_len=64) if "{changed}" in arguments else "",
+    }
+    before = sorted(tmp_path.iterdir())
+    assert main([argument.format(**places) for argument in arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert shown.err.startswith(" ".join(["ullage", *[a for a in arguments[:1] if a in SUMMARIES]]) + ": error: ")
+    for text in wanted:
+        assert text in shown.err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_bad_input_of_a_process_has_no_traceback(cli, tmp_path):
+    result = cli("plan", "--model", "opt-13c")
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert not list(tmp_path.iterdir())
+    assert "Traceback" in cli("plan", "--model", "opt-13c", ULLAGE_TRACEBACK="1").stderr
+
+
+def test_our_own_bugs_are_not_bad_input(monkeypatch):
+    def broken(_args: argparse.Namespace) -> int:
+        raise AssertionError
+
+    monkeypatch.setattr(importlib.import_module("ullage.commands.models"), "run", broken)
+    with pytest.raises(AssertionError):
+        main(["models"])
+
+
+@pytest.mark.parametrize("intruder", ["executor", "planner"])
+def test_intruder_is_named(intruder, cli, tmp_path):
+    (tmp_path / intruder).mkdir()
+    (tmp_path / intruder / "__init__.py").write_text("")
+    result = cli("models")  # runs in that folder, so that it comes first
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert f"package '{intruder}' is a stranger" in result.stderr
+    assert str(tmp_path / intruder) in result.stderr
+    assert f"pip uninstall {intruder}" in result.stderr
+
+
+def test_namespace_intruder_is_harmless(cli, tmp_path):
+    (tmp_path / "executor").mkdir()  # no __init__.py: a folder that happens to be called so; ours is found after it
+    assert cli("models").returncode == 0
+
+
+def test_broken_pipe_is_quiet():
+    for arguments in (["hardware", "show", "h100"], ["hardware", "show", "h100", "--json"]):
+        with subprocess.Popen(
+            [sys.executable, "-m", "ullage", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
+            process.stdout.close()
+            error = process.stderr.read()
+        assert (process.returncode, error) == (141, b"")
+
+
+def test_ctrl_c_in_calibration_leaves_nothing(tmp_path):
+    environment = {**os.environ, "HOME": str(tmp_path), "ULLAGE_HOME": str(tmp_path / "profiles")}
+    with subprocess.Popen(
+        [sys.executable, "-m", "ullage", "calibrate"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob(".cache/ullage-*")) and time.monotonic() < deadline:  # it measures the disk
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert error == "ullage calibrate: interrupted; nothing was written\n"
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not list(tmp_path.glob(".cache/ullage-*"))

@@ -1,0 +1,232 @@
+"""Training as planned: ``prepare`` for a loop of your own, ``execute`` for the whole job."""
+
+import contextlib
+import math
+import os
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from executor.memory import DeviceMemoryError
+from executor.prepare import OffloadedAdamW, prepare_session
+from executor.session import Session, SessionOptions
+from hwprofiles.allocator import keep_freed_memory
+from planner.models import to_hf_config_dict
+from planner.plan import Plan, PlanError
+from planner.schedule import Tier
+from planner.trace import chrome_trace, write_trace
+from ullage.comparison import Comparison, compare, render_comparison
+from ullage.console import console, write_json
+from ullage.options import ExecuteOptions
+from ullage.runs import RunRecord, rows, save_run
+from ullage.simulation import simulate
+from ullage.text import TokenStream, read_text
+
+# What warms up (first touches, compiled kernels) is not measured, nor is the iteration whose memory is metered.
+_METERED = 1
+_FIRST_STEADY = 3
+MIN_ITERATIONS = _FIRST_STEADY + 3
+_MAX_GRADIENT_NORM = 1.0
+_WARMUP_ITERATIONS = 5
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> tuple[nn.Module, OffloadedAdamW]:
+    """Put a model and its AdamW under a plan; keep your own training loop, with the returned optimizer.
+
+    Args:
+        model: an unmodified module whose parameters are those the plan was made for (a ``transformers`` model of the
+            planned configuration, say), in the planned type.
+        optimizer: a ``torch.optim.AdamW`` over its parameters; LR schedulers may be built on it or on the result.
+        plan: made for the machine this runs on.
+
+    Returns:
+        The model and the optimizer to use from now on; ``optimizer.session`` executes the plan.
+
+    Raises:
+        ValueError: the plan cannot be executed here, or the model is not the planned one.
+        DeviceMemoryError: less memory is free than planned.
+    """
+    return prepare_session(model, optimizer, plan.units(), plan.decisions, _session_options(plan))
+
+
+def execute(plan: Plan, options: ExecuteOptions) -> RunRecord:
+    """Train a plan's model on text, measure every task, and compare with the prediction.
+
+    Writes ``run.json`` (with the plan) and ``trace.json.gz`` (both timelines) into the output folder, each whole or not
+    at all, when training has ended.
+
+    Raises:
+        PlanError: the plan was made for another kind of machine.
+        ValueError: too few iterations, or too little text.
+        OSError: the text cannot be read or the results cannot be written.
+        DeviceMemoryError: training takes more of a tier than it has.
+    """
+    if options.num_iterations < MIN_ITERATIONS:
+        raise ValueError(f"{options.num_iterations} iterations are too few to measure; run at least {MIN_ITERATIONS}")
+    _check_machine(plan, options)
+    stream = TokenStream(read_text(options.text), plan.seq_len, options.seed)
+    options.output_dir.mkdir(parents=True, exist_ok=True)  # before training: a bad path must not cost a run
+    model, optimizer, scheduler = _make(plan, options)
+    with optimizer.session as session:
+        losses = list(_train(plan, options, stream, model, optimizer, scheduler))
+        record = _record(plan, session, losses, stream)
+    simulation = simulate(plan)
+    comparison = compare(
+        simulation.timeline,
+        simulation.steady,
+        record.timeline,
+        record.steady_iterations,
+        {tier: use.peak_bytes for tier, use in plan.prediction.memory.items()},
+        record.memory,
+    )
+    trace = options.output_dir / "trace.json.gz"
+    save_run(record, options.output_dir / "run.json")
+    write_trace(trace, chrome_trace({"predicted": simulation.timeline, "measured": record.timeline}))
+    _report(options, record, comparison)
+    return record
+
+
+def _check_machine(plan: Plan, options: ExecuteOptions) -> None:
+    kind = plan.hardware.device.kind
+    wanted = {"auto": kind, "host": "host", "cuda": "gpu"}[options.device]
+    if wanted != kind:
+        raise PlanError(
+            f"the plan was made for a {kind} device ({plan.hardware.name}), but --device asks for {options.device}; "
+            "plan for that machine: `ullage calibrate`, then `ullage plan --hardware local`"
+        )
+    if kind == "gpu" and not torch.cuda.is_available():
+        raise PlanError(
+            f"the plan was made for {plan.hardware.name}, but this machine has no GPU that PyTorch can use; "
+            "run `ullage calibrate` here and plan with --hardware local"
+        )
+    if kind == "host" and (cores := len(os.sched_getaffinity(0))) < plan.hardware.device.num_cores:
+        raise PlanError(
+            f"the plan computes on {plan.hardware.device.num_cores} cores, but this process may use {cores}; "
+            "run `ullage calibrate` here and plan with --hardware local"
+        )
+
+
+def _session_options(plan: Plan) -> SessionOptions:
+    hardware = plan.hardware
+    return SessionOptions(
+        device="cuda" if hardware.device.kind == "gpu" else "cpu",
+        num_threads=hardware.host.num_optimizer_cores,
+        gpu_capacity_bytes=int(hardware.device.memory_bytes.value),
+        host_capacity_bytes=int(hardware.host.memory_bytes.value),
+        record=True,
+    )
+
+
+def _make(plan: Plan, options: ExecuteOptions) -> tuple[nn.Module, OffloadedAdamW, torch.optim.lr_scheduler.LambdaLR]:
+    """Make the planned model with random weights, its optimizer, and a cosine schedule with warm-up."""
+    if plan.hardware.device.kind == "host":
+        torch.set_num_threads(plan.hardware.device.num_cores)
+        keep_freed_memory()
+    torch.manual_seed(options.seed)
+    config = AutoConfig.for_model(**to_hf_config_dict(plan.model))
+    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, dtype=_DTYPES[plan.decisions.precision.weights]
+    )
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def factor(iteration: int) -> float:
+        warm_up = min((iteration + 1) / _WARMUP_ITERATIONS, 1.0)
+        return warm_up * 0.5 * (1 + math.cos(math.pi * iteration / options.num_iterations))
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return *prepare(model, optimizer, plan), scheduler
+
+
+def _train(
+    plan: Plan,
+    options: ExecuteOptions,
+    stream: TokenStream,
+    model: nn.Module,
+    optimizer: OffloadedAdamW,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+) -> Iterator[float]:
+    """Train, and yield the loss of every iteration."""
+    decisions = plan.decisions
+    device = next(model.parameters()).device
+    with _progress(options.num_iterations) as tell:
+        for iteration in range(options.num_iterations):
+            metered = optimizer.session.metered() if iteration == _METERED else contextlib.nullcontext()
+            total = torch.zeros((), device=device)
+            with metered:
+                for _ in range(decisions.num_micro_batches):
+                    tokens = stream.next(decisions.micro_batch).to(device)
+                    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss / decisions.num_micro_batches
+                    loss.backward()
+                    total += loss.detach()
+                if decisions.clip:
+                    optimizer.clip_grad_norm_(_MAX_GRADIENT_NORM)
+                optimizer.step()
+            scheduler.step()
+            if iteration == _METERED:
+                _check_memory(plan, optimizer.session)
+            loss_value = float(total)
+            tell(iteration, loss_value)
+            yield loss_value
+
+
+def _check_memory(plan: Plan, session: Session) -> None:
+    """Keep to the device's capacity where nothing else does: the arena is part of ordinary memory."""
+    use = session.memory()[Tier.GPU]
+    capacity = int(plan.hardware.device.memory_bytes.value)
+    if plan.hardware.device.kind == "host" and use.peak_bytes > capacity:
+        planned = plan.prediction.memory[Tier.GPU]
+        held = "; ".join(f"{c} {n / 1e6:.1f} MB" for c, n in sorted(use.static_bytes.items()))
+        raise DeviceMemoryError(
+            f"the device holds {use.peak_bytes / 1e6:.1f} MB at its peak ({held}; what comes and goes "
+            f"{(use.dynamic_peak_bytes or 0) / 1e6:.1f} MB), but has {capacity / 1e6:.1f} MB; predicted were "
+            f"{planned.peak_bytes / 1e6:.1f} MB. Plan with a --device-memory that is smaller by the difference"
+        )
+
+
+@contextlib.contextmanager
+def _progress(num_iterations: int) -> Iterator[Any]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console(stderr=True)) as bar:
+        task = bar.add_task("", total=num_iterations)
+        yield lambda iteration, loss: bar.update(task, completed=iteration + 1, description=f"loss {loss:.3f}")
+
+
+def _record(plan: Plan, session: Session, losses: list[float], stream: TokenStream) -> RunRecord:
+    timeline = session.timeline()
+    return RunRecord(
+        plan=plan,
+        machine=f"{platform.node() or 'this machine'}, torch {torch.__version__}",
+        losses=tuple(losses),
+        start_s=rows(timeline.start_s),
+        end_s=rows(timeline.end_s),
+        steady_iterations=tuple(range(_FIRST_STEADY, timeline.num_iterations - 1)),
+        memory={tier: use.peak_bytes for tier, use in session.memory().items()},
+        data_position=stream.position,
+    )
+
+
+def _report(options: ExecuteOptions, record: RunRecord, comparison: Comparison) -> None:
+    losses = record.losses
+    if options.json:
+        write_json({"losses": list(losses), "output_dir": str(options.output_dir), **comparison.to_json()})
+        return
+    out = console()
+    plan = record.plan
+    tokens = plan.decisions.num_micro_batches * plan.decisions.micro_batch * plan.seq_len
+    iteration = next(row for row in comparison.phases if row.name == "iteration")
+    out.print(f"{plan.model.name}: {len(losses)} iterations, loss {losses[0]:.3f} -> {losses[-1]:.3f}", markup=False)
+    if iteration.measured:
+        out.print(f"{tokens / iteration.measured:,.0f} tokens/s on {record.machine}", markup=False)
+    out.print()
+    out.print(render_comparison(comparison))
+    out.print()
+    out.print(f"run written to {options.output_dir / 'run.json'}", markup=False)
+    out.print(f"trace written to {options.output_dir / 'trace.json.gz'} (open it in ui.perfetto.dev)", markup=False)
