@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from executor.session import SessionOptions
 from planner.decisions import Decisions, Place, Precision, UnitDecision
 from planner.graph import Batch, build_graph, units
 from planner.models import from_hf_config
+from planner.schedule import Lane
 
 NUM_TOKENS, SEQ_LEN, MICRO_BATCH = 64, 8, 2
 
@@ -190,13 +192,27 @@ def prepare(task: Task, decisions: Decisions, **options):
     return prepare_session(model, optimizer, model_units(task.family), decisions, options)
 
 
-def planned(task: Task, decisions: Decisions, **hooks):
-    """Return what training under decisions gives, as :func:`reference`."""
+def planned(task: Task, decisions: Decisions, delays: int | None = None, **hooks):
+    """Return what training under decisions gives, as :func:`reference`; ``delays`` seeds pauses before tasks."""
     model, optimizer = prepare(task, decisions)
     with optimizer.session:
+        if delays is not None:
+            delay(optimizer.session, delays)
         seen = train(task, model, optimizer, **hooks)
         final = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
     return seen, final
+
+
+def delay(session, seed: int) -> None:
+    """Make lanes slow, each lane and task differently, so that an order that no dependency forces does not come by."""
+    machine, rng = session._machine, np.random.default_rng(seed)
+    perform, slow = machine._perform, {lane: rng.choice([0, 0, 1e-3, 4e-3]) for lane in Lane}
+
+    def late(task, iteration):
+        time.sleep(slow[task.lane] * rng.random())
+        perform(task, iteration)
+
+    machine._perform = late
 
 
 def assert_same(got, expected):

@@ -1,0 +1,192 @@
+"""What goes wrong is said at once, with a remedy, and leaves no thread."""
+
+import threading
+
+import pytest
+import torch
+from training import Task, batches, decide, groups, make_model, model_units, prepare, train, uniform
+
+from executor.binding import BindingError
+from executor.gradients import GradientError
+from executor.machine import LaneError
+from executor.memory import DeviceMemoryError
+from executor.prepare import prepare_session
+from executor.session import SessionOptions
+from planner.loop import OutOfOrderError
+from planner.schedule import Op
+
+TASK = Task("gpt2", torch.bfloat16, iterations=2)
+KEEP = uniform("host", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    yield
+    assert not [t for t in threading.enumerate() if t.name.startswith("lane ")]
+
+
+@pytest.fixture
+def started():
+    model, optimizer = prepare(TASK, decide(TASK, KEEP))
+    with optimizer.session:
+        yield model, optimizer, batches(TASK)[0, 0]
+
+
+def loss_of(model, tokens):
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def test_a_forward_without_its_backward(started):
+    model, _, tokens = started
+    loss_of(model, tokens)
+    with pytest.raises(OutOfOrderError, match=r"reached forward embed.*torch\.no_grad"):
+        loss_of(model, tokens)
+
+
+def test_a_backward_without_its_step(started):
+    model, _, tokens = started
+    loss_of(model, tokens).backward()
+    with pytest.raises(OutOfOrderError, match=r"optimizer\.step\(\)"):
+        loss_of(model, tokens)
+
+
+@pytest.mark.parametrize("backwards", [0, 1])
+def test_a_step_before_all_micro_batches(backwards):
+    task = Task("gpt2", num_micro_batches=2)
+    model, optimizer = prepare(task, decide(task, KEEP))
+    with optimizer.session:
+        for _ in range(backwards):
+            loss_of(model, batches(task)[0, 0]).backward()
+        with pytest.raises(OutOfOrderError, match="2 forward and backward"):
+            optimizer.step()
+
+
+def test_evaluation_in_the_middle_of_an_iteration(started):
+    model, optimizer, tokens = started
+    loss_of(model, tokens).backward()
+    with torch.no_grad(), pytest.raises(OutOfOrderError, match=r"after optimizer\.step"):
+        model(input_ids=tokens)
+    with pytest.raises(OutOfOrderError):
+        model.state_dict()
+    optimizer.step()
+    with torch.no_grad():
+        model(input_ids=tokens)
+
+
+def test_training_in_evaluation_mode(started):
+    model, _, tokens = started
+    model.eval()
+    with pytest.raises(OutOfOrderError, match=r"model\.train\(\)"):
+        loss_of(model, tokens).backward()
+
+
+def test_clipping_under_a_plan_without(started):
+    del started
+    model, optimizer = prepare(TASK, decide(TASK, KEEP, clip=False, update_start="backward"))
+    with optimizer.session:
+        loss_of(model, batches(TASK)[0, 0]).backward()
+        with pytest.raises(GradientError, match="clip=True"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        model.zero_grad()
+        with pytest.raises(GradientError, match="after step"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("op", [Op.FETCH, Op.FLUSH, Op.UPDATE, Op.LOAD, Op.STORE, Op.UPLOAD])
+def test_a_failing_task_reaches_the_training_loop(op):
+    place = "stream" if op in {Op.LOAD, Op.STORE} else "cpu"
+    params = "host" if op is Op.FETCH else "gpu"
+    model, optimizer = prepare(TASK, decide(TASK, uniform(params, place)))
+    machine = optimizer.session._machine
+    perform = machine._perform
+
+    def failing(task, iteration):
+        if task.op is op:
+            raise FloatingPointError("a broken cable")
+        perform(task, iteration)
+
+    machine._perform = failing
+    with optimizer.session, pytest.raises(LaneError, match=rf"lane .* {op} .*a broken cable"):
+        train(TASK, model, optimizer)
+        optimizer.session.synchronize()
+
+
+def test_the_device_is_too_small():
+    decisions = decide(TASK, uniform("gpu", "gpu"))
+    with pytest.raises(DeviceMemoryError) as caught:
+        prepare(TASK, decisions, gpu_capacity_bytes=200_000)
+    message = str(caught.value)
+    assert "200,000 B capacity" in message
+    assert "parameters" in message
+    assert "optimizer" in message
+    assert "Plan for" in message
+    with pytest.raises(DeviceMemoryError, match="host"):
+        prepare(TASK, decide(TASK, KEEP), host_capacity_bytes=10)
+
+
+def test_a_plan_for_several_devices():
+    with pytest.raises(ValueError, match="data_parallel is 2"):
+        prepare(TASK, decide(TASK, KEEP).model_copy(update={"data_parallel": 2}))
+
+
+def test_a_plan_that_models_another_engine():
+    with pytest.raises(ValueError, match="fused_update"):
+        prepare(TASK, decide(TASK, KEEP, fused_update=False))
+
+
+def test_another_model():
+    decisions = decide(TASK, KEEP)
+
+    def attempt(model):
+        optimizer = torch.optim.AdamW(groups(model))
+        prepare_session(model, optimizer, model_units("gpt2"), decisions, SessionOptions(num_threads=1))
+
+    model = make_model(Task("llama"))
+    with pytest.raises(BindingError, match="the model has not"):
+        attempt(model)
+    model = make_model(TASK)
+    model.transformer.h[0].mlp.c_fc.weight = torch.nn.Parameter(torch.zeros(32, 64, dtype=torch.bfloat16))
+    with pytest.raises(BindingError, match="has shape"):
+        attempt(model)
+    model = make_model(TASK)
+    model.extra = torch.nn.Linear(2, 2)
+    with pytest.raises(BindingError, match=r"extra\.weight"):
+        attempt(model)
+    model = make_model(TASK)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    with pytest.raises(BindingError, match="lm_head"):
+        attempt(model)
+
+
+def test_another_optimizer():
+    model = make_model(TASK)
+    decisions = decide(TASK, KEEP)
+    with pytest.raises(ValueError, match="SGD"):
+        prepare_session(model, torch.optim.SGD(model.parameters()), model_units("gpt2"), decisions)
+    with pytest.raises(ValueError, match="amsgrad"):
+        optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+        prepare_session(model, optimizer, model_units("gpt2"), decisions)
+    with pytest.raises(ValueError, match="the model has not"):
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+        prepare_session(model, optimizer, model_units("gpt2"), decisions)
+
+
+def test_what_a_plan_cannot_do(started):
+    model, optimizer, _ = started
+    with pytest.raises(ValueError, match="closure"):
+        optimizer.step(lambda: 0.0)
+    with pytest.raises(ValueError, match="before prepare"):
+        optimizer.add_param_group({"params": []})
+    with pytest.raises(ValueError, match="before prepare"):
+        model.load_state_dict(model.state_dict())
+    state = optimizer.state_dict()
+    state["param_groups"] = state["param_groups"][:1]
+    with pytest.raises(ValueError, match="groups of"):
+        optimizer.load_state_dict(state)
+
+
+def test_an_error_in_the_users_own_code_closes_cleanly():
+    model, optimizer = prepare(TASK, decide(TASK, KEEP))
+    with pytest.raises(ZeroDivisionError), optimizer.session:
+        loss_of(model, batches(TASK)[0, 0])
+        raise ZeroDivisionError

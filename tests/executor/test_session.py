@@ -1,0 +1,372 @@
+"""The session around training: evaluation, checkpoints, clipping, odd models, times and memory."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from training import (
+    MICRO_BATCH,
+    SEQ_LEN,
+    ReferenceAdamW,
+    Task,
+    assert_same,
+    batches,
+    decide,
+    groups,
+    make_model,
+    model_units,
+    planned,
+    prepare,
+    reference,
+    train,
+    uniform,
+)
+
+from executor.gradients import GradientError
+from executor.meter import MemoryMeter
+from executor.prepare import prepare_session
+from executor.session import SessionOptions
+from planner.decisions import Place
+from planner.schedule import Lane, Op, Tier
+from planner.timeline import memory_use
+
+TASK = Task("llama", torch.bfloat16, iterations=3)
+
+
+def some_of_each(unit, count):
+    turn = sum(unit.name.encode())
+    params = ["gpu", "host"][turn % 2]
+    places = [Place.CPU, Place.STREAM, Place.GPU] if params == "gpu" else [Place.CPU, Place.STREAM]
+    return params, "keep", [places[(turn + i) % len(places)] for i in range(count)]
+
+
+def one_iteration(model, optimizer, tokens):
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("choose", [some_of_each, uniform("host", "cpu"), uniform("gpu", "cpu")])
+@pytest.mark.parametrize("mode", ["no_grad", "eval"])
+def test_evaluation_between_steps_sees_the_latest_weights_and_changes_nothing(choose, mode):
+    tokens = batches(TASK)[0, 0]
+    model, optimizer = prepare(TASK, decide(TASK, choose, num_param_slots=1))
+    plain = make_model(TASK)
+
+    def evaluate(_iteration=None):
+        plain.load_state_dict({n: w.clone() for n, w in model.state_dict().items()})
+        plain.eval()
+        model.eval()
+        with torch.set_grad_enabled(mode == "eval"):
+            assert torch.equal(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
+            assert torch.equal(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
+        model.train()
+
+    with optimizer.session:
+        evaluate()
+        seen = []
+        for step_tokens in batches(TASK)[:, 0]:
+            loss = model(input_ids=step_tokens, labels=step_tokens).loss
+            loss.backward()
+            seen += [loss.item(), float(optimizer.clip_grad_norm_(0.5))]
+            optimizer.step()
+            evaluate()
+        constant = Task("llama", torch.bfloat16, iterations=3, schedule=False)
+        assert_same((seen, optimizer.session.full_parameters()), reference(constant))
+
+
+@pytest.mark.parametrize("choose", [some_of_each, uniform("host", "stream")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_training_goes_on_from_saved_states_as_if_it_had_not_stopped(choose, dtype):
+    task = Task("gpt2", dtype, iterations=3, schedule=False)
+    model, optimizer = prepare(task, decide(task, choose))
+    saved = {}
+
+    def save(iteration):
+        if iteration == 1:
+            saved["grad"] = True
+
+    with optimizer.session:
+        train(task, model, optimizer, before_step=save)
+        weights = {n: w.clone() for n, w in model.state_dict().items()}
+        state = optimizer.state_dict()
+        train(task, model, optimizer)
+        final = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
+
+    fresh = make_model(task)
+    fresh.load_state_dict(weights)
+    stocked = torch.optim.AdamW(groups(fresh), lr=1.0)
+    other = decide(task, uniform("host", "cpu"), subgroup_params=977)  # another plan, on purpose
+    _, resumed = prepare_session(fresh, stocked, model_units("gpt2"), other, SessionOptions(num_threads=1))
+    with resumed.session:
+        resumed.load_state_dict(state)
+        train(task, fresh, resumed)
+        for name, weight in resumed.session.full_parameters().items():
+            assert torch.equal(weight, final[name]), name
+
+
+def test_the_state_has_the_format_of_torchs_adamw():
+    task = Task("gpt2", torch.float32, iterations=2)
+    model, optimizer = prepare(task, decide(task, some_of_each))
+    with optimizer.session:
+        train(task, model, optimizer)
+        state = optimizer.state_dict()
+        weights = {n: w.clone() for n, w in model.state_dict().items()}
+    plain = make_model(task)
+    plain.load_state_dict(weights)
+    theirs = torch.optim.AdamW(groups(plain), lr=1.0)
+    theirs.load_state_dict(state)
+    assert theirs.param_groups[1]["lr"] == state["param_groups"][1]["lr"]
+    assert all(float(entry["step"]) == 2 for entry in theirs.state.values())
+    assert len(theirs.state) == len(list(plain.parameters()))
+
+
+def test_state_of_the_given_optimizer_is_taken_over():
+    task = Task("gpt2", torch.float32, iterations=3, schedule=False, max_norm=None)
+    model = make_model(task)
+    optimizer = torch.optim.AdamW(groups(model), lr=5e-3, betas=(0.9, 0.95))
+    train(task, model, optimizer)
+    moments = {id(p): s["exp_avg"].clone() for p, s in optimizer.state.items()}
+    decisions = decide(task, some_of_each)
+    model, optimizer = prepare_session(model, optimizer, model_units("gpt2"), decisions, SessionOptions(num_threads=1))
+    with optimizer.session:
+        state = optimizer.state_dict()["state"]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, parameter in enumerate(parameters):
+            assert state[number]["step"] == 3
+            assert torch.equal(state[number]["exp_avg"], moments[id(parameter)])
+
+
+@pytest.mark.parametrize("place", ["gpu", "stream", "cpu"])
+def test_frozen_and_unused_parameters_stay_as_they_are(place):
+    task = Task("gpt2", torch.bfloat16, iterations=3)
+    frozen = ("transformer.wte", "transformer.wpe", "transformer.h.0.", "transformer.h.1.mlp.c_fc.bias")
+
+    def freeze(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))
+        return model
+
+    plain = freeze(make_model(task))
+    optimizer = ReferenceAdamW(torch.optim.AdamW(groups(plain), lr=5e-3, betas=(0.9, 0.95)), plain)
+    expected = train(task, plain, optimizer), dict(plain.named_parameters())
+    model = freeze(make_model(task))
+    optimizer = torch.optim.AdamW(groups(model), lr=5e-3, betas=(0.9, 0.95))
+    for activations in ("keep", "recompute"):
+        model = freeze(make_model(task))
+        optimizer = torch.optim.AdamW(groups(model), lr=5e-3, betas=(0.9, 0.95))
+        decisions = decide(task, uniform("gpu", place, activations))
+        _, ours = prepare_session(model, optimizer, model_units("gpt2"), decisions, SessionOptions(num_threads=1))
+        with ours.session:
+            assert_same((train(task, model, ours), ours.session.full_parameters()), expected)
+
+
+def test_a_dropped_gradient_means_no_update():
+    task = Task("gpt2", torch.bfloat16, iterations=2, max_norm=None, schedule=False)
+
+    def drop(model):
+        def before_step(iteration):
+            if iteration == 0:
+                model.transformer.h[0].mlp.c_fc.weight.grad = None
+
+        return before_step
+
+    plain = make_model(task)
+    optimizer = ReferenceAdamW(torch.optim.AdamW(groups(plain), lr=5e-3, betas=(0.9, 0.95)), plain)
+    expected = train(task, plain, optimizer, before_step=drop(plain)), dict(plain.named_parameters())
+    for choose in (some_of_each, uniform("gpu", "gpu")):
+        model, optimizer = prepare(task, decide(task, choose))
+        with optimizer.session:
+            seen = train(task, model, optimizer, before_step=drop(model))
+            assert_same((seen, optimizer.session.full_parameters()), expected)
+
+
+def test_a_scheduler_built_on_the_users_optimizer_works_too():
+    task = Task("gpt2", torch.bfloat16, iterations=3)
+    model = make_model(task)
+    users = torch.optim.AdamW(groups(model), lr=5e-3, betas=(0.9, 0.95))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(users, task.iterations)
+    decisions = decide(task, some_of_each)
+    _, optimizer = prepare_session(model, users, model_units("gpt2"), decisions, SessionOptions(num_threads=1))
+    seen = []
+    torch.manual_seed(11)
+    with optimizer.session, pytest.warns(UserWarning, match="lr_scheduler.step"):
+        for tokens in batches(task)[:, 0]:
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            seen += [loss.item(), float(optimizer.clip_grad_norm_(0.5))]
+            optimizer.step()
+            scheduler.step()
+        assert_same((seen, optimizer.session.full_parameters()), reference(task))
+
+
+def test_a_gradient_that_has_left_says_what_it_can_do():
+    model, optimizer = prepare(TASK, decide(TASK, some_of_each))
+    tokens = batches(TASK)[0, 0]
+    with optimizer.session:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        weight = next(iter(model.parameters()))
+        assert weight.grad.shape == weight.shape
+        assert float(weight.grad.norm()) > 0
+        for operation in (weight.grad.sum, weight.grad.zero_, lambda: weight.grad.norm(1), lambda: weight.grad + 1):
+            with pytest.raises(GradientError, match="clip_grad_norm_"):
+                operation()
+        optimizer.step()
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_step_returns_while_updates_go_on_and_the_next_use_waits_for_them():
+    model, optimizer = prepare(TASK, decide(TASK, uniform("gpu", "cpu")))
+    tokens = batches(TASK)[0, 0]
+    with optimizer.session as session:
+        one_iteration(model, optimizer, tokens)
+        session.synchronize()
+        perform = session._machine._perform
+
+        def slow(task, iteration):
+            time.sleep(0.05 if task.op is Op.UPDATE and task.unit == "head" else 0)
+            perform(task, iteration)
+
+        session._machine._perform = slow
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        begin_s = time.perf_counter()
+        optimizer.step()
+        assert time.perf_counter() - begin_s < 0.05
+        with torch.no_grad():
+            model(input_ids=tokens)
+        assert time.perf_counter() - begin_s > 0.05
+
+
+def test_what_was_recorded_is_the_schedule():
+    decisions = decide(TASK, some_of_each, num_param_slots=1)
+    model, optimizer = prepare(TASK, decisions)
+    with optimizer.session as session:
+        one_iteration(model, optimizer, batches(TASK)[0, 0])
+        session.record = True
+        for tokens in batches(TASK)[:, 0]:
+            one_iteration(model, optimizer, tokens)
+        timeline = session.timeline()
+        assert session.iteration == 4
+    assert timeline.num_iterations == 3
+    schedule = timeline.schedule
+    assert {task.lane for task in schedule.tasks} >= {Lane.H2D, Lane.D2H, Lane.CPU, Lane.STATE_IN, Lane.GPU_UPDATE}
+    for iteration in range(3):
+        spans = {span.task: span for span in timeline.of_iteration(iteration)}
+        assert len(spans) == len(schedule.tasks)
+        for task in schedule.tasks:
+            assert all(spans[i].end_s <= spans[task.index].start_s for i in task.after)
+    phases = timeline.phases(1)
+    assert phases.forward_s > 0
+    assert phases.backward_s > 0
+    assert phases.iteration_s == pytest.approx(timeline.period_s(1))
+
+
+@pytest.mark.parametrize("choose", [some_of_each, uniform("gpu", "gpu"), uniform("host", "cpu"), uniform("gpu", "cpu")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_memory_taken_once_is_what_the_schedule_says(choose, dtype):
+    task = Task("llama", dtype)
+    _, optimizer = prepare(task, decide(task, choose))
+    with optimizer.session as session:
+        for tier in Tier:
+            stated = {}
+            for buffer in session.schedule.buffers:
+                if buffer.tier is tier and buffer.first is None and buffer.memory_class != "workspace":
+                    stated[buffer.memory_class] = stated.get(buffer.memory_class, 0) + buffer.num_bytes
+            taken = {c: n for c, n in session.memory()[tier].static_bytes.items() if n}
+            assert taken == stated, tier
+
+
+def test_gradients_and_activations_are_metered():
+    task = Task("llama", torch.float32, max_norm=None)
+    peaks = {}
+    for activations in ("keep", "recompute"):
+        model, optimizer = prepare(task, decide(task, uniform("host", "cpu", activations)))
+        with optimizer.session as session:
+            assert session.memory()[Tier.GPU].dynamic_peak_bytes is None
+            with session.metered():
+                one_iteration(model, optimizer, batches(task)[0, 0])
+            peaks[activations] = session.memory()[Tier.GPU].dynamic_peak_bytes
+            assert session.memory()[Tier.GPU].peak_bytes > peaks[activations]
+    assert peaks["keep"] > peaks["recompute"] > MICRO_BATCH * SEQ_LEN * 32 * 4
+
+
+def test_the_meter_counts_exactly():
+    x = torch.ones(1000)
+    with MemoryMeter() as meter:
+        y = x * 2  # 4000 B
+        z = y.view(10, 100)  # a view: nothing
+        w = torch.cat([y, y])  # 8000 B
+        assert meter.held_bytes == meter.peak_bytes == 12000
+        del y
+        assert meter.held_bytes == 12000, "the view keeps it"
+        del z
+        assert meter.held_bytes == 8000
+        w.add_(1)
+        assert meter.held_bytes == 8000
+    assert meter.peak_bytes == 12000
+
+
+def test_a_closed_session_leaves_an_ordinary_model():
+    task = Task("gpt2", torch.float32, iterations=2)
+    model, optimizer = prepare(task, decide(task, uniform("host", "cpu", "recompute"), num_param_slots=1))
+    with optimizer.session:
+        seen = train(task, model, optimizer)
+    assert_same((seen, dict(model.named_parameters())), reference(task))
+    tokens = batches(task)[0, 0]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(type(p.grad) is torch.Tensor for p in model.parameters())
+
+
+def test_a_float32_model_trains_in_bf16_with_its_own_values_as_master_copy():
+    task = Task("gpt2", torch.bfloat16, iterations=1)
+    model = make_model(Task("gpt2", torch.float32))
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(groups(model), lr=1e-3)
+    decisions = decide(task, some_of_each)
+    _, ours = prepare_session(model, optimizer, model_units("gpt2"), decisions, SessionOptions(num_threads=1))
+    with ours.session as session:
+        for name, (unit, entry) in session.parameter_states().items():
+            assert entry.parameter.dtype is torch.bfloat16
+            assert torch.equal(unit.weight_of(entry), before[name].bfloat16())
+            for part in entry.parts:
+                held = unit.master(part.piece)[part.start - part.piece.start : part.stop - part.piece.start]
+                flat = before[name].reshape(-1)[part.start - entry.start : part.stop - entry.start]
+                assert torch.equal(held, flat)
+        one_iteration(model, ours, batches(task)[0, 0])
+
+
+def test_recomputation_leaves_caches_out():
+    task = Task("llama", torch.float32, iterations=2)
+    model, optimizer = prepare(task, decide(task, uniform("host", "cpu", "recompute")))
+    model.config.use_cache = True
+    with optimizer.session:
+        assert_same((train(task, model, optimizer), optimizer.session.full_parameters()), reference(task))
+
+
+def test_clipping_is_free_where_the_norm_is_small():
+    task = Task("gpt2", torch.bfloat16, iterations=2, max_norm=1e9)
+    unclipped = Task("gpt2", torch.bfloat16, iterations=2, max_norm=None)
+    got = planned(task, decide(task, some_of_each))
+    for name, weight in reference(unclipped)[1].items():
+        assert torch.equal(got[1][name], weight)
+
+
+def test_memory_use_of_a_measured_iteration_can_be_read():
+    model, optimizer = prepare(TASK, decide(TASK, some_of_each), record=True)
+    with optimizer.session as session:
+        for tokens in batches(TASK)[:, 0]:
+            one_iteration(model, optimizer, tokens)
+        use = memory_use(session.timeline(), 1)
+    assert use[Tier.GPU].peak_bytes > 0
+
+
+def test_modules_without_units_of_their_own_are_left_alone():
+    model, optimizer = prepare(TASK, decide(TASK, some_of_each))
+    with optimizer.session:
+        hooked = [m for m in model.modules() if m._forward_pre_hooks]
+        assert all(any(True for _ in m.parameters(recurse=False)) for m in hooked)
+        assert not any(isinstance(m, nn.SiLU) for m in hooked)
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())

@@ -1,0 +1,213 @@
+"""Prices: calculated by hand on round numbers, monotone in sizes, and never more than a machine has."""
+
+import pytest
+from cases import MODELS, Case, cases, small_units
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from machines import machine
+
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.registry import list_profiles, load_profile
+from planner.costs import CostModel, Price, Resource, total_flop
+from planner.decisions import BF16, Precision
+from planner.engines import POLICIES, Setup
+from planner.graph import Attention, Elementwise, Gemm
+from planner.lowering import lower
+from planner.schedule import Lane, Op, Phase, Task
+
+UNITS = small_units("demo-llama", num_layers=1)
+FP32 = Precision(weights="fp32")
+
+
+def task(lane: Lane, op: Op, **fields: object) -> Task:
+    return Task(0, lane, op, Phase.UPDATE, **fields)  # type: ignore[arg-type]
+
+
+def model(profile: HardwareProfile, ranks: int = 1, precision: Precision = BF16) -> CostModel:
+    return CostModel(profile, UNITS, precision, ranks)
+
+
+def uses(**amounts: float) -> dict[Resource, float]:
+    return {Resource[name]: pytest.approx(amount) for name, amount in amounts.items()}
+
+
+def check(price: Price, duration_s: float, latency_s: float = 0.0, **amounts: float) -> None:
+    assert price.duration_s == pytest.approx(duration_s)
+    assert price.latency_s == pytest.approx(latency_s)
+    assert dict(price.uses) == uses(**amounts)
+
+
+def test_copies() -> None:
+    cost = model(machine())
+    down = {"LINK_DOWN": 2e10, "LINK": 2e10, "DRAM": 2e10}
+    up = {"LINK_UP": 2e10, "LINK": 2e10, "DRAM": 2e10}
+    check(cost.price(task(Lane.H2D, Op.FETCH, num_bytes=10**10)), 0.5, **down)
+    check(cost.price(task(Lane.STATE_IN, Op.LOAD, num_bytes=10**10)), 0.5, **down)
+    check(cost.price(task(Lane.D2H, Op.FLUSH, num_bytes=10**10)), 0.5, **up)
+    check(cost.price(task(Lane.STATE_OUT, Op.STORE, num_bytes=10**10)), 0.5, **up)
+    pageable = {"LINK_UP": 5e9, "LINK": 5e9, "DRAM": 5e9}
+    check(cost.price(task(Lane.D2H, Op.FLUSH, num_bytes=10**10, pinned=False)), 2.0, **pageable)
+    check(
+        cost.price(task(Lane.H2D, Op.UPLOAD, num_bytes=10**10, pinned=False)),
+        2.5,
+        LINK_DOWN=4e9,
+        LINK=4e9,
+        DRAM=4e9,
+    )
+    assert cost.price(task(Lane.H2D, Op.FETCH)) == Price(0.0, 0.0)
+
+
+def test_a_copy_by_a_core_reads_and_writes_the_same_memory() -> None:
+    cost = model(machine(num_cores_per_copy=1))
+    price = cost.price(task(Lane.H2D, Op.FETCH, num_bytes=10**10))
+    check(price, 0.5, LINK_DOWN=2e10, LINK=2e10, DRAM=4e10, CORES=1)
+
+
+def test_later_micro_batches_are_added_to_what_the_host_holds() -> None:
+    """The sum takes three passes at 5e10 B/s behind the copy; no byte crosses the link twice for it."""
+    price = model(machine()).price(task(Lane.D2H, Op.FLUSH, num_bytes=10**10, micro_batch=1))
+    duration_s = 0.5 + 3e10 / 5e10
+    check(price, duration_s, LINK_UP=1e10 / duration_s, LINK=1e10 / duration_s, DRAM=4e10 / duration_s)
+
+
+def test_updates() -> None:
+    one, shared = model(machine()), model(machine(devices_per_node=2), ranks=2)
+    on_cpu = task(Lane.CPU, Op.UPDATE, num_params=10**9)
+    check(one.price(on_cpu), 1.0, CORES=4, DRAM=28e9)
+    check(shared.price(on_cpu), 2.0, CORES=2, DRAM=14e9)  # both ranks update at the same time
+    on_device = task(Lane.GPU_UPDATE, Op.UPDATE, num_params=10**9)
+    check(one.price(on_device), 0.1, DEVICE=1)
+    check(one.price(task(Lane.CPU, Op.PASS, num_bytes=10**10)), 0.2, CORES=4, DRAM=5e10)
+    check(shared.price(task(Lane.CPU, Op.PASS, num_bytes=10**10)), 0.4, CORES=2, DRAM=2.5e10)
+
+
+def test_where_the_cpu_is_the_device_it_uses_cores_and_dram() -> None:
+    cost = model(machine(kind="host"))
+    assert not cost.asynchronous
+    # 28 B/param at 1e10 params/s is more than the device can draw alone, 5e10 B/s.
+    check(cost.price(task(Lane.GPU_UPDATE, Op.UPDATE, num_params=10**9)), 0.1, CORES=2, DRAM=5e10)
+    used = dict(cost.price(task(Lane.COMPUTE, Op.FORWARD, unit="layers.0.mlp")).uses)
+    assert used.keys() == {Resource.CORES, Resource.DRAM}
+
+
+def test_kernels() -> None:
+    gemm = Gemm(m=1000, n=2000, k=500, count=3)
+    attention = Attention(batch=2, num_heads=4, seq_len=128, head_dim=64, causal=True, flash=True, backward=False)
+    elementwise = Elementwise(num_bytes=10**9, count=2)
+    cost = model(machine())
+    assert cost.compute_s([gemm]) == pytest.approx(3 * 2 * 1000 * 2000 * 500 / 1e14)
+    assert cost.compute_s([attention]) == pytest.approx(attention.flop / 1e14)
+    assert cost.compute_s([elementwise]) == pytest.approx(2e-3)
+    assert model(machine(), precision=FP32).compute_s([gemm]) == pytest.approx(2 * cost.compute_s([gemm]))
+    assert model(machine(rows_half=1000)).compute_s([gemm]) == pytest.approx(2 * cost.compute_s([gemm]))
+    assert model(machine(rows_half=1000)).compute_s([elementwise]) == pytest.approx(2e-3)
+
+
+def test_compute_is_the_sum_of_its_kernels() -> None:
+    cost, unit = model(machine()), UNITS[1]
+    for op, kernels in ((Op.FORWARD, unit.forward), (Op.RECOMPUTE, unit.recompute), (Op.BACKWARD, unit.backward)):
+        check(cost.price(task(Lane.COMPUTE, op, unit=unit.name)), cost.compute_s(kernels), DEVICE=1)
+    issue = task(Lane.LAUNCH, Op.ISSUE, unit=unit.name, num_kernels=7)
+    assert cost.price(issue) == Price(pytest.approx(7e-5), 0.0)
+
+
+def test_collectives() -> None:
+    """Each rank moves all but its own share; between nodes the slower level sets the pace, and latencies add up."""
+    profile = machine(devices_per_node=4)
+    gather = task(Lane.COLLECTIVE, Op.GATHER, num_bytes=10**10)
+    check(model(profile, ranks=4).price(gather), 0.75e10 / 1e11, latency_s=1e-5, FABRIC=1)
+    check(model(profile, ranks=2).price(gather), 0.5e10 / 1e11, latency_s=1e-5, FABRIC=1)
+    check(model(profile, ranks=8).price(gather), 0.5e10 / 1e10, latency_s=3e-5, FABRIC=1)
+    via = model(machine(devices_per_node=4, via_host_link=True), ranks=4).price(gather)
+    assert dict(via.uses)[Resource.LINK_DOWN] == pytest.approx(2e10)
+    with pytest.raises(ValueError, match="no inter_node fabric, but 8 devices need 2 nodes"):
+        model(machine(devices_per_node=4, inter_node=False), ranks=8).price(gather)
+
+
+def test_capacities_are_one_ranks_share() -> None:
+    cost = model(machine(devices_per_node=4), ranks=8)
+    assert cost.ranks_per_node == 4
+    expected = uses(DEVICE=1, CORES=2, DRAM=2.5e10, LINK_DOWN=2e10, LINK_UP=2e10, LINK=3e10, FABRIC=1)
+    assert cost.capacities() == expected
+    assert model(machine(devices_per_node=4), ranks=2).capacities()[Resource.CORES] == 4
+
+
+def test_reading_outside_the_measured_range_is_remembered_once() -> None:
+    cost = model(load_profile("v100"))
+    assert not cost.warnings
+    for _ in range(2):
+        cost.price(task(Lane.H2D, Op.FETCH, num_bytes=10**14))
+    (warning,) = cost.warnings
+    assert warning.startswith("copy times are extrapolated: v100 covers")
+
+
+LANES = {
+    Op.FETCH: (Lane.H2D, "num_bytes"),
+    Op.FLUSH: (Lane.D2H, "num_bytes"),
+    Op.PASS: (Lane.CPU, "num_bytes"),
+    Op.GATHER: (Lane.COLLECTIVE, "num_bytes"),
+    Op.UPDATE: (Lane.CPU, "num_params"),
+    Op.LOAD: (Lane.STATE_IN, "num_bytes"),
+}
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.sampled_from(list_profiles()),
+    st.sampled_from(list(LANES)),
+    st.lists(st.integers(0, 10**11), min_size=2, max_size=2).map(sorted),
+    st.booleans(),
+    st.integers(0, 1),
+)
+def test_more_takes_longer(name: str, op: Op, sizes: list[int], pinned: bool, micro_batch: int) -> None:
+    profile = load_profile(name)
+    lane, field = LANES[op]
+    cost = model(profile, ranks=profile.devices_per_node)
+    less, more = (
+        cost.price(task(lane, op, pinned=pinned, micro_batch=micro_batch, **{field: size})) for size in sizes
+    )
+    assert less.duration_s <= more.duration_s * (1 + 1e-12)
+    if sizes[0] > 0 and lane is not Lane.COLLECTIVE:
+        assert less.duration_s > 0
+
+
+def overloads(cost: CostModel, prices: list[Price]) -> list[tuple[Resource, float]]:
+    capacity = cost.capacities()
+    return [(r, a / capacity[r]) for price in prices for r, a in price.uses if not 0 < a <= capacity[r] * (1 + 1e-12)]
+
+
+@pytest.mark.parametrize("name", list_profiles())
+@pytest.mark.parametrize("precision", [BF16, FP32], ids=["bf16", "fp32"])
+def test_a_task_alone_always_runs_at_full_speed(name: str, precision: Precision) -> None:
+    profile = load_profile(name)
+    for model_name in MODELS:
+        units = small_units(model_name)
+        for ranks in {1, profile.devices_per_node}:
+            setup = Setup(units, ranks, num_micro_batches=2, precision=precision, subgroup_params=1_000_000)
+            cost = CostModel(profile, units, precision, ranks)
+            for policy in POLICIES.values():
+                for decisions in policy(setup):
+                    schedule = lower(units, decisions, asynchronous=cost.asynchronous)
+                    assert overloads(cost, cost.prices(schedule)) == []
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(cases(), st.sampled_from(["gpu", "host"]), st.sampled_from([0, 0.5, 1]), st.booleans())
+def test_any_schedule_runs_on_any_kind_of_machine(case: Case, kind: str, cores: float, via_host_link: bool) -> None:
+    profile = machine(kind=kind, devices_per_node=4, num_cores_per_copy=cores, via_host_link=via_host_link)
+    cost = CostModel(profile, case.units, case.decisions.precision, case.decisions.data_parallel)
+    prices = cost.prices(case.schedule)
+    assert overloads(cost, prices) == []
+    for each, price in zip(case.schedule.tasks, prices, strict=True):
+        resources = [resource for resource, _ in price.uses]
+        assert resources == sorted(set(resources))
+        links = [a * price.duration_s for r, a in price.uses if r is Resource.LINK]
+        if each.lane not in {Lane.COLLECTIVE, Lane.COMPUTE}:  # every byte of a copy crosses the link once
+            assert links in ([], [pytest.approx(each.num_bytes)])
+
+
+def test_total_flop_counts_no_recomputation() -> None:
+    setup = Setup(UNITS, num_micro_batches=3)
+    keep, recompute = POLICIES["gpu-only"](setup)
+    assert total_flop(UNITS, keep) == total_flop(UNITS, recompute)
+    assert total_flop(UNITS, keep) == 3 * sum(unit.forward_flop + unit.backward_flop for unit in UNITS)

@@ -1,0 +1,83 @@
+import argparse
+import math
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from planner.schedule import Lane
+from ullage.arguments import parse_bytes, positive_float, positive_int
+from ullage.formatting import LANE_WORDS, binds, percent, si, signed_percent, sparkline
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("150MB", 150_000_000),
+        ("1.5GiB", 1_610_612_736),
+        ("2e9", 2_000_000_000),
+        ("1e3 kB", 1_000_000),
+        ("4 tib", 4 * 2**40),
+        (".5kb", 500),
+        ("7", 7),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text, num_bytes):
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "12 apples", "-1", "0", "0.4", "1e400", "nan", "1.5.2", "1KB2", "5 G B", "1 i"])
+def test_no_sizes(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="give bytes with an optional unit"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "1.5", "x", "", "²"])
+def test_no_counts(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        positive_int(text)
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "inf", "nan", "x"])
+def test_no_positive_numbers(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        positive_float(text)
+
+
+FACTORS = {"n": 1e-9, "µ": 1e-6, "m": 1e-3, "": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+
+
+@given(st.floats(1e-7, 1e20))
+@example(999.4)
+@example(999.6)
+@example(1.0)
+@example(999_950.0)
+def test_si_reads_back(value):
+    number, unit = si(value, "B").split()
+    assert math.isclose(float(number) * FACTORS[unit.removesuffix("B")], value, rel_tol=5.1e-3)
+    assert 1 <= float(number) < 1000
+    assert len(number.replace(".", "")) == 3
+
+
+def test_si_examples():
+    assert [si(v, "s") for v in (0, 2.666, 0.00459, 1234.5)] == ["0 s", "2.67 s", "4.59 ms", "1.23 ks"]
+    assert si(-2.5e9, "B") == "-2.50 GB"
+    assert (percent(0.123), signed_percent(0.1), signed_percent(-0.5)) == ("12.3 %", "+10.0 %", "-50.0 %")
+
+
+@given(st.lists(st.integers(0, 100), min_size=1))
+def test_sparkline_grows_with_its_values(values):
+    line = sparkline(values, 100)
+    assert len(line) == len(values)
+    for a, x in zip(line, values, strict=True):
+        assert (a == " ") == (x == 0)
+        assert (a == "█") == (x >= 88)  # the top eighth
+        for b, y in zip(line, values, strict=True):
+            assert not (x < y and a > b)
+
+
+def test_binding_is_told_in_words_largest_first():
+    assert set(LANE_WORDS) == set(Lane)
+    told = binds({"h2d": 0.1, "compute": 0.895, "d2h": 0.005}, 1.0)
+    assert told == "computing 89.5 %, copies of parameters to the device 10.0 %"

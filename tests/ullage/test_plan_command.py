@@ -1,0 +1,133 @@
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hwprofiles.quantity import Curve, Quantity
+from hwprofiles.registry import load_profile
+from planner.plan import load_plan
+from planner.planning import InfeasibleError
+from ullage.cli import main
+from ullage.provenance import origin_shares, quantities
+from ullage.screens import mfu
+
+
+def test_two_processes_write_the_same_bytes(plan_args, tmp_path):
+    texts = []
+    for seed in ("1", "2"):
+        path = tmp_path / f"{seed}.json"
+        subprocess.run(
+            [sys.executable, "-m", "ullage", *plan_args, "--output", str(path)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+        )
+        texts.append(path.read_bytes())
+    assert texts[0] == texts[1]
+
+
+def test_screen_says_everything(plan_args, plan, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert main([*plan_args, "--output", str(path)]) == 0
+    shown, progress = capsys.readouterr()
+    assert progress == ""  # not a terminal
+    lines = shown.splitlines()
+    starts = {line.split()[0]: line for line in lines if line.strip()}
+    seen = plan.prediction
+    assert "139,584 parameters" in " ".join(shown.split())
+    assert "rtx-4090:" in starts["hardware"]
+    assert re.search(r"\d+ % assumed", shown)
+    assert starts["fits"].split() == ["fits", "yes"]
+    assert f"{seen.tokens_per_s:,.0f} tokens/s" in starts["speed"]
+    assert f"{100 * mfu(plan):.1f} % of the best GEMM rate" in shown
+    assert "%" in starts["binds"]
+    for name in ("gpu-only", "zero-offload-blocking", "zero-offload", "twin-flow", "interleaved"):
+        assert name in starts
+    for row in plan.engines:
+        if row.fits:
+            assert f"{row.iteration_s / seen.iteration_s:.2f}" in starts[row.name]
+        else:
+            assert "lacks" in starts[row.name]
+    assert any(not row.fits for row in plan.engines)
+    assert "4.00 MB" in starts["capacity"]
+    for warning in seen.warnings:
+        assert f"warning: {warning}"[:100] in shown
+    assert shown.endswith(f"plan written to {path}\n".replace("\n", "\n")) or str(path) in shown.replace("\n", "")
+    assert load_plan(path) == plan
+
+
+def test_default_hardware_is_named(tiny_model, tmp_path, capsys):
+    arguments = ["plan", "--model", str(tiny_model), "--seq-len", "64", "--budget", "1"]
+    assert main([*arguments, "--output", str(tmp_path / "p.json")]) == 0
+    assert "a100-80 (the default; choose another with --hardware)" in capsys.readouterr().out
+
+
+def test_json_is_the_plan(plan_args, plan_path, tmp_path, capsys):
+    assert main([*plan_args, "--output", str(tmp_path / "p.json"), "--json"]) == 0
+    assert capsys.readouterr().out == plan_path.read_text() == (tmp_path / "p.json").read_text()
+
+
+def test_options_reach_the_plan(tiny_model, tmp_path):
+    path = tmp_path / "p.json"
+    options = ["--gpus", "2", "--hardware", "h100", "--seq-len", "32", "--micro-batch", "3", "--accumulate", "2"]
+    options += ["--precision", "fp32", "--no-clip", "--device-memory", "1GiB", "--budget", "5"]
+    assert main(["plan", "--model", str(tiny_model), *options, "--output", str(path), "--json"]) == 0
+    plan = load_plan(path)
+    decided = plan.decisions
+    assert (plan.seq_len, decided.micro_batch, decided.num_micro_batches, decided.data_parallel) == (32, 3, 2, 2)
+    assert (decided.precision.weights, decided.clip) == ("fp32", False)
+    memory = plan.hardware.device.memory_bytes
+    assert (memory.value, memory.provenance.origin) == (2**30, "assumed")
+    assert "--device-memory" in memory.provenance.source
+    assert plan.hardware.name == "h100"
+
+
+def test_a_plan_that_cannot_fit_leaves_the_old_file(plan_args, tmp_path, capsys):
+    path = tmp_path / "p.json"
+    path.write_text("old")
+    arguments = [*plan_args, "--device-memory", "40kB", "--output", str(path)]
+    assert main(arguments) == 2
+    assert "does not fit" in capsys.readouterr().err
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("p.json", "old")]
+    assert issubclass(InfeasibleError, ValueError)
+
+
+def test_every_number_of_a_profile_is_counted():
+    profile = load_profile("h100")
+    text = profile.model_dump_json()
+    found = quantities(profile)
+    assert len(found) == text.count('"provenance"')
+    assert {type(item) for item in found.values()} == {Quantity, Curve}
+    assert isinstance(found["device.gemm.bf16"], Curve)
+    assert sum(origin_shares(profile).values()) == pytest.approx(1)
+
+
+def test_models_and_hardware(capsys):
+    assert main(["models", "facebook/opt-13b", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_params"] == 12_853_473_280
+    assert main(["models"]) == 0
+    assert "12,853,473,280" in capsys.readouterr().out
+    assert main(["models", "mixtral-8x7b"]) == 0
+    assert "num_experts" in capsys.readouterr().out
+    assert main(["hardware", "show", "h100", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert list(shown) == sorted(quantities(load_profile("h100")))
+    assert all(item["provenance"]["source"] for item in shown.values())
+    assert main(["hardware", "show", "h100"]) == 0
+    table = capsys.readouterr().out
+    assert all(f"\n{path} " in table for path in shown)
+    assert main(["hardware"]) == 0
+    assert "polaris-a100-40g" in capsys.readouterr().out
+    assert main(["hardware", "list", "--json"]) == 0
+    assert "h200" in json.loads(capsys.readouterr().out)
+
+
+def test_local_profile_of_a_path(tmp_path, capsys):
+    path = tmp_path / "box.json"
+    path.write_text((Path(load_profile.__code__.co_filename).parent / "data" / "h200.json").read_text())
+    assert main(["hardware", "show", str(path)]) == 0
+    assert "name         h200" in capsys.readouterr().out
