@@ -157,7 +157,7 @@ def sum_of_squares_on_host(tensor: torch.Tensor) -> torch.Tensor:
     In float64 the order of the sum shows in the sixteenth digit, so that a norm in float32 does not depend on how
     parameters are cut into pieces.
     """
-    return torch.tensor(_sum_of_squares(as_array(tensor)), dtype=torch.float64)
+    return torch.tensor(sum_of_squares(as_array(tensor)), dtype=torch.float64)
 
 
 def as_array(tensor: torch.Tensor) -> Array:
@@ -184,5 +184,6 @@ def _sum_squares_bf16(bits: Any) -> float:
     return total
 
 
-def _sum_of_squares(values: Array) -> float:
+def sum_of_squares(values: Array) -> float:
+    """Return the sum of squares of a flat array, added up in float64; uint16 holds the bits of bf16."""
     return float(_sum_squares_bf16(values) if values.dtype == np.uint16 else _sum_squares_f32(values))

@@ -19,6 +19,7 @@ from hwprofiles.quantity import (
     CurveOverParams,
     Frozen,
     ParamsPerSecond,
+    Provenance,
     Seconds,
 )
 
@@ -35,11 +36,14 @@ class Device(Frozen):
         num_cores: CPU cores that computing occupies (0 for a GPU).
         gemm: time of one matrix product against its FLOP, per data type (``fp16`` counts as ``bf16``).
         gemm_rows_half: rows (tokens) at which a product reaches half of the curve's rate because too few rows fill
-            the device; 0 switches the correction off..
-        attention: time of one fused attention forward against its FLOP, per data type.
+            the device; 0 switches the correction off.
+        attention: time of one fused attention against its FLOP (the masked half not counted), per data type.
         elementwise: time of one elementwise kernel against the bytes it reads and writes, dispatch included.
         optimizer: time of one AdamW update on the device against its number of parameters.
-        issue_s: time the host needs to issue one kernel; 0 where computing is synchronous.
+        gradient_norm: time to sum the squares of a gradient before it leaves the device, against its parameters;
+            ``None`` where that is lost in the memory's rate.
+        issue_s: host time per kernel, of Python and autograd included. A GPU computes meanwhile; where computing is
+            synchronous it comes on top of every kernel's own time.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Device(Frozen):
     attention: dict[Dtype, CurveOverFlop]
     elementwise: CurveOverBytes
     optimizer: CurveOverParams
+    gradient_norm: CurveOverParams | None = None
     issue_s: Seconds
 
 
@@ -188,3 +193,19 @@ class HardwareProfile(Frozen):
         devices = {f"{self.device.kind}{i}" for i in range(self.devices_per_node)}
         switches = (place for place in graph if place.startswith("switch"))
         return max((len(devices & set(graph[switch])) for switch in switches), default=1) or 1
+
+    def with_device_memory(self, num_bytes: int) -> Self:
+        """Return the same machine with another capacity of each device, as asked for.
+
+        Raises:
+            ValueError: that is more than the device has.
+        """
+        capacity = self.device.memory_bytes
+        if not 0 < num_bytes <= capacity.value:
+            raise ValueError(
+                f"device memory of {num_bytes} B was asked for, but each device of {self.name} has "
+                f"{capacity.value:.0f} B; ask for at most that"
+            )
+        asked = Provenance(origin="assumed", source=f"asked for, of {capacity.value:.0f} B")
+        quantity = capacity.model_copy(update={"value": float(num_bytes), "provenance": asked})
+        return self.model_copy(update={"device": self.device.model_copy(update={"memory_bytes": quantity})})

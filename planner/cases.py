@@ -264,7 +264,11 @@ def _requirements(case: Case) -> Iterator[tuple[str, object, tuple[object, ...]]
     yield "precision", case.precision, ("bf16+fp32-adam", "fp16+fp32-adam")
     if offloaded:
         yield "zero_stage", case.zero_stage, (3,)
-        yield "engine.gradient_flush", engine.gradient_flush, ("async",) if engine.stride else ("async", "blocking")
+        yield (
+            "engine.gradient_flush",
+            engine.gradient_flush,
+            ("async",) if engine.name == "interleaved" else ("async", "blocking"),
+        )
     else:
         yield "engine.gradient_flush", engine.gradient_flush, (None,)
         yield "engine.cpu_optimizer_fraction", engine.cpu_optimizer_fraction, (1.0,)

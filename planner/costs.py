@@ -13,6 +13,7 @@ from hwprofiles.profile import Dtype, Fabric, HardwareProfile
 from hwprofiles.quantity import Curve
 from planner.decisions import Decisions, Precision
 from planner.graph import Attention, Elementwise, Gemm, Kernel, Unit
+from planner.models.kernels import num_kernels
 from planner.schedule import Lane, Op, Schedule, Task
 
 # One fused AdamW pass: bf16 gradient, fp32 master, m and v in; master, m, v and bf16 weight out.
@@ -125,8 +126,11 @@ class CostModel:
         return sum(self._kernel(kernel)[0] for kernel in kernels)
 
     def _compute(self, task: Task) -> Price:
-        times = [self._kernel(kernel) for kernel in self._kernels_of(task)]
+        kernels = self._kernels_of(task)
+        times = [self._kernel(kernel) for kernel in kernels]
         duration_s = sum(time_s for time_s, _ in times)
+        if not self.asynchronous:  # the host issues and computes in turn
+            duration_s += self.profile.device.issue_s.value * num_kernels(kernels)
         num_bytes = sum(num_bytes for _, num_bytes in times)
         return Price(0.0, duration_s, self._on_device(duration_s, num_bytes))
 
@@ -217,6 +221,8 @@ class CostModel:
         if task.op is Op.FLUSH and task.micro_batch:
             duration_s += self._host_pass(_ACCUMULATE_PASSES * task.num_bytes).duration_s
             num_passes += _ACCUMULATE_PASSES
+        if task.op is Op.FLUSH and (norm := self.profile.device.gradient_norm) is not None:
+            duration_s += self._read(norm, task.num_params, "gradient norm")
         rate = task.num_bytes / duration_s
         uses = [
             (Resource.LINK_DOWN if down else Resource.LINK_UP, rate),

@@ -91,7 +91,7 @@ class Task:
         micro_batch: which forward+backward of the iteration it belongs to.
         piece: index of the subgroup within the unit, or -1 for the whole unit.
         num_bytes: bytes copied, gathered, scattered or passed over; 0 otherwise.
-        num_params: parameters updated by this rank; 0 otherwise.
+        num_params: parameters that this rank updates, or whose squared gradients it sums (``FLUSH``); 0 otherwise.
         num_kernels: kernels that the host issues (``ISSUE``); 0 otherwise.
         slot: device slot that is filled (``FETCH``, ``GATHER``, ``LOAD``), or -1.
         pinned: for copies, whether the host side is pinned memory (the copy is then asynchronous and fast).

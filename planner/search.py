@@ -26,17 +26,18 @@ class Candidate:
         decisions: what was tried.
         iteration_s: predicted time; infinite if it was rejected before simulating.
         missing_bytes: by tier, how much memory is lacking (empty if it fits).
+        overload: the same as fractions of the tiers' capacities, added up.
     """
 
     decisions: Decisions
     iteration_s: float
     missing_bytes: dict[Tier, int]
+    overload: float = 0.0
 
     @property
-    def order(self) -> tuple[int, float]:
-        """Sort key: what fits first, then what is faster (or lacks less)."""
-        missing = sum(self.missing_bytes.values())
-        return (missing, self.iteration_s)
+    def order(self) -> tuple[float, float]:
+        """Sort key: what fits first, then what is faster (or lacks less, where a byte weighs more on a small tier)."""
+        return (self.overload, self.iteration_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +86,13 @@ class Scorer:
         capacity = capacities(cost)
         missing = {t: n - capacity[t] for t, n in always_held(schedule, cost).items() if n > capacity[t]}
         if missing:  # no need to simulate what cannot fit
-            return Candidate(decisions, float("inf"), missing)
+            return Candidate(decisions, float("inf"), missing, _overload(missing, capacity))
         self.num_simulations += 1
         simulation = run_until_steady(schedule, cost, quick=True)
         timeline, steady = simulation.timeline, simulation.steady
         peaks = memory_peaks(timeline, steady, cost)
         missing = {tier: use.missing_bytes for tier, use in peaks.items() if use.missing_bytes}
-        return Candidate(decisions, timeline.period_s(steady), missing)
+        return Candidate(decisions, timeline.period_s(steady), missing, _overload(missing, capacity))
 
 
 def search(setup: Setup, scorer: Scorer, max_simulations: int = 160, progress: Progress | None = None) -> Outcome:
@@ -119,6 +120,10 @@ def search(setup: Setup, scorer: Scorer, max_simulations: int = 160, progress: P
         best = _best([best, found])
     tell(best)
     return Outcome(best, engines, scorer.num_simulations)
+
+
+def _overload(missing_bytes: dict[Tier, int], capacity_bytes: dict[Tier, int]) -> float:
+    return sum(num_bytes / capacity_bytes[tier] for tier, num_bytes in missing_bytes.items())
 
 
 def _best(candidates: Iterable[Candidate]) -> Candidate:

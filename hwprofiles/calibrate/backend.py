@@ -5,7 +5,6 @@ Probes are the same for both; they differ in the clock (wall time against CUDA e
 
 import itertools
 import threading
-import time
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
@@ -58,10 +57,6 @@ class Backend(Protocol):
         """Return one AdamW update on the device per number of parameters."""
         ...
 
-    def issue_s(self) -> list[float]:
-        """Return samples of the host time to issue one kernel, in seconds; empty where computing is synchronous."""
-        ...
-
 
 class Copier(Protocol):
     """Copies between a pool of device memory and a pool of host memory."""
@@ -110,10 +105,6 @@ class HostBackend:
     def optimizer_cases(self, sizes: tuple[int, ...], cpu_adamw: CpuAdamW) -> list[Case]:
         """Return updates by the injected CPU kernel on the device's cores."""
         return adamw_cases(sizes, cpu_adamw, self.num_cores)
-
-    def issue_s(self) -> list[float]:
-        """Return nothing: computing is synchronous."""
-        return []
 
 
 class _Memcpy:
@@ -180,18 +171,6 @@ class CudaBackend:
     def optimizer_cases(self, sizes: tuple[int, ...], cpu_adamw: CpuAdamW) -> list[Case]:  # noqa: ARG002 - not its kernel
         """Return updates by torch's fused AdamW on fp32 parameters."""
         return [Case(size, _fused_adamw(size, self.device)) for size in sizes]
-
-    def issue_s(self) -> list[float]:
-        """Return the wall time of issuing small kernels that the GPU has room to queue."""
-        x = torch.zeros(16, device=self.device)
-        samples = []
-        for _ in range(20):
-            torch.cuda.synchronize(self.device)
-            begin_s = time.perf_counter()
-            for _ in range(100):  # fewer than the launch queue holds (1024): issuing must not wait
-                x.add_(1.0)
-            samples.append((time.perf_counter() - begin_s) / 100)
-        return samples
 
 
 class _CudaCopy:

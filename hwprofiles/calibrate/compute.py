@@ -2,14 +2,15 @@
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from hwprofiles.calibrate.backend import Backend
-from hwprofiles.calibrate.options import CpuAdamW
+from hwprofiles.calibrate.backend import Backend, rotate
+from hwprofiles.calibrate.options import Array, CpuAdamW, Issue, SumOfSquares
 from hwprofiles.calibrate.sampling import Call, Case, build_curve, quantity, sample, summarize
 from hwprofiles.profile import Dtype
 from hwprofiles.quantity import Curve, Quantity
@@ -72,13 +73,13 @@ class ComputeProbe:
         return build_curve("flop", [c.size for c in cases], found, source)
 
     def attention(self, dtype: Dtype, budget_s: float) -> Curve:
-        """Measure fused causal attention; its FLOP are 4 batch heads seq² head_dim, the masked half included."""
+        """Measure fused causal attention; its FLOP are 2 batch heads seq² head_dim, without the half that is masked."""
         batches = (1,) if self.backend.kind == "host" else (8,)
         seqs = (64, 128, 256, 512, 1024, 2048, *(() if self.quick else (4096,)))
         shapes = [(batch, _NUM_HEADS, seq, _HEAD_DIM) for seq in seqs for batch in batches]
-        cases = [Case(4.0 * b * h * s * s * d, self._attention(dtype, (b, h, s, d))) for b, h, s, d in shapes]
+        cases = [Case(2.0 * b * h * s * s * d, self._attention(dtype, (b, h, s, d))) for b, h, s, d in shapes]
         found = sample(cases, self.backend.time_s, budget_s)
-        source = f"{dtype} fused causal attention forward, FLOP of the whole square, head dimension {_HEAD_DIM}"
+        source = f"{dtype} fused causal attention forward, FLOP without the masked half, head dimension {_HEAD_DIM}"
         return build_curve("flop", [c.size for c in cases], found, source)
 
     def elementwise(self, budget_s: float) -> Curve:
@@ -107,12 +108,33 @@ class ComputeProbe:
         source = "copy inside device memory, reads and writes added"
         return quantity(case.size / found.median_s, "bytes_per_s", source, found.num_samples)
 
-    def issue_s(self) -> Quantity:
-        """Measure the host's time to issue one kernel; 0 where computing is synchronous."""
-        if samples := self.backend.issue_s():
-            found = summarize(samples)
-            return quantity(found.median_s, "s", "issue of small kernels", found.num_samples)
-        return quantity(0.0, "s", "computing is synchronous: nothing is issued ahead", 1)
+    def gradient_norm(self, sum_of_squares: SumOfSquares, budget_s: float) -> Curve | None:
+        """Measure the sum of squares of a bf16 gradient; ``None`` on a GPU, where it is lost in the memory's rate."""
+        if self.backend.kind == "gpu":
+            return None
+        bits = self.pools["bf16"].view(torch.uint16).numpy()
+        cases = [Case(n, self._norm(bits, n, sum_of_squares)) for n in optimizer_sizes(quick=self.quick)]
+        found = sample(cases, self.backend.time_s, budget_s)
+        return build_curve("params", [c.size for c in cases], found, "sum of squares of a bf16 gradient")
+
+    def issue_s(self, issue: Issue, elementwise: Curve, budget_s: float) -> Quantity:
+        """Measure the host's time per kernel of a tiny model's forward and backward, Python and autograd included.
+
+        Where computing is synchronous, an elementwise kernel's own dispatch is in its curve already, so the smallest
+        time of that curve is taken off.
+        """
+        samples: list[float] = []
+        begin_s = time.perf_counter()
+        with torch.enable_grad():
+            while not samples or time.perf_counter() - begin_s < budget_s / 2:
+                times, num_kernels = issue(self.backend.device.type)
+                samples += times
+        found = summarize(samples)
+        floor_s = elementwise.points[0].median_s if self.backend.kind == "host" else 0.0
+        source = "forward and backward of a tiny model, per kernel" + (
+            ", less the dispatch of an elementwise kernel" if floor_s else ""
+        )
+        return quantity(max(found.median_s / num_kernels - floor_s, 0.0), "s", source, found.num_samples)
 
     def gemm_call(self) -> Call:
         """Return products of a few milliseconds on a CPU core, to run beside other work."""
@@ -133,6 +155,10 @@ class ComputeProbe:
     def _attention(self, dtype: Dtype, shape: tuple[int, int, int, int]) -> Call:
         query, key, value = (self.pools[dtype][: int(np.prod(shape))].view(shape).clone() for _ in range(3))
         return lambda: functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def _norm(self, bits: Array, num_params: int, sum_of_squares: SumOfSquares) -> Call:
+        slices = rotate(len(bits), num_params)
+        return lambda: sum_of_squares(bits[next(slices)])
 
     def _elementwise_mix(self, num_elements: int) -> Call:
         x, y = (self.pools["bf16"][i * num_elements :][:num_elements] for i in range(2))

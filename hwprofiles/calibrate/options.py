@@ -18,8 +18,24 @@ Floats = npt.NDArray[np.float64]
 #: arrays, a bfloat16 gradient (as uint16) in, bfloat16 weights (as uint16) out; must release the GIL.
 CpuAdamW = Callable[[Array, Array, Array, Array, Array, int], object]
 
+#: ``sum_of_squares(bits)``: of a flat bfloat16 gradient (as uint16).
+SumOfSquares = Callable[[Array], float]
+
+#: ``issue(device)``: wall seconds of the host's forward and backward of a model so small that computing takes no time,
+#: one per repetition, on ``cpu`` or ``cuda`` (where it is not waited for), and how many kernels each issues.
+Issue = Callable[[str], tuple[list[float], int]]
+
 #: ``progress(step, done, total)``: called before each step and once after the last.
 Progress = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """What is measured as the executor runs it; injected, because it lives in a package that imports this one."""
+
+    cpu_adamw: CpuAdamW
+    sum_of_squares: SumOfSquares
+    issue: Issue
 
 
 class CalibrationError(ValueError):

@@ -9,12 +9,20 @@ from pathlib import Path
 
 import torch
 
+from hwprofiles.allocator import keep_freed_memory
 from hwprofiles.calibrate.backend import Backend, CudaBackend, HostBackend, adamw_cases
 from hwprofiles.calibrate.compute import ComputeProbe
 from hwprofiles.calibrate.disk import probe_disk
 from hwprofiles.calibrate.fabric import probe_fabric
 from hwprofiles.calibrate.machine import available_memory_bytes, cpu_name, num_cores, profile_name
-from hwprofiles.calibrate.options import CalibrationError, CalibrationOptions, CalibrationReport, CpuAdamW, Progress
+from hwprofiles.calibrate.options import (
+    CalibrationError,
+    CalibrationOptions,
+    CalibrationReport,
+    CpuAdamW,
+    Kernels,
+    Progress,
+)
 from hwprofiles.calibrate.sampling import quantity
 from hwprofiles.calibrate.traffic import TrafficProbe
 from hwprofiles.profile import Device, HardwareProfile, Host, Storage
@@ -25,13 +33,15 @@ _USABLE = 0.85  # of the available memory: the rest is for the program itself an
 _SHARES = {
     "disk": 3.0,
     "products of few rows": 2.0,
+    "elementwise kernels": 2.0,
     "products in bf16": 3.0,
     "products in fp32": 2.5,
     "attention in bf16": 1.0,
     "attention in fp32": 1.0,
-    "elementwise kernels": 2.0,
     "optimizer on the device": 2.0,
     "device memory": 1.0,
+    "gradient norm": 1.0,
+    "issue of kernels": 2.0,
     "copies": 4.0,
     "optimizer on the host": 2.5,
     "host memory": 1.0,
@@ -57,7 +67,7 @@ class _Steps:
 
 
 def calibrate(
-    options: CalibrationOptions, cpu_adamw: CpuAdamW, progress: Progress
+    options: CalibrationOptions, kernels: Kernels, progress: Progress
 ) -> tuple[HardwareProfile, CalibrationReport]:
     """Measure this machine.
 
@@ -65,7 +75,7 @@ def calibrate(
 
     Args:
         options: what to measure.
-        cpu_adamw: the CPU's optimizer step, see :data:`hwprofiles.calibrate.options.CpuAdamW`.
+        kernels: what the executor runs, see :class:`hwprofiles.calibrate.options.Kernels`.
         progress: called before each step and after the last with its name, steps done and steps in all.
 
     Returns:
@@ -80,15 +90,17 @@ def calibrate(
         raise CalibrationError("device 'gpu' was asked for, but torch finds no CUDA GPU; choose 'host'")
     cores, num_devices = num_cores(), torch.cuda.device_count() if on_gpu else 1
     device_memory, host_memory = _divide_memory(options, on_gpu=on_gpu)
+    if not on_gpu:
+        keep_freed_memory()  # as the executor does
     backend = _backend(options, cores, int(device_memory.value), on_gpu=on_gpu)
     # What computes keeps its cores; on GPUs each process needs one core to issue kernels from.
     optimizer_cores = max(cores - (num_devices if on_gpu else backend.num_cores), 1)
-    traffic = TrafficProbe(backend, cpu_adamw, optimizer_cores, cores, quick=options.quick)
+    traffic = TrafficProbe(backend, kernels.cpu_adamw, optimizer_cores, cores, quick=options.quick)
     steps = _Steps(options.total_s, progress)
-    with _torch_threads(backend.num_cores or cores, cpu_adamw), torch.no_grad():
+    with _torch_threads(backend.num_cores or cores, kernels.cpu_adamw), torch.no_grad():
         nvme = _probe_scratch(options, steps.begin("disk"))
         compute = ComputeProbe.create(backend, options.seed, quick=options.quick)
-        device = _probe_device(compute, cpu_adamw, device_memory, steps)
+        device = _probe_device(compute, kernels, device_memory, steps)
         link = traffic.link(steps.begin("copies"))
         optimizer = traffic.optimizer(steps.begin("optimizer on the host"))
         passes = traffic.elementwise_bytes_per_s(steps.begin("host memory"))
@@ -118,8 +130,9 @@ def calibrate(
     return profile, CalibrationReport(pairs, time.perf_counter() - begin_s)
 
 
-def _probe_device(compute: ComputeProbe, cpu_adamw: CpuAdamW, memory: Quantity, steps: _Steps) -> Device:
+def _probe_device(compute: ComputeProbe, kernels: Kernels, memory: Quantity, steps: _Steps) -> Device:
     rows_half = compute.gemm_rows_half(steps.begin("products of few rows"))
+    elementwise = compute.elementwise(steps.begin("elementwise kernels"))
     return Device(
         name=compute.backend.name,
         kind=compute.backend.kind,
@@ -134,10 +147,11 @@ def _probe_device(compute: ComputeProbe, cpu_adamw: CpuAdamW, memory: Quantity, 
             "bf16": compute.attention("bf16", steps.begin("attention in bf16")),
             "fp32": compute.attention("fp32", steps.begin("attention in fp32")),
         },
-        elementwise=compute.elementwise(steps.begin("elementwise kernels")),
-        optimizer=compute.optimizer(cpu_adamw, steps.begin("optimizer on the device")),
+        elementwise=elementwise,
+        optimizer=compute.optimizer(kernels.cpu_adamw, steps.begin("optimizer on the device")),
         memory_bytes_per_s=compute.memory_bytes_per_s(steps.begin("device memory")),
-        issue_s=compute.issue_s(),
+        gradient_norm=compute.gradient_norm(kernels.sum_of_squares, steps.begin("gradient norm")),
+        issue_s=compute.issue_s(kernels.issue, elementwise, steps.begin("issue of kernels")),
     )
 
 

@@ -4,8 +4,9 @@ import itertools
 from collections.abc import Iterator
 
 from planner.decisions import GradientPath
-from planner.graph import Attention, Kernels, Unit
+from planner.graph import Unit
 from planner.lowering.program import Draft, Program
+from planner.models.kernels import num_kernels
 from planner.schedule import Lane, Op, Phase
 
 _COMPUTE_OPS = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD})
@@ -37,7 +38,7 @@ def compute(program: Program) -> None:
 def launch(program: Program) -> None:
     """Put the host's time to issue kernels before every compute task (devices that run asynchronously)."""
     blocking = program.decisions.gradient_path is GradientPath.ZERO3_BLOCKING
-    kernels = {op: {unit.name: _num_kernels(getattr(unit, op)) for unit in program.units} for op in _COMPUTE_OPS}
+    kernels = {op: {unit.name: num_kernels(getattr(unit, op)) for unit in program.units} for op in _COMPUTE_OPS}
     for draft in compute_drafts(program):
         issue = Draft(f"issue:{draft.key}", Lane.LAUNCH, Op.ISSUE, draft.phase, draft.unit, draft.micro_batch)
         issue.num_kernels = kernels[draft.op][draft.unit]
@@ -60,7 +61,3 @@ def compute_drafts(program: Program) -> Iterator[Draft]:
 def _append(program: Program, op: Op, phase: Phase, unit: str, micro_batch: int) -> None:
     draft = Draft(f"{op}:{unit}:{micro_batch}", Lane.COMPUTE, op, phase, unit, micro_batch)
     program.spine.append(program.add(draft))
-
-
-def _num_kernels(kernels: Kernels) -> int:
-    return sum(1 if isinstance(kernel, Attention) else kernel.count for kernel in kernels)

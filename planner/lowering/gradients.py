@@ -99,4 +99,6 @@ def _flush(program: Program, unit: Unit, backward: Draft, ready: str) -> str | N
         draft.num_bytes, draft.pinned, draft.after = bytes_per_param * num_params, pinned, [ready]
         program.behind[backward.key].append(program.add(draft))
         ready = draft.key
+    if decisions.clip and backward.micro_batch == decisions.num_micro_batches - 1:
+        draft.num_params = num_params  # the norm is taken on the way
     return ready

@@ -114,3 +114,8 @@ class Work:
             self.saved_bytes + other.saved_bytes,
             max(self.workspace_bytes, other.workspace_bytes),
         )
+
+
+def num_kernels(kernels: Kernels) -> int:
+    """Return how many kernels a list stands for."""
+    return sum(1 if isinstance(kernel, Attention) else kernel.count for kernel in kernels)

@@ -339,7 +339,7 @@ def test_a_float32_model_trains_in_bf16_with_its_own_values_as_master_copy():
 
 
 def test_recomputation_leaves_caches_out():
-    task = Task("llama", torch.float32, iterations=2)
+    task = Task("gpt2", torch.float32, iterations=2)
     model, optimizer = prepare(task, decide(task, uniform("host", "cpu", "recompute")))
     model.config.use_cache = True
     with optimizer.session:
@@ -370,3 +370,23 @@ def test_modules_without_units_of_their_own_are_left_alone():
         assert all(any(True for _ in m.parameters(recurse=False)) for m in hooked)
         assert not any(isinstance(m, nn.SiLU) for m in hooked)
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def test_a_gradient_that_is_flushed_in_part_keeps_only_the_rest_on_the_device():
+    split = iter([Place.GPU, Place.CPU] * 100)
+    decisions = decide(TASK, lambda _, count: ("gpu", "keep", [next(split) for _ in range(count)]))
+    model, optimizer = prepare(TASK, decisions)
+    tokens = batches(TASK)[0, 0]
+    with optimizer.session as session:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        session._machine.wait()
+        held = [g for unit, _ in session._parameters.values() for g in unit.device_gradients.values()]
+        mixed = [
+            unit.device_gradients[name, part.piece.index]
+            for name, (unit, entry) in session._parameters.items()
+            for part in entry.parts
+            if len(entry.parts) > 1 and part.piece.place is Place.GPU
+        ]
+        assert held
+        assert mixed
+        assert all(g.untyped_storage().nbytes() == g.nbytes for g in mixed)

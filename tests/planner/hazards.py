@@ -174,7 +174,9 @@ class Walk:
     def _fetch(self, task: Task) -> None:
         version = self._version(task.unit, "host weights")
         # A shard that is about to be gathered lands in its place in the slot.
-        self.write(("slot", self.slot_of[task.unit]), (task.unit, "shard", version) if self.gathers else (task.unit, version))
+        self.write(
+            ("slot", self.slot_of[task.unit]), (task.unit, "shard", version) if self.gathers else (task.unit, version)
+        )
         self.expect(task.slot, -1 if self.gathers else self.slot_of[task.unit], "its slot as")
 
     def _gather(self, task: Task) -> None:

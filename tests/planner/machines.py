@@ -12,7 +12,9 @@ def quantity(value: float, unit: Unit) -> Quantity:
 
 def rate(per_s: float, size_unit: SizeUnit) -> Curve:
     """Return a curve of constant rate, measured from size 1 to 1e15."""
-    points = (CurvePoint(size=size, p10_s=size / per_s, median_s=size / per_s, p90_s=size / per_s) for size in (1, 1e15))
+    points = (
+        CurvePoint(size=size, p10_s=size / per_s, median_s=size / per_s, p90_s=size / per_s) for size in (1, 1e15)
+    )
     return Curve(size_unit=size_unit, points=tuple(points), provenance=ASSUMED)
 
 
@@ -35,7 +37,7 @@ def machine(
         name="round",
         kind=kind,  # type: ignore[arg-type]
         memory_bytes=quantity(gpu_bytes, "bytes"),
-        memory_bytes_per_s=quantity(1e12 if kind == "gpu" else 5e10, "bytes_per_s"),
+        memory_bytes_per_s=quantity(1e12 if kind == "gpu" else 2.5e10, "bytes_per_s"),
         num_cores=0 if kind == "gpu" else 2,
         gemm=speed,  # type: ignore[arg-type]
         gemm_rows_half=quantity(rows_half, "count"),

@@ -140,7 +140,10 @@ BAD_INPUT = {
     "no local profile": (["plan", "--model", "gpt2", "--hardware", "local"], ["ullage calibrate"]),
     "profile without network": (["plan", "--model", "gpt2", "--hardware", "h100x4-80g", "--gpus", "8"], ["inter_node"]),
     "profile without fp32": (["plan", "--model", "gpt2", "--hardware", "{gemm}", "--precision", "fp32"], ["fp32"]),
-    "cannot fit": (["plan", "--model", "gpt2", "--device-memory", "99MB", "--seq-len", "64"], ["does not fit", "lacks", "--gpus"]),
+    "cannot fit": (
+        ["plan", "--model", "gpt2", "--device-memory", "99MB", "--seq-len", "64"],
+        ["does not fit", "lacks", "--gpus"],
+    ),
     "no output folder": (["plan", "--model", "gpt2", "--output", "{tmp}/no/plan.json"], ["no such folder"]),
     "size": (["plan", "--model", "gpt2", "--device-memory", "12 apples"], ["150MB"]),
     "zero devices": (["plan", "--model", "gpt2", "--gpus", "0"], ["--gpus", "from 1 on"]),

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 
 import numpy as np
@@ -105,4 +104,3 @@ def test_compare_command_on_a_run_file(plan, tmp_path, capsys):
     assert [e["args"]["name"] for e in processes] == ["predicted", "measured"]
     assert main(["compare", str(path)]) == 0
     assert "-20.0 %" in capsys.readouterr().out
-    assert dataclasses.is_dataclass(simulation)

@@ -27,7 +27,9 @@ def test_sizes(text, num_bytes):
     assert parse_bytes(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "12 apples", "-1", "0", "0.4", "1e400", "nan", "1.5.2", "1KB2", "5 G B", "1 i"])
+@pytest.mark.parametrize(
+    "text", ["", "GB", "12 apples", "-1", "0", "0.4", "1e400", "nan", "1.5.2", "1KB2", "5 G B", "1 i"]
+)
 def test_no_sizes(text):
     with pytest.raises(argparse.ArgumentTypeError, match="give bytes with an optional unit"):
         parse_bytes(text)

@@ -9,8 +9,8 @@ import pytest
 
 from hwprofiles.quantity import Curve, Quantity
 from hwprofiles.registry import load_profile
+from planner.models.parameters import num_parameters
 from planner.plan import load_plan
-from planner.planning import InfeasibleError
 from ullage.cli import main
 from ullage.provenance import origin_shares, quantities
 from ullage.screens import mfu
@@ -38,7 +38,7 @@ def test_screen_says_everything(plan_args, plan, tmp_path, capsys):
     lines = shown.splitlines()
     starts = {line.split()[0]: line for line in lines if line.strip()}
     seen = plan.prediction
-    assert "139,584 parameters" in " ".join(shown.split())
+    assert f"{num_parameters(plan.model):,} parameters" in " ".join(shown.split())
     assert "rtx-4090:" in starts["hardware"]
     assert re.search(r"\d+ % assumed", shown)
     assert starts["fits"].split() == ["fits", "yes"]
@@ -56,7 +56,7 @@ def test_screen_says_everything(plan_args, plan, tmp_path, capsys):
     assert "4.00 MB" in starts["capacity"]
     for warning in seen.warnings:
         assert f"warning: {warning}"[:100] in shown
-    assert shown.endswith(f"plan written to {path}\n".replace("\n", "\n")) or str(path) in shown.replace("\n", "")
+    assert f"plan written to {path}" in shown.replace("\n", "")
     assert load_plan(path) == plan
 
 
@@ -93,7 +93,6 @@ def test_a_plan_that_cannot_fit_leaves_the_old_file(plan_args, tmp_path, capsys)
     assert main(arguments) == 2
     assert "does not fit" in capsys.readouterr().err
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("p.json", "old")]
-    assert issubclass(InfeasibleError, ValueError)
 
 
 def test_every_number_of_a_profile_is_counted():

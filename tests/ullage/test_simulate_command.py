@@ -4,7 +4,7 @@ import json
 import pytest
 
 from planner.engines import POLICIES
-from planner.schedule import Lane, MemoryClass
+from planner.schedule import MemoryClass
 from planner.timeline import MemoryUse
 from ullage.cli import main
 from ullage.commands.simulate import columns
@@ -77,4 +77,3 @@ def test_chart_shows_the_most_that_is_held():
     assert chart[0] == chart[35] == 1
     assert chart[36] == 9
     assert chart[37:] == [2] * (len(chart) - 37)
-    assert Lane.CPU in Lane

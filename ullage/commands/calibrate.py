@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     path: Path = args.output or local_profile_path()
     options = CalibrationOptions(quick=args.quick, name=args.name, device_memory_bytes=args.device_memory)
     with _progress() as progress:
-        profile, report = calibrate(options, _cpu_adamw(), progress)
+        profile, report = calibrate(options, _kernels(), progress)
     save_profile(profile, path)
     if args.json:
         from hwprofiles.registry import canonical_json  # noqa: PLC0415
@@ -56,9 +56,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _cpu_adamw() -> Callable[..., object]:
-    """Return the executor's optimizer step in the form that calibration calls."""
-    from executor.optimizer import AdamWParams, WorkerTeam, adamw_step  # noqa: PLC0415 - numba
+def _kernels() -> Any:
+    """Return what the executor runs, in the form that calibration calls."""
+    from executor.backend import sum_of_squares  # noqa: PLC0415 - numba
+    from executor.optimizer import AdamWParams, WorkerTeam, adamw_step  # noqa: PLC0415
+    from hwprofiles.calibrate import Kernels  # noqa: PLC0415 - torch
+    from ullage.probe import issue  # noqa: PLC0415 - transformers
 
     params = AdamWParams()
     teams: dict[int, WorkerTeam] = {}
@@ -68,7 +71,7 @@ def _cpu_adamw() -> Callable[..., object]:
             teams[num_threads] = WorkerTeam(num_threads)
         adamw_step(master, exp_avg, exp_avg_sq, grad, weight, params, step=1, team=teams[num_threads])
 
-    return step
+    return Kernels(cpu_adamw=step, sum_of_squares=sum_of_squares, issue=issue)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,183 @@
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwprofiles.registry import load_profile
+from planner.cases import Case, CaseError, check_supported, decide, load_cases, predict_case, setup_of
+from planner.decisions import GradientPath, Place
+from planner.engines import pieces
+from planner.graph import Attention
+from planner.lowering import lower
+from planner.schedule import Op
+
+FILE = Path(__file__).parents[1] / "ullage" / "data" / "published_cases.json"
+CASES = {case["id"]: case for case in json.loads(FILE.read_text())["cases"]}
+BLOCKING = next(name for name in CASES if "blocking" in name)
+TWIN_FLOW = next(name for name in CASES if "r0.5" in name and "async" in name)
+HALF_INTERLEAVED = next(name for name in CASES if "r0.5" in name and "interleave" in name)
+INTERLEAVED = next(name for name in CASES if "interleave-k5" in name)
+IN_MEMORY = next(name for name in CASES if "nvlink" in name)
+
+
+def case(name: str, **changes: object) -> Case:
+    """Return a case with some fields changed; ``engine__stride=3`` reaches into ``engine``."""
+    data = copy.deepcopy(CASES[name])
+    for path, value in changes.items():
+        *outer, last = path.split("__")
+        place = data
+        for key in outer:
+            place = place[key]
+        place[last] = value
+    return Case.model_validate(data)
+
+
+def decided(some: Case):
+    _, setup = setup_of(some)
+    decisions = decide(some, setup)
+    places = [place for unit in decisions.units.values() for place in unit.update]
+    sizes = [size for unit in setup.units for size in pieces(setup, unit)]
+    return decisions, places, sizes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_published_runs_are_predicted_within_a_factor_of_two(name):
+    some = case(name)
+    outcome = predict_case(some, load_profile(some.hardware))
+    assert outcome.converged
+    assert outcome.iteration_s == pytest.approx(outcome.forward_s + outcome.backward_s + outcome.update_s)
+    assert 0.5 < outcome.iteration_s / (some.measured.iteration_ms / 1e3) < 2
+    if some.measured.peak_gpu_allocated_gb:
+        assert 0.5 < outcome.peak_gpu_bytes / (some.measured.peak_gpu_allocated_gb * 1e9) < 2
+
+
+def test_loaded_as_written():
+    assert [loaded.id for loaded in load_cases(FILE)] == list(CASES)
+
+
+def test_model_batch_and_parallelism_reach_the_setup():
+    some = case(INTERLEAVED, batch__global_batch=24)
+    units, setup = setup_of(some)
+    assert sum(unit.num_params for unit in units) == some.model.num_params
+    assert (setup.data_parallel, setup.micro_batch, setup.num_micro_batches) == (2, 4, 3)
+    assert setup.subgroup_params == 100_000_000
+    attention = [kernel for unit in units for kernel in unit.forward if isinstance(kernel, Attention)]
+    flash, _ = setup_of(case(INTERLEAVED, model__flash_attention=True))
+    fused = [kernel for unit in flash for kernel in unit.forward if isinstance(kernel, Attention)]
+    assert fused
+    assert not [kernel for kernel in attention if kernel.flash]
+    assert max(unit.saved_bytes for unit in flash) < max(unit.saved_bytes for unit in units)
+
+
+@pytest.mark.parametrize(("flush", "path"), [("blocking", "zero3-blocking"), ("async", "zero3-async")])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_zero3_offload(flush, path, fraction):
+    decisions, places, _ = decided(
+        case(BLOCKING, engine__gradient_flush=flush, engine__cpu_optimizer_fraction=fraction)
+    )
+    assert decisions.gradient_path is GradientPath(path)
+    assert (decisions.zero_stage, decisions.data_parallel) == (3, 4)
+    assert not decisions.overlap_next_forward
+    assert not decisions.fused_update
+    assert abs(places.count(Place.CPU) - fraction * len(places)) <= 0.5
+
+
+@given(st.sampled_from([0.0, 0.3, 0.5, 0.9, 1.0]), st.integers(1, 10))
+def test_interleaved_keeps_the_first_share_and_streams_every_kth(fraction, stride):
+    _, places, _ = decided(case(INTERLEAVED, engine__cpu_optimizer_fraction=fraction, engine__stride=stride))
+    resident = round(len(places) * (1 - fraction))
+    assert places[:resident] == [Place.GPU] * resident
+    for number, place in enumerate(places[resident:], start=resident):
+        assert place is (Place.STREAM if number % stride == stride - 1 else Place.CPU)
+
+
+def test_subgroups_are_cut_within_units():
+    decisions, _, sizes = decided(case(BLOCKING, engine__subgroup_params=7_000_000))
+    assert decisions.subgroup_params == max(sizes) == 7_000_000
+    assert sum(sizes) >= CASES[BLOCKING]["model"]["num_params"] / 4
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_activations(activations):
+    some = case(TWIN_FLOW, activations=activations)
+    decisions, *_ = decided(some)
+    units, _ = setup_of(some)
+    for unit in units:
+        assert decisions.units[unit.name].activations == (activations if unit.recompute else "keep")
+
+
+@pytest.mark.parametrize(("zero_stage", "all_reduced"), [(0, True), (1, False), (2, False), (3, False)])
+def test_in_memory_cases_at_every_zero_stage(zero_stage, all_reduced):
+    some = case(IN_MEMORY, zero_stage=zero_stage)
+    units, setup = setup_of(some)
+    decisions = decide(some, setup)
+    assert (decisions.zero_stage, decisions.data_parallel) == (zero_stage, 8)
+    schedule = lower(units, decisions, asynchronous=True)
+    scattered = sum(task.num_bytes for task in schedule.tasks if task.op is Op.SCATTER)
+    updated = sum(task.num_params for task in schedule.tasks if task.op is Op.UPDATE)
+    params = sum(unit.num_params for unit in units)
+    times = 2 if all_reduced else setup.num_micro_batches if zero_stage >= 2 else 1
+    assert scattered == 2 * params * times  # bytes of bf16
+    assert updated == pytest.approx(params if zero_stage == 0 else params / 8, rel=0.01)
+
+
+UNSUPPORTED = {
+    "parallel.tensor_parallel is 2": {"parallel__tensor_parallel": 2},
+    "parallel.pipeline_parallel is 4": {"parallel__pipeline_parallel": 4},
+    "offload.optimizer is nvme": {"offload__optimizer": "nvme"},
+    "offload.params is nvme": {"offload__params": "nvme"},
+    "precision is fp8": {"precision": "fp8"},
+    "zero_stage is 2": {"zero_stage": 2},
+    "engine.stride is 3": {"engine__stride": 3},
+    "engine.gradient_flush is None": {"engine__gradient_flush": None},
+    "parallel.data_parallel is 99": {"parallel__data_parallel": 99},
+    "batch.global_batch is 5": {"batch__global_batch": 5},
+    "gpus_per_node is 8": {"parallel__gpus_per_node": 8},
+}
+
+
+@pytest.mark.parametrize("message", UNSUPPORTED)
+def test_what_cannot_be_expressed_is_refused_by_name(message):
+    some = case(BLOCKING, **UNSUPPORTED[message])
+    with pytest.raises(CaseError, match=f"case {BLOCKING}: .*{message}"):
+        predict_case(some, load_profile("a100x4-40g"))
+
+
+def test_interleaved_needs_a_stride():
+    with pytest.raises(CaseError, match=r"engine\.stride"):
+        check_supported(case(INTERLEAVED, engine__stride=None))
+
+
+def test_sizes_that_do_not_add_up_are_refused():
+    with pytest.raises(CaseError, match=f"case {BLOCKING}: model: .*num_params"):
+        setup_of(case(BLOCKING, model__num_layers=31))
+
+
+BROKEN = {
+    "engine.name": {"engine": {"name": "warp", "gradient_flush": "async"}},
+    "checkpoint: such a field": {"checkpoint": {"every": 1}},
+    "batch.micro_batch": {"batch": {"micro_batch": "4", "global_batch": 4, "seq_len": 2048}},
+    "measured.iteration_ms": {"measured": {"iteration_ms": -1}},
+    "measured.tflops: such a field": {"measured": {"tflops": 3}},
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_broken_files_name_case_and_field(message, tmp_path):
+    path = tmp_path / "cases.json"
+    path.write_text(json.dumps({"schema_version": 1, "cases": [CASES[INTERLEAVED], CASES[BLOCKING] | BROKEN[message]]}))
+    with pytest.raises(CaseError, match=f"case {BLOCKING}: {message}"):
+        load_cases(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"schema_version": 2, "cases": []}', '{"schema_version": 1, "cases": []}']
+)
+def test_files_that_are_no_cases(text, tmp_path):
+    path = tmp_path / "cases.json"
+    path.write_text(text)
+    with pytest.raises(CaseError, match=r"cases\.json"):
+        load_cases(path)

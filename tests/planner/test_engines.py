@@ -1,0 +1,156 @@
+"""Engine policies: what they place, and what follows from it on machines with round numbers."""
+
+from collections import Counter
+
+import pytest
+from cases import MODELS, small_units
+from machines import machine
+
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.registry import load_profile
+from planner.costs import CostModel
+from planner.decisions import Decisions, GradientPath, Place
+from planner.engines import POLICIES, Mix, Setup, gpu_only, interleaved, mixed, pieces, twin_flow
+from planner.lowering import lower
+from planner.models import resolve_model
+from planner.planning import Request, prepare
+from planner.prediction import memory_peaks
+from planner.schedule import Op, Tier
+from planner.search import Scorer
+from planner.simulate.machine import run_until_steady
+
+UNITS = small_units("demo-llama")
+
+
+def setup(**options: object) -> Setup:
+    return Setup(**{"units": UNITS, "subgroup_params": 500_000, **options})  # type: ignore[arg-type]
+
+
+def places(decisions: Decisions) -> list[Place]:
+    return [place for unit in UNITS for place in decisions.units[unit.name].update]
+
+
+def iteration_s(profile: HardwareProfile, decisions: Decisions) -> float:
+    cost = CostModel(profile, UNITS, decisions.precision, decisions.data_parallel)
+    simulation = run_until_steady(lower(UNITS, decisions, asynchronous=cost.asynchronous), cost)
+    return simulation.timeline.period_s(simulation.steady)
+
+
+def test_twin_flow_takes_the_first_subgroups_to_the_device() -> None:
+    total = sum(len(pieces(setup(), unit)) for unit in UNITS)
+    fractions = [0.0, 0.3, 1.0]
+    tried = list(twin_flow(setup(), fractions))
+    assert len(tried) == 2 * len(fractions)  # activations kept and recomputed
+    for fraction, decisions in zip([f for f in fractions for _ in range(2)], tried, strict=True):
+        num_cpu = round(total * fraction)
+        assert places(decisions) == [Place.GPU] * (total - num_cpu) + [Place.CPU] * num_cpu
+
+
+def test_interleaved_streams_every_kth() -> None:
+    for stride, decisions in zip([3, 3, 4, 4], interleaved(setup(), [3, 4]), strict=True):
+        for i, place in enumerate(places(decisions)):
+            assert place is (Place.STREAM if (i + 1) % stride == 0 else Place.CPU)
+        assert decisions.num_state_slots == 1  # one in flight
+
+
+def test_what_policies_are() -> None:
+    first = {name: next(iter(policy(setup()))) for name, policy in POLICIES.items()}
+    assert set(places(first["gpu-only"])) == {Place.GPU}
+    assert set(places(first["zero-offload"])) == {Place.CPU}
+    assert first["zero-offload-blocking"].gradient_path is GradientPath.ZERO3_BLOCKING
+    assert first["zero-offload"].gradient_path is GradientPath.ZERO3_ASYNC
+    assert first["interleaved"].gradient_path is GradientPath.ONCE
+    assert not any(d.overlap_next_forward for d in first.values())
+    assert {name: d.policy for name, d in first.items()} == {name: name for name in POLICIES}
+    stages = {d.zero_stage for d in gpu_only(setup(data_parallel=4))}
+    assert stages == {1, 2, 3}
+
+
+def test_engines_in_the_order_that_overlap_implies() -> None:
+    """Blocking gradient copies are slower than asynchronous ones, and those slower than no offload at all."""
+    by_name = {name: min(iteration_s(machine(), d) for d in policy(setup())) for name, policy in POLICIES.items()}
+    assert by_name["twin-flow"] == pytest.approx(by_name["gpu-only"])  # its fractions include 0
+    assert by_name["gpu-only"] < by_name["zero-offload"] < by_name["zero-offload-blocking"]
+    assert by_name["interleaved"] < by_name["zero-offload"]
+
+
+@pytest.mark.parametrize("name", ["round", "a100-40", "h100"])
+def test_twin_flow_takes_longer_the_more_the_cpu_updates(name: str) -> None:
+    profile = machine() if name == "round" else load_profile(name)
+    fractions = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    times_s = [iteration_s(profile, d) for d in list(twin_flow(setup(), fractions))[::2]]
+    assert times_s == sorted(times_s)
+    assert times_s[-1] > 1.2 * times_s[0]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_plain_training_needs_most_device_memory(recompute: bool) -> None:
+    peaks = {}
+    for name, policy in POLICIES.items():
+        for decisions in list(policy(setup()))[int(recompute) :: 2]:
+            cost = CostModel(machine(), UNITS, decisions.precision, 1)
+            simulation = run_until_steady(lower(UNITS, decisions, asynchronous=True), cost)
+            memory = memory_peaks(simulation.timeline, simulation.steady, cost)
+            peaks[name, places(decisions).count(Place.GPU)] = memory[Tier.GPU].peak_bytes
+    most = peaks.pop(("gpu-only", len(places(next(gpu_only(setup()))))))
+    whole = {key for key in peaks if key[1] == len(places(next(gpu_only(setup()))))}
+    assert most >= max(peaks.values())
+    assert most > max(peak for key, peak in peaks.items() if key not in whole)
+
+
+def test_a_mix_fills_the_device_from_the_front_and_spreads_what_is_streamed() -> None:
+    total = len(places(next(gpu_only(setup()))))
+    mix = Mix(num_gpu=2, num_stream=2, num_keep=1)
+    placed = places(mixed(setup(), mix))
+    assert placed[:2] == [Place.GPU, Place.GPU]
+    assert Counter(placed) == {Place.GPU: 2, Place.STREAM: 2, Place.CPU: total - 4}
+    assert Place.STREAM not in placed[:3]  # not all at the front, but evenly among the rest
+    assert placed[-1] is Place.STREAM
+    decisions = mixed(setup(), mix)
+    kept = {unit.segment for unit in UNITS if unit.recompute and decisions.units[unit.name].activations == "keep"}
+    assert kept == {"layers.1"}  # the last: it is needed again soonest
+
+
+def test_a_mix_serves_late_units_from_the_host_unless_they_are_tied() -> None:
+    for model in MODELS:
+        units = small_units(model)
+        decisions = mixed(Setup(units), Mix(num_gpu=0, num_stream=0, num_keep=0, num_host=len(units)))
+        tied = {name for unit in units if unit.shared_units for name in (unit.name, *unit.shared_units)}
+        on_device = {name for name, unit in decisions.units.items() if unit.params == "gpu"}
+        assert on_device == tied
+
+
+def test_without_clipping_updates_start_during_backward() -> None:
+    mix = Mix(num_gpu=0, num_stream=0, num_keep=9)
+    early, late = mixed(setup(clip=False), mix), mixed(setup(clip=True), mix)
+    assert (early.update_start, late.update_start) == ("backward", "step")
+    for decisions in (early, late):
+        cost = CostModel(machine(), UNITS, decisions.precision, 1)
+        schedule = lower(UNITS, decisions, asynchronous=True)
+        timeline = run_until_steady(schedule, cost).timeline
+        first_update = next(t.index for t in schedule.tasks if t.op is Op.UPDATE)
+        last_backward = [t.index for t in schedule.tasks if t.op is Op.BACKWARD][-1]
+        during = timeline.start_s[0, first_update] < timeline.end_s[0, last_backward]
+        assert during == (decisions is early)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_pieces_agree_with_decisions(ranks: int) -> None:
+    chosen = setup(data_parallel=ranks)
+    for policy in POLICIES.values():
+        for decisions in policy(chosen):
+            for unit in UNITS:
+                assert decisions.piece_params(unit.num_params) == pieces(chosen, unit)
+
+
+def test_prepare_makes_units_for_the_batch_and_the_precision() -> None:
+    request = Request(model=resolve_model("demo-llama"), hardware=machine(), seq_len=64, micro_batch=2)
+    chosen, workload, cost = prepare(request)
+    assert chosen.units is workload.units
+    assert Scorer(workload, cost).score(next(gpu_only(chosen))).missing_bytes == {}
+    kept = chosen.units[1].saved_bytes
+    assert (
+        kept
+        == 2
+        * prepare(Request(resolve_model("demo-llama"), machine(), seq_len=64, micro_batch=1))[0].units[1].saved_bytes
+    )

@@ -1,0 +1,130 @@
+"""The search: never worse than what it starts from, within its budget, the same every time."""
+
+import dataclasses
+
+import pytest
+from machines import machine
+
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.registry import load_profile
+from planner.models import resolve_model
+from planner.planning import Request, prepare
+from planner.prediction import always_held, capacities, critical_path
+from planner.search import Candidate, Outcome, Scorer, search
+from planner.simulate.machine import run_until_steady
+
+
+def find(request: Request, max_simulations: int = 80) -> tuple[Outcome, Scorer]:
+    setup, workload, cost = prepare(request)
+    scorer = Scorer(workload, cost)
+    return search(setup, scorer, max_simulations), scorer
+
+
+def small(model: str, hardware: HardwareProfile, **options: object) -> Request:
+    config = resolve_model(model).model_copy(update={"num_layers": 4})
+    defaults = {"seq_len": 512, "micro_batch": 2, "subgroup_params": 1_000_000}
+    return Request(config, hardware, **{**defaults, **options})  # type: ignore[arg-type]
+
+
+SMALL_GPU = machine(gpu_bytes=1e9)
+REQUESTS = {
+    "roomy": small("demo-llama", machine()),
+    "tight": small("gpt2", SMALL_GPU),
+    "no clip": small("opt-125m", SMALL_GPU, clip=False),
+    "accumulation": small("gpt2", machine(), num_micro_batches=3),
+    "several": small("demo-llama", machine(devices_per_node=4, gpu_bytes=2e8), num_devices=4),
+    "two nodes": small("opt-125m", machine(devices_per_node=2), num_devices=4),
+    "cpu": small("demo-llama", machine(kind="host")),
+    "a100": Request(resolve_model("opt-1.3b"), load_profile("a100-40"), seq_len=1024, micro_batch=2),
+    "3090": Request(resolve_model("opt-2.7b"), load_profile("rtx-3090"), seq_len=512, micro_batch=1),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_never_worse_than_the_best_engine(name: str) -> None:
+    outcome, scorer = find(REQUESTS[name])
+    assert set(outcome.engines) == {
+        "gpu-only",
+        "zero-offload-blocking",
+        "zero-offload",
+        "twin-flow",
+        "interleaved",
+    }
+    assert outcome.best.order <= min(candidate.order for candidate in outcome.engines.values())
+    assert not outcome.best.missing_bytes
+    # The full prediction confirms the quick score.
+    prediction = scorer.predict(outcome.best.decisions)
+    assert prediction.fits
+    assert prediction.iteration_s == pytest.approx(outcome.best.iteration_s, rel=0.02)
+
+
+def test_tight_memory_is_used_and_kept() -> None:
+    request = REQUESTS["tight"]
+    outcome, scorer = find(request)
+    assert outcome.engines["gpu-only"].missing_bytes
+    peak = next(m for t, m in scorer.predict(outcome.best.decisions).memory.items() if t == "gpu")
+    assert 0.8 * peak.capacity_bytes < peak.peak_bytes <= peak.capacity_bytes
+
+
+def test_deterministic() -> None:
+    first, second = (find(REQUESTS["tight"])[0] for _ in range(2))
+    assert first == second
+
+
+def test_more_simulations_are_never_worse_and_the_budget_is_kept() -> None:
+    scores = []
+    for budget in (1, 60, 200):
+        outcome, scorer = find(REQUESTS["tight"], budget)
+        scores.append(outcome.best.order)
+        assert outcome.num_simulations == scorer.num_simulations
+    assert scores == sorted(scores, reverse=True)
+    seeds = find(REQUESTS["roomy"], 1)[0].num_simulations
+    assert find(REQUESTS["roomy"], seeds + 20)[0].num_simulations <= seeds + 21
+
+
+def test_progress_only_improves() -> None:
+    setup, workload, cost = prepare(REQUESTS["tight"])
+    told: list[Candidate] = []
+    outcome = search(setup, Scorer(workload, cost), 80, lambda candidate, _: told.append(candidate))
+    assert told[-1] == outcome.best
+    assert told[0].order >= told[-1].order
+
+
+def test_the_same_decisions_are_simulated_once() -> None:
+    setup, workload, cost = prepare(REQUESTS["roomy"])
+    scorer = Scorer(workload, cost)
+    best = search(setup, scorer, 20).best
+    before = scorer.num_simulations
+    assert scorer.score(best.decisions) == best
+    assert scorer.num_simulations == before
+
+
+def test_what_cannot_fit_is_not_simulated() -> None:
+    request = dataclasses.replace(REQUESTS["roomy"], hardware=machine(gpu_bytes=1e6))
+    outcome, scorer = find(request)
+    assert scorer.num_simulations == outcome.num_simulations == 0
+    assert outcome.best.iteration_s == float("inf")
+    assert outcome.best.missing_bytes.keys() == {"gpu"}
+
+
+@pytest.mark.parametrize("name", ["tight", "several"])
+def test_what_is_always_held_bounds_the_peak(name: str) -> None:
+    outcome, scorer = find(REQUESTS[name], 40)
+    _, _, cost = prepare(REQUESTS[name])
+    for candidate in (outcome.best, *outcome.engines.values()):
+        if candidate.iteration_s < float("inf"):
+            prediction = scorer.predict(candidate.decisions)
+            for tier, held in always_held(scorer.schedule(candidate.decisions), cost).items():
+                if held:
+                    assert held <= prediction.memory[tier].peak_bytes
+                    assert prediction.memory[tier].capacity_bytes == capacities(cost)[tier]
+
+
+@pytest.mark.parametrize("name", ["roomy", "tight", "several"])
+def test_the_critical_path_explains_the_period(name: str) -> None:
+    outcome, scorer = find(REQUESTS[name], 40)
+    _, _, cost = prepare(REQUESTS[name])
+    simulation = run_until_steady(scorer.schedule(outcome.best.decisions), cost)
+    path = critical_path(simulation.timeline, simulation.steady)
+    assert sum(path.values()) == pytest.approx(simulation.timeline.period_s(simulation.steady), rel=0.01)
+    assert list(path.values()) == sorted(path.values(), reverse=True)

@@ -1,0 +1,47 @@
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+
+import hwprofiles.calibrate
+from executor.optimizer import AdamWParams, adamw_step
+from hwprofiles.registry import load_profile
+from ullage.cli import main
+from ullage.commands.calibrate import _kernels
+
+
+@pytest.fixture
+def hurried(monkeypatch, tmp_path):
+    """Spend a second on real measurements, and keep profiles in a folder of its own."""
+    options = partial(hwprofiles.calibrate.CalibrationOptions, budget_s=1.0)
+    monkeypatch.setattr(hwprofiles.calibrate, "CalibrationOptions", options)
+    monkeypatch.setenv("ULLAGE_HOME", str(tmp_path))
+
+
+@pytest.mark.usefixtures("hurried")
+def test_the_profile_is_local_from_then_on(tmp_path, capsys):
+    assert main(["calibrate", "--quick", "--name", "test-box", "--device-memory", "50MB"]) == 0
+    text, progress = capsys.readouterr()
+    assert progress == ""
+    profile = load_profile("local")
+    assert (profile.name, profile.device.memory_bytes.value) == ("test-box", 50e6)
+    assert f"profile written to {next(tmp_path.iterdir())}" in text.replace("\n", "")
+    assert "host.optimizer" in text
+    plan = tmp_path / "plan.json"
+    arguments = ["plan", "--model", "demo-llama", "--hardware", "local", "--seq-len", "64", "--micro-batch", "1"]
+    assert main([*arguments, "--device-memory", "1GB", "--budget", "1", "--output", str(plan), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["hardware"]["name"] == "test-box"
+
+
+def test_an_optimizer_step_is_the_executors_on_any_team():
+    rng = np.random.default_rng(0)
+    arrays = [rng.random(1000, np.float32) for _ in range(3)]
+    grad = (rng.random(1000, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    wanted, weight = [a.copy() for a in arrays], np.empty(1000, np.uint16)
+    adamw_step(*wanted, grad, weight, AdamWParams(), step=1)
+    step = _kernels().cpu_adamw
+    for num_threads in (1, 2, 2):
+        got, got_weight = [a.copy() for a in arrays], np.empty(1000, np.uint16)
+        step(*got, grad, got_weight, num_threads)
+        assert all(np.array_equal(a, b) for a, b in zip((*got, got_weight), (*wanted, weight), strict=True))

@@ -1,0 +1,57 @@
+"""A tiny model through the whole executor: what calibration needs to know of the host's own time."""
+
+import time
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from executor.prepare import prepare_session
+from executor.session import SessionOptions
+from planner.decisions import BF16
+from planner.engines import Setup, gpu_only
+from planner.graph import Batch, build_graph, units
+from planner.models import resolve_model, to_hf_config_dict
+from planner.models.kernels import num_kernels
+
+_TINY = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "word_embed_proj_dim": 32,
+    "ffn_hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 64,
+}
+_NUM_TOKENS = 8
+_WARM_UP = 3
+_REPEATS = 12
+
+
+def issue(device: str) -> tuple[list[float], int]:
+    """Time forward and backward of a model so small that computing takes no time.
+
+    Args:
+        device: ``cpu`` or ``cuda``; a GPU is not waited for.
+
+    Returns:
+        Wall seconds of each repetition, and the number of kernels that the planner counts in one.
+    """
+    config = resolve_model("demo-llama").model_copy(update=_TINY)
+    model_units = units(build_graph(config, Batch(1, _NUM_TOKENS, BF16.weight_bytes)))
+    decisions = next(gpu_only(Setup(model_units, clip=False)))
+    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        AutoConfig.for_model(**to_hf_config_dict(config)), dtype=torch.bfloat16
+    )
+    options = SessionOptions(device="cuda" if device == "cuda" else "cpu", num_threads=1)
+    _, optimizer = prepare_session(model, torch.optim.AdamW(model.parameters()), model_units, decisions, options)
+    times: list[float] = []
+    with optimizer.session as session:
+        tokens = torch.zeros((1, _NUM_TOKENS), dtype=torch.int64, device=next(model.parameters()).device)
+        for _ in range(_WARM_UP + _REPEATS):
+            begin_s = time.perf_counter()
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            times.append(time.perf_counter() - begin_s)
+            optimizer.step()
+            session.synchronize()
+    return times[_WARM_UP:], sum(num_kernels(unit.forward) + num_kernels(unit.backward) for unit in model_units)
