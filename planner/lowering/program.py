@@ -106,8 +106,8 @@ class Program:
                 num_kernels=d.num_kernels,
                 slot=d.slot,
                 pinned=d.pinned,
-                after=tuple(sorted({index[k] for k in d.after})),
-                after_previous=tuple(sorted({index[k] for k in d.after_previous})),
+                after=tuple(sorted({index[k] for k in d.after})) if d.after else (),
+                after_previous=tuple(sorted({index[k] for k in d.after_previous})) if d.after_previous else (),
             )
             for i, d in enumerate(order)
         )

@@ -20,7 +20,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from hwprofiles.calibrate import CalibrationError, CalibrationOptions, CalibrationReport, calibrate, disk, machine
+from hwprofiles.calibrate import (
+    CalibrationError,
+    CalibrationOptions,
+    CalibrationReport,
+    Kernels,
+    calibrate,
+    disk,
+    machine,
+)
 from hwprofiles.calibrate.options import NAME_PATTERN
 from hwprofiles.calibrate.sampling import (
     Case,
@@ -46,6 +54,15 @@ def cpu_adamw(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any
     np.copyto(weight, grad)
 
 
+ISSUE_S, NUM_ISSUED = 3e-3, 200
+
+KERNELS = Kernels(
+    cpu_adamw=cpu_adamw,
+    sum_of_squares=lambda bits: float(np.square(bits, dtype=np.float64).sum()),
+    issue=lambda device: ([ISSUE_S] * 5, NUM_ISSUED) if device == "cpu" else ([], 0),
+)
+
+
 def silent(step: str, done: int, total: int) -> None:
     del step, done, total
 
@@ -65,8 +82,15 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
     steps: list[tuple[str, int, int]] = []
     options = CalibrationOptions(quick=True, budget_s=3, scratch_dir=scratch, name="here", device="host")
     threads_before = torch.get_num_threads()
-    profile, report = calibrate(options, cpu_adamw, lambda *step: steps.append(step))
+    profile, report = calibrate(options, KERNELS, lambda *step: steps.append(step))
     return Calibrated(profile, report, steps, scratch, threads_before)
+
+
+def test_issue_time_is_what_elementwise_kernels_do_not_have_yet(calibrated: Calibrated) -> None:
+    device = calibrated.profile.device
+    floor_s = device.elementwise.points[0].median_s
+    assert device.issue_s.value == pytest.approx(ISSUE_S / NUM_ISSUED - floor_s)
+    assert device.gradient_norm is not None
 
 
 def provenances(model: BaseModel) -> Iterator[Provenance]:
@@ -105,7 +129,6 @@ def test_values_are_plausible_against_each_other(calibrated: Calibrated) -> None
     assert device.gemm["bf16"].best_rate_per_s() > device.gemm["bf16"].points[0].size / 1.0
     assert device.attention["fp32"].best_rate_per_s() < 3 * device.gemm["fp32"].best_rate_per_s()
     assert 0 <= device.gemm_rows_half.value < 2048
-    assert device.issue_s.value == 0
     assert link.num_cores_per_copy.value == 1
     assert profile.nvme is not None
     assert profile.nvme.capacity_bytes.value <= shutil.disk_usage(calibrated.scratch).total
@@ -159,7 +182,7 @@ def test_interrupt_leaves_nothing(stop_at: str, tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(disk._File, "write", interrupted_write)
     threads = torch.get_num_threads()
     with pytest.raises(KeyboardInterrupt):
-        calibrate(CalibrationOptions(quick=True, budget_s=0.1, device="host"), cpu_adamw, progress)
+        calibrate(CalibrationOptions(quick=True, budget_s=0.1, device="host"), KERNELS, progress)
     assert seen[-1] == stop_at
     assert not list((tmp_path / ".cache").iterdir())
     assert torch.get_num_threads() == threads
@@ -239,7 +262,7 @@ def test_options_that_do_not_fit() -> None:
         CalibrationOptions(device_memory_bytes=2**60),
     ):
         with pytest.raises(CalibrationError, match=r"(9999|1152921504606846976), but .* give fewer"):
-            calibrate(options, cpu_adamw, silent)
+            calibrate(options, KERNELS, silent)
 
 
 def test_name_pattern_is_the_schema_s() -> None:

@@ -243,7 +243,7 @@ class Walk:
             old = self.read(place, frozenset()) if task.micro_batch else frozenset()
             self.write(place, old | {(self.node[0], micro_batch) for micro_batch in new})
 
-    def _clip(self, task: Task) -> None:
+    def _clip(self, _task: Task) -> None:
         """The norm is that of the summed gradient: on the device where it stays there, else read on the host."""
         for name, unit in self.units.items():
             if unit.num_params:

@@ -31,7 +31,7 @@ def machine(
     via_host_link: bool = False,
     inter_node: bool = True,
 ) -> HardwareProfile:
-    """Return a machine: 1e14 FLOP/s, links of 2e10 B/s (3e10 both ways), DRAM of 1e11 B/s, 8 cores of which 4 update."""
+    """Return a machine: 1e14 FLOP/s, links of 2e10 B/s (3e10 both ways), DRAM of 1e11 B/s, 8 cores (4 update)."""
     speed = {"bf16": rate(1e14, "flop"), "fp32": rate(5e13, "flop")}
     device = Device(
         name="round",

@@ -5,8 +5,8 @@ from cases import Case, cases, decide, small_units
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.lowering import lower
 from planner.loop import Loop, OutOfOrderError
+from planner.lowering import lower
 from planner.schedule import Op, Schedule, Task
 
 

@@ -151,7 +151,7 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
         moved[task.op] += task.num_bytes
         updated[task.lane] += task.num_params
     weight, batches = decisions.precision.weight_bytes, decisions.num_micro_batches
-    params = {place: 0 for place in Place}
+    params = dict.fromkeys(Place, 0)
     uploaded = stored_weights = 0
     for unit in case.units:
         decided = decisions.units[unit.name]

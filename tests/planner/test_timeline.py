@@ -1,5 +1,6 @@
 """Phases add up, and memory over time is what a brute-force sampler finds."""
 
+import itertools
 import math
 
 import numpy as np
@@ -121,7 +122,7 @@ def test_a_slot_handed_over_is_not_held_twice() -> None:
     """What ends when another begins is freed first, also at moments that binary fractions do not hit."""
     tasks = compute(*[Op.FORWARD] * 8)
     moments = [0.1 * i for i in range(9)]
-    row = list(zip(moments, moments[1:], strict=False))
+    row = list(itertools.pairwise(moments))
     buffers = [Buffer(Tier.GPU, MemoryClass.ACTIVATIONS, 100, str(i), i, i) for i in range(8)]
     spans = [[(a + 0.7 * i, b + 0.7 * i) for a, b in row] for i in (0, 2)]
     assert memory_use(timeline(tasks, spans, buffers), 0)[Tier.GPU].peak_bytes == 100
