@@ -1,5 +1,6 @@
 """What the tasks of a schedule do, apart from the compute that the caller does itself."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, final
 
@@ -93,6 +94,27 @@ class Actions:
             parameter.arrived = iteration
             parameter.step += 1
 
+    def norms(self, iteration: int) -> dict[str, torch.Tensor]:
+        """Return the 2-norms of an iteration's gradients, float32 scalars on the device, once all have been flushed."""
+        sums: dict[str, list[torch.Tensor]] = {}
+        for unit, parameter in self._state.parameters():
+            if parameter.arrived == iteration:
+                sums[parameter.name] = [
+                    *(parameter.squares if parameter.flushed == iteration else ()),
+                    *(
+                        self._backend.sum_of_squares(unit.device_gradients[parameter.name, part.piece.index])
+                        for part in parameter.parts
+                        if part.piece.place is Place.GPU
+                    ),
+                ]
+        if not sums:
+            return {}
+        # To the host as one tensor and back as one: each copy waits for the device.
+        squares = iter(torch.stack([term for terms in sums.values() for term in terms]).tolist())
+        totals = [sum(itertools.islice(squares, len(terms))) for terms in sums.values()]
+        norms = torch.tensor(totals, dtype=torch.float64).sqrt().to(torch.float32).to(self._backend.device)
+        return dict(zip(sums, norms.unbind(), strict=True))
+
     def _fetch(self, task: Task, _iteration: int) -> None:
         self.fetch(self._state.units[task.unit])
 
@@ -131,7 +153,7 @@ class Actions:
                 yield self._backend.sum_of_squares(mine)
             else:
                 held = unit.gradient(part.piece)[part.start - part.piece.start : part.stop - part.piece.start]
-                yield sum_of_squares_on_host(held)
+                yield sum_of_squares_on_host(held).to(self._backend.device)
 
     def _load(self, task: Task, _iteration: int) -> None:
         unit = self._state.units[task.unit]

@@ -11,7 +11,7 @@ of the segment's last unit: the session lets that mark wait until recomputation 
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -116,6 +116,33 @@ def bind(model: nn.Module, units: tuple[Unit, ...], decisions: Decisions, marks:
     return undo
 
 
+def bind_state_dict(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], weights: Callable[[], Mapping[str, torch.Tensor]]
+) -> list[Callable[[], None]]:
+    """Make ``state_dict`` give current weights, which no view of a slot shows; return what undoes it.
+
+    Args:
+        model: the bound model.
+        parameters: its parameters by name.
+        weights: returns the current weights by the same names.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+
+    def after(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
+        current = weights()
+        for name, parameter in module.named_parameters(recurse=False):
+            if prefix + name in state_dict:
+                state_dict[prefix + name] = current[names[id(parameter)]]
+
+    def refuse(*_args: object) -> None:
+        raise ValueError("weights cannot be loaded into a prepared model; load them before prepare()")
+
+    handles = [model.register_load_state_dict_pre_hook(refuse)]  # type: ignore[no-untyped-call]
+    owners = (m for m in model.modules() if next(m.parameters(recurse=False), None) is not None)
+    handles += [module.register_state_dict_post_hook(after) for module in owners]  # type: ignore[no-untyped-call]
+    return [handle.remove for handle in handles]
+
+
 def in_backward() -> bool:
     """Return whether this thread is inside a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
@@ -191,11 +218,3 @@ def _drop_caches(arguments: dict[str, Any]) -> None:
                 scope[name] = None
         if scope.get("use_cache"):
             scope["use_cache"] = False
-
-
-def parameter_modules(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[nn.Module]:
-    """Yield the modules that own at least one of these parameters themselves."""
-    known = {id(parameter) for parameter in parameters.values()}
-    for module in model.modules():
-        if any(id(parameter) in known for parameter in module.parameters(recurse=False)):
-            yield module

@@ -1,6 +1,8 @@
 """Memory that is taken once, as a plan says, with a ledger."""
 
+import dataclasses
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Final, final
 
 import torch
@@ -74,3 +76,21 @@ class Arena:
             f"the {self.tier} is out of memory: {name} asks for {num_bytes:,} B ({limit}{free}); held so far: {held}. "
             "Plan for the memory that is really free, or move more of the plan to another tier"
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeasuredMemory:
+    """What a tier has really held.
+
+    Attributes:
+        static_bytes: taken once, by class.
+        dynamic_peak_bytes: most that came on top of it inside :meth:`Session.metered`; ``None`` if not measured.
+    """
+
+    static_bytes: Mapping[MemoryClass, int]
+    dynamic_peak_bytes: int | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most held in all."""
+        return sum(self.static_bytes.values()) + (self.dynamic_peak_bytes or 0)

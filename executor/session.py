@@ -7,28 +7,28 @@ issues what is left of the iteration and returns while updates go on.
 
 import contextlib
 import dataclasses
-import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal, Self, final
 
+import numpy as np
 import torch
 from torch import nn
 
 from executor.actions import Actions, ParameterUpdate
 from executor.backend import Backend, HostBackend, Meter
-from executor.binding import bind, in_backward, parameter_modules, planned_parameters
+from executor.binding import bind, bind_state_dict, in_backward, planned_parameters
 from executor.gradients import GradientError, OffloadedGradient
 from executor.machine import LaneMachine
-from executor.memory import Arena
-from executor.optimizer import AdamWParams, WorkerTeam
+from executor.memory import Arena, MeasuredMemory
+from executor.optimizer import AdamWParams, WorkerTeam, warm_up
 from executor.state import ModelState, ParameterState, UnitState
 from planner.decisions import Decisions, GradientPath, Place
 from planner.graph import Unit
 from planner.loop import Loop, OutOfOrderError
 from planner.lowering import lower
 from planner.lowering.compute import segments
-from planner.schedule import Lane, MemoryClass, Op, Task, Tier
+from planner.schedule import Lane, Op, Task, Tier
 from planner.timeline import Timeline
 
 _INSIDE_BACKWARD: Final = frozenset({Op.RECOMPUTE, Op.BACKWARD})
@@ -53,24 +53,6 @@ class SessionOptions:
     gpu_capacity_bytes: int | None = None
     host_capacity_bytes: int | None = None
     record: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MeasuredMemory:
-    """What a tier has really held.
-
-    Attributes:
-        static_bytes: taken once, by class.
-        dynamic_peak_bytes: most that came on top of it inside :meth:`Session.metered`; ``None`` if not measured.
-    """
-
-    static_bytes: Mapping[MemoryClass, int]
-    dynamic_peak_bytes: int | None = None
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most held in all."""
-        return sum(self.static_bytes.values()) + (self.dynamic_peak_bytes or 0)
 
 
 @final
@@ -114,6 +96,8 @@ class Session:
         self._state = ModelState(units, decisions, parameters, self._gpu, self._host)
         self._parameters = {parameter.name: (unit, parameter) for unit, parameter in self._state.parameters()}
         self._team = WorkerTeam(options.num_threads or len(os.sched_getaffinity(0)), options.cores)
+        bf16 = decisions.precision.weights == "bf16"
+        warm_up(np.uint16 if bf16 else np.float32, writes_bf16=bf16)  # or the first update would compile it
         self._actions = Actions(self._state, decisions, self._backend, self._team)
         self._machine = LaneMachine(self.schedule, self._actions.perform, self._backend, record=options.record)
         self._loop = Loop(self.schedule, self._machine)
@@ -127,9 +111,10 @@ class Session:
         self._scales: dict[str, float] = {}
         self._norms: dict[str, torch.Tensor] | None = None
         self._meter: Meter | None = None
-        self._undo = [*self._hook_parameters(), *self._hook_state_dict(parameters)]
-        self._undo += bind(model, units, decisions, self)
+        self._undo = [*self._hook_parameters(), *bind(model, units, decisions, self)]
+        self._undo += bind_state_dict(model, parameters, self.full_parameters)
         self._move_buffers()
+        self.synchronize()  # what was copied in so far was on no lane
 
     @property
     def iteration(self) -> int:
@@ -234,7 +219,6 @@ class Session:
         if self._inferring:  # what was issued for it may still read slots
             self._backend.seconds(self._backend.mark(Lane.COMPUTE))
             self._inferring = False
-            self._in_slot.clear()
         self._inside_iteration = True
         self._scales.clear()
         self._norms = None
@@ -250,8 +234,9 @@ class Session:
         self._check_clips()
         self._reach_clip()
         if self._norms is None:
-            self._norms = self._all_norms()
-        return self._norms[name]
+            self._norms = self._actions.norms(self._loop.iteration)
+        scale = self._scales.get(name, 1.0)
+        return self._norms[name] if scale == 1 else self._norms[name] * scale
 
     def scale_gradient(self, name: str, factor: float) -> None:
         """Multiply a parameter's gradient by a factor, when its update reads it. Raises as :meth:`gradient_norm`."""
@@ -273,8 +258,14 @@ class Session:
             )
         self._reach_clip()
         for _, parameter in self._parameters.values():
-            if parameter.arrived == self._loop.iteration and parameter.parameter.grad is None:
+            gradient = parameter.parameter.grad
+            if parameter.arrived == self._loop.iteration and gradient is None:
                 self._drop(parameter)
+            if gradient is not None and not isinstance(gradient, OffloadedGradient):
+                raise GradientError(
+                    f"the gradient of {parameter.name} was replaced after backward, which its update would not see; "
+                    "change it in a hook on the parameter (parameter.register_hook)"
+                )
             parameter.parameter.grad = None
         if self.decisions.update_start == "step":
             self._begin_updates()
@@ -303,25 +294,6 @@ class Session:
                 "this plan does not wait for the norm of all gradients before it updates; plan with clip=True, or do "
                 "not clip"
             )
-
-    def _all_norms(self) -> dict[str, torch.Tensor]:
-        iteration = self._loop.iteration
-        sums: dict[str, list[torch.Tensor]] = {}
-        for name, (unit, parameter) in self._parameters.items():
-            if parameter.arrived != iteration:
-                continue
-            sums[name] = list(parameter.squares) if parameter.flushed == iteration else []
-            for part in parameter.parts:
-                if part.piece.place is Place.GPU:
-                    sums[name].append(self._backend.sum_of_squares(unit.device_gradients[name, part.piece.index]))
-        if not sums:
-            return {}
-        device = self._backend.device
-        flat = torch.stack([term.to(device, non_blocking=True) for terms in sums.values() for term in terms]).tolist()
-        values = iter(flat)
-        squares = [sum(itertools.islice(values, len(terms))) for terms in sums.values()]
-        norms = torch.tensor(squares, dtype=torch.float64).sqrt().to(torch.float32).to(device)
-        return dict(zip(sums, norms.unbind(), strict=True))
 
     def _begin_updates(self) -> None:
         updates = {}
@@ -412,23 +384,6 @@ class Session:
             if state is not None and not state.on_device and self._in_slot.get(state.slot) != name:
                 self._actions.fetch(state)
                 self._in_slot[state.slot] = name
-
-    def _hook_state_dict(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[Callable[[], None]]:
-        """Make ``state_dict`` give current weights: those of a unit that is not resident are in no slot to be seen."""
-
-        def after(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
-            weights = self.full_parameters()
-            for name, parameter in module.named_parameters(recurse=False):
-                if prefix + name in state_dict:
-                    state_dict[prefix + name] = weights[self._names[id(parameter)]]
-
-        def refuse(*_args: object) -> None:
-            raise ValueError("weights cannot be loaded into a prepared model; load them before prepare()")
-
-        handle = self._model.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
-        yield handle.remove
-        for module in parameter_modules(self._model, parameters):
-            yield module.register_state_dict_post_hook(after).remove  # type: ignore[no-untyped-call]
 
     def _move_buffers(self) -> None:
         for module in self._model.modules():

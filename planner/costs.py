@@ -6,7 +6,7 @@ are divided by the number of ranks on the node, and updates of all ranks run at 
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from enum import IntEnum
 
 from hwprofiles.profile import Dtype, Fabric, HardwareProfile
@@ -74,7 +74,7 @@ class CostModel:
         self.ranks_per_node = min(data_parallel, profile.devices_per_node)
         self._num_nodes = -(-data_parallel // profile.devices_per_node)
         self._kernels: dict[int, tuple[float, float]] = {}  # by identity: equal layers share their kernels
-        self._computed: dict[tuple[str, Op], Price] = {}
+        self._prices: dict[tuple[Hashable, ...], Price] = {}
 
     @property
     def asynchronous(self) -> bool:
@@ -106,11 +106,23 @@ class CostModel:
 
     def price(self, task: Task) -> Price:
         """Return the price of one task."""
-        if task.lane is Lane.COMPUTE:
-            key = (task.unit, task.op)
-            if key not in self._computed:
-                self._computed[key] = self._compute(task)
-            return self._computed[key]
+        computes = task.lane is Lane.COMPUTE
+        # All that a price depends on: equal layers have equal tasks, and candidates of a search too.
+        key = (
+            task.lane,
+            task.op,
+            task.unit if computes else "",
+            task.num_bytes,
+            task.num_params,
+            task.num_kernels,
+            task.pinned,
+            task.micro_batch > 0,
+        )
+        if (price := self._prices.get(key)) is None:
+            price = self._prices[key] = self._compute(task) if computes else self._price(task)
+        return price
+
+    def _price(self, task: Task) -> Price:
         if task.lane is Lane.LAUNCH:
             return Price(self.profile.device.issue_s.value * task.num_kernels, 0.0)
         if task.op is Op.UPDATE:

@@ -127,7 +127,7 @@ def search(setup: Setup, scorer: Scorer, max_simulations: int = 160, progress: P
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Keep Python from looking for cycles among the many tasks of a schedule: it halves the time, and there are none."""
+    """Keep Python from looking for cycles among the tasks of schedules: there are none, and it doubles the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -30,10 +30,10 @@ def plan_screen(plan: Plan, path: Path, *, default_hardware: bool) -> None:
     out.print()
     out.print(_engine_table(plan))
     for warning in plan.prediction.warnings:
-        out.print(f"warning: {warning}", markup=False)
+        out.print(f"warning: {warning}", markup=False, soft_wrap=True)
     if not plan.prediction.converged:
         out.print("warning: the simulated iteration does not repeat itself exactly; times are of one of several")
-    out.print(f"plan written to {path}", markup=False)
+    out.print(f"plan written to {path}", markup=False, soft_wrap=True)
 
 
 def model_line(model: ModelConfig) -> str:

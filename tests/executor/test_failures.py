@@ -190,3 +190,25 @@ def test_an_error_in_the_users_own_code_closes_cleanly():
     with pytest.raises(ZeroDivisionError), optimizer.session:
         loss_of(model, batches(TASK)[0, 0])
         raise ZeroDivisionError
+
+
+def test_a_gradient_that_was_replaced(started):
+    model, optimizer, tokens = started
+    loss_of(model, tokens).backward()
+    weight = next(iter(model.parameters()))
+    weight.grad = torch.zeros_like(weight)
+    with pytest.raises(GradientError, match="was replaced"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_a_module_that_uses_the_weights_of_a_later_part_of_backward(started, is_marked):
+    # Then a gradient is complete only after backward has left its unit, and would be flushed without that share.
+    model, _, tokens = started
+    first, last = model.transformer.h[0], model.transformer.h[2]
+    if not is_marked:  # backward passes the unit over instead of leaving it
+        for module in (last.mlp.c_fc, last.mlp.c_proj, last.ln_2):
+            module._forward_hooks.clear()
+    first.mlp.register_forward_hook(lambda _m, _a, output: output + last.mlp.c_fc.bias.sum())
+    with pytest.raises(OutOfOrderError, match="after backward had left"):
+        loss_of(model, tokens).backward()

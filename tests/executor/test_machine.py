@@ -3,6 +3,8 @@
 import _thread
 import itertools
 import math
+import subprocess
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -204,6 +206,21 @@ def test_an_interrupt_while_waiting_leaves_no_thread():
     assert not lane_threads()
 
 
+def test_a_program_that_forgets_to_close_ends_all_the_same():
+    program = """
+from executor.machine import HostMachine
+from planner.schedule import Lane, Op, Phase, Schedule, Task
+tasks = (Task(0, Lane.COMPUTE, Op.FORWARD, Phase.FORWARD), Task(1, Lane.CPU, Op.WORK, Phase.UPDATE, after=(0,)))
+machine = HostMachine(Schedule(tasks), lambda *_: None)
+for task in tasks:
+    machine.issue(task, 0)
+raise KeyboardInterrupt
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert "KeyboardInterrupt" in done.stderr
+    assert "Fatal" not in done.stderr
+
+
 def drive(schedule, seed, iterations=4):
     """Walk a schedule as a training loop does, every task taking a time of its own; return what was measured."""
     rng = np.random.default_rng(seed)
@@ -246,3 +263,15 @@ def test_measured_durations_make_the_measured_makespan_in_the_simulator(seed):
     assert simulated_makespan_s(timeline) == pytest.approx(timeline.makespan_s(), rel=0.05)
     # The agreement means something only if a rule that is forgotten breaks it.
     assert simulated_makespan_s(timeline, lambda _: False) < 0.9 * timeline.makespan_s()
+
+
+def test_the_time_to_issue_runs_beside_the_task_that_is_issued():
+    task = training.Task("llama")
+    decisions = training.decide(task, training.uniform("host", "cpu"))
+    schedule = lower(training.model_units("llama"), decisions, asynchronous=True)
+    timeline = drive(schedule, seed=1, iterations=2)
+    for compute in schedule.tasks:
+        issue = next((i for i in compute.after if schedule.tasks[i].op is Op.ISSUE), None)
+        if compute.lane is Lane.COMPUTE:
+            assert timeline.start_s[1, issue] <= timeline.start_s[1, compute.index] < timeline.end_s[1, issue]
+            assert timeline.end_s[1, issue] == pytest.approx(timeline.end_s[1, compute.index], abs=LATE_S)

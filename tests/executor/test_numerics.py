@@ -123,6 +123,12 @@ def test_stock_clipping_is_the_optimizers_own():
         assert_same((seen, optimizer.session.full_parameters()), reference(task))
 
 
+@pytest.mark.parametrize("family", ["gpt2-untied", "llama-tied", "qwen3", "mixtral", "opt"])
+def test_every_family_gives_the_same_bits(family):
+    task = Task(family, torch.bfloat16, iterations=3)
+    assert_same(planned(task, decide(task, mixed, num_param_slots=1)), reference(task))
+
+
 @pytest.mark.parametrize("num_slots", [1, 2])
 def test_a_slot_that_is_refilled_between_forward_and_backward_gives_the_right_gradient(num_slots):
     task = Task("llama", torch.float32, iterations=1)

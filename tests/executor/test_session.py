@@ -390,3 +390,28 @@ def test_a_gradient_that_is_flushed_in_part_keeps_only_the_rest_on_the_device():
         assert held
         assert mixed
         assert all(g.untyped_storage().nbytes() == g.nbytes for g in mixed)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_every_gradient_arrives_during_the_backward_of_its_unit(activations):
+    model, optimizer = prepare(TASK, decide(TASK, uniform("host", "cpu", activations)))
+    tokens = batches(TASK)[0, 0]
+    with optimizer.session as session:
+        seen = {}
+        for name, (unit, entry) in session.parameter_states().items():
+            entry.parameter.register_hook(
+                lambda _, key=(name, unit.name): seen.update({key: (session._task.op, session._task.unit)})
+            )
+        one_iteration(model, optimizer, tokens)
+        assert len(seen) == len(list(model.parameters()))
+        assert all(at == (Op.BACKWARD, unit) for (_, unit), at in seen.items()), seen
+
+
+def test_clipping_twice_sees_the_clipped_norm():
+    model, optimizer = prepare(TASK, decide(TASK, some_of_each))
+    tokens = batches(TASK)[0, 0]
+    with optimizer.session:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        assert float(optimizer.clip_grad_norm_(0.5)) > 0.5
+        assert float(optimizer.clip_grad_norm_(0.5)) == pytest.approx(0.5, rel=1e-4)
+        optimizer.step()

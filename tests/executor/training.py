@@ -20,27 +20,27 @@ from planner.schedule import Lane
 
 NUM_TOKENS, SEQ_LEN, MICRO_BATCH = 64, 8, 2
 
+# A cache changes the layout of keys, and with it the order of sums; recomputation leaves it out.
+_COMMON = {"vocab_size": NUM_TOKENS, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+_LLAMA = _COMMON | {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 16,
+}
+_GPT2 = _COMMON | {"n_positions": 16, "n_embd": 32, "n_layer": 3, "n_head": 2}
+_OPT = _COMMON | {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
 CONFIGS = {
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=NUM_TOKENS,
-        n_positions=16,
-        n_embd=32,
-        n_layer=3,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    ),
-    "llama": lambda: transformers.LlamaConfig(
-        vocab_size=NUM_TOKENS,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-        use_cache=False,  # a cache changes the layout of keys, and with it the order of sums; recomputation drops it
-    ),
+    "gpt2": lambda: transformers.GPT2Config(**_GPT2, resid_pdrop=0.1),
+    "gpt2-untied": lambda: transformers.GPT2Config(**_GPT2, tie_word_embeddings=False),
+    "llama": lambda: transformers.LlamaConfig(**_LLAMA),
+    "llama-tied": lambda: transformers.LlamaConfig(**_LLAMA, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**_LLAMA, head_dim=16),
+    "mixtral": lambda: transformers.MixtralConfig(**_LLAMA, num_local_experts=4, num_experts_per_tok=2),
+    "opt": lambda: transformers.OPTConfig(**_OPT, max_position_embeddings=16, word_embed_proj_dim=32, dropout=0.1),
 }
 
 

@@ -1,6 +1,7 @@
 """The search: never worse than what it starts from, within its budget, the same every time."""
 
 import dataclasses
+import gc
 
 import pytest
 from machines import machine
@@ -88,6 +89,20 @@ def test_progress_only_improves() -> None:
     outcome = search(setup, Scorer(workload, cost), 80, lambda candidate, _: told.append(candidate))
     assert told[-1] == outcome.best
     assert told[0].order >= told[-1].order
+
+
+def test_garbage_collection_is_only_suspended() -> None:
+    """Interrupted or not, the caller's collector is as it was."""
+    setup, workload, cost = prepare(REQUESTS["roomy"])
+
+    def interrupt(_: Candidate, _num: int) -> None:
+        assert not gc.isenabled()
+        raise KeyboardInterrupt
+
+    assert gc.isenabled()
+    with pytest.raises(KeyboardInterrupt):
+        search(setup, Scorer(workload, cost), 1, interrupt)
+    assert gc.isenabled()
 
 
 def test_the_same_decisions_are_simulated_once() -> None:

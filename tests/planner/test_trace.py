@@ -14,6 +14,7 @@ from planner.engines import POLICIES
 from planner.lowering import lower
 from planner.models import ModelConfig
 from planner.planning import Request, prepare
+from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
 from planner.simulate.machine import run_until_steady
 from planner.timeline import Timeline, memory_use
 from planner.trace import chrome_trace, write_trace
@@ -145,6 +146,18 @@ def test_memory_peaks_are_those_of_the_steady_iteration(trace, simulations):
             before = max(at for at, _ in counters if at <= begin)
             peak = max(num_bytes for at, num_bytes in counters if before <= at <= end)
             assert peak == pytest.approx(use.peak_bytes, rel=1e-3)
+
+
+def test_memory_that_is_carried_over_is_held_into_the_next_iteration():
+    tasks = (
+        Task(0, Lane.COMPUTE, Op.FORWARD, Phase.FORWARD, "a"),
+        Task(1, Lane.COMPUTE, Op.BACKWARD, Phase.BACKWARD, "a", after=(0,)),
+    )
+    carried = Buffer(Tier.GPU, MemoryClass.GRADIENTS, 10, "a", first=1, last=0)
+    starts_s, ends_s = np.array([[0.0, 1.0], [2.0, 3.0]]), np.array([[1.0, 2.0], [3.0, 4.0]])
+    events = chrome_trace({"x": Timeline(Schedule(tasks, (carried,)), starts_s, ends_s)})["traceEvents"]
+    held = [(e["ts"], e["args"]["gradients"]) for e in events if e["ph"] == "C"]
+    assert held == [(1e6, 10), (3e6, 10)]  # what is freed at 3 s is taken again at once
 
 
 @settings(max_examples=20, deadline=None)

@@ -110,4 +110,4 @@ def _print(profile: HardwareProfile, report: Any, path: Path) -> None:
     for pair in report.pairs:
         pairs.add_row(pair.what, f"{pair.slow_down:.2f}", "-" if pair.predicted is None else f"{pair.predicted:.2f}")
     out.print(pairs)
-    out.print(f"measured in {report.elapsed_s:.0f} s; profile written to {path}", markup=False)
+    out.print(f"measured in {report.elapsed_s:.0f} s; profile written to {path}", markup=False, soft_wrap=True)

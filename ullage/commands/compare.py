@@ -53,5 +53,5 @@ def run(args: argparse.Namespace) -> int:
     out.print()
     out.print(render_comparison(comparison))
     if args.trace:
-        out.print(f"trace written to {args.trace}", markup=False)
+        out.print(f"trace written to {args.trace}", markup=False, soft_wrap=True)
     return 0

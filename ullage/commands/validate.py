@@ -155,6 +155,6 @@ def _print(checked: Sequence[Checked], summaries: Sequence[dict[str, Any]], fail
         errors.add_row(row_["group"], row_["quantity"], str(row_["num_cases"]), *sizes)
     out.print(errors)
     for warning in dict.fromkeys(text for item in checked for text in item.outcome.warnings):
-        out.print(f"warning: {warning}", markup=False)
+        out.print(f"warning: {warning}", markup=False, soft_wrap=True)
     for failure in failures:
-        out.print(f"failed: {failure}", markup=False)
+        out.print(f"failed: {failure}", markup=False, soft_wrap=True)
