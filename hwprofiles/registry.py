@@ -4,7 +4,6 @@ The canonical form of a profile is JSON with sorted keys, two spaces of indent, 
 same float, and no optional field that is empty. Files are written in it and digests are taken over it.
 """
 
-import contextlib
 import difflib
 import hashlib
 import json
@@ -17,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from hwprofiles.files import write_whole
 from hwprofiles.profile import HardwareProfile
 
 LOCAL = "local"
@@ -118,16 +118,7 @@ def save_profile(profile: HardwareProfile, path: Path) -> None:
     Atomic: whoever reads ``path`` meanwhile, or after a crash, finds the old file or the new one, complete.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(canonical_json(profile))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):  # that is the good case: it has been renamed
-            partial.unlink()
+    write_whole(path, canonical_json(profile))
 
 
 def _load_file(path: Path) -> HardwareProfile:

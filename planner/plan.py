@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -136,24 +134,6 @@ def load_plan(path: Path) -> Plan:
     if not plan.content_digest:
         raise PlanError(f"{path}: content_digest is missing, so the file cannot be trusted; make the plan again")
     return plan
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all: a temporary file beside it, synced, then renamed.
-
-    Raises:
-        OSError: the folder does not exist or cannot be written, or the disk is full; nothing is left behind.
-    """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _canonical(data: Any) -> str:

@@ -7,12 +7,12 @@ and names (``M``); times are microseconds.
 import gzip
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hwprofiles.files import write_whole
 from planner.schedule import Lane, Task
 from planner.timeline import Span, Timeline
 
@@ -49,12 +49,7 @@ def write_trace(path: Path, trace: Mapping[str, Any]) -> None:
     data = json.dumps(trace, separators=(",", ":"), allow_nan=False).encode()
     if path.suffix == ".gz":
         data = gzip.compress(data, mtime=0)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        partial.write_bytes(data)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, data)
 
 
 def _names(process: int, name: str, timeline: Timeline) -> Iterator[Event]:

@@ -14,7 +14,6 @@ from ullage.commands import SUMMARIES
 from ullage.installation import IntruderError, check_packages
 
 EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 # What only some commands need.
 _EXTRAS = {"torch", "transformers", "safetensors"}
@@ -31,7 +30,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
         prog="ullage",
         description="Plan, simulate and execute the training of models that are too big for the GPUs at hand.",
         epilog=(
-            "exit codes: 0 fine, 1 a check failed, 2 bad input, 130 interrupted. ULLAGE_TRACEBACK=1 shows where an "
+            "exit codes: 0 fine, 1 a check failed, 2 bad input or interrupted. ULLAGE_TRACEBACK=1 shows where an "
             "error comes from."
         ),
         allow_abbrev=False,
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; by default those of the process.
 
     Returns:
-        The exit code: 0 fine, 1 a check failed, 2 bad input, 130 interrupted, 141 nobody reads the output.
+        The exit code: 0 fine, 1 a check failed, 2 bad input or interrupted, 141 nobody reads the output.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments and arguments[0] in SUMMARIES else None
@@ -69,13 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as exit_:  # argparse, after --help or an error that it has printed
         return exit_.code if isinstance(exit_.code, int) else 0
     except KeyboardInterrupt:
-        return _fail(prog, "interrupted; nothing was written", EXIT_INTERRUPTED)
+        return _fail(prog, "interrupted; nothing was written", EXIT_BAD_INPUT)
     except BrokenPipeError:
         # Python flushes stdout once more at exit: let that go nowhere.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
-    except (ValueError, OSError, IntruderError) as error:
+    except (ValueError, OSError, MemoryError, IntruderError) as error:
         return _bad_input(prog, error)
     except ModuleNotFoundError as error:
         if error.name not in _EXTRAS:

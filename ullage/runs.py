@@ -7,8 +7,9 @@ from typing import Final, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
+from hwprofiles.files import write_whole
 from planner.decisions import Frozen
-from planner.plan import Plan, write_text
+from planner.plan import Plan
 from planner.schedule import Tier
 from planner.timeline import Timeline
 
@@ -60,7 +61,7 @@ def save_run(run: RunRecord, path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    write_text(path, json.dumps(run.model_dump(mode="json"), separators=(",", ":"), allow_nan=False) + "\n")
+    write_whole(path, json.dumps(run.model_dump(mode="json"), separators=(",", ":"), allow_nan=False) + "\n")
 
 
 def load_run(path: Path) -> RunRecord:

@@ -204,6 +204,17 @@ def test_any_schedule_runs_on_any_kind_of_machine(case: Case, kind: str, cores: 
             assert links in ([], [pytest.approx(each.num_bytes)])
 
 
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_a_price_does_not_depend_on_what_was_priced_before(case: Case) -> None:
+    ranks = case.decisions.data_parallel
+
+    def fresh() -> CostModel:
+        return CostModel(machine(devices_per_node=4), case.units, case.decisions.precision, ranks)
+
+    assert fresh().prices(case.schedule) == [fresh().price(each) for each in case.schedule.tasks]
+
+
 def test_total_flop_counts_no_recomputation() -> None:
     setup = Setup(UNITS, num_micro_batches=3)
     keep, recompute = POLICIES["gpu-only"](setup)

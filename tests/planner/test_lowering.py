@@ -186,6 +186,14 @@ def test_units_fetched_once_per_use_in_sight() -> None:
             assert fetches[unit.name] == (1 if last or rings[unit.num_params] == 1 else num_fetches)
 
 
+def test_weights_streamed_into_place_are_used_before_their_state_is_back() -> None:
+    for params, waits_for in (("gpu", Op.UPDATE), ("host", Op.STORE)):
+        schedule = lower(DENSE, decide(DENSE, Place.STREAM, params=params, clip=False), asynchronous=False)
+        users = [t for t in schedule.tasks if t.op in {Op.FORWARD, Op.FETCH}]
+        waited = {schedule.tasks[i].op for t in users for i in t.after_previous}
+        assert waited - {Op.BACKWARD} == {waits_for}
+
+
 def test_tied_weights_are_fetched_for_the_head() -> None:
     units = small_units("gpt2")
     decisions = decide(units, params="host", num_param_slots=1)
@@ -324,6 +332,7 @@ def test_decisions_for_another_model_are_refused() -> None:
         ({"clip": True, "update_start": "backward"}, "set update_start to 'step' or clip to false"),
         ({"params": "host", "place": Place.GPU}, "set params to 'gpu' or update to"),
         ({"params": "host", "data_parallel": 2, "zero_stage": 1}, "set params to 'gpu' or zero_stage to 3"),
+        ({"params": "host", "data_parallel": 2, "zero_stage": 2}, "set params to 'gpu' or zero_stage to 3"),
     ],
 )
 def test_decisions_that_contradict_each_other_are_refused(options: dict, message: str) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from machines import machine
 
+from hwprofiles.files import write_whole
 from planner.models import resolve_model
-from planner.plan import Plan, PlanError, load_plan, write_text
+from planner.plan import Plan, PlanError, load_plan
 from planner.planning import Request, make_plan
 from planner.schedule import Tier
 
@@ -37,7 +38,7 @@ def save(path: Path, data: object) -> Path:
 
 def test_round_trip(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    write_text(path, plan.to_json())
+    write_whole(path, plan.to_json())
     loaded = load_plan(path)
     assert loaded == plan
     assert loaded.to_json() == plan.to_json() == path.read_text(encoding="utf-8")
@@ -116,23 +117,23 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 def test_writing_fails_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that was there stays as it was, and nothing else is left."""
     path = tmp_path / "plan.json"
-    write_text(path, "old")
+    write_whole(path, "old")
 
     def full(_handle: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        write_text(path, "new")
+        write_whole(path, "new")
     assert path.read_text(encoding="utf-8") == "old"
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(FileNotFoundError):
-        write_text(tmp_path / "missing" / "plan.json", "new")
+        write_whole(tmp_path / "missing" / "plan.json", "new")
 
 
 def test_writing_replaces(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     for text in ("a long first text", "ü"):
-        write_text(path, text)
+        write_whole(path, text)
         assert path.read_text(encoding="utf-8") == text
     assert list(tmp_path.iterdir()) == [path]

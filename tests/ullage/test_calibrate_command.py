@@ -21,11 +21,11 @@ def hurried(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("hurried")
 def test_the_profile_is_local_from_then_on(tmp_path, capsys):
-    assert main(["calibrate", "--quick", "--name", "test-box", "--device-memory", "50MB"]) == 0
+    assert main(["calibrate", "--quick", "--name", "test-box", "--device-memory", "2GB"]) == 0
     text, progress = capsys.readouterr()
     assert progress == ""
     profile = load_profile("local")
-    assert (profile.name, profile.device.memory_bytes.value) == ("test-box", 50e6)
+    assert (profile.name, profile.device.memory_bytes.value) == ("test-box", 2e9)
     assert f"profile written to {next(tmp_path.iterdir())}" in text.replace("\n", "")
     assert "host.optimizer" in text
     plan = tmp_path / "plan.json"

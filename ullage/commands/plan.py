@@ -7,12 +7,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hwprofiles.profile import HardwareProfile
-from hwprofiles.quantity import Provenance, Quantity
+from hwprofiles.files import write_whole
 from hwprofiles.registry import load_profile
 from planner.decisions import Precision
 from planner.models.registry import resolve_model
-from planner.plan import write_text
 from planner.planning import Request, make_plan
 from planner.search import Candidate
 from ullage.arguments import parse_bytes, positive_int
@@ -65,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """Plan, print, write."""
     hardware = load_profile(args.hardware or DEFAULT_HARDWARE)
     if args.device_memory is not None:
-        hardware = with_device_memory(hardware, args.device_memory)
+        hardware = hardware.with_device_memory(args.device_memory)
     if args.precision not in hardware.device.gemm or args.precision not in hardware.device.attention:
         raise ValueError(
             f"profile {hardware.name} says nothing about products and attention in {args.precision}; choose another "
@@ -87,22 +85,14 @@ def run(args: argparse.Namespace) -> int:
         plan = make_plan(request, args.budget, progress)
     text = plan.to_json()
     if args.json:
-        write_text(args.output, text)
+        write_whole(args.output, text)
         sys.stdout.write(text)
         return 0
     from ullage.screens import plan_screen  # noqa: PLC0415 - rich is slow to import, and --json does without
 
-    write_text(args.output, text)
+    write_whole(args.output, text)
     plan_screen(plan, args.output, default_hardware=args.hardware is None)
     return 0
-
-
-def with_device_memory(profile: HardwareProfile, num_bytes: int) -> HardwareProfile:
-    """Return a profile whose devices have another capacity, as assumed by the user."""
-    provenance = Provenance(origin="assumed", source="--device-memory on the command line")
-    memory = Quantity(value=num_bytes, unit="bytes", provenance=provenance)
-    device = profile.device.model_copy(update={"memory_bytes": memory})
-    return profile.model_copy(update={"device": device})
 
 
 @contextlib.contextmanager
