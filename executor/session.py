@@ -23,7 +23,7 @@ from executor.machine import LaneMachine
 from executor.memory import Arena, MeasuredMemory
 from executor.optimizer import AdamWParams, WorkerTeam, warm_up
 from executor.state import ModelState, ParameterState, UnitState
-from planner.decisions import Decisions, GradientPath, Place
+from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.loop import Loop, OutOfOrderError
 from planner.lowering import lower
@@ -441,7 +441,7 @@ def _check(decisions: Decisions) -> None:
         raise ValueError(
             f"data_parallel is {decisions.data_parallel}, but execution is on one device so far; plan for one"
         )
-    if decisions.gradient_path is not GradientPath.ONCE or not decisions.fused_update:
+    if not decisions.executable:
         raise ValueError(
             f"policy {decisions.policy} models another engine's gradient path or unfused update; it can be simulated "
             "but not executed: set gradient_path to 'once' and fused_update to true"

@@ -122,6 +122,11 @@ class Decisions(Frozen):
                 )
         return self
 
+    @property
+    def executable(self) -> bool:
+        """Whether they describe what our executor does; other engines' extra copies and passes are only simulated."""
+        return self.gradient_path is GradientPath.ONCE and self.fused_update
+
     def shard_params(self, num_params: int) -> int:
         """Return how many of a unit's parameters one rank updates (padded to equal shards)."""
         return -(-num_params // self.data_parallel) if self.zero_stage >= 1 else num_params

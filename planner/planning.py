@@ -1,9 +1,9 @@
 """Planning: from what the user asks for to a plan. The front door of this package."""
 
 import dataclasses
-import importlib.metadata
 from collections.abc import Callable
 
+from hwprofiles import __version__
 from hwprofiles.profile import HardwareProfile
 from planner.costs import CostModel
 from planner.decisions import BF16, Decisions, Place, Precision
@@ -78,7 +78,7 @@ def make_plan(
     if outcome.best.missing_bytes:
         raise InfeasibleError(_shortfall(request, outcome.best, capacities(cost), cost.ranks_per_node))
     return Plan(
-        program_version=importlib.metadata.version("ullage"),
+        program_version=__version__,
         model=request.model,
         seq_len=request.seq_len,
         hardware=request.hardware,

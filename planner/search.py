@@ -113,10 +113,9 @@ def search(setup: Setup, scorer: Scorer, max_simulations: int = 160, progress: P
 
     with _no_garbage_collection():
         engines = {name: _best(map(scorer.score, policy(setup))) for name, policy in POLICIES.items()}
-        best = _best(engines.values())
-        tell(best)
-        # A policy's placement with our way of driving it is a seed too.
-        best = _best([best, *(scorer.score(_driven_by_us(setup, c.decisions)) for c in engines.values())])
+        # A plan is what we can run: of another engine its placement, driven our way, which is never slower.
+        driven = [scorer.score(_driven_by_us(setup, candidate.decisions)) for candidate in engines.values()]
+        best = _best([*driven, *(c for c in engines.values() if c.decisions.executable)])
         tell(best)
         for mix in _starts(setup):
             found = _descend(setup, scorer, mix, max_simulations, tell)
@@ -153,7 +152,6 @@ def _driven_by_us(setup: Setup, decisions: Decisions) -> Decisions:
             "overlap_next_forward": True,
             "fused_update": True,
             "gradient_path": GradientPath.ONCE,
-            "num_state_slots": 2,
             "update_start": "backward" if early else "step",
             "update_order": "backward" if early else "forward",
         }

@@ -3,13 +3,13 @@
 import argparse
 import contextlib
 import importlib
-import importlib.metadata
 import io
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from hwprofiles import __version__
 from ullage.commands import SUMMARIES
 from ullage.installation import IntruderError, check_packages
 
@@ -35,7 +35,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
         ),
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"ullage {importlib.metadata.version('ullage')}")
+    parser.add_argument("--version", action="version", version=f"ullage {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, summary in SUMMARIES.items():
         if name == command:
