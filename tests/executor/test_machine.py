@@ -208,16 +208,28 @@ def test_an_interrupt_while_waiting_leaves_no_thread():
 
 def test_a_program_that_forgets_to_close_ends_all_the_same():
     program = """
+import time
 from executor.machine import HostMachine
 from planner.schedule import Lane, Op, Phase, Schedule, Task
-tasks = (Task(0, Lane.COMPUTE, Op.FORWARD, Phase.FORWARD), Task(1, Lane.CPU, Op.WORK, Phase.UPDATE, after=(0,)))
-machine = HostMachine(Schedule(tasks), lambda *_: None)
+tasks = (
+    Task(0, Lane.COMPUTE, Op.FORWARD, Phase.FORWARD),
+    Task(1, Lane.CPU, Op.WORK, Phase.UPDATE, after=(0,)),
+    Task(2, Lane.H2D, Op.WORK, Phase.UPDATE),
+)
+
+def perform(task, iteration):
+    time.sleep(0.3)
+    print("ended", task.index, flush=True)
+
+machine = HostMachine(Schedule(tasks), perform)
 for task in tasks:
     machine.issue(task, 0)
+time.sleep(0.1)
 raise KeyboardInterrupt
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert "KeyboardInterrupt" in done.stderr
+    assert done.stdout == "ended 2\n", "what runs ends, what waits does not start"
     assert "Fatal" not in done.stderr
 
 

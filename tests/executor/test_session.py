@@ -107,6 +107,20 @@ def test_training_goes_on_from_saved_states_as_if_it_had_not_stopped(choose, dty
             assert torch.equal(weight, final[name]), name
 
 
+@pytest.mark.parametrize(("params", "place"), [("gpu", "gpu"), ("gpu", "cpu"), ("host", "stream")])
+def test_a_saved_master_copy_brings_the_weights_with_it(params, place):
+    model, optimizer = prepare(TASK, decide(TASK, some_of_each))
+    with optimizer.session:
+        train(TASK, model, optimizer)
+        state = optimizer.state_dict()
+        weights = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
+    _, other = prepare(TASK, decide(TASK, uniform(params, place)))
+    with other.session:
+        other.load_state_dict(state)
+        for name, weight in other.session.full_parameters().items():
+            assert torch.equal(weight, weights[name]), name
+
+
 def test_the_state_has_the_format_of_torchs_adamw():
     task = Task("gpt2", torch.float32, iterations=2)
     model, optimizer = prepare(task, decide(task, some_of_each))
@@ -129,6 +143,7 @@ def test_state_of_the_given_optimizer_is_taken_over():
     optimizer = torch.optim.AdamW(groups(model), lr=5e-3, betas=(0.9, 0.95))
     train(task, model, optimizer)
     moments = {id(p): s["exp_avg"].clone() for p, s in optimizer.state.items()}
+    users = optimizer
     decisions = decide(task, some_of_each)
     model, optimizer = prepare_session(model, optimizer, model_units("gpt2"), decisions, SessionOptions(num_threads=1))
     with optimizer.session:
@@ -137,6 +152,7 @@ def test_state_of_the_given_optimizer_is_taken_over():
         for number, parameter in enumerate(parameters):
             assert state[number]["step"] == 3
             assert torch.equal(state[number]["exp_avg"], moments[id(parameter)])
+        assert not users.state, "and not kept twice"
 
 
 @pytest.mark.parametrize("place", ["gpu", "stream", "cpu"])
@@ -318,6 +334,8 @@ def test_a_closed_session_leaves_an_ordinary_model():
     tokens = batches(task)[0, 0]
     model(input_ids=tokens, labels=tokens).loss.backward()
     assert all(type(p.grad) is torch.Tensor for p in model.parameters())
+    model.load_state_dict({n: torch.zeros_like(w) for n, w in model.state_dict().items()})
+    assert not any(w.any() for w in model.state_dict().values())
 
 
 def test_a_float32_model_trains_in_bf16_with_its_own_values_as_master_copy():
