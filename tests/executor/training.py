@@ -125,7 +125,8 @@ def train(task: Task, model, optimizer, *, clip=None, before_step=None):
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.iterations) if task.schedule else None
     torch.manual_seed(11)
     seen = []
-    for iteration, micro_batches in enumerate(batches(task)):
+    device = next(model.parameters()).device
+    for iteration, micro_batches in enumerate(batches(task).to(device)):
         for tokens in micro_batches:
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
