@@ -242,7 +242,7 @@ def test_step_returns_while_updates_go_on_and_the_next_use_waits_for_them():
         perform = session._machine._perform
 
         def slow(task, iteration):
-            time.sleep(0.05 if task.op is Op.UPDATE and task.unit == "head" else 0)
+            time.sleep(0.3 if task.op is Op.UPDATE and task.unit == "head" else 0)
             perform(task, iteration)
 
         session._machine._perform = slow
@@ -250,10 +250,10 @@ def test_step_returns_while_updates_go_on_and_the_next_use_waits_for_them():
         loss.backward()
         begin_s = time.perf_counter()
         optimizer.step()
-        assert time.perf_counter() - begin_s < 0.05
+        assert time.perf_counter() - begin_s < 0.3
         with torch.no_grad():
             model(input_ids=tokens)
-        assert time.perf_counter() - begin_s > 0.05
+        assert time.perf_counter() - begin_s > 0.3
 
 
 def test_what_was_recorded_is_the_schedule():
