@@ -56,6 +56,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def __init__(self, optimizer: torch.optim.AdamW, session: Session) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)  # keeps the very dicts that it is given
         self.session = session
+        self._given = optimizer
         for parameter, entry in optimizer.state.items():
             self._write_state(session.name_of(parameter), entry)
         optimizer.state.clear()
@@ -76,6 +77,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("step(closure) computes again inside the step, which no plan has; call step()")
         self.session.step()
+        self._given._opt_called = True  # type: ignore[attr-defined]  # schedulers built on it look whether it has stepped
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their common 2-norm is at most ``max_norm``; return the norm before that.
