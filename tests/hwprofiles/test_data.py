@@ -17,6 +17,7 @@ PUBLISHED = {
     "a100x8-nvlink",
     "a100-cluster",
 }
+CALIBRATED = {"epyc-turin-2c"}
 GB, TERA = 1e9, 1e12
 
 every = pytest.mark.parametrize("name", sorted(TYPICAL | PUBLISHED))
@@ -39,7 +40,7 @@ def values(node, path=""):
 
 
 def test_every_machine_is_there():
-    assert set(list_profiles()) - {"local"} == TYPICAL | PUBLISHED
+    assert set(list_profiles()) - {"local"} == TYPICAL | PUBLISHED | CALIBRATED
 
 
 @every
