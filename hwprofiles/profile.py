@@ -44,6 +44,8 @@ class Device(Frozen):
             ``None`` where that is lost in the memory's rate.
         issue_s: host time per kernel, of Python and autograd included. A GPU computes meanwhile; where computing is
             synchronous it comes on top of every kernel's own time.
+        step_s: host time per parameter tensor between the end of backward and the next forward (clipping, ``step()``,
+            scheduler, data); ``None`` where it is not known, and then taken as 0.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Device(Frozen):
     optimizer: CurveOverParams
     gradient_norm: CurveOverParams | None = None
     issue_s: Seconds
+    step_s: Seconds | None = None
 
 
 class Link(Frozen):

@@ -115,6 +115,7 @@ class CostModel:
             task.num_bytes,
             task.num_params,
             task.num_kernels,
+            task.num_tensors,
             task.pinned,
             task.micro_batch > 0,
         )
@@ -124,7 +125,9 @@ class CostModel:
 
     def _price(self, task: Task) -> Price:
         if task.lane is Lane.LAUNCH:
-            return Price(self.profile.device.issue_s.value * task.num_kernels, 0.0)
+            device = self.profile.device
+            step_s = device.step_s.value if device.step_s else 0.0
+            return Price(device.issue_s.value * task.num_kernels + step_s * task.num_tensors, 0.0)
         if task.op is Op.UPDATE:
             return self._cpu_update(task) if task.lane is Lane.CPU else self._device_update(task)
         if task.op is Op.PASS:
@@ -162,7 +165,7 @@ class CostModel:
         if device.kind == "gpu" or duration_s <= 0:
             return ((Resource.DEVICE, 1.0),)
         # Caches keep part of the traffic from DRAM; more than the device can draw alone it cannot be.
-        dram = min(num_bytes / duration_s, device.memory_bytes_per_s.value)
+        dram = min(num_bytes / duration_s, device.memory_bytes_per_s.value, self.profile.host.dram_bytes_per_s.value)
         return ((Resource.CORES, float(device.num_cores)), (Resource.DRAM, dram))
 
     def _kernel(self, kernel: Kernel) -> tuple[float, float]:

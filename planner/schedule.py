@@ -37,7 +37,7 @@ class Op(StrEnum):
     STORE = "store"  # optimizer state: device -> host
     UPLOAD = "upload"  # updated parameters: host -> device
     ISSUE = "issue"  # the host's own time to issue what follows on the device
-    WORK = "work"  # anything else that takes time outside the phases
+    STEP = "step"  # the training loop's own work from the norm to the next forward: step(), scheduler, data
 
 
 class Phase(StrEnum):
@@ -93,6 +93,7 @@ class Task:
         num_bytes: bytes copied, gathered, scattered or passed over; 0 otherwise.
         num_params: parameters that this rank updates, or whose squared gradients it sums (``FLUSH``); 0 otherwise.
         num_kernels: kernels that the host issues (``ISSUE``); 0 otherwise.
+        num_tensors: parameter tensors that the host goes through (``STEP``); 0 otherwise.
         slot: device slot that is filled (``FETCH``, ``GATHER``, ``LOAD``), or -1.
         pinned: for copies, whether the host side is pinned memory (the copy is then asynchronous and fast).
         after: indices of tasks of the same iteration that must have ended; all smaller than ``index``.
@@ -109,6 +110,7 @@ class Task:
     num_bytes: int = 0
     num_params: int = 0
     num_kernels: int = 0
+    num_tensors: int = 0
     slot: int = -1
     pinned: bool = True
     after: tuple[int, ...] = ()

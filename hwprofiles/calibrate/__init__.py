@@ -10,7 +10,14 @@ except ModuleNotFoundError as error:
         "calibration measures with torch, which is not installed; pip install 'ullage[execute]'", name=error.name
     ) from error
 
-from hwprofiles.calibrate.options import CalibrationError, CalibrationOptions, CalibrationReport, Kernels, Pair
+from hwprofiles.calibrate.options import (
+    CalibrationError,
+    CalibrationOptions,
+    CalibrationReport,
+    HostTimes,
+    Kernels,
+    Pair,
+)
 from hwprofiles.calibrate.run import calibrate
 
-__all__ = ["CalibrationError", "CalibrationOptions", "CalibrationReport", "Kernels", "Pair", "calibrate"]
+__all__ = ["CalibrationError", "CalibrationOptions", "CalibrationReport", "HostTimes", "Kernels", "Pair", "calibrate"]

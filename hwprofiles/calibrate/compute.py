@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from hwprofiles.calibrate.backend import Backend, rotate
-from hwprofiles.calibrate.options import Array, CpuAdamW, Issue, SumOfSquares
+from hwprofiles.calibrate.options import Array, CpuAdamW, MeasureHost, SumOfSquares
 from hwprofiles.calibrate.sampling import Call, Case, build_curve, quantity, sample, summarize
 from hwprofiles.profile import Dtype
 from hwprofiles.quantity import Curve, Quantity
@@ -117,24 +117,28 @@ class ComputeProbe:
         found = sample(cases, self.backend.time_s, budget_s)
         return build_curve("params", [c.size for c in cases], found, "sum of squares of a bf16 gradient")
 
-    def issue_s(self, issue: Issue, elementwise: Curve, budget_s: float) -> Quantity:
-        """Measure the host's time per kernel of a tiny model's forward and backward, Python and autograd included.
+    def host_s(self, measure: MeasureHost, elementwise: Curve, budget_s: float) -> tuple[Quantity, Quantity]:
+        """Measure the host's time per kernel of a tiny model, Python and autograd included, and per tensor of a step.
 
         Where computing is synchronous, an elementwise kernel's own dispatch is in its curve already, so the smallest
         time of that curve is taken off.
         """
-        samples: list[float] = []
+        compute_s: list[float] = []
+        step_s: list[float] = []
         begin_s = time.perf_counter()
         with torch.enable_grad():
-            while not samples or time.perf_counter() - begin_s < budget_s / 2:
-                times, num_kernels = issue(self.backend.device.type)
-                samples += times
-        found = summarize(samples)
+            while not compute_s or time.perf_counter() - begin_s < budget_s / 2:
+                times = measure(self.backend.device.type)
+                compute_s += times.compute_s
+                step_s += times.step_s
+        found, step = summarize(compute_s), summarize(step_s)
         floor_s = elementwise.points[0].median_s if self.backend.kind == "host" else 0.0
         source = "forward and backward of a tiny model, per kernel" + (
             ", less the dispatch of an elementwise kernel" if floor_s else ""
         )
-        return quantity(max(found.median_s / num_kernels - floor_s, 0.0), "s", source, found.num_samples)
+        issue = quantity(max(found.median_s / times.num_kernels - floor_s, 0.0), "s", source, found.num_samples)
+        source = "from the end of backward to the next forward of a tiny model, per parameter tensor"
+        return issue, quantity(step.median_s / times.num_tensors, "s", source, step.num_samples)
 
     def gemm_call(self) -> Call:
         """Return products of a few milliseconds on a CPU core, to run beside other work."""

@@ -21,12 +21,29 @@ CpuAdamW = Callable[[Array, Array, Array, Array, Array, int], object]
 #: ``sum_of_squares(bits)``: of a flat bfloat16 gradient (as uint16).
 SumOfSquares = Callable[[Array], float]
 
-#: ``issue(device)``: wall seconds of the host's forward and backward of a model so small that computing takes no time,
-#: one per repetition, on ``cpu`` or ``cuda`` (where it is not waited for), and how many kernels each issues.
-Issue = Callable[[str], tuple[list[float], int]]
-
 #: ``progress(step, done, total)``: called before each step and once after the last.
 Progress = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostTimes:
+    """The host's own time in an iteration of a model so small that computing takes none.
+
+    Attributes:
+        compute_s: wall seconds of forward and backward, one per repetition; a GPU is not waited for.
+        num_kernels: kernels that each issues.
+        step_s: wall seconds from there to the next forward, one per repetition.
+        num_tensors: parameter tensors that the step goes through.
+    """
+
+    compute_s: tuple[float, ...]
+    num_kernels: int
+    step_s: tuple[float, ...]
+    num_tensors: int
+
+
+#: ``host_times(device)``: measured on ``cpu`` or ``cuda``.
+MeasureHost = Callable[[str], HostTimes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +52,7 @@ class Kernels:
 
     cpu_adamw: CpuAdamW
     sum_of_squares: SumOfSquares
-    issue: Issue
+    host_times: MeasureHost
 
 
 class CalibrationError(ValueError):

@@ -34,6 +34,7 @@ _SHARES = {
     "disk": 3.0,
     "products of few rows": 2.0,
     "elementwise kernels": 2.0,
+    "the host's own time": 2.0,
     "products in bf16": 3.0,
     "products in fp32": 2.5,
     "attention in bf16": 1.0,
@@ -41,7 +42,6 @@ _SHARES = {
     "optimizer on the device": 2.0,
     "device memory": 1.0,
     "gradient norm": 1.0,
-    "issue of kernels": 2.0,
     "copies": 4.0,
     "optimizer on the host": 2.5,
     "host memory": 1.0,
@@ -133,6 +133,7 @@ def calibrate(
 def _probe_device(compute: ComputeProbe, kernels: Kernels, memory: Quantity, steps: _Steps) -> Device:
     rows_half = compute.gemm_rows_half(steps.begin("products of few rows"))
     elementwise = compute.elementwise(steps.begin("elementwise kernels"))
+    issue_s, step_s = compute.host_s(kernels.host_times, elementwise, steps.begin("the host's own time"))
     return Device(
         name=compute.backend.name,
         kind=compute.backend.kind,
@@ -151,7 +152,8 @@ def _probe_device(compute: ComputeProbe, kernels: Kernels, memory: Quantity, ste
         optimizer=compute.optimizer(kernels.cpu_adamw, steps.begin("optimizer on the device")),
         memory_bytes_per_s=compute.memory_bytes_per_s(steps.begin("device memory")),
         gradient_norm=compute.gradient_norm(kernels.sum_of_squares, steps.begin("gradient norm")),
-        issue_s=compute.issue_s(kernels.issue, elementwise, steps.begin("issue of kernels")),
+        issue_s=issue_s,
+        step_s=step_s,
     )
 
 

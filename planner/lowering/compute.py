@@ -28,10 +28,14 @@ def compute(program: Program) -> None:
                     _append(program, Op.RECOMPUTE, Phase.BACKWARD, unit.name, micro_batch)
             for unit in reversed(segment):
                 _append(program, Op.BACKWARD, Phase.BACKWARD, unit.name, micro_batch)
+    num_tensors = sum(len(unit.parameters) for unit in program.units)
+    # The caller waits for the norm, and goes through all parameters, before it turns to the next iteration.
+    step = Draft("step", Lane.LAUNCH, Op.STEP, Phase.UPDATE, num_tensors=num_tensors, after=[program.spine[-1].key])
+    program.spine[0].after_previous.append(step.key)
+    program.tail.append(program.add(step))
     if decisions.clip:
-        clip = Draft("clip", Lane.LAUNCH, Op.CLIP, Phase.UPDATE, after=[program.spine[-1].key])
-        # The caller waits for the norm before it goes on to the next iteration.
-        program.spine[0].after_previous.append("clip")
+        clip = Draft("clip", Lane.LAUNCH, Op.CLIP, Phase.UPDATE, after=step.after)
+        step.after = [clip.key]
         program.spine.append(program.add(clip))
 
 

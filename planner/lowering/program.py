@@ -26,6 +26,7 @@ class Draft:
     num_bytes: int = 0
     num_params: int = 0
     num_kernels: int = 0
+    num_tensors: int = 0
     slot: int = -1
     pinned: bool = True
     after: list[str] = dataclasses.field(default_factory=list)
@@ -104,6 +105,7 @@ class Program:
                 num_bytes=d.num_bytes,
                 num_params=d.num_params,
                 num_kernels=d.num_kernels,
+                num_tensors=d.num_tensors,
                 slot=d.slot,
                 pinned=d.pinned,
                 after=tuple(sorted({index[k] for k in d.after})) if d.after else (),

@@ -27,7 +27,7 @@ LANES = [Lane.COMPUTE, Lane.LAUNCH, Lane.H2D, Lane.D2H, Lane.CPU]
 LATE_S = 0.1  # a thread of a busy machine may wake this late
 
 
-def work(index, lane, after=(), after_previous=(), op=Op.WORK):
+def work(index, lane, after=(), after_previous=(), op=Op.PASS):
     return Task(index, lane, op, Phase.UPDATE, after=tuple(after), after_previous=tuple(after_previous))
 
 
@@ -173,7 +173,7 @@ def test_a_failure_reaches_the_caller_and_everything_stops(waiting):
     error = bounded(lambda: walk(machine, schedule, 5))
     assert isinstance(error, LaneError)
     assert "lane cpu" in str(error)
-    assert "work model" in str(error)
+    assert "pass model" in str(error)
     assert "no such core" in str(error)
     assert isinstance(error.__cause__, ValueError)
     for later in (machine.wait, lambda: machine.issue(schedule.tasks[0], 9)):
@@ -213,8 +213,8 @@ from executor.machine import HostMachine
 from planner.schedule import Lane, Op, Phase, Schedule, Task
 tasks = (
     Task(0, Lane.COMPUTE, Op.FORWARD, Phase.FORWARD),
-    Task(1, Lane.CPU, Op.WORK, Phase.UPDATE, after=(0,)),
-    Task(2, Lane.H2D, Op.WORK, Phase.UPDATE),
+    Task(1, Lane.CPU, Op.PASS, Phase.UPDATE, after=(0,)),
+    Task(2, Lane.H2D, Op.PASS, Phase.UPDATE),
 )
 
 def perform(task, iteration):

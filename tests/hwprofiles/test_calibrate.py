@@ -24,6 +24,7 @@ from hwprofiles.calibrate import (
     CalibrationError,
     CalibrationOptions,
     CalibrationReport,
+    HostTimes,
     Kernels,
     calibrate,
     disk,
@@ -54,12 +55,12 @@ def cpu_adamw(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any
     np.copyto(weight, grad)
 
 
-ISSUE_S, NUM_ISSUED = 3e-3, 200
+HOST = HostTimes(compute_s=(3e-3,) * 5, num_kernels=200, step_s=(1e-3,) * 5, num_tensors=40)
 
 KERNELS = Kernels(
     cpu_adamw=cpu_adamw,
     sum_of_squares=lambda bits: float(np.square(bits, dtype=np.float64).sum()),
-    issue=lambda device: ([ISSUE_S] * 5, NUM_ISSUED) if device == "cpu" else ([], 0),
+    host_times=lambda _device: HOST,
 )
 
 
@@ -89,7 +90,9 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
 def test_issue_time_is_what_elementwise_kernels_do_not_have_yet(calibrated: Calibrated) -> None:
     device = calibrated.profile.device
     floor_s = device.elementwise.points[0].median_s
-    assert device.issue_s.value == pytest.approx(ISSUE_S / NUM_ISSUED - floor_s)
+    assert device.issue_s.value == pytest.approx(HOST.compute_s[0] / HOST.num_kernels - floor_s)
+    assert device.step_s is not None
+    assert device.step_s.value == pytest.approx(HOST.step_s[0] / HOST.num_tensors)
     assert device.gradient_norm is not None
 
 

@@ -251,6 +251,9 @@ class Walk:
                     self._summed(name, piece, place)
         self.write("clip", self.node[0])
 
+    def _step(self, _task: Task) -> None:
+        """The caller's own work: it touches nothing that lanes do."""
+
     def _summed(self, unit: str, piece: int, place: Place) -> None:
         micro_batches = range(self.decisions.num_micro_batches)
         if place is Place.GPU:

@@ -78,7 +78,7 @@ def test_an_iteration_waits_for_the_previous_one_only_where_it_says_so() -> None
     tasks = (
         Task(0, Lane.COMPUTE, Op.FORWARD, Phase.FORWARD, after_previous=(1,)),
         Task(1, Lane.CPU, Op.UPDATE, Phase.UPDATE, after=(0,)),
-        Task(2, Lane.H2D, Op.WORK, Phase.UPDATE),
+        Task(2, Lane.H2D, Op.PASS, Phase.UPDATE),
     )
     timeline = run(Schedule(tasks), [Price(0.0, 1.0), Price(0.0, 2.0), Price(0.0, 0.5)], FREE, 3)
     np.testing.assert_allclose(timeline.start_s, [[0, 1, 0], [3, 4, 0.5], [6, 7, 1.0]])
@@ -86,7 +86,7 @@ def test_an_iteration_waits_for_the_previous_one_only_where_it_says_so() -> None
 
 
 def test_tasks_are_issued_in_order_and_whole_iterations() -> None:
-    schedule = Schedule((Task(0, Lane.CPU, Op.WORK, Phase.UPDATE), Task(1, Lane.CPU, Op.WORK, Phase.UPDATE)))
+    schedule = Schedule((Task(0, Lane.CPU, Op.PASS, Phase.UPDATE), Task(1, Lane.CPU, Op.PASS, Phase.UPDATE)))
     simulated = SimulatedMachine(schedule, [Price(0.0, 1.0)] * 2, FREE)
     with pytest.raises(AssertionError, match="issues in order"):
         simulated.issue(schedule.tasks[1], 0)

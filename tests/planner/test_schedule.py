@@ -17,7 +17,7 @@ from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Tas
 
 
 def task(index: int, **fields: object) -> Task:
-    return Task(**{"index": index, "lane": Lane.CPU, "op": Op.WORK, "phase": Phase.UPDATE, **fields})  # type: ignore[arg-type]
+    return Task(**{"index": index, "lane": Lane.CPU, "op": Op.PASS, "phase": Phase.UPDATE, **fields})  # type: ignore[arg-type]
 
 
 def buffer(**fields: object) -> Buffer:
@@ -46,8 +46,8 @@ def test_text_says_all_that_matters() -> None:
     squeezed = [" ".join(line.split()) for line in lines]
     assert squeezed[2] == "2 h2d fetch layers.3.mlp 33.55 MB pageable after 0,1 -> slot 2"
     assert squeezed[3] == "3 cpu update head#1 2.00 Mparam after previous 3"
-    assert squeezed[0] == "0 cpu work model"
-    assert task(0, micro_batch=2).name == "work model mb2"
+    assert squeezed[0] == "0 cpu pass model"
+    assert task(0, micro_batch=2).name == "pass model mb2"
 
 
 def test_lowering_does_not_depend_on_hash_seeds() -> None:
@@ -76,8 +76,8 @@ def test_lowering_does_not_depend_on_hash_seeds() -> None:
     ("tasks", "message"),
     [
         ((task(1),), "has index 1 at position 0; number tasks in order"),
-        ((task(0, after=(0,)),), r"task 0 work model comes after \[0\], not issued before it"),
-        ((task(0), task(1, after=(-1, 0))), r"task 1 work model comes after \[-1\]"),
+        ((task(0, after=(0,)),), r"task 0 pass model comes after \[0\], not issued before it"),
+        ((task(0), task(1, after=(-1, 0))), r"task 1 pass model comes after \[-1\]"),
         ((task(0, after_previous=(1,)),), r"comes after \[1\] of the previous iteration: no such task"),
         ((task(0, after_previous=(-1,)),), r"comes after \[-1\] of the previous iteration"),
         ((task(0, num_bytes=-1),), "negative amount"),

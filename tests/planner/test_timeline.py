@@ -73,7 +73,7 @@ def held(draw: st.DrawFn) -> Timeline:
         row.append((start_s, start_s + draw(quarters)))
     tasks = (
         Task(0, Lane.COMPUTE, Op.FORWARD, Phase.FORWARD),
-        *(Task(i + 1, Lane.CPU, Op.WORK, Phase.UPDATE) for i in range(count)),
+        *(Task(i + 1, Lane.CPU, Op.PASS, Phase.UPDATE) for i in range(count)),
     )
     period_s = draw(st.integers(1, 24)) / 4
     first = [(0.0, 0.25), *row]

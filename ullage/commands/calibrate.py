@@ -61,7 +61,7 @@ def _kernels() -> Any:
     from executor.backend import sum_of_squares  # noqa: PLC0415 - numba
     from executor.optimizer import AdamWParams, WorkerTeam, adamw_step  # noqa: PLC0415
     from hwprofiles.calibrate import Kernels  # noqa: PLC0415 - torch
-    from ullage.probe import issue  # noqa: PLC0415 - transformers
+    from ullage.probe import host_times  # noqa: PLC0415 - transformers
 
     params = AdamWParams()
     teams: dict[int, WorkerTeam] = {}
@@ -71,7 +71,7 @@ def _kernels() -> Any:
             teams[num_threads] = WorkerTeam(num_threads)
         adamw_step(master, exp_avg, exp_avg_sq, grad, weight, params, step=1, team=teams[num_threads])
 
-    return Kernels(cpu_adamw=step, sum_of_squares=sum_of_squares, issue=issue)
+    return Kernels(cpu_adamw=step, sum_of_squares=sum_of_squares, host_times=host_times)
 
 
 @contextlib.contextmanager
