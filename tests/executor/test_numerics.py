@@ -91,10 +91,22 @@ def mixed(unit, count):
     )
 
 
+HUNDRED = {
+    "everything": mixed,
+    "resident, recomputed": uniform("gpu", "gpu", "recompute"),
+    "resident, cpu": uniform("gpu", "cpu"),
+    "resident, streamed": uniform("gpu", "stream"),
+    "fetched, cpu": uniform("host", "cpu"),
+    "fetched, streamed, recomputed": uniform("host", "stream", "recompute"),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_hundred_iterations_give_the_same_bits(dtype):
+@pytest.mark.parametrize("choose", HUNDRED.values(), ids=HUNDRED)
+def test_a_hundred_iterations_give_the_same_bits(choose, dtype):
+    """With clipping, an LR schedule, and groups of other decay and rate."""
     task = Task("llama" if dtype is torch.bfloat16 else "gpt2", dtype, iterations=100)
-    assert_same(planned(task, decide(task, mixed)), reference(task))
+    assert_same(planned(task, decide(task, choose)), reference(task))
 
 
 def test_stock_clipping_and_adamw_agree_within_rounding():

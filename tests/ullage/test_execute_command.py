@@ -1,0 +1,112 @@
+"""``ullage execute`` as a real process: a whole run, and one that is interrupted."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hwprofiles.registry import load_profile
+from planner.models import resolve_model
+from planner.plan import load_plan
+from planner.planning import Request, make_plan
+from ullage.cli import main
+from ullage.runs import load_run
+
+COMMAND = [sys.executable, "-m", "ullage", "execute"]
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan in which every lane of a single device has work."""
+
+    model = resolve_model("demo-llama").model_copy(update={"num_layers": 3})
+    hardware = load_profile("epyc-turin-2c").with_device_memory(60_000_000)
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    path.write_text(make_plan(Request(model, hardware, seq_len=64, micro_batch=2)).to_json(), encoding="utf-8")
+    return path
+
+
+def test_a_run_is_recorded_and_can_be_compared(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "not yet there"
+    assert main(["execute", str(plan), "--iterations", "12", "--output-dir", str(out), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["losses"][-1] < printed["losses"][0]
+    assert printed["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.15)
+    assert printed["memory"]["host"]["error"] == 0
+    run = load_run(out / "run.json")
+    assert (run.timeline.num_iterations, run.data_position) == (12, 24)
+    assert sorted(path.name for path in out.iterdir()) == ["run.json", "trace.json.gz"]
+    assert main(["compare", str(out / "run.json"), "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out)
+    assert compared["phases"] == printed["phases"]
+
+
+def test_the_same_seed_gives_the_same_losses(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = []
+    for seed in ("1", "1", "2"):
+        assert (
+            main(["execute", str(plan), "--iterations", "6", "--seed", seed, "--output-dir", str(tmp_path), "--json"])
+            == 0
+        )
+        losses.append(json.loads(capsys.readouterr().out)["losses"])
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_ctrl_c_ends_with_one_line_and_writes_nothing(plan: Path, tmp_path: Path) -> None:
+    arguments = [str(plan), "--iterations", "100000", "--output-dir", str(tmp_path / "out")]
+    process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "out").is_dir():  # made just before training begins
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(4)  # into the iterations
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (2, "")
+    assert "interrupted; nothing was written" in err
+    assert "Traceback" not in err
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--iterations", "3"], "3 iterations are too few to measure; run at least 6"),
+        (["--text", "no-such.txt"], "no-such.txt: No such file"),
+        (["--device", "cuda"], "plan for that machine"),
+    ],
+)
+def test_bad_input_is_one_line(
+    plan: Path, tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["execute", str(plan), "--output-dir", str(tmp_path), *arguments]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_for_a_gpu_is_refused_without_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    assert main(["plan", "--model", "gpt2", "--seq-len", "128", "--budget", "1", "--output", str(path)]) == 0
+    capsys.readouterr()
+    assert main(["execute", str(path), "--output-dir", str(tmp_path)]) == 2
+    assert "has no GPU that PyTorch can use" in capsys.readouterr().err
+
+
+def test_too_little_memory_names_the_ledger(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The prediction was wrong, or the plan is for more than there is: then the arena's limit holds."""
+
+    planned = load_plan(plan)
+    memory = planned.hardware.device.memory_bytes.model_copy(update={"value": 12e6})
+    device = planned.hardware.device.model_copy(update={"memory_bytes": memory})
+    smaller = planned.model_copy(update={"hardware": planned.hardware.model_copy(update={"device": device})}).sealed()
+    path = tmp_path / "plan.json"
+    path.write_text(smaller.to_json(), encoding="utf-8")
+    assert main(["execute", str(path), "--output-dir", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert "out of memory" in err or "at its peak" in err
+    assert "parameters" in err
