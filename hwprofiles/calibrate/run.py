@@ -24,7 +24,7 @@ from hwprofiles.calibrate.options import (
     Progress,
 )
 from hwprofiles.calibrate.sampling import quantity
-from hwprofiles.calibrate.traffic import TrafficProbe
+from hwprofiles.calibrate.traffic import TrafficProbe, fewest_threads, optimizer_by_threads
 from hwprofiles.profile import Device, HardwareProfile, Host, Storage
 from hwprofiles.quantity import Quantity
 
@@ -42,6 +42,7 @@ _SHARES = {
     "optimizer on the device": 2.0,
     "device memory": 1.0,
     "gradient norm": 1.0,
+    "optimizer against threads": 1.5,
     "copies": 4.0,
     "optimizer on the host": 2.5,
     "host memory": 1.0,
@@ -94,13 +95,15 @@ def calibrate(
         keep_freed_memory()  # as the executor does
     backend = _backend(options, cores, int(device_memory.value), on_gpu=on_gpu)
     # What computes keeps its cores; on GPUs each process needs one core to issue kernels from.
-    optimizer_cores = max(cores - (num_devices if on_gpu else backend.num_cores), 1)
-    traffic = TrafficProbe(backend, kernels.cpu_adamw, optimizer_cores, cores, quick=options.quick)
+    spare_cores = max(cores - (num_devices if on_gpu else backend.num_cores), 1)
     steps = _Steps(options.total_s, progress)
     with _torch_threads(backend.num_cores or cores, kernels.cpu_adamw), torch.no_grad():
         nvme = _probe_scratch(options, steps.begin("disk"))
         compute = ComputeProbe.create(backend, options.seed, quick=options.quick)
         device = _probe_device(compute, kernels, device_memory, steps)
+        by_threads = optimizer_by_threads(kernels.cpu_adamw, cores, steps.begin("optimizer against threads"))
+        optimizer_cores = fewest_threads(by_threads, spare_cores)
+        traffic = TrafficProbe(backend, kernels.cpu_adamw, optimizer_cores, cores, quick=options.quick)
         link = traffic.link(steps.begin("copies"))
         optimizer = traffic.optimizer(steps.begin("optimizer on the host"))
         passes = traffic.elementwise_bytes_per_s(steps.begin("host memory"))
@@ -119,6 +122,7 @@ def calibrate(
             num_cores=cores,
             optimizer=optimizer,
             num_optimizer_cores=optimizer_cores,
+            optimizer_by_threads=by_threads,
             elementwise_bytes_per_s=passes,
         ),
         host_link=link,

@@ -33,6 +33,8 @@ from hwprofiles.quantity import Curve, Quantity
 
 ADAMW_BYTES_PER_PARAM = 28  # reads and writes of fp32 master, m, v (24), bf16 gradient in (2), bf16 weight out (2)
 NOTICEABLE = 1.05  # a smaller slow-down is noise
+_THREADS_PARAMS = 2**23
+_GOOD_ENOUGH = 0.97  # of the best rate: what more threads add is noise
 _PAIR_BYTES = 8 * 2**20
 _PAIR_PARAMS = 2**21
 _POOL_PARAMS = 2**24
@@ -53,6 +55,25 @@ class Activity:
     call: Call
     dram_bytes: float
     num_cores: int
+
+
+def optimizer_by_threads(cpu_adamw: CpuAdamW, num_cores: int, budget_s: float) -> dict[int, Quantity]:
+    """Measure one large CPU AdamW with 1, 2, 4, ... threads, up to one per core."""
+    counts = sorted({*(2**i for i in range(num_cores.bit_length())), num_cores})
+    cases = [adamw_cases((_THREADS_PARAMS,), cpu_adamw, count)[0] for count in counts]
+    found = sample(cases, wall_clock, budget_s)
+    return {
+        count: quantity(
+            _THREADS_PARAMS / time.median_s, "params_per_s", f"CPU AdamW, {count} threads", time.num_samples
+        )
+        for count, time in zip(counts, found, strict=False)
+    }
+
+
+def fewest_threads(rates: dict[int, Quantity], at_most: int) -> int:
+    """Return the smallest number of threads that is as good as more: the cores left over launch and copy."""
+    allowed = {count: rate.value for count, rate in rates.items() if count <= at_most} or {at_most: 0.0}
+    return min(count for count, rate in allowed.items() if rate >= _GOOD_ENOUGH * max(allowed.values()))
 
 
 @dataclasses.dataclass(frozen=True)

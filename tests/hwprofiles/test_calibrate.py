@@ -41,9 +41,9 @@ from hwprofiles.calibrate.sampling import (
     together,
     wall_clock,
 )
-from hwprofiles.calibrate.traffic import fit_capacity
+from hwprofiles.calibrate.traffic import fewest_threads, fit_capacity
 from hwprofiles.profile import HardwareProfile
-from hwprofiles.quantity import Provenance
+from hwprofiles.quantity import Provenance, Quantity
 
 
 def cpu_adamw(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any, num_threads: int) -> None:
@@ -382,3 +382,23 @@ def test_waiting_for_a_core_does_not_count() -> None:
 def test_importing_the_package_does_not_import_torch() -> None:
     code = "import sys, hwprofiles, hwprofiles.profile; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@given(st.dictionaries(st.integers(1, 64), st.floats(1, 1e10), min_size=1), st.integers(1, 64))
+def test_no_more_threads_than_help(rates: dict[int, float], at_most: int) -> None:
+    provenance = Provenance(origin="measured", source="test")
+    found = {n: Quantity(value=rate, unit="params_per_s", provenance=provenance) for n, rate in rates.items()}
+    chosen = fewest_threads(found, at_most)
+    assert chosen <= at_most
+    allowed = {n: rate for n, rate in rates.items() if n <= at_most}
+    if allowed:
+        assert allowed[chosen] >= 0.97 * max(allowed.values())
+        assert all(rate < 0.97 * max(allowed.values()) for n, rate in allowed.items() if n < chosen)
+
+
+def test_rates_against_threads_are_in_the_profile(calibrated: Calibrated) -> None:
+    host = calibrated.profile.host
+    assert host.optimizer_by_threads is not None
+    assert min(host.optimizer_by_threads) == 1
+    assert max(host.optimizer_by_threads) <= host.num_cores
+    assert host.num_optimizer_cores in host.optimizer_by_threads
