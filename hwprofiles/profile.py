@@ -100,7 +100,7 @@ class Host(Frozen):
         optimizer: time of one fused single-pass AdamW (28 B/param) against its parameters, with all cores that the
             node gives to updates.
         num_optimizer_cores: how many cores that is.
-        optimizer_by_threads: rate of one large update against the threads that share it, where that was measured; ``None`` elsewhere.
+        optimizer_by_threads: rate of one large update against its threads, where that was measured.
         optimizer_process_params_per_s: the most that one process reaches, whose threads are bound to some of the cores,
             however few processes there are; ``None``: a lone process uses them all.
         elementwise_bytes_per_s: host passes that are not the optimizer (casts, scaling), all those cores together.

@@ -56,6 +56,12 @@ class Request:
         for name in ("num_devices", "seq_len", "micro_batch", "num_micro_batches", "subgroup_params"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} is {value}, but must be at least 1")
+        dtype, device = self.precision.weights, self.hardware.device
+        if dtype not in device.gemm or dtype not in device.attention:
+            raise ValueError(
+                f"profile {self.hardware.name} says nothing about products and attention in {dtype}; choose another "
+                "precision or machine, or measure it with `ullage calibrate`"
+            )
         per_node = self.hardware.devices_per_node
         if self.num_devices > per_node and self.hardware.inter_node is None:
             raise ValueError(
@@ -143,6 +149,10 @@ def _shortfall(request: Request, best: Candidate, capacity: dict[Tier, int], ran
     where = f"{request.hardware.device.name}" if tier is Tier.GPU else f"host ({ranks_per_node} device(s) per node)"
     return (
         f"{request.model.name} does not fit on {request.num_devices} device(s) of {request.hardware.name}: the {where} "
-        f"lacks {missing / 1e9:.1f} GB beyond its {capacity[tier] / 1e9:.1f} GB even with the leanest plan tried "
+        f"lacks {_gigabytes(missing)} beyond its {_gigabytes(capacity[tier])} even with the best plan found "
         f"({describe(best.decisions)}); {_REMEDIES[tier]}"
     )
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"

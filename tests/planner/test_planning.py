@@ -67,7 +67,8 @@ def test_a_refusal_names_tier_amount_and_remedy() -> None:
     with pytest.raises(InfeasibleError) as caught:
         make_plan(request(hardware=machine(gpu_bytes=1e7)))
     message = str(caught.value)
-    assert message.startswith("demo-llama does not fit on 1 device(s) of round: the round lacks 0.0 GB beyond its 0.0")
+    start = "demo-llama does not fit on 1 device(s) of round: the round lacks 4.49 MB beyond its 10 MB"
+    assert message.startswith(start)
     for remedy in ("--micro-batch", "--seq-len", "more --gpus", "a device with more memory"):
         assert remedy in message
 
