@@ -73,6 +73,8 @@ class CostModel:
         self._data_parallel = data_parallel
         self.ranks_per_node = min(data_parallel, profile.devices_per_node)
         self._num_nodes = -(-data_parallel // profile.devices_per_node)
+        # Ranks behind one switch copy at the same time, so that all their bytes cross its uplink.
+        self._ranks_per_uplink = min(self.ranks_per_node, profile.devices_per_uplink())
         self._kernels: dict[int, tuple[float, float]] = {}  # by identity: equal layers share their kernels
         self._prices: dict[tuple[Hashable, ...], Price] = {}
 
@@ -89,9 +91,9 @@ class CostModel:
             Resource.DEVICE: 1.0,
             Resource.CORES: profile.host.num_cores / ranks,
             Resource.DRAM: profile.host.dram_bytes_per_s.value / ranks,
-            Resource.LINK_DOWN: link.down.best_rate_per_s(),
-            Resource.LINK_UP: link.up.best_rate_per_s(),
-            Resource.LINK: link.both_bytes_per_s.value,
+            Resource.LINK_DOWN: link.down.best_rate_per_s() / self._ranks_per_uplink,
+            Resource.LINK_UP: link.up.best_rate_per_s() / self._ranks_per_uplink,
+            Resource.LINK: link.both_bytes_per_s.value / self._ranks_per_uplink,
             Resource.FABRIC: 1.0,
         }
         for resource, amount in capacity.items():
@@ -202,6 +204,8 @@ class CostModel:
         """Price an update by the rank's share of the node: all ranks update at the same time."""
         host, ranks = self.profile.host, self.ranks_per_node
         duration_s = self._read(host.optimizer, task.num_params * ranks, "CPU optimizer")
+        if host.optimizer_process_params_per_s is not None:
+            duration_s = max(duration_s, task.num_params / host.optimizer_process_params_per_s.value)
         if duration_s <= 0:
             return Price(0.0, 0.0)
         dram = UPDATE_BYTES_PER_PARAM * task.num_params / duration_s
@@ -224,11 +228,10 @@ class CostModel:
     def _copy(self, task: Task) -> Price:
         link = self.profile.host_link
         down = task.lane in {Lane.H2D, Lane.STATE_IN}
-        if task.pinned:
-            curve = link.down if down else link.up
-            duration_s = self._read(curve, task.num_bytes, "copy")
-        else:
-            duration_s = task.num_bytes / link.pageable_rate("down" if down else "up")
+        num_bytes = task.num_bytes * self._ranks_per_uplink
+        duration_s = self._read(link.down if down else link.up, num_bytes, "copy")
+        if not task.pinned:  # one thread per rank copies to or from a pinned buffer: slower than the link, not shared
+            duration_s = max(duration_s, task.num_bytes / link.pageable_rate("down" if down else "up"))
         if duration_s <= 0:
             return Price(0.0, 0.0)
         # Where a core copies, the bytes are read from and written to the same DRAM.
@@ -270,7 +273,8 @@ class CostModel:
             duration_s = max(duration_s, time_s)
             if fabric.via_host_link and time_s > 0:
                 rate = task.num_bytes / time_s
-                uses += [(Resource.LINK_DOWN, min(rate, self.profile.host_link.down.best_rate_per_s()))]
+                best = self.profile.host_link.down.best_rate_per_s() / self._ranks_per_uplink
+                uses += [(Resource.LINK_DOWN, min(rate, best))]
         return Price(latency_s, duration_s, tuple(sorted(uses)))
 
     def _read(self, curve: Curve, size: float, what: str) -> float:

@@ -22,7 +22,11 @@ def figures() -> dict[str, str]:
     errors = [f"{100 * error:+.1f} %" for error in result("demo.json")["iteration_errors"]]
     simulator = next(row for row in result("simulator_vs_simpy.json")["sizes"] if row["num_tasks"] == 7000)
     adamw = [row["ours_over_torch"] for row in result("cpu_adamw.json")["results"] if row["num_threads"] == 1]
+    summaries = result("validate_offloaded_update.json")["summaries"]
+    validated = next(s for s in summaries if (s["group"], s["quantity"]) == ("all", "iteration"))
     return {
+        "validate_mean": f"{100 * validated['mean']:.0f} %",
+        "validate_worst": f"{100 * validated['worst']:.0f} %",
         "demo_errors": ", ".join(errors),
         "tasks": f"{simulator['num_tasks']:,}",
         "ratio_lanes": f"{simulator['kernel_over_simpy_lanes']:.0f}",
