@@ -13,7 +13,7 @@ import torch
 
 from hwprofiles.calibrate.machine import cpu_name
 from hwprofiles.calibrate.options import CpuAdamW
-from hwprofiles.calibrate.sampling import Call, Case, wall_clock
+from hwprofiles.calibrate.sampling import Call, Case, clock_of
 
 Direction = Literal["down", "up"]
 
@@ -92,7 +92,7 @@ class HostBackend:
 
     def time_s(self, call: Call, num_calls: int) -> float:
         """Return seconds per call by the wall clock: computing is synchronous."""
-        return wall_clock(call, num_calls)
+        return clock_of(self.num_cores)(call, num_calls)
 
     def blocking(self, call: Call) -> Call:
         """Return the call itself: it blocks already."""

@@ -23,10 +23,11 @@ from hwprofiles.calibrate.sampling import (
     Call,
     Case,
     build_curve,
+    clock_of,
     quantity,
     sample,
     sample_groups,
-    wall_clock,
+    team_clock,
 )
 from hwprofiles.profile import Link
 from hwprofiles.quantity import Curve, Quantity
@@ -61,7 +62,7 @@ def optimizer_by_threads(cpu_adamw: CpuAdamW, num_cores: int, budget_s: float) -
     """Measure one large CPU AdamW with 1, 2, 4, ... threads, up to one per core."""
     counts = sorted({*(2**i for i in range(num_cores.bit_length())), num_cores})
     cases = [adamw_cases((_THREADS_PARAMS,), cpu_adamw, count)[0] for count in counts]
-    found = sample(cases, wall_clock, budget_s)
+    found = sample(cases, team_clock, budget_s)
     return {
         count: quantity(
             _THREADS_PARAMS / time.median_s, "params_per_s", f"CPU AdamW, {count} threads", time.num_samples
@@ -117,7 +118,7 @@ class TrafficProbe:
     def optimizer(self, budget_s: float) -> Curve:
         """Measure the CPU AdamW with the cores that updates get."""
         cases = adamw_cases(optimizer_sizes(quick=self.quick), self.cpu_adamw, self.num_optimizer_cores)
-        found = sample(cases, wall_clock, budget_s)
+        found = sample(cases, clock_of(self.num_optimizer_cores), budget_s)
         source = f"CPU AdamW on {self.num_optimizer_cores} cores"
         return build_curve("params", [c.size for c in cases], found, source)
 
@@ -130,7 +131,7 @@ class TrafficProbe:
         try:
             torch.set_num_threads(self.num_optimizer_cores)
             passes = [Case(6.0 * num_elements, lambda: single.copy_(half)), Case(8.0 * num_elements, single.neg_)]
-            found = sample(passes, wall_clock, budget_s)
+            found = sample(passes, clock_of(self.num_optimizer_cores), budget_s)
         finally:
             torch.set_num_threads(num_threads)
         rate = sum(c.size for c in passes) / sum(s.median_s for s in found)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from hwprofiles.calibrate.sampling import (
     Case,
     Summary,
     build_curve,
+    clock_of,
     sample,
     sample_groups,
     summarize,
@@ -402,3 +404,11 @@ def test_rates_against_threads_are_in_the_profile(calibrated: Calibrated) -> Non
     assert min(host.optimizer_by_threads) == 1
     assert max(host.optimizer_by_threads) <= host.num_cores
     assert host.num_optimizer_cores in host.optimizer_by_threads
+
+
+def test_work_of_other_threads_is_timed_whole() -> None:
+    """The caller sleeps and wakes; what it waits for is the work, whoever had the cores meanwhile."""
+    assert clock_of(1) is wall_clock
+    with ThreadPoolExecutor(2) as pool:
+        call = lambda: list(pool.map(time.sleep, [0.01, 0.02]))  # noqa: E731
+        assert clock_of(2)(call, 3) >= 0.02
