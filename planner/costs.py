@@ -18,6 +18,7 @@ from planner.schedule import Lane, Op, Schedule, Task
 
 # One fused AdamW pass: bf16 gradient, fp32 master, m and v in; master, m, v and bf16 weight out.
 UPDATE_BYTES_PER_PARAM = 28
+_WORTH_A_WARNING_S = 1e-3
 # Adding a micro-batch's gradient to what the host holds: two operands in, one out.
 _ACCUMULATE_PASSES = 3
 
@@ -254,12 +255,17 @@ class CostModel:
     def _collective(self, task: Task) -> Price:
         """Price a ring collective: each rank sends and receives all but its own share.
 
-        Across nodes the slower of both levels sets the pace, as in a hierarchical ring.
+        Between nodes each node's bytes cross once, shared by the NICs of all its devices. The slower of both levels
+        sets the pace, as in a hierarchical ring.
         """
         profile = self.profile
         latency_s = duration_s = 0.0
         uses: list[tuple[Resource, float]] = [(Resource.FABRIC, 1.0)]
-        for fabric, size in ((profile.intra_node, self.ranks_per_node), (profile.inter_node, self._num_nodes)):
+        levels = (
+            (profile.intra_node, self.ranks_per_node, task.num_bytes),
+            (profile.inter_node, self._num_nodes, task.num_bytes / self.ranks_per_node),
+        )
+        for fabric, size, num_bytes in levels:
             if size == 1:
                 continue
             if fabric is None:
@@ -269,25 +275,26 @@ class CostModel:
                     f"{profile.devices_per_node} devices"
                 )
             latency_s += fabric.latency_s.value
-            time_s = _ring_s(task.num_bytes, size, fabric)
+            time_s = _ring_s(num_bytes, size, fabric)
             duration_s = max(duration_s, time_s)
             if fabric.via_host_link and time_s > 0:
-                rate = task.num_bytes / time_s
+                rate = num_bytes / time_s
                 best = self.profile.host_link.down.best_rate_per_s() / self._ranks_per_uplink
                 uses += [(Resource.LINK_DOWN, min(rate, best))]
         return Price(latency_s, duration_s, tuple(sorted(uses)))
 
     def _read(self, curve: Curve, size: float, what: str) -> float:
         reading = curve.read(size)
-        if reading.extrapolated:
-            low, high = curve.points[0].size, curve.points[-1].size
+        low, high = curve.points[0].size, curve.points[-1].size
+        # Below the range a reading is off by no more than the first point's time: not worth a word if that is small.
+        if reading.extrapolated and (size > high or curve.points[0].median_s > _WORTH_A_WARNING_S):
             self.warnings.setdefault(
                 f"{what} times are extrapolated: {self.profile.name} covers {low:.3g} to {high:.3g} {curve.size_unit}"
             )
         return reading.time_s
 
 
-def _ring_s(num_bytes: int, size: int, fabric: Fabric) -> float:
+def _ring_s(num_bytes: float, size: int, fabric: Fabric) -> float:
     return num_bytes * (size - 1) / size / fabric.bytes_per_s.value
 
 

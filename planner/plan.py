@@ -105,12 +105,13 @@ class Plan(Frozen):
         return self.prediction.memory[Tier.GPU]
 
 
-def load_plan(path: Path) -> Plan:
+def load_plan(path: Path | str) -> Plan:
     """Read and check a plan file.
 
     Raises:
         PlanError: it is missing, not a plan, of another schema version, or was changed by hand.
     """
+    path = Path(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -8,7 +8,7 @@ from hwprofiles.profile import HardwareProfile
 from planner.costs import CostModel
 from planner.decisions import BF16, Decisions, Place, Precision
 from planner.engines import Setup
-from planner.graph import Batch, build_graph, units
+from planner.graph import Batch, Unit, build_graph, units
 from planner.models.config import ModelConfig
 from planner.plan import EngineRow, Plan
 from planner.prediction import Workload, capacities
@@ -82,7 +82,7 @@ def make_plan(
     scorer = Scorer(workload, cost)
     outcome = search(setup, scorer, max_simulations, progress)
     if outcome.best.missing_bytes:
-        raise InfeasibleError(_shortfall(request, outcome.best, capacities(cost), cost.ranks_per_node))
+        raise InfeasibleError(_shortfall(request, outcome.best, cost, setup.units))
     return Plan(
         program_version=__version__,
         model=request.model,
@@ -90,7 +90,7 @@ def make_plan(
         hardware=request.hardware,
         decisions=outcome.best.decisions,
         prediction=scorer.predict(outcome.best.decisions),
-        engines=tuple(_row(name, candidate) for name, candidate in outcome.engines.items()),
+        engines=tuple(_row(name, candidate, setup.units) for name, candidate in outcome.engines.items()),
         num_simulations=outcome.num_simulations,
     ).sealed()
 
@@ -112,14 +112,15 @@ def prepare(request: Request) -> tuple[Setup, Workload, CostModel]:
     return setup, workload, CostModel(request.hardware, model_units, request.precision, request.num_devices)
 
 
-def describe(decisions: Decisions) -> str:
+def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
     """Return the placement in one line: what is recomputed, what the host holds, who updates how much."""
     placed = dict.fromkeys(Place, 0)
-    for unit in decisions.units.values():
-        for place in unit.update:
-            placed[place] += 1
+    for unit in units:
+        pieces = decisions.piece_params(unit.num_params)
+        for num_params, place in zip(pieces, decisions.units[unit.name].update, strict=True):
+            placed[place] += num_params
     total = sum(placed.values())
-    parts = [f"{100 * n / total:.0f} % of updates {_VERBS[place]}" for place, n in placed.items() if n]
+    parts = [f"{100 * n / total:.0f} % of updates {_VERBS[place]}" for place, n in placed.items() if n > total / 200]
     recomputed = sum(unit.activations == "recompute" for unit in decisions.units.values())
     host = sum(unit.params == "host" for unit in decisions.units.values())
     parts.append(f"{recomputed} of {len(decisions.units)} units recomputed" if recomputed else "activations kept")
@@ -133,24 +134,25 @@ def describe(decisions: Decisions) -> str:
 _VERBS = {Place.GPU: "on the device", Place.STREAM: "streamed through the device", Place.CPU: "on the CPU"}
 
 
-def _row(name: str, candidate: Candidate) -> EngineRow:
+def _row(name: str, candidate: Candidate, units: tuple[Unit, ...]) -> EngineRow:
     simulated = candidate.iteration_s != float("inf")
     return EngineRow(
         name=name,
-        setting=describe(candidate.decisions),
+        setting=describe(candidate.decisions, units),
         fits=not candidate.missing_bytes,
         iteration_s=candidate.iteration_s if simulated else None,
         missing_bytes=candidate.missing_bytes,
     )
 
 
-def _shortfall(request: Request, best: Candidate, capacity: dict[Tier, int], ranks_per_node: int) -> str:
+def _shortfall(request: Request, best: Candidate, cost: CostModel, units: tuple[Unit, ...]) -> str:
     tier, missing = max(best.missing_bytes.items(), key=lambda item: item[1])
-    where = f"{request.hardware.device.name}" if tier is Tier.GPU else f"host ({ranks_per_node} device(s) per node)"
+    host = f"host ({cost.ranks_per_node} device(s) per node)"
+    where = request.hardware.device.name if tier is Tier.GPU else host
     return (
         f"{request.model.name} does not fit on {request.num_devices} device(s) of {request.hardware.name}: the {where} "
-        f"lacks {_gigabytes(missing)} beyond its {_gigabytes(capacity[tier])} even with the best plan found "
-        f"({describe(best.decisions)}); {_REMEDIES[tier]}"
+        f"lacks {_gigabytes(missing)} beyond its {_gigabytes(capacities(cost)[tier])} even with the best plan found "
+        f"({describe(best.decisions, units)}); {_REMEDIES[tier]}"
     )
 
 

@@ -33,7 +33,7 @@ class Candidate:
         decisions: what was tried.
         iteration_s: predicted time; infinite if it was rejected before simulating.
         missing_bytes: by tier, how much memory is lacking (empty if it fits).
-        overload: the same as fractions of the tiers' capacities, added up.
+        overload: the same as fractions of the tiers' capacities, added up; plus 1 if it was rejected before simulating.
         traffic_bytes: what crosses links and host memory in an iteration, hidden or not.
     """
 
@@ -94,8 +94,8 @@ class Scorer:
         schedule = self.schedule(decisions)
         capacity = capacities(cost)
         missing = {t: n - capacity[t] for t, n in always_held(schedule, cost).items() if n > capacity[t]}
-        if missing:  # no need to simulate what cannot fit
-            return Candidate(decisions, float("inf"), missing, _overload(missing, capacity))
+        if missing:  # no need to simulate; what is missing is a lower bound, so it must not pass for the better of two
+            return Candidate(decisions, float("inf"), missing, 1 + _overload(missing, capacity))
         self.num_simulations += 1
         simulation = run_until_steady(schedule, cost, quick=True)
         timeline, steady = simulation.timeline, simulation.steady
@@ -191,8 +191,8 @@ def _starts(setup: Setup) -> Iterator[Mix]:
     stages = (2, 3) if setup.data_parallel > 1 else (0,)
     for stage in stages:
         yield Mix(num_gpu=0, num_stream=0, num_keep=0, zero_stage=stage)
-    if setup.data_parallel == 1:  # parameters too may have to live on the host
-        yield Mix(num_gpu=0, num_stream=0, num_keep=0, num_host=len(setup.units))
+    # Parameters too may have to live on the host (their shards, if there are several ranks).
+    yield Mix(num_gpu=0, num_stream=0, num_keep=0, num_host=len(setup.units), zero_stage=stages[-1])
 
 
 def _descend(
@@ -208,7 +208,7 @@ def _descend(
         "num_gpu": sum(len(pieces(setup, unit)) for unit in setup.units),
         "num_stream": sum(len(pieces(setup, unit)) for unit in setup.units),
         "num_keep": len({unit.segment for unit in setup.units if unit.recompute}),
-        "num_host": len(setup.units) if setup.data_parallel == 1 else 0,
+        "num_host": len(setup.units) if start.zero_stage in {0, 3} else 0,
         "num_slots": 4,
     }
     mix, best = start, scorer.score(mixed(setup, start))

@@ -27,7 +27,13 @@ def console(*, stderr: bool = False) -> Console:
 def table(title: str, *columns: str, num_text: int = 1) -> Table:
     """Return a plain table; the first ``num_text`` columns are text, the others numbers."""
     result = Table(
-        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        min_width=len(title),  # else a narrow table folds its title
     )
     for position, column in enumerate(columns):
         result.add_column(column, justify="left" if position < num_text else "right", header_style="dim")

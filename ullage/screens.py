@@ -80,11 +80,11 @@ def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
         f"device(s) = {tokens:,} tokens, {decided.precision.weights}, {'clipped' if decided.clip else 'not clipped'}",
         "fits": _fits(seen.memory),
         "iteration": f"{si(seen.iteration_s, 's')} = forward {si(seen.forward_s, 's')} + backward "
-        f"{si(seen.backward_s, 's')} + update {si(seen.update_s, 's')} (what overlaps costs nothing there)",
+        f"{si(seen.backward_s, 's')} + update {si(seen.update_s, 's')} (updates may run inside the next forward)",
         "speed": f"{seen.tokens_per_s:,.0f} tokens/s; {si(seen.model_flop_per_s, 'FLOP/s')} of the model per device, "
         f"{percent(mfu(plan))} of the best GEMM rate",
         "binds": binds(seen.critical_s, seen.iteration_s),
-        "placement": describe(decided),
+        "placement": describe(decided, plan.units()),
     }
 
 
@@ -101,12 +101,15 @@ def _engine_table(plan: Plan) -> Table:
     )
     result.columns[4].justify = "left"
     result.columns[3].justify = "left"
-    result.add_row("ullage", si(ours_s, "s"), "1.00", "yes", describe(plan.decisions), style="bold")
+    result.add_row("ullage", si(ours_s, "s"), "1.00", "yes", describe(plan.decisions, plan.units()), style="bold")
     for row in plan.engines:
-        ratio = f"{row.iteration_s / ours_s:.2f}" if row.iteration_s else "-"
-        result.add_row(row.name, si(row.iteration_s, "s") if row.iteration_s else "-", ratio, _lacks(row), row.setting)
+        time_s = row.iteration_s if row.fits else None
+        times = (si(time_s, "s"), f"{time_s / ours_s:.2f}") if time_s else ("-", "-")
+        result.add_row(row.name, *times, _lacks(row), row.setting)
     return result
 
 
 def _lacks(row: EngineRow) -> str:
-    return "yes" if row.fits else ", ".join(f"lacks {si(n, 'B')} {tier}" for tier, n in row.missing_bytes.items())
+    return (
+        "yes" if row.fits else ", ".join(f"lacks at least {si(n, 'B')} {tier}" for tier, n in row.missing_bytes.items())
+    )

@@ -40,7 +40,8 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> t
 
     Args:
         model: an unmodified module whose parameters are those the plan was made for (a ``transformers`` model of the
-            planned configuration, say), in the planned type.
+            planned configuration, say). It takes the planned type; under a bf16 plan the values of a float32 model
+            live on as its master copy.
         optimizer: a ``torch.optim.AdamW`` over its parameters; LR schedulers may be built on it or on the result.
         plan: made for the machine this runs on.
 
@@ -92,6 +93,12 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord:
 
 
 def _check_machine(plan: Plan, options: ExecuteOptions) -> None:
+    ranks, started = plan.decisions.data_parallel, int(os.environ.get("WORLD_SIZE", "1"))
+    if max(ranks, started) > 1:
+        raise PlanError(
+            f"the plan is for {ranks} device(s) and {started} process(es) were started, but execution is on one device "
+            "so far; plan with --gpus 1 and start one process"
+        )
     kind = plan.hardware.device.kind
     wanted = {"auto": kind, "host": "host", "cuda": "gpu"}[options.device]
     if wanted != kind:
@@ -171,6 +178,10 @@ def _train(
             if iteration == _METERED:
                 _check_memory(plan, optimizer.session)
             loss_value = float(total)
+            if not math.isfinite(loss_value):
+                raise ValueError(
+                    f"the loss is {loss_value} in iteration {iteration}; use a smaller --lr than {options.lr:g}"
+                )
             tell(iteration, loss_value)
             yield loss_value
 
@@ -185,7 +196,8 @@ def _check_memory(plan: Plan, session: Session) -> None:
         raise DeviceMemoryError(
             f"the device holds {use.peak_bytes / 1e6:.1f} MB at its peak ({held}; what comes and goes "
             f"{(use.dynamic_peak_bytes or 0) / 1e6:.1f} MB), but has {capacity / 1e6:.1f} MB; predicted were "
-            f"{planned.peak_bytes / 1e6:.1f} MB. Plan with a --device-memory that is smaller by the difference"
+            f"{planned.peak_bytes / 1e6:.1f} MB. Plan with a --device-memory that is smaller than this prediction by "
+            "what it was too low"
         )
 
 

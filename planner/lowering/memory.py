@@ -2,7 +2,7 @@
 
 from planner.decisions import STATE_BYTES_PER_PARAM, GradientPath, Place
 from planner.graph import Unit
-from planner.lowering.compute import segments
+from planner.lowering.compute import compute_drafts, segments
 from planner.lowering.gradients import flushed_params
 from planner.lowering.parameters import assign_slots, gathers
 from planner.lowering.program import Program
@@ -18,12 +18,16 @@ def memory(program: Program) -> None:
         if unit.num_params:
             _optimizer(program, unit)
             _gradients(program, unit, makers[unit.name])
+    _tied_gradients(program)
     _state_slots(program)
     for micro_batch in range(program.decisions.num_micro_batches):
         for segment in segments(program.units):
             _activations(program, segment, micro_batch)
-    workspace_bytes = max(operator.workspace_bytes for unit in program.units for operator in unit.operators)
-    program.hold(Tier.GPU, MemoryClass.WORKSPACE, workspace_bytes, "workspace")
+    # What lives only inside a unit's own computing: one unit's at a time.
+    sizes = {unit.name: unit.workspace_bytes for unit in program.units}
+    for draft in compute_drafts(program):
+        label = f"{draft.unit} workspace"
+        program.hold(Tier.GPU, MemoryClass.WORKSPACE, sizes[draft.unit], label, draft.key, draft.key)
 
 
 def _parameters(program: Program) -> None:
@@ -84,6 +88,19 @@ def _gradients(program: Program, unit: Unit, maker: str) -> None:
         final = max(p for p, place in enumerate(decisions.units[unit.name].update) if place is Place.GPU)
         end = f"{Op.UPDATE}:{unit.name}:{final}"
         program.hold(Tier.GPU, MemoryClass.GRADIENTS, weight_bytes * resident, f"{unit.name} resident", summed, end)
+
+
+def _tied_gradients(program: Program) -> None:
+    """Autograd adds up a tied weight's two gradients out of place: at that moment there are three."""
+    sizes = {spec.name: spec.num_params for unit in program.units for spec in unit.parameters}
+    owner = {spec.name: unit.name for unit in program.units for spec in unit.parameters}
+    weight_bytes = program.decisions.precision.weight_bytes
+    tied = {name for unit in program.units for operator in unit.operators for name in operator.shared_parameters}
+    for name in sorted(tied):
+        for micro_batch in range(program.decisions.num_micro_batches):
+            adding = f"{Op.BACKWARD}:{owner[name]}:{micro_batch}"
+            label = f"{name} summed"
+            program.hold(Tier.GPU, MemoryClass.GRADIENTS, 2 * weight_bytes * sizes[name], label, adding, adding)
 
 
 def _state_slots(program: Program) -> None:

@@ -68,8 +68,8 @@ def from_hf_config(data: Mapping[str, Any], name: str) -> ModelConfig:
     family = str(data.get("model_type"))
     if family not in get_args(Family):
         raise ModelConfigError(
-            f"{name}: model_type is {family!r}, supported are {', '.join(get_args(Family))}; use one of those, or plan "
-            "your own module with --model package.module:factory"
+            f"{name}: model_type is {family!r}, but must be one of {', '.join(get_args(Family))}; choose a "
+            "model of one of these architectures"
         )
     for key, value in _UNSUPPORTED.items():
         if data.get(key) is value:

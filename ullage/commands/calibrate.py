@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     from hwprofiles.calibrate import CalibrationOptions, calibrate  # noqa: PLC0415 - torch
 
     path: Path = args.output or local_profile_path()
+    if path.is_dir() or (args.output and not path.absolute().parent.is_dir()):
+        raise ValueError(f"--output {path}: give the name of a file in a folder that is there")  # not after measuring
     options = CalibrationOptions(quick=args.quick, name=args.name, device_memory_bytes=args.device_memory)
     with _progress() as progress:
         profile, report = calibrate(options, _kernels(), progress)

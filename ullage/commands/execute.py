@@ -17,7 +17,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "execute",
         run,
         "Train the plan's model, from random weights, on a text of yours or on the built-in one, exactly as planned;\n"
-        "measure every task, and compare that with the prediction. Also under torchrun.",
+        "measure every task, and compare that with the prediction.",
         """
         ullage execute plan.json
         ullage execute plan.json --iterations 100 --text corpus.txt --lr 3e-4 --output-dir runs/1
@@ -29,7 +29,7 @@ def add_parser(subparsers: Subparsers) -> None:
         type=positive_int,
         default=defaults.num_iterations,
         metavar="N",
-        help=f"optimizer steps ({defaults.num_iterations})",
+        help=f"optimizer steps, at least 6 ({defaults.num_iterations})",
     )
     parser.add_argument("--text", type=Path, metavar="PATH", help="what to train on (default: built-in English text)")
     parser.add_argument("--seed", type=int, default=defaults.seed, metavar="N", help=f"of all chance ({defaults.seed})")

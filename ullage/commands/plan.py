@@ -40,7 +40,12 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="NAME|PATH|local",
         help=f"profile of the machine, see `ullage hardware` (default: {DEFAULT_HARDWARE})",
     )
-    parser.add_argument("--seq-len", type=positive_int, default=2048, metavar="N", help="tokens per sequence (2048)")
+    parser.add_argument(
+        "--seq-len",
+        type=positive_int,
+        metavar="N",
+        help="tokens per sequence (2048, or the model's limit)",
+    )
     parser.add_argument("--micro-batch", type=positive_int, default=4, metavar="N", help="sequences per forward (4)")
     parser.add_argument(
         "--accumulate", type=positive_int, default=1, metavar="N", help="micro-batches per iteration (1)"
@@ -61,16 +66,17 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan, print, write."""
-    hardware = load_profile(args.hardware or DEFAULT_HARDWARE)
+    hardware = load_profile(DEFAULT_HARDWARE if args.hardware is None else args.hardware)
     if args.device_memory is not None:
         hardware = hardware.with_device_memory(args.device_memory)
     if not args.output.absolute().parent.is_dir():
         raise ValueError(f"--output {args.output}: there is no such folder; make it first")  # not after the search
+    model = resolve_model(args.model)
     request = Request(
-        model=resolve_model(args.model),
+        model=model,
         hardware=hardware,
         num_devices=args.gpus,
-        seq_len=args.seq_len,
+        seq_len=args.seq_len or min(2048, model.max_positions),
         micro_batch=args.micro_batch,
         num_micro_batches=args.accumulate,
         precision=Precision(weights=args.precision),
