@@ -34,7 +34,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def plan_args(tiny_model: Path) -> list[str]:
     model = ["--model", str(tiny_model), "--seq-len", "128", "--hardware", "rtx-4090"]
-    return ["plan", *model, "--device-memory", "4MB", "--budget", "20"]
+    return ["plan", *model, "--device-memory", "3MB", "--budget", "20"]
 
 
 @pytest.fixture(scope="session")

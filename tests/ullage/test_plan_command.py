@@ -53,7 +53,7 @@ def test_screen_says_everything(plan_args, plan, tmp_path, capsys):
         else:
             assert "lacks" in starts[row.name]
     assert any(not row.fits for row in plan.engines)
-    assert "4.00 MB" in starts["capacity"]
+    assert "3.00 MB" in starts["capacity"]
     for warning in seen.warnings:
         assert f"warning: {warning}"[:100] in shown
     assert f"plan written to {path}" in shown.replace("\n", "")
