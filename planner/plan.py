@@ -120,6 +120,9 @@ def load_plan(path: Path | str) -> Plan:
     except ValueError as error:
         raise PlanError(f"{path} is not JSON ({error}); make a plan with `ullage plan`") from error
     version = data.get("schema_version") if isinstance(data, dict) else None
+    for field, kind in (("start_s", "a run; `ullage compare` reads it"), ("host_link", "a hardware profile")):
+        if isinstance(data, dict) and field in data:
+            raise PlanError(f"{path} is {kind}, not a plan; make a plan with `ullage plan`")
     if version != SCHEMA_VERSION:
         raise PlanError(
             f"{path} has schema_version {version}, but this program reads {SCHEMA_VERSION}; "
