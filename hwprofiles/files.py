@@ -17,5 +17,7 @@ def write_whole(path: Path, data: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+    except OSError as error:  # a full disk names no file, and the temporary one means nothing to anybody
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         partial.unlink(missing_ok=True)  # after the rename there is nothing to remove

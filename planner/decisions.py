@@ -133,6 +133,10 @@ class Decisions(Frozen):
 
     def piece_params(self, num_params: int) -> tuple[int, ...]:
         """Return the sizes of a unit's subgroups on one rank, in order; ``num_params`` counts the whole unit."""
-        shard = self.shard_params(num_params)
-        full, rest = divmod(shard, self.subgroup_params)
-        return (self.subgroup_params,) * full + ((rest,) if rest else ())
+        return subgroups(self.shard_params(num_params), self.subgroup_params)
+
+
+def subgroups(num_params: int, subgroup_params: int) -> tuple[int, ...]:
+    """Return the sizes of the subgroups that some parameters are cut into: all full but the last."""
+    full, rest = divmod(num_params, subgroup_params)
+    return (subgroup_params,) * full + ((rest,) if rest else ())

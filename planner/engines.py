@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from planner.decisions import BF16, Decisions, GradientPath, Place, Precision, UnitDecision
+from planner.decisions import BF16, Decisions, GradientPath, Place, Precision, UnitDecision, subgroups
 from planner.graph import Unit
 
 # The fractions and strides that are tried when a policy leaves them to its user.
@@ -153,9 +153,7 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
 
 def pieces(setup: Setup, unit: Unit) -> tuple[int, ...]:
     """Return the subgroup sizes of a unit on one rank of a sharded optimizer."""
-    shard = -(-unit.num_params // setup.data_parallel)
-    full, rest = divmod(shard, setup.subgroup_params)
-    return (setup.subgroup_params,) * full + ((rest,) if rest else ())
+    return subgroups(-(-unit.num_params // setup.data_parallel), setup.subgroup_params)
 
 
 def _spread(total: int, num_gpu: int, num_stream: int) -> Iterator[Place]:

@@ -77,7 +77,6 @@ class MemoryClass(StrEnum):
     OPTIMIZER = "optimizer"
     ACTIVATIONS = "activations"
     WORKSPACE = "workspace"
-    STAGING = "staging"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

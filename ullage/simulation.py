@@ -7,7 +7,7 @@ from planner.decisions import Decisions
 from planner.engines import POLICIES, Setup, interleaved, twin_flow
 from planner.lowering import lower
 from planner.plan import Plan
-from planner.prediction import Workload
+from planner.planning import Request, prepare
 from planner.schedule import Schedule
 from planner.search import Scorer
 from planner.simulate.machine import Simulation, run, run_until_steady
@@ -61,20 +61,26 @@ def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Dec
     if engine not in POLICIES:
         names = ", ".join((OURS, *POLICIES)) if engine != OURS else "twin-flow, interleaved"
         raise ValueError(f"no engine {engine!r} takes {'that setting' if setting else 'part'}; choose one of {names}")
+    setup, workload, cost = prepare(_request(plan))
+    policy = POLICIES[engine] if setting is None else _with_setting(engine, setting)
+    scorer = Scorer(workload, cost)
+    return min(map(scorer.score, policy(setup)), key=lambda candidate: candidate.order).decisions
+
+
+def _request(plan: Plan) -> Request:
+    """Return what a plan was asked for."""
     decided = plan.decisions
-    units = plan.units()
-    setup = Setup(
-        units=units,
-        data_parallel=decided.data_parallel,
+    return Request(
+        model=plan.model,
+        hardware=plan.hardware,
+        num_devices=decided.data_parallel,
+        seq_len=plan.seq_len,
         micro_batch=decided.micro_batch,
         num_micro_batches=decided.num_micro_batches,
         precision=decided.precision,
         clip=decided.clip,
         subgroup_params=decided.subgroup_params,
     )
-    policy = POLICIES[engine] if setting is None else _with_setting(engine, setting)
-    scorer = Scorer(Workload(units, plan.seq_len), cost_model(plan))
-    return min(map(scorer.score, policy(setup)), key=lambda candidate: candidate.order).decisions
 
 
 def _with_setting(engine: str, setting: str) -> Callable[[Setup], Iterator[Decisions]]:

@@ -191,7 +191,7 @@ def _check_memory(plan: Plan, session: Session) -> None:
     use = session.memory()[Tier.GPU]
     capacity = int(plan.hardware.device.memory_bytes.value)
     if plan.hardware.device.kind == "host" and use.peak_bytes > capacity:
-        planned = plan.prediction.memory[Tier.GPU]
+        planned = plan.gpu_memory
         held = "; ".join(f"{c} {n / 1e6:.1f} MB" for c, n in sorted(use.static_bytes.items()))
         raise DeviceMemoryError(
             f"the device holds {use.peak_bytes / 1e6:.1f} MB at its peak ({held}; what comes and goes "

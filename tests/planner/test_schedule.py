@@ -21,7 +21,7 @@ def task(index: int, **fields: object) -> Task:
 
 
 def buffer(**fields: object) -> Buffer:
-    kind = {"tier": Tier.GPU, "memory_class": MemoryClass.STAGING, "num_bytes": 1, "label": "mine"}
+    kind = {"tier": Tier.GPU, "memory_class": MemoryClass.WORKSPACE, "num_bytes": 1, "label": "mine"}
     return Buffer(**{**kind, **fields})  # type: ignore[arg-type]
 
 
