@@ -20,13 +20,13 @@ class Row:
     Attributes:
         name: of the phase, lane or tier.
         predicted, measured: in ``unit``; ``None`` where there is no such number.
-        unit: ``s`` or ``B``.
+        unit: the SI unit.
     """
 
     name: str
     predicted: float | None
     measured: float | None
-    unit: Literal["s", "B"]
+    unit: Literal["s", "B", "B/s", "FLOP/s"]
 
     @property
     def error(self) -> float | None:

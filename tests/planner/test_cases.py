@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwprofiles.registry import load_profile
-from planner.cases import Case, CaseError, check_supported, decide, load_cases, predict_case, setup_of
+from planner.cases import CaseError, Metric, load_cases
+from planner.cases.training import TrainingCase, decide, setup_of
 from planner.decisions import GradientPath, Place
 from planner.engines import pieces
 from planner.graph import Attention
@@ -23,7 +24,7 @@ INTERLEAVED = next(name for name in CASES if "interleave-k5" in name)
 IN_MEMORY = next(name for name in CASES if "nvlink" in name)
 
 
-def case(name: str, **changes: object) -> Case:
+def case(name: str, **changes: object) -> TrainingCase:
     """Return a case with some fields changed; ``engine__stride=3`` reaches into ``engine``."""
     data = copy.deepcopy(CASES[name])
     for path, value in changes.items():
@@ -32,10 +33,10 @@ def case(name: str, **changes: object) -> Case:
         for key in outer:
             place = place[key]
         place[last] = value
-    return Case.model_validate(data)
+    return TrainingCase.model_validate(data)
 
 
-def decided(some: Case):
+def decided(some: TrainingCase):
     _, setup = setup_of(some)
     decisions = decide(some, setup)
     places = [place for unit in decisions.units.values() for place in unit.update]
@@ -46,12 +47,13 @@ def decided(some: Case):
 @pytest.mark.parametrize("name", CASES)
 def test_published_runs_are_predicted_within_a_factor_of_two(name):
     some = case(name)
-    outcome = predict_case(some, load_profile(some.hardware))
+    outcome = some.predict(load_profile(some.hardware))
     assert outcome.converged
-    assert outcome.iteration_s == pytest.approx(outcome.forward_s + outcome.backward_s + outcome.update_s)
-    assert 0.5 < outcome.iteration_s / (some.measured.iteration_ms / 1e3) < 2
-    if some.measured.peak_gpu_allocated_gb:
-        assert 0.5 < outcome.peak_gpu_bytes / (some.measured.peak_gpu_allocated_gb * 1e9) < 2
+    phases = (outcome.values[metric] for metric in (Metric.FORWARD, Metric.BACKWARD, Metric.UPDATE))
+    assert outcome.values[Metric.ITERATION] == pytest.approx(sum(phases))
+    for metric, measured in some.measurements().items():
+        if metric in {Metric.ITERATION, Metric.PEAK_GPU}:
+            assert 0.5 < outcome.values[metric] / measured < 2
 
 
 def test_loaded_as_written():
@@ -143,12 +145,12 @@ UNSUPPORTED = {
 def test_what_cannot_be_expressed_is_refused_by_name(message):
     some = case(BLOCKING, **UNSUPPORTED[message])
     with pytest.raises(CaseError, match=f"case {BLOCKING}: .*{message}"):
-        predict_case(some, load_profile("a100x4-40g"))
+        some.predict(load_profile("a100x4-40g"))
 
 
 def test_interleaved_needs_a_stride():
     with pytest.raises(CaseError, match=r"engine\.stride"):
-        check_supported(case(INTERLEAVED, engine__stride=None))
+        case(INTERLEAVED, engine__stride=None).check()
 
 
 def test_sizes_that_do_not_add_up_are_refused():

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from hwprofiles.paths import quantities
 from hwprofiles.quantity import Curve, Quantity
 from hwprofiles.registry import load_profile
 from planner.models.parameters import num_parameters
 from planner.plan import load_plan
 from ullage.cli import main
-from ullage.provenance import origin_shares, quantities
+from ullage.provenance import origin_shares
 from ullage.screens import mfu
 
 

@@ -95,9 +95,10 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _print(profile: HardwareProfile, report: Any, path: Path) -> None:
+    from hwprofiles.paths import quantities  # noqa: PLC0415
     from ullage.console import console, table  # noqa: PLC0415 - slow to import
     from ullage.formatting import si  # noqa: PLC0415
-    from ullage.provenance import quantities, unit_and_value  # noqa: PLC0415
+    from ullage.provenance import unit_and_value  # noqa: PLC0415
 
     out = console()
     out.print(f"{profile.name}: {profile.description}", markup=False)

@@ -3,13 +3,14 @@
 import argparse
 from typing import Any
 
+from hwprofiles.paths import quantities
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Curve
 from hwprofiles.registry import list_profiles, load_profile
 from ullage.commands import Subparsers, command_parser
 from ullage.console import console, facts, table, write_json
 from ullage.formatting import si
-from ullage.provenance import origin_shares, quantities, unit_and_value
+from ullage.provenance import origin_shares, unit_and_value
 
 
 def add_parser(subparsers: Subparsers) -> None:

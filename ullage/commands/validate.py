@@ -4,20 +4,17 @@ import argparse
 import dataclasses
 import fnmatch
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hwprofiles.registry import load_profile
-from planner.cases import Case, CaseError, Outcome, check_supported, load_cases, predict_case
+from planner.cases import Case, CaseError, Metric, Outcome, load_cases
 from ullage.arguments import positive_float
 from ullage.commands import Subparsers, command_parser
 from ullage.comparison import Row
 from ullage.console import console, table, write_json
 from ullage.formatting import percent, si, signed_percent
-
-PHASES = ("forward", "backward", "update", "iteration")
-MEMORY = "peak GPU"
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -28,7 +25,8 @@ def add_parser(subparsers: Subparsers) -> None:
         run,
         "Predict runs that others have published, and show the errors: predicted over measured, so that +10 % means a\n"
         "tenth too much. A case that cannot be predicted yet is an error, never left out silently.\n"
-        "The thresholds apply to the iteration times of all cases together; exit code 1 if one is exceeded.",
+        "The thresholds apply to what sums up a run (iteration or end-to-end time, throughput), over all cases;\n"
+        "exit code 1 if one is exceeded.",
         """
         ullage validate cases.json
         ullage validate cases.json --hardware h100x4-80g --max-mean-error 15
@@ -51,24 +49,23 @@ class Checked:
     case: Case
     outcome: Outcome
 
-    def rows(self) -> dict[str, Row]:
-        """Return what was measured beside what is predicted, by quantity."""
-        measured, outcome = self.case.measured, self.outcome
-        pairs = {
-            "forward": (outcome.forward_s, measured.forward_ms),
-            "backward": (outcome.backward_s, measured.backward_ms),
-            "update": (outcome.update_s, measured.update_ms),
-            "iteration": (outcome.iteration_s, measured.iteration_ms),
+    def rows(self) -> dict[Metric, Row]:
+        """Return what was measured beside what is predicted."""
+        return {
+            metric: Row(metric.value, self.outcome.values[metric], measured, metric.unit)
+            for metric, measured in self.case.measurements().items()
         }
-        rows = {name: Row(name, s, ms / 1e3, "s") for name, (s, ms) in pairs.items() if ms is not None}
-        if measured.peak_gpu_allocated_gb is not None:
-            rows[MEMORY] = Row(MEMORY, outcome.peak_gpu_bytes, measured.peak_gpu_allocated_gb * 1e9, "B")
-        return rows
 
-    def error(self, quantity: str) -> float | None:
-        """Return the signed relative error of one quantity, if it was measured."""
-        row = self.rows().get(quantity)
+    def error(self, metric: Metric) -> float | None:
+        """Return the signed relative error of one metric, if it was measured."""
+        row = self.rows().get(metric)
         return row.error if row else None
+
+    def headlines(self) -> Iterator[tuple[str, float]]:
+        """Yield name and signed relative error of what thresholds apply to."""
+        for metric, row in self.rows().items():
+            if metric.headline:
+                yield f"{self.case.id} ({metric.value})", row.error or 0.0
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,9 +79,9 @@ def run(args: argparse.Namespace) -> int:
     if not chosen:
         raise CaseError("no case is left; choose another --hardware or --case")
     for _, case in chosen:
-        check_supported(case)  # before any work
+        case.check()  # before any work
     profiles = {name: load_profile(name) for name in {case.hardware for _, case in chosen}}
-    checked = [Checked(path, case, predict_case(case, profiles[case.hardware])) for path, case in chosen]
+    checked = [Checked(path, case, case.predict(profiles[case.hardware])) for path, case in chosen]
     summaries = _summaries(checked)
     failures = _failures(checked, args.max_mean_error, args.max_error)
     if args.json:
@@ -101,10 +98,10 @@ def _summaries(checked: Sequence[Checked]) -> list[dict[str, Any]]:
         groups[f"hardware {name}"] = [c for c in checked if c.case.hardware == name]
     groups["all"] = list(checked)
     return [
-        {"group": group, "quantity": quantity, "num_cases": len(errors), **_statistics(errors)}
+        {"group": group, "quantity": metric.value, "num_cases": len(errors), **_statistics(errors)}
         for group, members in groups.items()
-        for quantity in (*PHASES, MEMORY)
-        if (errors := [error for item in members if (error := item.error(quantity)) is not None])
+        for metric in Metric
+        if (errors := [error for item in members if (error := item.error(metric)) is not None])
     ]
 
 
@@ -114,11 +111,11 @@ def _statistics(errors: Iterable[float]) -> dict[str, float]:
 
 
 def _failures(checked: Sequence[Checked], max_mean_pct: float | None, max_pct: float | None) -> list[str]:
-    sizes = [(item.case.id, abs(item.error("iteration") or 0.0)) for item in checked]
+    sizes = [(name, abs(error)) for item in checked for name, error in item.headlines()]
     mean = statistics.mean(size for _, size in sizes)
     failures = []
     if max_mean_pct is not None and 100 * mean > max_mean_pct:
-        failures.append(f"the mean error of iteration times is {percent(mean)}, more than {max_mean_pct:g} %")
+        failures.append(f"the mean error of whole runs is {percent(mean)}, more than {max_mean_pct:g} %")
     if max_pct is not None:
         failures += [f"{name} is {percent(s)} off, more than {max_pct:g} %" for name, s in sizes if 100 * s > max_pct]
     return failures
@@ -138,11 +135,10 @@ def _case_json(item: Checked) -> dict[str, Any]:
 
 def _print(checked: Sequence[Checked], summaries: Sequence[dict[str, Any]], failures: Sequence[str]) -> None:
     out = console()
-    quantities = [q for q in (*PHASES, MEMORY) if any(q in item.rows() for item in checked)]
-    for quantity in quantities:
-        cases = table(quantity, "case", "predicted", "measured", "error")
+    for metric in [metric for metric in Metric if any(metric in item.rows() for item in checked)]:
+        cases = table(metric.value, "case", "predicted", "measured", "error")
         for item in checked:
-            if row := item.rows().get(quantity):
+            if row := item.rows().get(metric):
                 assert row.predicted is not None
                 assert row.measured is not None
                 error = "-" if row.error is None else signed_percent(row.error)

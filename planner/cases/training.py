@@ -1,20 +1,15 @@
-"""Published runs as cases: what was measured, and the schedule that stands for it.
-
-A case states model, engine, parallelism and batch of one run on one machine. What cannot be expressed is refused by
-name, never left out: a summary of errors over the cases that happen to be easy would say nothing.
-"""
+"""Cases of training: an engine, its parallelism and batch, and the phases of its iteration."""
 
 import dataclasses
-import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from hwprofiles.profile import HardwareProfile
+from planner.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict
 from planner.costs import CostModel
-from planner.decisions import BF16, Decisions, Frozen, GradientPath, Place
+from planner.decisions import BF16, Decisions, GradientPath, Place
 from planner.engines import Setup, gpu_only, interleaved, pieces, twin_flow, zero_offload
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
@@ -23,21 +18,8 @@ from planner.prediction import memory_peaks
 from planner.schedule import Tier
 from planner.simulate.machine import run_until_steady
 
-Number = Annotated[int, Field(ge=1)]
-Amount = Annotated[float, Field(gt=0)]
 
-
-class CaseError(ValueError):
-    """A case that cannot be read or predicted: names the case, the field, and what it may be."""
-
-
-class _Strict(Frozen):
-    """Nothing is converted: ``"4"`` is not 4."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class Model(_Strict):
+class Model(Strict):
     """Sizes of the model; see :func:`planner.models.registry.model_from_case`."""
 
     name: str
@@ -57,7 +39,7 @@ class Model(_Strict):
     num_params: Number | None = None
 
 
-class Engine(_Strict):
+class Engine(Strict):
     """What trained it.
 
     Attributes:
@@ -74,7 +56,7 @@ class Engine(_Strict):
     stride: Number | None = None
 
 
-class Parallel(_Strict):
+class Parallel(Strict):
     """How many devices, and what is split over them."""
 
     data_parallel: Number
@@ -84,7 +66,7 @@ class Parallel(_Strict):
     nodes: Number = 1
 
 
-class BatchSizes(_Strict):
+class BatchSizes(Strict):
     """Sequences per forward on one device, sequences per iteration on all, tokens per sequence."""
 
     micro_batch: Number
@@ -92,14 +74,14 @@ class BatchSizes(_Strict):
     seq_len: Number
 
 
-class Offload(_Strict):
+class Offload(Strict):
     """Where parameters and optimizer state live."""
 
     params: str
     optimizer: str
 
 
-class Measured(_Strict):
+class Measured(Strict):
     """What was measured, as far as it was: milliseconds, and GB (1e9) that the allocator had handed out at most."""
 
     forward_ms: Amount | None = None
@@ -109,12 +91,9 @@ class Measured(_Strict):
     peak_gpu_allocated_gb: Amount | None = None
 
 
-class Case(_Strict):
-    """One published run."""
+class TrainingCase(Case):
+    """A run whose iterations were timed."""
 
-    id: Annotated[str, Field(min_length=1)]
-    hardware: str
-    source: Annotated[str, Field(min_length=3)]
     model: Model
     engine: Engine
     parallel: Parallel
@@ -125,41 +104,61 @@ class Case(_Strict):
     precision: str
     measured: Measured
 
+    def measurements(self) -> dict[Metric, float]:
+        """Return what was measured, in SI units."""
+        measured = self.measured
+        found = {
+            Metric.FORWARD: (measured.forward_ms, 1e-3),
+            Metric.BACKWARD: (measured.backward_ms, 1e-3),
+            Metric.UPDATE: (measured.update_ms, 1e-3),
+            Metric.ITERATION: (measured.iteration_ms, 1e-3),
+            Metric.PEAK_GPU: (measured.peak_gpu_allocated_gb, 1e9),
+        }
+        return {metric: value * unit for metric, (value, unit) in found.items() if value is not None}
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What a case is predicted to take. Quantities as in :class:`Measured`, in seconds and bytes."""
+    def check(self) -> None:
+        """Check that the case can be expressed."""
+        for field, value, allowed in _requirements(self):
+            if value not in allowed:
+                choices = " or ".join(str(choice) for choice in allowed)
+                raise CaseError(f"case {self.id}: {field} is {value}, but only {choices} can be predicted so far")
+        devices, data_parallel = self.parallel.gpus_per_node * self.parallel.nodes, self.parallel.data_parallel
+        if data_parallel > devices:
+            raise CaseError(
+                f"case {self.id}: parallel.data_parallel is {data_parallel}, but there are {devices} devices; "
+                "correct it"
+            )
+        if self.batch.global_batch % (self.batch.micro_batch * data_parallel):
+            raise CaseError(
+                f"case {self.id}: batch.global_batch is {self.batch.global_batch}, but must be a multiple of "
+                f"micro_batch {self.batch.micro_batch} times data_parallel {data_parallel}; correct it"
+            )
 
-    forward_s: float
-    backward_s: float
-    update_s: float
-    iteration_s: float
-    peak_gpu_bytes: int
-    converged: bool
-    warnings: tuple[str, ...]
+    def predict(self, profile: HardwareProfile) -> Outcome:
+        """Lower what the case's engine did, and simulate it until iterations repeat."""
+        self.check()
+        if self.parallel.gpus_per_node != profile.devices_per_node:
+            raise CaseError(
+                f"case {self.id}: parallel.gpus_per_node is {self.parallel.gpus_per_node}, but {profile.name} has "
+                f"{profile.devices_per_node} devices per node; name another profile"
+            )
+        model_units, setup = setup_of(self)
+        decisions = decide(self, setup)
+        cost = CostModel(profile, model_units, decisions.precision, setup.data_parallel)
+        simulation = run_until_steady(lower(model_units, decisions, asynchronous=cost.asynchronous), cost)
+        phases = simulation.timeline.phases(simulation.steady)
+        peaks = memory_peaks(simulation.timeline, simulation.steady, cost)
+        values = {
+            Metric.FORWARD: phases.forward_s,
+            Metric.BACKWARD: phases.backward_s,
+            Metric.UPDATE: phases.update_s,
+            Metric.ITERATION: phases.iteration_s,
+            Metric.PEAK_GPU: float(peaks[Tier.GPU].peak_bytes),
+        }
+        return Outcome(values, simulation.converged, tuple(cost.warnings))
 
 
-def load_cases(path: Path) -> tuple[Case, ...]:
-    """Read a file of cases.
-
-    Raises:
-        CaseError: it is not such a file, or a case has an unknown, missing or wrong field.
-        OSError: it cannot be read.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CaseError(f"{path} is not JSON ({error}); give a file of cases") from error
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    entries = data.get("cases") if isinstance(data, dict) else None
-    if version != 1 or not isinstance(entries, list) or not entries:
-        raise CaseError(
-            f"{path} is no file of cases of schema_version 1 (found {version!r}); it needs that and a list 'cases'"
-        )
-    return tuple(_parse(path, position, entry) for position, entry in enumerate(entries))
-
-
-def setup_of(case: Case) -> tuple[tuple[Unit, ...], Setup]:
+def setup_of(case: TrainingCase) -> tuple[tuple[Unit, ...], Setup]:
     """Return the units of a case's model at its batch, and what its engine is asked for."""
     sizes = case.model.model_dump(exclude_none=True, exclude={"flash_attention"})
     batch = Batch(case.batch.micro_batch, case.batch.seq_len, 2, flash_attention=case.model.flash_attention)
@@ -178,7 +177,7 @@ def setup_of(case: Case) -> tuple[tuple[Unit, ...], Setup]:
     return model_units, setup
 
 
-def decide(case: Case, setup: Setup) -> Decisions:
+def decide(case: TrainingCase, setup: Setup) -> Decisions:
     """Return the decisions that stand for what a case's engine did.
 
     DeepSpeed's subgroups run across units, ours do not: each unit's shard is cut by itself, so that a subgroup has at
@@ -202,57 +201,7 @@ def decide(case: Case, setup: Setup) -> Decisions:
     return _pick(zero_offload(setup, path), case)
 
 
-def predict_case(case: Case, profile: HardwareProfile) -> Outcome:
-    """Simulate a case.
-
-    Raises:
-        CaseError: the machine is not the case's.
-    """
-    check_supported(case)
-    if case.parallel.gpus_per_node != profile.devices_per_node:
-        raise CaseError(
-            f"case {case.id}: parallel.gpus_per_node is {case.parallel.gpus_per_node}, but {profile.name} has "
-            f"{profile.devices_per_node} devices per node; name another profile"
-        )
-    model_units, setup = setup_of(case)
-    decisions = decide(case, setup)
-    cost = CostModel(profile, model_units, decisions.precision, setup.data_parallel)
-    simulation = run_until_steady(lower(model_units, decisions, asynchronous=cost.asynchronous), cost)
-    phases = simulation.timeline.phases(simulation.steady)
-    return Outcome(
-        forward_s=phases.forward_s,
-        backward_s=phases.backward_s,
-        update_s=phases.update_s,
-        iteration_s=phases.iteration_s,
-        peak_gpu_bytes=memory_peaks(simulation.timeline, simulation.steady, cost)[Tier.GPU].peak_bytes,
-        converged=simulation.converged,
-        warnings=tuple(cost.warnings),
-    )
-
-
-def check_supported(case: Case) -> None:
-    """Check that a case can be expressed.
-
-    Raises:
-        CaseError: naming the first field that cannot.
-    """
-    for field, value, allowed in _requirements(case):
-        if value not in allowed:
-            choices = " or ".join(str(choice) for choice in allowed)
-            raise CaseError(f"case {case.id}: {field} is {value}, but only {choices} can be predicted so far")
-    devices, data_parallel = case.parallel.gpus_per_node * case.parallel.nodes, case.parallel.data_parallel
-    if data_parallel > devices:
-        raise CaseError(
-            f"case {case.id}: parallel.data_parallel is {data_parallel}, but there are {devices} devices; correct it"
-        )
-    if case.batch.global_batch % (case.batch.micro_batch * data_parallel):
-        raise CaseError(
-            f"case {case.id}: batch.global_batch is {case.batch.global_batch}, but must be a multiple of micro_batch "
-            f"{case.batch.micro_batch} times data_parallel {data_parallel}; correct it"
-        )
-
-
-def _requirements(case: Case) -> Iterator[tuple[str, object, tuple[object, ...]]]:
+def _requirements(case: TrainingCase) -> Iterator[tuple[str, object, tuple[object, ...]]]:
     """Yield field, value and what it may be."""
     engine = case.engine
     offloaded = engine.name != "gpu-only"
@@ -278,7 +227,7 @@ def _requirements(case: Case) -> Iterator[tuple[str, object, tuple[object, ...]]
         yield "engine.stride", engine.stride, (None,)
 
 
-def _pick(candidates: Iterator[Decisions], case: Case, *, zero_stage: int | None = None) -> Decisions:
+def _pick(candidates: Iterator[Decisions], case: TrainingCase, *, zero_stage: int | None = None) -> Decisions:
     for decisions in candidates:
         kept = all(unit.activations == "keep" for unit in decisions.units.values())
         if kept == (case.activations == "keep") and zero_stage in {None, decisions.zero_stage}:
@@ -298,18 +247,5 @@ def _with_resident(decisions: Decisions, setup: Setup, fraction: float) -> Decis
     return decisions.model_copy(update={"units": chosen})
 
 
-def _num_micro_batches(case: Case) -> int:
+def _num_micro_batches(case: TrainingCase) -> int:
     return case.batch.global_batch // (case.batch.micro_batch * case.parallel.data_parallel)
-
-
-def _parse(path: Path, position: int, entry: Any) -> Case:
-    name = entry.get("id", f"number {position}") if isinstance(entry, dict) else f"number {position}"
-    try:
-        return Case.model_validate(entry)
-    except ValidationError as error:
-        # A field that is not known tells more than those that are missing in its place.
-        details = error.errors(include_url=False)
-        first = min(details, key=lambda detail: (detail["type"] != "extra_forbidden", len(detail["loc"])))
-        field = ".".join(str(part) for part in first["loc"]) or "the case"
-        rule = "such a field cannot be predicted from" if first["type"] == "extra_forbidden" else first["msg"]
-        raise CaseError(f"{path}: case {name}: {field}: {rule}; correct the case, or leave it out") from error

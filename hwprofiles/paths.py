@@ -1,0 +1,64 @@
+"""Quantities and curves of a profile by their dotted path, such as ``host_link.down`` or ``device.gemm.bf16``."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.quantity import Curve, Provenance, Quantity
+
+Item = Quantity | Curve
+
+
+def quantities(profile: HardwareProfile) -> dict[str, Item]:
+    """Return all quantities and curves of a profile by path, in the order of its fields."""
+    return dict(_walk(profile, ""))
+
+
+def number(item: Item) -> float:
+    """Return what stands for an item when it is fitted: a quantity's value, a curve's best rate per second."""
+    return item.value if isinstance(item, Quantity) else item.best_rate_per_s()
+
+
+def replace(profile: HardwareProfile, numbers: Mapping[str, float], provenance: Provenance) -> HardwareProfile:
+    """Return a profile with some items set to other numbers (see :func:`number`); curves keep their shape.
+
+    Raises:
+        ValueError: there is no item of that path, or the number breaks a rule of its field.
+    """
+    known = quantities(profile)
+    data = profile.model_dump(mode="json", exclude_none=True)
+    for path, value in numbers.items():
+        if path not in known:
+            raise ValueError(f"{profile.name} has no quantity {path!r}; it has {', '.join(known)}")
+        place = data
+        *outer, last = path.split(".")
+        for name in outer:
+            place = place[name]
+        place[last] = _with_number(known[path], value, provenance).model_dump(mode="json", exclude_none=True)
+    return HardwareProfile.model_validate(data)
+
+
+def _with_number(item: Item, value: float, provenance: Provenance) -> Item:
+    if isinstance(item, Quantity):
+        return Quantity(value=value, unit=item.unit, provenance=provenance)
+    factor = item.best_rate_per_s() / value
+    points = (
+        {"size": p.size, "p10_s": p.p10_s * factor, "median_s": p.median_s * factor, "p90_s": p.p90_s * factor}
+        for p in item.points
+    )
+    return Curve.model_validate({"size_unit": item.size_unit, "points": tuple(points), "provenance": provenance})
+
+
+def _walk(part: Any, path: str) -> Iterator[tuple[str, Item]]:
+    if isinstance(part, Item):
+        yield path, part
+        return
+    members: Mapping[str, Any] = {}
+    if isinstance(part, BaseModel):
+        members = {name: getattr(part, name) for name in type(part).model_fields}
+    elif isinstance(part, dict):
+        members = {str(name): value for name, value in part.items()}
+    for name, value in members.items():
+        yield from _walk(value, f"{path}.{name}" if path else name)

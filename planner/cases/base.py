@@ -1,0 +1,101 @@
+"""What all kinds of cases have in common."""
+
+import abc
+import dataclasses
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from hwprofiles.profile import HardwareProfile
+from planner.decisions import Frozen
+
+Number = Annotated[int, Field(ge=1)]
+Amount = Annotated[float, Field(gt=0)]
+
+Unit = Literal["s", "B", "B/s", "FLOP/s"]
+
+
+class CaseError(ValueError):
+    """A case that cannot be read or predicted: names the case, the field, and what it may be."""
+
+
+class Strict(Frozen):
+    """Nothing is converted: ``"4"`` is not 4."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Metric(StrEnum):
+    """What is measured of a run and predicted, in the order of tables."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+    ITERATION = "iteration"
+    PEAK_GPU = "peak GPU"
+    BLOCKING = "blocking throughput"
+    END_TO_END = "end to end"
+    COMPUTE_RATE = "model FLOP rate"
+
+    @property
+    def unit(self) -> Unit:
+        """The SI unit of its values."""
+        return _UNITS.get(self, "s")
+
+    @property
+    def headline(self) -> bool:
+        """Whether thresholds apply to it: it sums up a run, while the others are parts."""
+        return self in {Metric.ITERATION, Metric.BLOCKING, Metric.END_TO_END, Metric.COMPUTE_RATE}
+
+
+_UNITS: dict[Metric, Unit] = {Metric.PEAK_GPU: "B", Metric.BLOCKING: "B/s", Metric.COMPUTE_RATE: "FLOP/s"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a case is predicted to show.
+
+    Attributes:
+        values: in SI units; at least every metric that the case measured.
+        converged: whether the simulated iterations became equal.
+        warnings: sentences about what the prediction had to assume.
+    """
+
+    values: dict[Metric, float]
+    converged: bool = True
+    warnings: tuple[str, ...] = ()
+
+
+class Case(Strict, abc.ABC):
+    """One published run.
+
+    Attributes:
+        id: its name, unique in its file.
+        hardware: the profile of the machine that it ran on.
+        source: who measured it, and where that is published.
+    """
+
+    id: Annotated[str, Field(min_length=1)]
+    hardware: str
+    source: Annotated[str, Field(min_length=3)]
+
+    @abc.abstractmethod
+    def measurements(self) -> dict[Metric, float]:
+        """Return what was measured, in SI units."""
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Check that the case can be expressed, before any work.
+
+        Raises:
+            CaseError: naming the first field that cannot.
+        """
+
+    @abc.abstractmethod
+    def predict(self, profile: HardwareProfile) -> Outcome:
+        """Simulate the case on a machine.
+
+        Raises:
+            CaseError: the case cannot be expressed, or not on this machine.
+        """

@@ -1,0 +1,220 @@
+"""Fitting a profile to whole runs: least squares on the few quantities that no publication and no probe states.
+
+[Note: Fitting] A residual is ``log(predicted / measured)`` of one measured time or rate of one run, so that a phase of
+a millisecond and one of a minute weigh the same. The unknowns are logarithms of quantities of the profile, so that
+they stay positive, and each is bounded to a range around its present value. What the runs do not determine is refused:
+a number that any value would explain is not a fit. Memory is not fitted: no quantity of a profile changes it.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import least_squares
+
+from hwprofiles.paths import number, quantities, replace
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.quantity import Provenance
+from planner.cases import Case, Metric, Outcome
+
+MAX_PARAMETERS = 8
+RESIDUALS_PER_PARAMETER = 2
+DEFAULT_RANGE = 8.0
+# Relative change of an unknown that shows its effect above the steps of a simulated schedule.
+_STEP = 0.02
+# A fitted logarithm whose standard error exceeds this is known to no better than a factor of two.
+_UNDETERMINED = math.log(2)
+
+
+class FitError(ValueError):
+    """Runs and unknowns do not fit together: names them, the rule, and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """One quantity before and after.
+
+    Attributes:
+        path: where it is in the profile.
+        start, value: in the quantity's own unit; of a curve, its best rate per second.
+        low, high: the bounds it was held to.
+        relative_error: one standard error of the value, relative.
+    """
+
+    path: str
+    start: float
+    value: float
+    low: float
+    high: float
+    relative_error: float
+
+    @property
+    def at_bound(self) -> bool:
+        """Whether a bound stopped it: then the runs want something that is not believed."""
+        return min(self.value / self.low, self.high / self.value) < 1.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """A profile fitted to runs.
+
+    Attributes:
+        profile: with the fitted values.
+        fitted: what changed.
+        residuals: ``log(predicted / measured)`` after the fit, by case and metric.
+        num_simulations: runs simulated on the way.
+    """
+
+    profile: HardwareProfile
+    fitted: tuple[Fitted, ...]
+    residuals: Mapping[tuple[str, Metric], float]
+    num_simulations: int
+
+    @property
+    def rms(self) -> float:
+        """Root mean square of the residuals: about the relative error of a typical time."""
+        return math.sqrt(sum(r * r for r in self.residuals.values()) / len(self.residuals))
+
+
+def fitted_paths(profile: HardwareProfile) -> tuple[str, ...]:
+    """Return the quantities that a profile already says are fitted: what is fitted if nothing else is asked for."""
+    return tuple(path for path, item in quantities(profile).items() if item.provenance.origin == "fitted")
+
+
+def fit(
+    profile: HardwareProfile,
+    cases: Sequence[Case],
+    paths: Sequence[str],
+    *,
+    source: str,
+    ranges: Mapping[str, tuple[float, float]] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Fit:
+    """Fit quantities of a profile to runs; see [Note: Fitting].
+
+    Args:
+        profile: where to start from.
+        cases: runs on this machine.
+        paths: the unknowns.
+        source: where the runs are from, for the provenance.
+        ranges: bounds of an unknown in its own unit; by default its value over and times ``DEFAULT_RANGE``.
+        progress: is told how many runs have been simulated.
+
+    Raises:
+        FitError: too many unknowns, an unknown that is 0 or unknown, or one that the runs do not determine.
+        CaseError: a run cannot be expressed.
+    """
+    start = _start(profile, paths)
+    bounds = {
+        path: (ranges or {}).get(path, (value / DEFAULT_RANGE, value * DEFAULT_RANGE)) for path, value in start.items()
+    }
+    for path, (low, high) in bounds.items():
+        if not 0 < low < high or not low <= start[path] <= high:
+            raise FitError(
+                f"{path}: {start[path]:g} must lie between the bounds {low:g} and {high:g}, which must be positive; "
+                "widen them"
+            )
+    for case in cases:
+        case.check()
+    measured = [(case, metric, value) for case in cases for metric, value in _timed(case)]
+    if len(paths) > MAX_PARAMETERS or RESIDUALS_PER_PARAMETER * len(paths) > len(measured):
+        raise FitError(
+            f"{len(paths)} quantities cannot be fitted to {len(measured)} measured values of {len(cases)} runs: at most "
+            f"{MAX_PARAMETERS}, and {RESIDUALS_PER_PARAMETER} values for each; fit fewer quantities or to more runs"
+        )
+    provenance = Provenance(origin="fitted", source=f"{source}: least squares on {', '.join(c.id for c in cases)}")
+    simulated = 0
+
+    def at(logs: npt.NDArray[np.float64]) -> HardwareProfile:
+        return replace(profile, dict(zip(paths, np.exp(logs).tolist(), strict=True)), provenance)
+
+    def residuals(logs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        nonlocal simulated
+        candidate = at(logs)
+        outcomes = {case.id: case.predict(candidate) for case in cases}
+        simulated += len(cases)
+        if progress:
+            progress(simulated)
+        return np.array([math.log(outcomes[case.id].values[metric] / value) for case, metric, value in measured])
+
+    lows, highs = (np.log([bounds[path][side] for path in paths]) for side in (0, 1))
+    solution = least_squares(
+        residuals,
+        np.clip(np.log([start[path] for path in paths]), lows + 1e-9, highs - 1e-9),
+        bounds=(lows, highs),
+        jac=functools.partial(_jacobian, residuals, lows=lows, highs=highs),
+        x_scale=1.0,
+        ftol=1e-4,
+        xtol=1e-3,
+        max_nfev=25,
+    )
+    errors = _standard_errors(np.asarray(solution.jac), solution.fun, paths)
+    return Fit(
+        profile=at(solution.x),
+        fitted=tuple(
+            Fitted(path, start[path], math.exp(x), *bounds[path], error)
+            for path, x, error in zip(paths, solution.x, errors, strict=True)
+        ),
+        residuals={(case.id, metric): float(r) for (case, metric, _), r in zip(measured, solution.fun, strict=True)},
+        num_simulations=simulated,
+    )
+
+
+def _start(profile: HardwareProfile, paths: Sequence[str]) -> dict[str, float]:
+    known = quantities(profile)
+    if not paths:
+        raise FitError(f"{profile.name} has no fitted quantity; name those to fit, out of {', '.join(known)}")
+    for path in paths:
+        if path not in known:
+            raise FitError(f"{profile.name} has no quantity {path!r}; it has {', '.join(known)}")
+        if number(known[path]) <= 0:
+            raise FitError(f"{path} is 0 in {profile.name}; a fit needs a positive value to start from: state a guess")
+    return {path: number(known[path]) for path in paths}
+
+
+def _timed(case: Case) -> Iterable[tuple[Metric, float]]:
+    return ((metric, value) for metric, value in case.measurements().items() if metric is not Metric.PEAK_GPU)
+
+
+def _jacobian(
+    residuals: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]],
+    logs: npt.NDArray[np.float64],
+    *,
+    lows: npt.NDArray[np.float64],
+    highs: npt.NDArray[np.float64],
+) -> npt.NDArray[np.float64]:
+    """Return central differences; a simulated schedule has kinks, so that infinitesimal ones would mean little."""
+    columns = []
+    for i in range(len(logs)):
+        ends = []
+        for sign in (1, -1):
+            moved = logs.copy()
+            moved[i] = min(max(logs[i] + sign * _STEP, lows[i]), highs[i])
+            ends.append((residuals(moved), moved[i]))
+        (above, up), (below, down) = ends
+        columns.append((above - below) / (up - down))
+    return np.stack(columns, axis=1)
+
+
+def _standard_errors(
+    jacobian: npt.NDArray[np.float64], residuals: npt.NDArray[np.float64], paths: Sequence[str]
+) -> list[float]:
+    """Return standard errors of the logarithms, from the Gauss-Newton covariance."""
+    freedom = max(len(residuals) - len(paths), 1)
+    variance = max(float(residuals @ residuals) / freedom, 1e-6)
+    values, vectors = np.linalg.eigh(jacobian.T @ jacobian)
+    errors = np.sqrt((vectors**2 / np.maximum(values, 1e-12)).sum(axis=1) * variance)
+    if unknown := [path for path, error in zip(paths, errors, strict=True) if error > _UNDETERMINED]:
+        raise FitError(
+            f"these runs do not determine {', '.join(unknown)}: other values would explain them as well; "
+            "leave out of the fit what another of them stands for, or add runs that depend on it"
+        )
+    return [float(error) for error in errors]
+
+
+def predictions(profile: HardwareProfile, cases: Iterable[Case]) -> dict[str, Outcome]:
+    """Return what a profile predicts for cases, by id."""
+    return {case.id: case.predict(profile) for case in cases}
