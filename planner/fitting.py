@@ -122,8 +122,8 @@ def fit(
     measured = [(case, metric, value) for case in cases for metric, value in _timed(case)]
     if len(paths) > MAX_PARAMETERS or RESIDUALS_PER_PARAMETER * len(paths) > len(measured):
         raise FitError(
-            f"{len(paths)} quantities cannot be fitted to {len(measured)} measured values of {len(cases)} runs: at most "
-            f"{MAX_PARAMETERS}, and {RESIDUALS_PER_PARAMETER} values for each; fit fewer quantities or to more runs"
+            f"{len(paths)} quantities cannot be fitted to {len(measured)} measured values of {len(cases)} runs: at "
+            f"most {MAX_PARAMETERS}, and {RESIDUALS_PER_PARAMETER} values for each; fit fewer, or to more runs"
         )
     provenance = Provenance(origin="fitted", source=f"{source}: least squares on {', '.join(c.id for c in cases)}")
     simulated = 0

@@ -161,7 +161,12 @@ class TrainingCase(Case):
 def setup_of(case: TrainingCase) -> tuple[tuple[Unit, ...], Setup]:
     """Return the units of a case's model at its batch, and what its engine is asked for."""
     sizes = case.model.model_dump(exclude_none=True, exclude={"flash_attention"})
-    batch = Batch(case.batch.micro_batch, case.batch.seq_len, 2, flash_attention=case.model.flash_attention)
+    batch = Batch(
+        case.batch.micro_batch,
+        case.batch.seq_len,
+        flash_attention=case.model.flash_attention,
+        implementation="megatron",
+    )
     try:
         model_units = units(build_graph(model_from_case(sizes), batch))
     except ValueError as error:

@@ -30,12 +30,14 @@ class Batch:
         seq_len: tokens of each.
         dtype_bytes: 2 for bf16, 4 for fp32 (weights and activations).
         flash_attention: fused attention (``sdpa``), otherwise ``eager``.
+        implementation: whose kernels run, see [Note: Kernel lists].
     """
 
     micro_batch: int
     seq_len: int
     dtype_bytes: Literal[2, 4] = 2
     flash_attention: bool = True
+    implementation: Literal["huggingface", "megatron"] = "huggingface"
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "seq_len"):
@@ -43,6 +45,11 @@ class Batch:
                 raise ValueError(f"{name} is {value}, but must be at least 1; give a positive number")
         if self.dtype_bytes not in {2, 4}:
             raise ValueError(f"dtype_bytes is {self.dtype_bytes}, but must be 2 (bf16) or 4 (fp32); choose one")
+
+    @property
+    def fused(self) -> bool:
+        """Whether norms, softmax and biases are kernels of their own instead of PyTorch's single operations."""
+        return self.implementation == "megatron"
 
     @property
     def num_tokens(self) -> int:
@@ -180,11 +187,11 @@ def layer_parts(config: ModelConfig, batch: Batch, *, experts: bool) -> tuple[Pa
     parts += (
         _expert_parts(config, batch, source, middle) if experts else _mlp_parts(config, batch, names, source, middle)
     )
-    if before:
+    if before and not batch.fused:  # Megatron's own checkpointing runs all of it again
         # Non-reentrant checkpointing stops as soon as the last saved tensor is back, which is the last product's
         # input: neither the product nor the residual sum runs again. Of experts, the weighted sum does not.
         parts[-1] = dataclasses.replace(parts[-1], num_skipped=_num_skipped(config, batch, parts[-1]))
-    else:
+    if not before:
         parts.append(norm(names.second_norm, "mlp", names.down))
     return tuple(parts)
 
@@ -198,7 +205,7 @@ def _num_skipped(config: ModelConfig, batch: Batch, part: Part) -> int:
 
 def norm_work(config: ModelConfig, batch: Batch) -> Work:
     """Return the work of a norm over the hidden size."""
-    formula = work.rms_norm if config.norm == "rmsnorm" else work.layer_norm
+    formula = work.rms_norm if config.norm == "rmsnorm" and not batch.fused else work.layer_norm
     return formula(batch.num_tokens, config.hidden_size, batch.dtype_bytes)
 
 
@@ -226,8 +233,9 @@ def _attention_parts(config: ModelConfig, batch: Batch, names: _Names, source: s
 def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
     rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
     query, key, bias = config.query_size, config.key_value_size, config.qkv_bias
-    if config.family == "gpt2":
-        return work.keeping(work.linear(rows, hidden, 3 * hidden, e, bias=bias), rows * hidden * e)
+    if config.family == "gpt2" or batch.fused:  # one product; Megatron adds its bias in the product's epilogue
+        joint = work.linear(rows, hidden, query + 2 * key, e, bias=bias)
+        return work.keeping(joint, rows * hidden * e, rows * (query + 2 * key + hidden) * e if batch.fused else 0)
     q, k = work.linear(rows, hidden, query, e, bias=bias), work.linear(rows, hidden, key, e, bias=bias)
     if config.family == "opt":
         q += Work(each(rows * query, 2 * e), each(rows * query, 2 * e))  # scaled before attention
@@ -256,7 +264,8 @@ def _core_work(config: ModelConfig, batch: Batch) -> Work:
     if batch.flash_attention:
         attend = work.flash_attention(core, query, key, e, merged_gradient=config.family == "gpt2")
     else:
-        attend = work.eager_attention(core, query, key, e, upcast=config.family != "gpt2")
+        formula = work.fused_softmax_attention if batch.fused else work.eager_attention
+        attend = formula(core, query, key, e, upcast=config.family != "gpt2" and not batch.fused)
     if has_learned_positions(config):
         return attend
     return work.rotary(query, e) + work.rotary(key, e) + attend
@@ -264,13 +273,16 @@ def _core_work(config: ModelConfig, batch: Batch) -> Work:
 
 def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, skip: str) -> Iterable[Part]:
     rows, hidden, ffn, e = batch.num_tokens, config.hidden_size, config.ffn_hidden_size, batch.dtype_bytes
-    up = work.linear(rows, hidden, ffn, e, bias=config.mlp_bias)
-    if config.is_gated:
-        up = Work((), each(rows * hidden, 3 * e)) + up + up
+    if batch.fused:
+        up = work.linear(rows, hidden, ffn * (2 if config.is_gated else 1), e, bias=config.mlp_bias)
+    else:
+        up = work.linear(rows, hidden, ffn, e, bias=config.mlp_bias)
+        if config.is_gated:
+            up = Work((), each(rows * hidden, 3 * e)) + up + up
     up = work.keeping(up, rows * hidden * e)
     up_bytes = rows * ffn * e * (2 if config.is_gated else 1)
     yield Part(names.up, "up", "mlp", Pattern.COLUMN, up, up_bytes, names.up_modules, (source,))
-    activate = work.activation(config.mlp, rows * ffn, e)
+    activate = work.activation("gelu" if batch.fused and not config.is_gated else config.mlp, rows * ffn, e)
     yield Part(names.activation, "activation", "mlp", Pattern.SHARD, activate, rows * ffn * e, (), (names.up,))
     down = work.linear(rows, ffn, hidden, e, bias=config.mlp_bias) + work.residual(rows, hidden, e)
     yield Part(names.down, "down", "mlp", Pattern.ROW, down, rows * hidden * e, (names.down,), (names.activation, skip))

@@ -71,7 +71,7 @@ def test_model_batch_and_parallelism_reach_the_setup():
     fused = [kernel for unit in flash for kernel in unit.forward if isinstance(kernel, Attention)]
     assert fused
     assert not [kernel for kernel in attention if kernel.flash]
-    assert max(unit.saved_bytes for unit in flash) < max(unit.saved_bytes for unit in units)
+    assert sum(unit.saved_bytes for unit in flash) < sum(unit.saved_bytes for unit in units)
 
 
 @pytest.mark.parametrize(("flush", "path"), [("blocking", "zero3-blocking"), ("async", "zero3-async")])
