@@ -444,7 +444,7 @@ def _check(decisions: Decisions) -> None:
     if not decisions.executable:
         raise ValueError(
             f"policy {decisions.policy} models another engine's gradient path or unfused update; it can be simulated "
-            "but not executed: set gradient_path to 'once' and fused_update to true"
+            "but not executed: set gradient_path to 'once' and host_update to 'fused'"
         )
 
 

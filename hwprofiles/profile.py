@@ -46,6 +46,10 @@ class Device(Frozen):
             synchronous it comes on top of every kernel's own time.
         step_s: host time per parameter tensor between the end of backward and the next forward (clipping, ``step()``,
             scheduler, data); ``None`` where it is not known, and then taken as 0.
+        hook_s: host time of the hooks around one module in one pass, in engines that gather parameters by Python hooks
+            (DeepSpeed ZeRO-3); ``None`` where it is not known, and then taken as 0.
+        loop_s: host time that the scripts of published runs spend between iterations (logging, data, waiting for the
+            device); ``None`` where none are.
     """
 
     name: str
@@ -61,6 +65,8 @@ class Device(Frozen):
     gradient_norm: CurveOverParams | None = None
     issue_s: Seconds
     step_s: Seconds | None = None
+    hook_s: Seconds | None = None
+    loop_s: Seconds | None = None
 
 
 class Link(Frozen):

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable
 from enum import IntEnum
 
 from hwprofiles.profile import Dtype, Fabric, HardwareProfile
-from hwprofiles.quantity import Curve
+from hwprofiles.quantity import Curve, Quantity
 from planner.decisions import Decisions, Precision
 from planner.graph import Attention, Elementwise, Gemm, Kernel, Unit
 from planner.models.kernels import num_kernels
@@ -21,6 +21,9 @@ UPDATE_BYTES_PER_PARAM = 28
 _WORTH_A_WARNING_S = 1e-3
 # Adding a micro-batch's gradient to what the host holds: two operands in, one out.
 _ACCUMULATE_PASSES = 3
+# A copy to or from memory that is not pinned goes through a pinned buffer: a core reads the source, fetches the lines
+# that it will write, and writes them; the copy engine reads them (or the other way round).
+_STAGED_PASSES = 4
 
 
 class Resource(IntEnum):
@@ -119,7 +122,9 @@ class CostModel:
             task.num_params,
             task.num_kernels,
             task.num_tensors,
+            task.num_modules,
             task.pinned,
+            task.stalls,
             task.micro_batch > 0,
         )
         if (price := self._prices.get(key)) is None:
@@ -129,8 +134,10 @@ class CostModel:
     def _price(self, task: Task) -> Price:
         if task.lane is Lane.LAUNCH:
             device = self.profile.device
-            step_s = device.step_s.value if device.step_s else 0.0
-            return Price(device.issue_s.value * task.num_kernels + step_s * task.num_tensors, 0.0)
+            if task.op is Op.LOOP:
+                return Price(_seconds(device.loop_s), 0.0)
+            host_s = device.issue_s.value * task.num_kernels + _seconds(device.hook_s) * task.num_modules
+            return Price(host_s + _seconds(device.step_s) * task.num_tensors, 0.0)
         if task.op is Op.UPDATE:
             return self._cpu_update(task) if task.lane is Lane.CPU else self._device_update(task)
         if task.op is Op.PASS:
@@ -207,6 +214,8 @@ class CostModel:
         duration_s = self._read(host.optimizer, task.num_params * ranks, "CPU optimizer")
         if host.optimizer_process_params_per_s is not None:
             duration_s = max(duration_s, task.num_params / host.optimizer_process_params_per_s.value)
+        # It cannot be faster than memory feeds it, whatever cores could do.
+        duration_s = max(duration_s, UPDATE_BYTES_PER_PARAM * task.num_params * ranks / host.dram_bytes_per_s.value)
         if duration_s <= 0:
             return Price(0.0, 0.0)
         dram = UPDATE_BYTES_PER_PARAM * task.num_params / duration_s
@@ -218,7 +227,7 @@ class CostModel:
 
     def _host_pass(self, num_bytes: int) -> Price:
         host, ranks = self.profile.host, self.ranks_per_node
-        rate = host.elementwise_bytes_per_s.value / ranks
+        rate = min(host.elementwise_bytes_per_s.value, host.dram_bytes_per_s.value) / ranks
         uses = ((Resource.CORES, host.num_optimizer_cores / ranks), (Resource.DRAM, self._at_most_dram(rate)))
         return Price(0.0, num_bytes / rate, uses)
 
@@ -236,7 +245,7 @@ class CostModel:
         if duration_s <= 0:
             return Price(0.0, 0.0)
         # Where a core copies, the bytes are read from and written to the same DRAM.
-        num_passes = 2 if link.num_cores_per_copy.value else 1
+        num_passes = 2 if link.num_cores_per_copy.value else 1 if task.pinned else _STAGED_PASSES
         if task.op is Op.FLUSH and task.micro_batch:
             duration_s += self._host_pass(_ACCUMULATE_PASSES * task.num_bytes).duration_s
             num_passes += _ACCUMULATE_PASSES
@@ -250,20 +259,24 @@ class CostModel:
         ]
         if link.num_cores_per_copy.value:
             uses.append((Resource.CORES, link.num_cores_per_copy.value))
+        if task.stalls:
+            uses.append((Resource.DEVICE, 1.0))
         return Price(0.0, duration_s, tuple(sorted(uses)))
 
     def _collective(self, task: Task) -> Price:
         """Price a ring collective: each rank sends and receives all but its own share.
 
-        Between nodes each node's bytes cross once, shared by the NICs of all its devices. The slower of both levels
-        sets the pace, as in a hierarchical ring.
+        The slower of both levels sets the pace (bus bandwidth of NCCL's rings, see ``doc/PERFORMANCE.md`` of
+        https://github.com/NVIDIA/nccl-tests).
         """
         profile = self.profile
         latency_s = duration_s = 0.0
         uses: list[tuple[Resource, float]] = [(Resource.FABRIC, 1.0)]
+        ring = self._data_parallel
         levels = (
-            (profile.intra_node, self.ranks_per_node, task.num_bytes),
-            (profile.inter_node, self._num_nodes, task.num_bytes / self.ranks_per_node),
+            (profile.intra_node, ring if self.ranks_per_node > 1 else 1, task.num_bytes),
+            # One ring through all ranks: it enters each node once, over the NICs of all its devices together.
+            (profile.inter_node, ring if self._num_nodes > 1 else 1, task.num_bytes / self.ranks_per_node),
         )
         for fabric, size, num_bytes in levels:
             if size == 1:
@@ -292,6 +305,10 @@ class CostModel:
                 f"{what} times are extrapolated: {self.profile.name} covers {low:.3g} to {high:.3g} {curve.size_unit}"
             )
         return reading.time_s
+
+
+def _seconds(quantity: Quantity | None) -> float:
+    return quantity.value if quantity else 0.0
 
 
 def _ring_s(num_bytes: float, size: int, fabric: Fabric) -> float:

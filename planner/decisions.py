@@ -20,9 +20,20 @@ class GradientPath(StrEnum):
     """How gradients leave the device."""
 
     ONCE = "once"  # in the weights' type, pinned, asynchronous: 2 B/param in bf16
-    # DeepSpeed ZeRO-3 (up to 0.19): bf16 out, back in, fp32 out: 8 B/param.
-    ZERO3_BLOCKING = "zero3-blocking"  # the last copy is unpinned, and backward waits for it
-    ZERO3_ASYNC = "zero3-async"  # the same traffic, pinned and overlapped
+    # DeepSpeed ZeRO-3 (up to 0.19): bf16 out, back in, fp32 out: 8 B/param. The last copy converts as it goes, on the
+    # stream that backward's kernels wait for: its time is exposed in full. What is streamed keeps its gradient there.
+    ZERO3_BLOCKING = "zero3-blocking"  # the last copy is unpinned
+    ZERO3_ASYNC = "zero3-async"  # it is pinned
+
+
+class HostUpdate(StrEnum):
+    """What the host does to update a subgroup on the CPU and to bring it to the device."""
+
+    FUSED = "fused"  # one pass: gradient and state in, state and bf16 weights out; pinned uploads beside other updates
+    # DeepSpeed: a pass that scales gradients; AdamW; then an unpinned copy that casts, and holds up the next update.
+    DEEPSPEED = "deepspeed"
+    # Deep Optimizer States: AdamW alone; fp32 weights are uploaded, pinned, and cast on the device; holds up the next.
+    DEVICE_CAST = "device-cast"
 
 
 class Frozen(BaseModel):
@@ -80,8 +91,12 @@ class Decisions(Frozen):
             start during backward).
         update_start: ``step`` when all gradients are there, ``backward`` each as soon as its own is there.
         overlap_next_forward: an update gates only its own unit's next forward, instead of the whole next iteration.
-        fused_update: the CPU update casts and scales within its one pass over memory.
+        host_update: what the host does around an update.
         gradient_path: how gradients leave the device.
+        module_hooks: Python hooks around every module gather and release its parameters (DeepSpeed ZeRO-3).
+        loop: the training script's own work between iterations counts too (logging, data, waiting for the device), as
+            published times include it.
+        device_buffer_bytes: what an engine holds on the device besides: its buckets and staging buffers.
         clip: gradients are scaled by their global norm, which every update then waits for.
     """
 
@@ -97,8 +112,11 @@ class Decisions(Frozen):
     update_order: Literal["forward", "backward"] = "forward"
     update_start: Literal["step", "backward"] = "step"
     overlap_next_forward: bool = True
-    fused_update: bool = True
+    host_update: HostUpdate = HostUpdate.FUSED
     gradient_path: GradientPath = GradientPath.ONCE
+    module_hooks: bool = False
+    loop: bool = False
+    device_buffer_bytes: Annotated[int, Field(ge=0)] = 0
     clip: bool = True
     units: dict[str, UnitDecision]
 
@@ -125,7 +143,15 @@ class Decisions(Frozen):
     @property
     def executable(self) -> bool:
         """Whether they describe what our executor does; other engines' extra copies and passes are only simulated."""
-        return self.gradient_path is GradientPath.ONCE and self.fused_update
+        return (
+            self.gradient_path is GradientPath.ONCE
+            and self.host_update is HostUpdate.FUSED
+            and not (self.module_hooks or self.loop or self.device_buffer_bytes)
+        )
+
+    def flushes(self, place: Place) -> bool:
+        """Return whether the gradient of a subgroup that is updated there goes to the host."""
+        return place is Place.CPU or (place is Place.STREAM and self.gradient_path is GradientPath.ONCE)
 
     def shard_params(self, num_params: int) -> int:
         """Return how many of a unit's parameters one rank updates (padded to equal shards)."""

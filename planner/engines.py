@@ -5,10 +5,22 @@ simulator, so "what would DeepSpeed take here?" is the same question as "what wo
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from planner.decisions import BF16, Decisions, GradientPath, Place, Precision, UnitDecision, subgroups
+from planner.decisions import (
+    BF16,
+    STATE_BYTES_PER_PARAM,
+    Decisions,
+    GradientPath,
+    HostUpdate,
+    Place,
+    Precision,
+    UnitDecision,
+    subgroups,
+)
 from planner.graph import Unit
 
 # The fractions and strides that are tried when a policy leaves them to its user.
@@ -55,7 +67,7 @@ def zero_offload(setup: Setup, gradient_path: GradientPath = GradientPath.ZERO3_
     """
     name = "zero-offload" if gradient_path is GradientPath.ZERO3_ASYNC else "zero-offload-blocking"
     for activations in _ACTIVATIONS:
-        yield _decide(setup, name, activations, lambda _: Place.CPU, **_deepspeed(gradient_path))
+        yield _decide(setup, name, activations, lambda _: Place.CPU, **_deepspeed(setup, gradient_path))
 
 
 def zero_offload_blocking(setup: Setup) -> Iterator[Decisions]:
@@ -65,7 +77,7 @@ def zero_offload_blocking(setup: Setup) -> Iterator[Decisions]:
 
 def twin_flow(setup: Setup, fractions: Sequence[float] = TWIN_FLOW_FRACTIONS) -> Iterator[Decisions]:
     """ZeRO-Offload++: the first subgroups are updated on the device, a fraction of the parameters on the CPU."""
-    total = sum(len(pieces(setup, unit)) for unit in setup.units)
+    total = num_subgroups(setup)
     for fraction in fractions:
         first_cpu = total - round(total * fraction)
         for activations in _ACTIVATIONS:
@@ -74,23 +86,33 @@ def twin_flow(setup: Setup, fractions: Sequence[float] = TWIN_FLOW_FRACTIONS) ->
                 "twin-flow",
                 activations,
                 lambda i, first_cpu=first_cpu: Place.GPU if i < first_cpu else Place.CPU,  # type: ignore[misc]
-                **_deepspeed(GradientPath.ZERO3_ASYNC),
+                **_deepspeed(setup, GradientPath.ZERO3_ASYNC),
             )
 
 
-def interleaved(setup: Setup, strides: Sequence[int] = INTERLEAVED_STRIDES) -> Iterator[Decisions]:
-    """Deep Optimizer States: every k-th subgroup is streamed to the device and updated there, one in flight."""
+def interleaved(
+    setup: Setup, strides: Sequence[int] = INTERLEAVED_STRIDES, cpu_fraction: float = 1.0
+) -> Iterator[Decisions]:
+    """Deep Optimizer States: every k-th subgroup is streamed to the device and updated there, one in flight.
+
+    It is built on DeepSpeed ZeRO-3. ``cpu_fraction`` < 1 keeps the first subgroups on the device, as Twin-Flow does.
+    """
+    total = num_subgroups(setup)
+    first = total - round(total * cpu_fraction)
+
+    def place(stride: int, i: int) -> Place:
+        return Place.GPU if i < first else Place.STREAM if i % stride == stride - 1 else Place.CPU
+
+    engine = _deepspeed(setup, GradientPath.ZERO3_ASYNC)
+    # Its one slot holds a whole subgroup, whose pieces pass through ours.
+    piece = max((size for unit in setup.units for size in pieces(setup, unit)), default=0)
+    slot_bytes = STATE_BYTES_PER_PARAM * (setup.subgroup_params - piece)
     for stride in strides:
+        options = engine | {"host_update": HostUpdate.DEVICE_CAST, "num_state_slots": 1}
+        if total >= stride:
+            options["device_buffer_bytes"] = engine["device_buffer_bytes"] + slot_bytes
         for activations in _ACTIVATIONS:
-            yield _decide(
-                setup,
-                "interleaved",
-                activations,
-                lambda i, stride=stride: Place.STREAM if i % stride == stride - 1 else Place.CPU,  # type: ignore[misc]
-                **_AFTER_BACKWARD,
-                zero_stage=3 if setup.data_parallel > 1 else 0,
-                num_state_slots=1,
-            )
+            yield _decide(setup, "interleaved", activations, functools.partial(place, stride), **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +178,11 @@ def pieces(setup: Setup, unit: Unit) -> tuple[int, ...]:
     return subgroups(-(-unit.num_params // setup.data_parallel), setup.subgroup_params)
 
 
+def num_subgroups(setup: Setup) -> int:
+    """Return how many subgroups one rank's parameters make, cut across units."""
+    return -(-sum(sum(pieces(setup, unit)) for unit in setup.units) // setup.subgroup_params)
+
+
 def _spread(total: int, num_gpu: int, num_stream: int) -> Iterator[Place]:
     rest = total - num_gpu
     for i in range(total):
@@ -172,12 +199,17 @@ def _recomputable(setup: Setup) -> list[str]:
 
 _ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute")
 _AFTER_BACKWARD = {"overlap_next_forward": False}
+# DeepSpeed's default ``reduce_bucket_size``: gradients are copied into one buffer of so many before they are reduced.
+_REDUCE_BUCKET_PARAMS = 500_000_000
 
 
-def _deepspeed(gradient_path: GradientPath) -> dict[str, object]:
+def _deepspeed(setup: Setup, gradient_path: GradientPath) -> dict[str, Any]:
+    bucket_bytes = _REDUCE_BUCKET_PARAMS * setup.precision.weight_bytes
     return {
+        "device_buffer_bytes": bucket_bytes if setup.data_parallel > 1 else 0,
         "overlap_next_forward": False,
-        "fused_update": False,
+        "host_update": HostUpdate.DEEPSPEED,
+        "module_hooks": True,
         "gradient_path": gradient_path,
         "update_order": "forward",
         "zero_stage": 3,
@@ -187,17 +219,21 @@ def _deepspeed(gradient_path: GradientPath) -> dict[str, object]:
 def _decide(
     setup: Setup, policy: str, activations: Activations, place: Callable[[int], Place], **options: object
 ) -> Decisions:
-    """Return decisions that treat all units alike; ``place`` maps a subgroup's number to its place."""
+    """Return decisions that treat all units alike; ``place`` maps a subgroup's number to its place.
+
+    These engines cut subgroups across units, ours are cut within: a piece belongs to the subgroup that it begins in.
+    """
     units: dict[str, UnitDecision] = {}
-    number = 0
+    offset = 0
     for unit in setup.units:
-        count = len(pieces(setup, unit))
+        sizes = pieces(setup, unit)
+        starts = itertools.accumulate(sizes, initial=offset)
         units[unit.name] = UnitDecision(
             params="gpu",
             activations=activations if unit.recompute else "keep",
-            update=tuple(place(number + i) for i in range(count)),
+            update=tuple(place(start // setup.subgroup_params) for start, _ in zip(starts, sizes, strict=False)),
         )
-        number += count
+        offset += sum(sizes)
     return Decisions.model_validate(
         {
             "policy": policy,

@@ -97,6 +97,11 @@ class Unit:
         return self.forward[len(self.recompute) :]
 
     @functools.cached_property
+    def num_modules(self) -> int:
+        """Modules that have parameters of their own."""
+        return len({spec.name.rpartition(".")[0] for spec in self.parameters})
+
+    @functools.cached_property
     def forward_flop(self) -> int:
         """FLOP of the forward."""
         return sum(operator.forward_flop for operator in self.operators)

@@ -38,6 +38,7 @@ class Op(StrEnum):
     UPLOAD = "upload"  # updated parameters: host -> device
     ISSUE = "issue"  # the host's own time to issue what follows on the device
     STEP = "step"  # the training loop's own work from the norm to the next forward: step(), scheduler, data
+    LOOP = "loop"  # what a script does between iterations: logging, data, waiting for the device
 
 
 class Phase(StrEnum):
@@ -46,6 +47,7 @@ class Phase(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     UPDATE = "update"
+    LOOP = "loop"  # between iterations
 
 
 class Lane(StrEnum):
@@ -93,8 +95,10 @@ class Task:
         num_params: parameters that this rank updates, or whose squared gradients it sums (``FLUSH``); 0 otherwise.
         num_kernels: kernels that the host issues (``ISSUE``); 0 otherwise.
         num_tensors: parameter tensors that the host goes through (``STEP``); 0 otherwise.
+        num_modules: modules whose hooks the host runs (``ISSUE``); 0 otherwise.
         slot: device slot that is filled (``FETCH``, ``GATHER``, ``LOAD``), or -1.
         pinned: for copies, whether the host side is pinned memory (the copy is then asynchronous and fast).
+        stalls: for copies, whether the device computes nothing meanwhile.
         after: indices of tasks of the same iteration that must have ended; all smaller than ``index``.
         after_previous: indices of tasks of the previous iteration that must have ended.
     """
@@ -110,8 +114,10 @@ class Task:
     num_params: int = 0
     num_kernels: int = 0
     num_tensors: int = 0
+    num_modules: int = 0
     slot: int = -1
     pinned: bool = True
+    stalls: bool = False
     after: tuple[int, ...] = ()
     after_previous: tuple[int, ...] = ()
 

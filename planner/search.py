@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator
 
 from planner.costs import UPDATE_BYTES_PER_PARAM, CostModel
-from planner.decisions import Decisions, GradientPath
+from planner.decisions import Decisions, GradientPath, HostUpdate
 from planner.engines import POLICIES, Mix, Setup, mixed, pieces
 from planner.lowering import lower
 from planner.prediction import Prediction, Workload, always_held, capacities, memory_peaks, predict
@@ -178,8 +178,10 @@ def _driven_by_us(setup: Setup, decisions: Decisions) -> Decisions:
         update={
             "policy": "ullage",
             "overlap_next_forward": True,
-            "fused_update": True,
+            "host_update": HostUpdate.FUSED,
             "gradient_path": GradientPath.ONCE,
+            "module_hooks": False,
+            "device_buffer_bytes": 0,
             "update_start": "backward" if early else "step",
             "update_order": "backward" if early else "forward",
         }

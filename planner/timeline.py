@@ -32,17 +32,19 @@ class Phases:
 
     Boundaries are read off the compute lane: ``forward`` and ``backward`` are the stretches in which their tasks are
     under way, and ``update`` is the rest: from the last backward to the first forward of the next iteration. Updates
-    that overlap with computing cost nothing there, which is the point of overlapping them.
+    that overlap with computing cost nothing there, which is the point of overlapping them. ``loop`` is what the script
+    does between iterations, where that is a task.
     """
 
     forward_s: float
     backward_s: float
     update_s: float
+    loop_s: float = 0.0
 
     @property
     def iteration_s(self) -> float:
         """Seconds for the whole iteration."""
-        return self.forward_s + self.backward_s + self.update_s
+        return self.forward_s + self.backward_s + self.update_s + self.loop_s
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,7 +118,10 @@ class Timeline:
             end_s = following[0][1].start_s if following else stretch[-1][1].end_s
             totals[stretch[0][0]] += end_s - stretch[0][1].start_s
         forward_s, backward_s = totals[Phase.FORWARD], totals[Phase.BACKWARD]
-        return Phases(forward_s, backward_s, max(self.period_s(iteration) - forward_s - backward_s, 0.0))
+        loop = (s for s in self.of_iteration(iteration) if self.schedule.tasks[s.task].phase is Phase.LOOP)
+        loop_s = sum(span.end_s - span.start_s for span in loop)
+        update_s = max(self.period_s(iteration) - forward_s - backward_s - loop_s, 0.0)
+        return Phases(forward_s, backward_s, update_s, loop_s)
 
     def busy_s(self, iteration: int) -> dict[Lane, float]:
         """Return the seconds each lane was occupied by tasks of one iteration."""

@@ -9,8 +9,8 @@ from pydantic import Field
 from hwprofiles.profile import HardwareProfile
 from planner.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict
 from planner.costs import CostModel
-from planner.decisions import BF16, Decisions, GradientPath, Place
-from planner.engines import Setup, gpu_only, interleaved, pieces, twin_flow, zero_offload
+from planner.decisions import BF16, Decisions, GradientPath
+from planner.engines import Setup, gpu_only, interleaved, twin_flow, zero_offload
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
 from planner.models.registry import model_from_case
@@ -183,11 +183,11 @@ def setup_of(case: TrainingCase) -> tuple[tuple[Unit, ...], Setup]:
 
 
 def decide(case: TrainingCase, setup: Setup) -> Decisions:
-    """Return the decisions that stand for what a case's engine did.
+    """Return the decisions that stand for what a case's engine did, in a script that also logs and loads data."""
+    return _engine(case, setup).model_copy(update={"loop": True})
 
-    DeepSpeed's subgroups run across units, ours do not: each unit's shard is cut by itself, so that a subgroup has at
-    most ``subgroup_params`` parameters, and often fewer.
-    """
+
+def _engine(case: TrainingCase, setup: Setup) -> Decisions:
     engine = case.engine
     if engine.name == "gpu-only":
         # Without sharding every rank updates all: the pieces are those of one rank.
@@ -196,8 +196,7 @@ def decide(case: TrainingCase, setup: Setup) -> Decisions:
         return chosen.model_copy(update={"data_parallel": setup.data_parallel})
     if engine.name == "interleaved":
         assert engine.stride is not None
-        decisions = _pick(interleaved(setup, (engine.stride,)), case)
-        return _with_resident(decisions, setup, 1 - engine.cpu_optimizer_fraction)
+        return _pick(interleaved(setup, (engine.stride,), engine.cpu_optimizer_fraction), case)
     path = GradientPath.ZERO3_BLOCKING if engine.gradient_flush == "blocking" else GradientPath.ZERO3_ASYNC
     if engine.cpu_optimizer_fraction < 1:
         return _pick(twin_flow(setup, (engine.cpu_optimizer_fraction,)), case).model_copy(
@@ -238,18 +237,6 @@ def _pick(candidates: Iterator[Decisions], case: TrainingCase, *, zero_stage: in
         if kept == (case.activations == "keep") and zero_stage in {None, decisions.zero_stage}:
             return decisions
     raise AssertionError(f"{case.id}: the policy offers no such decisions")
-
-
-def _with_resident(decisions: Decisions, setup: Setup, fraction: float) -> Decisions:
-    """Return decisions whose first subgroups, that fraction of all, are resident on the device."""
-    total = sum(len(pieces(setup, unit)) for unit in setup.units)
-    left = round(total * fraction)
-    chosen = dict(decisions.units)
-    for name, unit in decisions.units.items():
-        count = min(left, len(unit.update))
-        chosen[name] = unit.model_copy(update={"update": (Place.GPU,) * count + unit.update[count:]})
-        left -= count
-    return decisions.model_copy(update={"units": chosen})
 
 
 def _num_micro_batches(case: TrainingCase) -> int:

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator
 
-from planner.decisions import GradientPath
 from planner.graph import Unit
 from planner.lowering.program import Draft, Program
 from planner.models.kernels import num_kernels
@@ -33,6 +32,10 @@ def compute(program: Program) -> None:
     step = Draft("step", Lane.LAUNCH, Op.STEP, Phase.UPDATE, num_tensors=num_tensors, after=[program.spine[-1].key])
     program.spine[0].after_previous.append(step.key)
     program.tail.append(program.add(step))
+    if decisions.loop:
+        loop = Draft("loop", Lane.LAUNCH, Op.LOOP, Phase.LOOP)
+        program.spine[0].after_previous.append(loop.key)
+        program.loop = program.add(loop)
     if decisions.clip:
         clip = Draft("clip", Lane.LAUNCH, Op.CLIP, Phase.UPDATE, after=step.after)
         step.after = [clip.key]
@@ -41,13 +44,12 @@ def compute(program: Program) -> None:
 
 def launch(program: Program) -> None:
     """Put the host's time to issue kernels before every compute task (devices that run asynchronously)."""
-    blocking = program.decisions.gradient_path is GradientPath.ZERO3_BLOCKING
     kernels = {op: {unit.name: num_kernels(getattr(unit, op)) for unit in program.units} for op in _COMPUTE_OPS}
+    modules = {unit.name: unit.num_modules for unit in program.units if program.decisions.module_hooks}
     for draft in compute_drafts(program):
         issue = Draft(f"issue:{draft.key}", Lane.LAUNCH, Op.ISSUE, draft.phase, draft.unit, draft.micro_batch)
         issue.num_kernels = kernels[draft.op][draft.unit]
-        if blocking:  # the caller itself waits for the copy
-            issue.after = [key for key in draft.after if program.drafts[key].op is Op.FLUSH]
+        issue.num_modules = modules.get(draft.unit, 0)
         draft.after.append(issue.key)
         program.before[draft.key].append(program.add(issue))
 

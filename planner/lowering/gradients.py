@@ -1,7 +1,5 @@
 """The pass that takes gradients from backward to where they are needed."""
 
-import itertools
-
 from planner.decisions import GradientPath, Place
 from planner.graph import Unit
 from planner.lowering.compute import compute_drafts
@@ -15,8 +13,6 @@ NUM_GRADIENT_SLOTS = 2
 def gradients(program: Program) -> None:
     """Reduce gradients over the ranks and flush those that the host updates, as soon as a unit's backward ends."""
     units = {unit.name: unit for unit in program.units}
-    spine = program.spine
-    following = {a.key: b for a, b in itertools.pairwise(spine)}
     leaving: list[str] = []
     for draft in [d for d in compute_drafts(program) if d.op is Op.BACKWARD]:
         unit = units[draft.unit]
@@ -30,18 +26,22 @@ def gradients(program: Program) -> None:
         flushed = _flush(program, unit, draft, ready)
         if (gone := flushed or ready) != draft.key:
             leaving.append(gone)
-        if flushed and program.decisions.gradient_path is GradientPath.ZERO3_BLOCKING and draft.key in following:
-            following[draft.key].after.append(flushed)
     if program.decisions.clip:
         # The norm is that of the sum over ranks and micro-batches, which host-updated units have on the host.
         program.drafts["clip"].after += [summed(program, unit) for unit in program.units if unit.num_params]
 
 
 def flushed_params(program: Program, unit: Unit) -> int:
-    """Return how many of a unit's parameters (on one rank) the host holds the optimizer state of."""
+    """Return how many of a unit's parameters (on one rank) have their gradient flushed to the host."""
+    decisions = program.decisions
+    return placed_params(program, unit, *(place for place in Place if decisions.flushes(place)))
+
+
+def placed_params(program: Program, unit: Unit, *places: Place) -> int:
+    """Return how many of a unit's parameters (on one rank) are updated at some places."""
     pieces = program.decisions.piece_params(unit.num_params)
-    places = program.decisions.units[unit.name].update
-    return sum(n for n, place in zip(pieces, places, strict=True) if place is not Place.GPU)
+    decided = program.decisions.units[unit.name].update
+    return sum(n for n, place in zip(pieces, decided, strict=True) if place in places)
 
 
 def gradient_ready(program: Program, unit: Unit) -> str:
@@ -83,8 +83,9 @@ def _flush(program: Program, unit: Unit, backward: Draft, ready: str) -> str | N
     if not num_params:
         return None
     blocking = decisions.gradient_path is GradientPath.ZERO3_BLOCKING
+    once = decisions.gradient_path is GradientPath.ONCE
     steps: list[tuple[str, Lane, Op, int, bool]]
-    if decisions.gradient_path is GradientPath.ONCE:
+    if once:
         steps = [("flush", Lane.D2H, Op.FLUSH, decisions.precision.weight_bytes, True)]
     else:
         steps = [
@@ -99,6 +100,7 @@ def _flush(program: Program, unit: Unit, backward: Draft, ready: str) -> str | N
         draft.num_bytes, draft.pinned, draft.after = bytes_per_param * num_params, pinned, [ready]
         program.behind[backward.key].append(program.add(draft))
         ready = draft.key
+    draft.stalls = not once
     if decisions.clip and backward.micro_batch == decisions.num_micro_batches - 1:
         draft.num_params = num_params  # the norm is taken on the way
     return ready

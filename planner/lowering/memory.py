@@ -3,7 +3,7 @@
 from planner.decisions import STATE_BYTES_PER_PARAM, GradientPath, Place
 from planner.graph import Unit
 from planner.lowering.compute import compute_drafts, segments
-from planner.lowering.gradients import flushed_params
+from planner.lowering.gradients import flushed_params, placed_params
 from planner.lowering.parameters import assign_slots, gathers
 from planner.lowering.program import Program
 from planner.schedule import MemoryClass, Op, Tier
@@ -12,6 +12,7 @@ from planner.schedule import MemoryClass, Op, Tier
 def memory(program: Program) -> None:
     """Add all buffers: parameters, slots, optimizer state, gradients, activations and workspace."""
     _parameters(program)
+    program.hold(Tier.GPU, MemoryClass.WORKSPACE, program.decisions.device_buffer_bytes, "engine's buffers")
     # Backward makes a tied weight's gradient where the weight is used last in forward, and adds to it until its own.
     makers = {name: unit.name for unit in program.units for name in (unit.name, *unit.shared_units)}
     for unit in program.units:
@@ -42,20 +43,13 @@ def _parameters(program: Program) -> None:
         shard = decisions.shard_params(unit.num_params)
         # The host's copy of what it updates or serves; in fp32 the master copy serves.
         if not decisions.precision.master_is_weight:
-            host = shard if decisions.units[unit.name].params == "host" else _on_host(program, unit)
+            host = shard if decisions.units[unit.name].params == "host" else placed_params(program, unit, Place.CPU)
             program.hold(Tier.HOST, MemoryClass.PARAMETERS, weight_bytes * host, unit.name)
-
-
-def _on_host(program: Program, unit: Unit) -> int:
-    """Return how many of a unit's parameters the host itself updates."""
-    pieces = program.decisions.piece_params(unit.num_params)
-    places = program.decisions.units[unit.name].update
-    return sum(n for n, place in zip(pieces, places, strict=True) if place is Place.CPU)
 
 
 def _optimizer(program: Program, unit: Unit) -> None:
     shard = program.decisions.shard_params(unit.num_params)
-    host = flushed_params(program, unit)
+    host = placed_params(program, unit, Place.CPU, Place.STREAM)
     resident_bytes = STATE_BYTES_PER_PARAM - (4 if program.decisions.precision.master_is_weight else 0)
     program.hold(Tier.HOST, MemoryClass.OPTIMIZER, STATE_BYTES_PER_PARAM * host, unit.name)
     program.hold(Tier.GPU, MemoryClass.OPTIMIZER, resident_bytes * (shard - host), unit.name)
@@ -85,7 +79,7 @@ def _gradients(program: Program, unit: Unit, maker: str) -> None:
         summed, made = summed or made, None
     if resident:
         assert summed is not None
-        final = max(p for p, place in enumerate(decisions.units[unit.name].update) if place is Place.GPU)
+        final = max(p for p, place in enumerate(decisions.units[unit.name].update) if not decisions.flushes(place))
         end = f"{Op.UPDATE}:{unit.name}:{final}"
         program.hold(Tier.GPU, MemoryClass.GRADIENTS, weight_bytes * resident, f"{unit.name} resident", summed, end)
 
@@ -111,7 +105,8 @@ def _state_slots(program: Program) -> None:
         for n, place in zip(decisions.piece_params(unit.num_params), decisions.units[unit.name].update, strict=True)
         if place is Place.STREAM
     ]
-    per_param = STATE_BYTES_PER_PARAM + decisions.precision.weight_bytes
+    gradient_bytes = decisions.precision.weight_bytes if decisions.flushes(Place.STREAM) else 0
+    per_param = STATE_BYTES_PER_PARAM + gradient_bytes
     for slot in range(min(decisions.num_state_slots, len(streamed))):
         program.hold(Tier.GPU, MemoryClass.OPTIMIZER, per_param * max(streamed), f"state slot {slot}")
 

@@ -27,8 +27,10 @@ class Draft:
     num_params: int = 0
     num_kernels: int = 0
     num_tensors: int = 0
+    num_modules: int = 0
     slot: int = -1
     pinned: bool = True
+    stalls: bool = False
     after: list[str] = dataclasses.field(default_factory=list)
     after_previous: list[str] = dataclasses.field(default_factory=list)
 
@@ -55,6 +57,7 @@ class Program:
         spine: the tasks that the training loop itself reaches, in order.
         before, behind: tasks issued just before or just behind a spine task, by its key, in order.
         tail: tasks issued at the end of the iteration.
+        loop: what comes after all of them, if anything does.
         first_use: for each unit in a slot, the key of what fills it first in an iteration, and the list it is in.
     """
 
@@ -64,6 +67,7 @@ class Program:
     before: dict[str, list[Draft]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     behind: dict[str, list[Draft]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     tail: list[Draft] = dataclasses.field(default_factory=list)
+    loop: Draft | None = None
     holds: list[Hold] = dataclasses.field(default_factory=list)
     drafts: dict[str, Draft] = dataclasses.field(default_factory=dict)
     first_use: dict[str, tuple[list[Draft], str]] = dataclasses.field(default_factory=dict)
@@ -86,7 +90,7 @@ class Program:
             order += self.before.get(draft.key, ())
             order.append(draft)
             order += self.behind.get(draft.key, ())
-        return order + self.tail
+        return order + self.tail + ([self.loop] if self.loop else [])
 
     def number(self, description: str) -> Schedule:
         """Turn keys into indices and return the schedule."""
@@ -106,8 +110,10 @@ class Program:
                 num_params=d.num_params,
                 num_kernels=d.num_kernels,
                 num_tensors=d.num_tensors,
+                num_modules=d.num_modules,
                 slot=d.slot,
                 pinned=d.pinned,
+                stalls=d.stalls,
                 after=tuple(sorted({index[k] for k in d.after})) if d.after else (),
                 after_previous=tuple(sorted({index[k] for k in d.after_previous})) if d.after_previous else (),
             )

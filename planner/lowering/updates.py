@@ -1,15 +1,14 @@
 """The pass for optimizer steps, wherever they run, and for bringing what they changed back to the device."""
 
-from planner.decisions import STATE_BYTES_PER_PARAM, Place
+from planner.decisions import STATE_BYTES_PER_PARAM, HostUpdate, Place
 from planner.graph import Unit
 from planner.lowering.gradients import gradient_ready
 from planner.lowering.parameters import first_forward, gathers, issue_ahead
 from planner.lowering.program import Draft, Program
 from planner.schedule import Lane, Op, Phase
 
-# Separate passes of engines that do not fuse them: scaling fp32 gradients in place, casting fp32 to bf16.
+# A separate pass of DeepSpeed: scaling fp32 gradients in place.
 _SCALE_BYTES_PER_PARAM = 8
-_CAST_BYTES_PER_PARAM = 6
 
 
 def updates(program: Program) -> None:
@@ -33,8 +32,8 @@ def updates(program: Program) -> None:
             if place is Place.CPU:
                 updated = _on_cpu(program, unit, piece, num_params, ready + ([blocker] if blocker else []))
                 uploaded = _upload(program, unit, piece, num_params, position, updated)
-                if uploaded and not decisions.fused_update:
-                    blocker = uploaded  # an unpinned copy blocks the thread that updates
+                if uploaded and decisions.host_update is not HostUpdate.FUSED:
+                    blocker = uploaded  # the thread that updates waits for the copy
                 done.append(uploaded or updated)
             elif place is Place.GPU:
                 done.append(_place(program, unit, piece, Lane.GPU_UPDATE, Op.UPDATE, ready, num_params=num_params).key)
@@ -44,12 +43,14 @@ def updates(program: Program) -> None:
             _gate(program, unit, position, done)
     if stream_slots:
         _recycle(program, stream_slots)
+    if program.loop:
+        program.loop.after += [draft.key for draft in program.ordered() if draft.phase is Phase.UPDATE]
 
 
 def _ready(program: Program, unit: Unit, place: Place) -> list[str]:
     """Return the keys after which a unit's gradient is where it is updated, and its clip factor known."""
     last = program.decisions.num_micro_batches - 1
-    here = gradient_ready(program, unit) if place is Place.GPU else f"flush:{unit.name}:{last}"
+    here = f"flush:{unit.name}:{last}" if program.decisions.flushes(place) else gradient_ready(program, unit)
     if program.decisions.clip:
         return [here, "clip"]
     return [here] if program.decisions.update_start == "backward" else [here, program.spine[-1].key]
@@ -74,13 +75,11 @@ def _tail(program: Program, unit: Unit) -> list[Draft]:
 
 
 def _on_cpu(program: Program, unit: Unit, piece: int, num_params: int, ready: list[str]) -> str:
-    if program.decisions.fused_update:
-        return _place(program, unit, piece, Lane.CPU, Op.UPDATE, ready, num_params=num_params).key
-    scale = _place(program, unit, piece, Lane.CPU, Op.PASS, ready)
-    update = _place(program, unit, piece, Lane.CPU, Op.UPDATE, [scale.key], num_params=num_params)
-    cast = _place(program, unit, piece, Lane.CPU, Op.PASS, [update.key])
-    scale.num_bytes, cast.num_bytes = _SCALE_BYTES_PER_PARAM * num_params, _CAST_BYTES_PER_PARAM * num_params
-    return cast.key
+    if program.decisions.host_update is HostUpdate.DEEPSPEED:
+        scale = _place(program, unit, piece, Lane.CPU, Op.PASS, ready)
+        scale.num_bytes = _SCALE_BYTES_PER_PARAM * num_params
+        ready = [scale.key]
+    return _place(program, unit, piece, Lane.CPU, Op.UPDATE, ready, num_params=num_params).key
 
 
 def _upload(program: Program, unit: Unit, piece: int, num_params: int, position: int, updated: str) -> str | None:
@@ -89,8 +88,9 @@ def _upload(program: Program, unit: Unit, piece: int, num_params: int, position:
     if decisions.units[unit.name].params == "host":
         return None
     draft = Draft(f"upload:{unit.name}:{piece}", Lane.H2D, Op.UPLOAD, Phase.UPDATE, unit.name, piece=piece)
-    draft.num_bytes = decisions.precision.weight_bytes * num_params
-    draft.pinned = decisions.fused_update
+    fp32 = decisions.host_update is HostUpdate.DEVICE_CAST
+    draft.num_bytes = (4 if fp32 else decisions.precision.weight_bytes) * num_params
+    draft.pinned = decisions.host_update is not HostUpdate.DEEPSPEED
     if decisions.overlap_next_forward:
         draft.after_previous.append(updated)
         issue_ahead(program, unit, position, draft)
@@ -107,7 +107,8 @@ def _streamed(
     decisions = program.decisions
     weight_bytes = decisions.precision.weight_bytes
     load = _place(program, unit, piece, Lane.STATE_IN, Op.LOAD, ready)
-    load.num_bytes = (STATE_BYTES_PER_PARAM + weight_bytes) * num_params
+    gradient_bytes = weight_bytes if decisions.flushes(Place.STREAM) else 0
+    load.num_bytes = (STATE_BYTES_PER_PARAM + gradient_bytes) * num_params
     load.slot = len(stream_slots) % decisions.num_state_slots
     if len(stream_slots) >= decisions.num_state_slots:
         load.after.append(stream_slots[-decisions.num_state_slots])

@@ -6,8 +6,8 @@ tracing the dispatcher and checked against it in ``tests/planner/test_graph.py``
 token and head are left out, and so is the accumulation of gradients over micro-batches.
 
 ``megatron`` instead stands for Megatron-LM and Megatron-DeepSpeed of 2022 to 2024 (``megatron/model/transformer.py``
-and ``fused_kernels``): one product each for query, key and value and for gate and up, fused norms, fused scale-mask-softmax,
-fused bias and GeLU, and checkpointing that runs a whole layer again.
+and ``fused_kernels``): one product each for query, key and value and for gate and up, fused norms, fused
+scale-mask-softmax, fused bias and GeLU, and checkpointing that runs a whole layer again.
 """
 
 import dataclasses
