@@ -1,10 +1,11 @@
 """Decisions: what the planner chooses, per unit and for the whole iteration."""
 
 from enum import StrEnum
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+_LATER_FIELDS = {"tensor_parallel": 1, "pipeline_parallel": 1, "reduce_start": "backward"}
 STATE_BYTES_PER_PARAM = 12  # fp32 master, first and second moment
 
 
@@ -72,12 +73,16 @@ class Decisions(Frozen):
         micro_batch: sequences per forward, on each rank.
         num_micro_batches: forwards+backwards per iteration (gradient accumulation).
         data_parallel: ranks that share the model's data; each has one device.
+        tensor_parallel: ranks that share every layer, for each of those; the units are then one rank's share.
+        pipeline_parallel: stages that share the layers, for each of those.
         zero_stage: what is sharded over them: 1, 2 optimizer state and gradients, 3 parameters too.
         subgroup_params: parameters in one subgroup, the grain of the optimizer step.
         num_param_slots: slots in each ring that parameters are fetched or gathered into.
         num_state_slots: slots that streamed optimizer state passes through.
         update_order: the order of updates: by each unit's next forward, or as gradients arrive (always so if they
             start during backward).
+        reduce_start: when ranks add up gradients that pile up on the device: in ``backward``, each unit's as soon as
+            it is final, or all at the ``step``.
         update_start: ``step`` when all gradients are there, ``backward`` each as soon as its own is there.
         overlap_next_forward: an update gates only its own unit's next forward, instead of the whole next iteration.
         fused_update: the CPU update casts and scales within its one pass over memory.
@@ -90,11 +95,14 @@ class Decisions(Frozen):
     micro_batch: Annotated[int, Field(ge=1)] = 1
     num_micro_batches: Annotated[int, Field(ge=1)] = 1
     data_parallel: Annotated[int, Field(ge=1)] = 1
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    pipeline_parallel: Annotated[int, Field(ge=1)] = 1
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     subgroup_params: Annotated[int, Field(ge=1)] = 100_000_000
     num_param_slots: Annotated[int, Field(ge=1)] = 2
     num_state_slots: Annotated[int, Field(ge=1)] = 2
     update_order: Literal["forward", "backward"] = "forward"
+    reduce_start: Literal["step", "backward"] = "backward"
     update_start: Literal["step", "backward"] = "step"
     overlap_next_forward: bool = True
     fused_update: bool = True
@@ -109,6 +117,13 @@ class Decisions(Frozen):
                 "clip needs the norm of all gradients, so no update can start during backward; "
                 "set update_start to 'step' or clip to false"
             )
+        if self.reduce_start == "step" and self.update_start == "backward":
+            raise ValueError(
+                "no update can start during backward if gradients are added up at the step; set update_start to 'step' "
+                "or reduce_start to 'backward'"
+            )
+        if self.pipeline_parallel > 1:
+            self._check_pipeline()
         for name, unit in self.units.items():
             if unit.params == "host" and Place.GPU in unit.update:
                 raise ValueError(
@@ -122,10 +137,39 @@ class Decisions(Frozen):
                 )
         return self
 
+    def _check_pipeline(self) -> None:
+        if self.reduce_start != "step":
+            raise ValueError(
+                f"pipeline_parallel {self.pipeline_parallel} needs reduce_start 'step': the outer stages add up a tied "
+                "embedding's gradient first; set it"
+            )
+        if self.zero_stage > 1:
+            raise ValueError(
+                f"zero_stage {self.zero_stage} with pipeline_parallel {self.pipeline_parallel}: every micro-batch "
+                "would send its gradients again; set zero_stage to 0 or 1"
+            )
+        for name, unit in self.units.items():
+            if unit.params != "gpu" or set(unit.update) - {Place.GPU}:
+                raise ValueError(
+                    f"unit {name}: pipeline_parallel {self.pipeline_parallel} keeps everything on the devices; set "
+                    "params and update to 'gpu'"
+                )
+
+    @model_serializer(mode="wrap")
+    def _without_later_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what plans before these fields did not say, so that they keep their bytes and digests."""
+        data: dict[str, Any] = serialize(self)
+        return {name: value for name, value in data.items() if _LATER_FIELDS.get(name) != value}
+
     @property
     def executable(self) -> bool:
         """Whether they describe what our executor does; other engines' extra copies and passes are only simulated."""
-        return self.gradient_path is GradientPath.ONCE and self.fused_update
+        return (
+            self.gradient_path is GradientPath.ONCE
+            and self.fused_update
+            and self.reduce_start == "backward"
+            and self.tensor_parallel == self.pipeline_parallel == 1
+        )
 
     def shard_params(self, num_params: int) -> int:
         """Return how many of a unit's parameters one rank updates (padded to equal shards)."""
