@@ -6,14 +6,15 @@ are divided by the number of ranks on the node, and updates of all ranks run at 
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from enum import IntEnum
 
 from hwprofiles.profile import Dtype, Fabric, HardwareProfile
 from hwprofiles.quantity import Curve, Quantity
 from planner.decisions import Decisions, Precision
 from planner.graph import Attention, Elementwise, Gemm, Kernel, Unit
-from planner.models.kernels import num_kernels
+from planner.layout import Group, Layout
+from planner.models.kernels import Collective, flop, num_kernels
 from planner.schedule import Lane, Op, Schedule, Task
 
 # One fused AdamW pass: bf16 gradient, fp32 master, m and v in; master, m, v and bf16 weight out.
@@ -60,23 +61,30 @@ class CostModel:
         profile: the machine.
         units: the model's units.
         precision: types of weights and gradients.
-        data_parallel: number of ranks, each with one device.
+        data_parallel: ranks that share the batch, each with one device.
+        tensor_parallel: ranks that share every layer.
+        pipeline_parallel: stages that share the layers.
 
     Attributes:
         warnings: sentences about readings outside the measured range, in order of appearance.
     """
 
     def __init__(
-        self, profile: HardwareProfile, units: Iterable[Unit], precision: Precision, data_parallel: int
+        self,
+        profile: HardwareProfile,
+        units: Iterable[Unit],
+        precision: Precision,
+        data_parallel: int,
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
     ) -> None:
         self.profile = profile
         self.warnings: dict[str, None] = {}
         self._units = {unit.name: unit for unit in units}
         self._dtype: Dtype = precision.weights
         self._dtype_bytes = precision.weight_bytes
-        self._data_parallel = data_parallel
-        self.ranks_per_node = min(data_parallel, profile.devices_per_node)
-        self._num_nodes = -(-data_parallel // profile.devices_per_node)
+        self._layout = Layout(data_parallel, tensor_parallel, pipeline_parallel, profile.devices_per_node)
+        self.ranks_per_node = self._layout.ranks_per_node
         # Ranks behind one switch copy at the same time, so that all their bytes cross its uplink.
         self._ranks_per_uplink = min(self.ranks_per_node, profile.devices_per_uplink())
         self._kernels: dict[int, tuple[float, float]] = {}  # by identity: equal layers share their kernels
@@ -126,6 +134,7 @@ class CostModel:
             task.pinned,
             task.stalls,
             task.micro_batch > 0,
+            task.stage,
         )
         if (price := self._prices.get(key)) is None:
             price = self._prices[key] = self._compute(task) if computes else self._price(task)
@@ -133,18 +142,22 @@ class CostModel:
 
     def _price(self, task: Task) -> Price:
         if task.lane is Lane.LAUNCH:
-            device = self.profile.device
-            if task.op is Op.LOOP:
-                return Price(_seconds(device.loop_s), 0.0)
-            host_s = device.issue_s.value * task.num_kernels + _seconds(device.hook_s) * task.num_modules
-            return Price(host_s + _seconds(device.step_s) * task.num_tensors, 0.0)
+            return self._launch(task)
         if task.op is Op.UPDATE:
             return self._cpu_update(task) if task.lane is Lane.CPU else self._device_update(task)
         if task.op is Op.PASS:
             return self._host_pass(task.num_bytes)
+        if task.op is Op.SEND:
+            return self._send(task)
         if task.lane is Lane.COLLECTIVE:
             return self._collective(task)
         return self._copy(task)
+
+    def _launch(self, task: Task) -> Price:
+        device = self.profile.device
+        host_s = device.issue_s.value * task.num_kernels + _seconds(device.hook_s) * task.num_modules
+        host_s += _seconds(device.step_s) * task.num_tensors
+        return Price(_seconds(device.loop_s) if task.op is Op.LOOP else host_s, 0.0)
 
     def compute_s(self, kernels: Iterable[Kernel]) -> float:
         """Return the time that kernels take on the device, one after another."""
@@ -188,6 +201,11 @@ class CostModel:
     def _price_kernel(self, kernel: Kernel) -> tuple[float, float]:
         device = self.profile.device
         match kernel:
+            case Gemm() if kernel.batched:  # one kernel: all products together fill the device
+                num_bytes = self._dtype_bytes * (kernel.m * kernel.k + kernel.k * kernel.n + kernel.m * kernel.n)
+                num_bytes *= kernel.count
+                time_s = self._read(device.gemm[self._dtype], kernel.flop, "GEMM")
+                return max(time_s, num_bytes / device.memory_bytes_per_s.value), float(num_bytes)
             case Gemm():
                 flop = kernel.flop / kernel.count
                 # A product of few rows leaves part of the device idle: rate r / (r + r_half) of the curve's.
@@ -203,6 +221,8 @@ class CostModel:
             case Elementwise():
                 time_s = self._read(device.elementwise, kernel.num_bytes, "elementwise")
                 return time_s * kernel.count, float(kernel.num_bytes * kernel.count)
+            case Collective():
+                return self._inside_unit_s(kernel) * kernel.count, float(kernel.num_bytes * kernel.count)
 
     def _device_update(self, task: Task) -> Price:
         duration_s = self._read(self.profile.device.optimizer, task.num_params, "device optimizer")
@@ -269,24 +289,9 @@ class CostModel:
         The slower of both levels sets the pace (bus bandwidth of NCCL's rings, see ``doc/PERFORMANCE.md`` of
         https://github.com/NVIDIA/nccl-tests).
         """
-        profile = self.profile
         latency_s = duration_s = 0.0
         uses: list[tuple[Resource, float]] = [(Resource.FABRIC, 1.0)]
-        ring = self._data_parallel
-        levels = (
-            (profile.intra_node, ring if self.ranks_per_node > 1 else 1, task.num_bytes),
-            # One ring through all ranks: it enters each node once, over the NICs of all its devices together.
-            (profile.inter_node, ring if self._num_nodes > 1 else 1, task.num_bytes / self.ranks_per_node),
-        )
-        for fabric, size, num_bytes in levels:
-            if size == 1:
-                continue
-            if fabric is None:
-                raise ValueError(
-                    f"profile {profile.name} has no inter_node fabric, but {self._data_parallel} devices need "
-                    f"{self._num_nodes} nodes; add inter_node to the profile or ask for at most "
-                    f"{profile.devices_per_node} devices"
-                )
+        for fabric, size, num_bytes in self._levels(self._layout.data_group, task.num_bytes):
             latency_s += fabric.latency_s.value
             time_s = _ring_s(num_bytes, size, fabric)
             duration_s = max(duration_s, time_s)
@@ -295,6 +300,42 @@ class CostModel:
                 best = self.profile.host_link.down.best_rate_per_s() / self._ranks_per_uplink
                 uses += [(Resource.LINK_DOWN, min(rate, best))]
         return Price(latency_s, duration_s, tuple(sorted(uses)))
+
+    def _inside_unit_s(self, kernel: Collective) -> float:
+        """Return the time of a collective over tensor-parallel ranks, which the unit's next kernel waits for."""
+        levels = list(self._levels(self._layout.tensor_group, kernel.num_bytes * kernel.num_passes))
+        latency_s = sum(fabric.latency_s.value for fabric, _, _ in levels)
+        return latency_s + max((_ring_s(num_bytes, size, fabric) for fabric, size, num_bytes in levels), default=0.0)
+
+    def _levels(self, group: Group, num_bytes: float) -> Iterator[tuple[Fabric, int, float]]:
+        """Yield fabric, ranks of the ring and what each of them sends there: inside a node, then between nodes.
+
+        One ring goes through all ranks. It enters each node once, over the NICs of its devices together.
+        """
+        size = group.per_node * group.nodes
+        if group.per_node > 1:
+            assert self.profile.intra_node is not None  # several devices per node have one
+            yield self.profile.intra_node, size, num_bytes
+        if group.nodes > 1:
+            yield self._between_nodes(), size, num_bytes / group.per_node
+
+    def _between_nodes(self) -> Fabric:
+        if (fabric := self.profile.inter_node) is None:
+            profile, ranks = self.profile, self._layout.num_ranks
+            raise ValueError(
+                f"profile {profile.name} has no inter_node fabric, but {ranks} devices need "
+                f"{-(-ranks // profile.devices_per_node)} nodes; add inter_node to the profile or ask for at most "
+                f"{profile.devices_per_node} devices"
+            )
+        return fabric
+
+    def _send(self, task: Task) -> Price:
+        """Price one rank's transfer to another stage; the outer stages exchange the gradient of tied embeddings."""
+        last = self._layout.pipeline - 1
+        to = {Lane.SEND: task.stage + 1, Lane.SEND_BACK: task.stage - 1}.get(task.lane, last - task.stage)
+        fabric = self._between_nodes() if self._layout.crosses(task.stage, to) else self.profile.intra_node
+        assert fabric is not None
+        return Price(fabric.latency_s.value, task.num_bytes / fabric.bytes_per_s.value, ((Resource.FABRIC, 1.0),))
 
     def _read(self, curve: Curve, size: float, what: str) -> float:
         reading = curve.read(size)
@@ -318,4 +359,4 @@ def _ring_s(num_bytes: float, size: int, fabric: Fabric) -> float:
 def total_flop(units: Iterable[Unit], decisions: Decisions) -> float:
     """Return the FLOP that one rank's iteration needs, without recomputation (the model FLOP of MFU)."""
     kernels = itertools.chain.from_iterable((*unit.forward, *unit.backward) for unit in units)
-    return decisions.num_micro_batches * sum(k.flop for k in kernels if not isinstance(k, Elementwise))
+    return decisions.num_micro_batches * flop(kernels)

@@ -83,12 +83,16 @@ class Decisions(Frozen):
         micro_batch: sequences per forward, on each rank.
         num_micro_batches: forwards+backwards per iteration (gradient accumulation).
         data_parallel: ranks that share the model's data; each has one device.
+        tensor_parallel: ranks that share every layer, for each of those; the units are then one rank's share.
+        pipeline_parallel: stages that share the layers, for each of those.
         zero_stage: what is sharded over them: 1, 2 optimizer state and gradients, 3 parameters too.
         subgroup_params: parameters in one subgroup, the grain of the optimizer step.
         num_param_slots: slots in each ring that parameters are fetched or gathered into.
         num_state_slots: slots that streamed optimizer state passes through.
         update_order: the order of updates: by each unit's next forward, or as gradients arrive (always so if they
             start during backward).
+        reduce_start: when ranks add up gradients that pile up on the device: in ``backward``, each unit's as soon as
+            it is final, or all at the ``step``.
         update_start: ``step`` when all gradients are there, ``backward`` each as soon as its own is there.
         overlap_next_forward: an update gates only its own unit's next forward, instead of the whole next iteration.
         host_update: what the host does around an update.
@@ -105,11 +109,14 @@ class Decisions(Frozen):
     micro_batch: Annotated[int, Field(ge=1)] = 1
     num_micro_batches: Annotated[int, Field(ge=1)] = 1
     data_parallel: Annotated[int, Field(ge=1)] = 1
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    pipeline_parallel: Annotated[int, Field(ge=1)] = 1
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     subgroup_params: Annotated[int, Field(ge=1)] = 100_000_000
     num_param_slots: Annotated[int, Field(ge=1)] = 2
     num_state_slots: Annotated[int, Field(ge=1)] = 2
     update_order: Literal["forward", "backward"] = "forward"
+    reduce_start: Literal["step", "backward"] = "backward"
     update_start: Literal["step", "backward"] = "step"
     overlap_next_forward: bool = True
     host_update: HostUpdate = HostUpdate.FUSED
@@ -127,6 +134,13 @@ class Decisions(Frozen):
                 "clip needs the norm of all gradients, so no update can start during backward; "
                 "set update_start to 'step' or clip to false"
             )
+        if self.reduce_start == "step" and self.update_start == "backward":
+            raise ValueError(
+                "no update can start during backward if gradients are added up at the step; set update_start to 'step' "
+                "or reduce_start to 'backward'"
+            )
+        if self.pipeline_parallel > 1:
+            self._check_pipeline()
         for name, unit in self.units.items():
             if unit.params == "host" and Place.GPU in unit.update:
                 raise ValueError(
@@ -140,6 +154,24 @@ class Decisions(Frozen):
                 )
         return self
 
+    def _check_pipeline(self) -> None:
+        if self.reduce_start != "step":
+            raise ValueError(
+                f"pipeline_parallel {self.pipeline_parallel} needs reduce_start 'step': the outer stages add up a tied "
+                "embedding's gradient first; set it"
+            )
+        if self.zero_stage > 1:
+            raise ValueError(
+                f"zero_stage {self.zero_stage} with pipeline_parallel {self.pipeline_parallel}: every micro-batch "
+                "would send its gradients again; set zero_stage to 0 or 1"
+            )
+        for name, unit in self.units.items():
+            if unit.params != "gpu" or set(unit.update) - {Place.GPU}:
+                raise ValueError(
+                    f"unit {name}: pipeline_parallel {self.pipeline_parallel} keeps everything on the devices; set "
+                    "params and update to 'gpu'"
+                )
+
     @property
     def executable(self) -> bool:
         """Whether they describe what our executor does; other engines' extra copies and passes are only simulated."""
@@ -147,6 +179,8 @@ class Decisions(Frozen):
             self.gradient_path is GradientPath.ONCE
             and self.host_update is HostUpdate.FUSED
             and not (self.module_hooks or self.loop or self.device_buffer_bytes)
+            and self.reduce_start == "backward"
+            and self.tensor_parallel == self.pipeline_parallel == 1
         )
 
     def flushes(self, place: Place) -> bool:

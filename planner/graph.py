@@ -8,7 +8,7 @@ import networkx as nx
 
 from planner.models.config import ModelConfig
 from planner.models.ends import embedding_operators, head_operators
-from planner.models.kernels import Attention, Elementwise, Gemm, Kernel, Kernels
+from planner.models.kernels import Attention, Collective, Elementwise, Gemm, Kernel, Kernels
 from planner.models.operators import (
     Batch,
     Operator,
@@ -18,10 +18,12 @@ from planner.models.operators import (
     layer_parts,
 )
 from planner.models.parameters import ParameterSpec, layer_path, parameters, root
+from planner.models.sharding import share
 
 __all__ = [
     "Attention",
     "Batch",
+    "Collective",
     "Elementwise",
     "Gemm",
     "Kernel",
@@ -124,9 +126,11 @@ def build_graph(config: ModelConfig, batch: Batch) -> "nx.DiGraph[str]":
     Nodes are operator names with the attribute ``operator``; edges have ``num_bytes``, the producer's output.
 
     Raises:
-        ValueError: the sequence is longer than a learned position embedding.
+        ValueError: the sequence is longer than a learned position embedding, or the model cannot be shared by
+            ``batch.tensor_parallel`` ranks.
     """
     _check_positions(config, batch)
+    config = share(config, batch)
     graph: nx.DiGraph[str] = nx.DiGraph()
     specs = {spec.name: spec for spec in parameters(config)}
     first = embedding_operators(config, batch, specs)

@@ -15,7 +15,7 @@ from planner.models.config import ModelConfig
 from planner.prediction import Prediction, TierMemory
 from planner.schedule import Schedule, Tier
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 
 
 class PlanError(ValueError):
@@ -55,7 +55,7 @@ class Plan(Frozen):
         content_digest: SHA-256 of everything else, so that a change by hand is noticed.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     program_version: str
     model: ModelConfig
     seq_len: Annotated[int, Field(ge=1)]

@@ -1,6 +1,7 @@
 """What a schedule is predicted to take: time by phase, memory by tier, and what binds."""
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from typing import Any
 
@@ -114,11 +115,12 @@ def capacities(cost: CostModel) -> dict[Tier, int]:
 
 def always_held(schedule: Schedule, cost: CostModel) -> dict[Tier, int]:
     """Return a lower bound of each tier's peak without simulating: what is held all the time."""
-    held = {Tier.GPU: 0, Tier.HOST: 0}
+    held = dict.fromkeys(itertools.product((Tier.GPU, Tier.HOST), range(schedule.num_stages)), 0)
     for buffer in schedule.buffers:
         if buffer.first is None:
-            held[buffer.tier] += buffer.num_bytes * (cost.ranks_per_node if buffer.tier is Tier.HOST else 1)
-    return held
+            ranks = cost.ranks_per_node if buffer.tier is Tier.HOST else 1
+            held[buffer.tier, buffer.stage] += buffer.num_bytes * ranks
+    return {tier: max(n for (other, _), n in held.items() if other is tier) for tier in (Tier.GPU, Tier.HOST)}
 
 
 def critical_path(timeline: Timeline, iteration: int) -> dict[str, float]:
@@ -129,14 +131,15 @@ def critical_path(timeline: Timeline, iteration: int) -> dict[str, float]:
     """
     tasks = timeline.schedule.tasks
     previous_in_lane: dict[int, tuple[int, int]] = {}  # task -> (its lane's task before it, iterations back)
-    last_in_lane = {task.lane: task.index for task in tasks}
+    last_in_lane = {(task.lane, task.stage): task.index for task in tasks}
     lane_latest: dict[Any, int] = {}
     for task in tasks:
-        if task.lane in lane_latest:
-            previous_in_lane[task.index] = (lane_latest[task.lane], 0)
+        lane = (task.lane, task.stage)
+        if lane in lane_latest:
+            previous_in_lane[task.index] = (lane_latest[lane], 0)
         else:
-            previous_in_lane[task.index] = (last_in_lane[task.lane], 1)
-        lane_latest[task.lane] = task.index
+            previous_in_lane[task.index] = (last_in_lane[lane], 1)
+        lane_latest[lane] = task.index
     spans = {(s.iteration, s.task): s for s in timeline.spans}
     begin_s, end_s = timeline.begin_s(iteration), timeline.begin_s(iteration) + timeline.period_s(iteration)
     current = (iteration + 1, timeline.schedule.first_forward or 0)

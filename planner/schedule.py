@@ -37,6 +37,7 @@ class Op(StrEnum):
     STORE = "store"  # optimizer state: device -> host
     UPLOAD = "upload"  # updated parameters: host -> device
     ISSUE = "issue"  # the host's own time to issue what follows on the device
+    SEND = "send"  # between pipeline stages: activations, their gradients, the gradient of tied embeddings
     STEP = "step"  # the training loop's own work from the norm to the next forward: step(), scheduler, data
     LOOP = "loop"  # what a script does between iterations: logging, data, waiting for the device
 
@@ -61,6 +62,8 @@ class Lane(StrEnum):
     STATE_OUT = "state-out"
     CPU = "cpu"  # the worker team that updates on the host
     COLLECTIVE = "collective"
+    SEND = "send"  # activations to the next pipeline stage
+    SEND_BACK = "send-back"  # their gradients to the previous one
     LAUNCH = "launch"  # the host thread that issues kernels
 
 
@@ -97,6 +100,7 @@ class Task:
         num_tensors: parameter tensors that the host goes through (``STEP``); 0 otherwise.
         num_modules: modules whose hooks the host runs (``ISSUE``); 0 otherwise.
         slot: device slot that is filled (``FETCH``, ``GATHER``, ``LOAD``), or -1.
+        stage: pipeline stage whose rank it belongs to; every stage has lanes and resources of its own.
         pinned: for copies, whether the host side is pinned memory (the copy is then asynchronous and fast).
         stalls: for copies, whether the device computes nothing meanwhile.
         after: indices of tasks of the same iteration that must have ended; all smaller than ``index``.
@@ -118,6 +122,7 @@ class Task:
     slot: int = -1
     pinned: bool = True
     stalls: bool = False
+    stage: int = 0
     after: tuple[int, ...] = ()
     after_previous: tuple[int, ...] = ()
 
@@ -134,7 +139,7 @@ class Buffer:
     """Bytes held on a tier from the start of one task to the end of another.
 
     ``first`` and ``last`` are task indices; both ``None`` means held all the time. A buffer whose ``last`` is issued
-    before its ``first`` is carried over into the next iteration.
+    before its ``first`` is carried over into the next iteration. It is held by a rank of its pipeline ``stage``.
     """
 
     tier: Tier
@@ -143,6 +148,7 @@ class Buffer:
     label: str
     first: int | None = None
     last: int | None = None
+    stage: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +161,11 @@ class Schedule:
 
     def __post_init__(self) -> None:
         validate(self)
+
+    @functools.cached_property
+    def num_stages(self) -> int:
+        """Number of pipeline stages."""
+        return 1 + max((task.stage for task in self.tasks), default=0)
 
     @functools.cached_property
     def first_forward(self) -> int | None:
@@ -214,8 +225,8 @@ def validate(schedule: Schedule) -> None:
         if task.after_previous and not 0 <= min(task.after_previous) <= max(task.after_previous) < count:
             bad = [i for i in task.after_previous if not 0 <= i < count]
             raise ValueError(f"task {position} {task.name} comes after {bad} of the previous iteration: no such task")
-        if task.num_bytes < 0 or task.num_params < 0:
-            raise ValueError(f"task {position} {task.name} has a negative amount of work")
+        if min(task.num_bytes, task.num_params, task.stage) < 0:
+            raise ValueError(f"task {position} {task.name} has a negative amount of work or stage")
     for buffer in schedule.buffers:
         ends = [i for i in (buffer.first, buffer.last) if i is not None]
         if len(ends) == 1 or any(not 0 <= i < count for i in ends):
@@ -225,7 +236,8 @@ def validate(schedule: Schedule) -> None:
 
 
 def _line(task: Task) -> str:
-    parts = [f"{task.index:5d} {task.lane:<13} {task.name:<40}"]
+    lane = f"{task.stage}:{task.lane}" if task.stage else task.lane
+    parts = [f"{task.index:5d} {lane:<13} {task.name:<40}"]
     if task.num_bytes:
         parts.append(f"{task.num_bytes / 1e6:.2f} MB" + ("" if task.pinned else " pageable"))
     if task.num_params:

@@ -30,10 +30,10 @@ class Span:
 class Phases:
     """Seconds that one iteration spends in each phase; they add up to the iteration.
 
-    Boundaries are read off the compute lane: ``forward`` and ``backward`` are the stretches in which their tasks are
-    under way, and ``update`` is the rest: from the last backward to the first forward of the next iteration. Updates
-    that overlap with computing cost nothing there, which is the point of overlapping them. ``loop`` is what the script
-    does between iterations, where that is a task.
+    Boundaries are read off the compute lane (of a pipeline's first stage): ``forward`` and ``backward`` are the
+    stretches in which their tasks are under way, and ``update`` is the rest: from the last backward to the first
+    forward of the next iteration. Updates that overlap with computing cost nothing there, which is the point of
+    overlapping them. ``loop`` is what the script does between iterations, where that is a task.
     """
 
     forward_s: float
@@ -109,7 +109,7 @@ class Timeline:
         compute = [
             (_COMPUTE[self.schedule.tasks[s.task].op], s)
             for s in self.of_iteration(iteration)
-            if self.schedule.tasks[s.task].op in _COMPUTE
+            if self.schedule.tasks[s.task].op in _COMPUTE and not self.schedule.tasks[s.task].stage
         ]
         totals = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0}
         stretches = [list(group) for _, group in itertools.groupby(compute, key=lambda item: item[0])]
@@ -124,11 +124,15 @@ class Timeline:
         return Phases(forward_s, backward_s, update_s, loop_s)
 
     def busy_s(self, iteration: int) -> dict[Lane, float]:
-        """Return the seconds each lane was occupied by tasks of one iteration."""
-        busy: dict[Lane, float] = defaultdict(float)
+        """Return the seconds each lane was occupied by tasks of one iteration: in the stage where that is most."""
+        busy: dict[tuple[Lane, int], float] = defaultdict(float)
         for span in self.of_iteration(iteration):
-            busy[self.schedule.tasks[span.task].lane] += span.end_s - span.start_s
-        return dict(busy)
+            task = self.schedule.tasks[span.task]
+            busy[task.lane, task.stage] += span.end_s - span.start_s
+        return {
+            lane: max(seconds for (other, _), seconds in busy.items() if other is lane)
+            for lane in dict.fromkeys(lane for lane, _ in busy)
+        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,16 +153,16 @@ class MemoryUse:
 
 
 def memory_use(timeline: Timeline, iteration: int) -> dict[Tier, MemoryUse]:
-    """Return what every tier holds during one (steady) iteration of a timeline.
+    """Return what every tier holds during one (steady) iteration of a timeline: of pipeline stages, the fullest.
 
     A buffer that outlives the iteration (see :class:`planner.schedule.Buffer`) is folded back into it: in the steady
     state the previous iteration's copy of it is held until the same moment of this one.
     """
     begin_s, period_s = timeline.begin_s(iteration), timeline.period_s(iteration)
     starts_s, ends_s = timeline.start_s[iteration].tolist(), timeline.end_s[iteration].tolist()
-    events: dict[Tier, list[tuple[float, int, MemoryClass]]] = {tier: [] for tier in Tier}
+    events: dict[tuple[Tier, int], list[tuple[float, int, MemoryClass]]] = defaultdict(list)
     for buffer in timeline.schedule.buffers:
-        changes = events[buffer.tier]
+        changes = events[buffer.tier, buffer.stage]
         if buffer.first is None or buffer.last is None:
             changes.append((0.0, buffer.num_bytes, buffer.memory_class))
             continue
@@ -166,7 +170,12 @@ def memory_use(timeline: Timeline, iteration: int) -> dict[Tier, MemoryUse]:
         if buffer.last < buffer.first:
             end_s += period_s
         changes.extend(_fold(start_s, max(end_s, start_s), period_s, buffer.num_bytes, buffer.memory_class))
-    return {tier: _accumulate(changes) for tier, changes in events.items() if changes}
+    uses = {key: _accumulate(changes) for key, changes in events.items()}
+    return {
+        tier: max((use for (other, _), use in uses.items() if other is tier), key=lambda use: use.peak_bytes)
+        for tier in Tier
+        if any(other is tier for other, _ in uses)
+    }
 
 
 def _fold(

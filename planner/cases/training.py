@@ -12,8 +12,10 @@ from planner.costs import CostModel
 from planner.decisions import BF16, Decisions, GradientPath
 from planner.engines import Setup, gpu_only, interleaved, twin_flow, zero_offload
 from planner.graph import Batch, Unit, build_graph, units
-from planner.lowering import lower
+from planner.lowering import lower, stages
+from planner.models.config import ModelConfig
 from planner.models.registry import model_from_case
+from planner.models.sharding import share
 from planner.prediction import memory_peaks
 from planner.schedule import Tier
 from planner.simulate.machine import run_until_steady
@@ -122,17 +124,47 @@ class TrainingCase(Case):
             if value not in allowed:
                 choices = " or ".join(str(choice) for choice in allowed)
                 raise CaseError(f"case {self.id}: {field} is {value}, but only {choices} can be predicted so far")
-        devices, data_parallel = self.parallel.gpus_per_node * self.parallel.nodes, self.parallel.data_parallel
-        if data_parallel > devices:
+        parallel, data_parallel = self.parallel, self.parallel.data_parallel
+        ranks = data_parallel * parallel.tensor_parallel * parallel.pipeline_parallel
+        if ranks > (devices := parallel.gpus_per_node * parallel.nodes):
             raise CaseError(
-                f"case {self.id}: parallel.data_parallel is {data_parallel}, but there are {devices} devices; "
+                f"case {self.id}: parallel.data_parallel {data_parallel} x tensor_parallel {parallel.tensor_parallel} "
+                f"x pipeline_parallel {parallel.pipeline_parallel} need {ranks} devices, but there are {devices}; "
                 "correct it"
             )
+        if parallel.pipeline_parallel > self.model.num_layers:
+            raise CaseError(
+                f"case {self.id}: parallel.pipeline_parallel is {parallel.pipeline_parallel}, but there are "
+                f"{self.model.num_layers} layers to deal to the stages; correct it"
+            )
+        self.share()
         if self.batch.global_batch % (self.batch.micro_batch * data_parallel):
             raise CaseError(
                 f"case {self.id}: batch.global_batch is {self.batch.global_batch}, but must be a multiple of "
                 f"micro_batch {self.batch.micro_batch} times data_parallel {data_parallel}; correct it"
             )
+
+    def share(self) -> tuple[ModelConfig, Batch]:
+        """Return the model and the batch, whose graph is one rank's share of every layer.
+
+        Raises:
+            CaseError: the sizes contradict one another, or do not divide evenly.
+        """
+        sizes = self.model.model_dump(exclude_none=True, exclude={"flash_attention"})
+        batch = Batch(
+            self.batch.micro_batch,
+            self.batch.seq_len,
+            2,
+            flash_attention=self.model.flash_attention,
+            tensor_parallel=self.parallel.tensor_parallel,
+            kernels="megatron",
+        )
+        try:
+            config = model_from_case(sizes)
+            share(config, batch)
+        except ValueError as error:
+            raise CaseError(f"case {self.id}: model: {error}") from error
+        return config, batch
 
     def predict(self, profile: HardwareProfile) -> Outcome:
         """Lower what the case's engine did, and simulate it until iterations repeat."""
@@ -144,7 +176,14 @@ class TrainingCase(Case):
             )
         model_units, setup = setup_of(self)
         decisions = decide(self, setup)
-        cost = CostModel(profile, model_units, decisions.precision, setup.data_parallel)
+        cost = CostModel(
+            profile,
+            stages(model_units, decisions),
+            decisions.precision,
+            decisions.data_parallel,
+            decisions.tensor_parallel,
+            decisions.pipeline_parallel,
+        )
         simulation = run_until_steady(lower(model_units, decisions, asynchronous=cost.asynchronous), cost)
         phases = simulation.timeline.phases(simulation.steady)
         peaks = memory_peaks(simulation.timeline, simulation.steady, cost)
@@ -160,15 +199,9 @@ class TrainingCase(Case):
 
 def setup_of(case: TrainingCase) -> tuple[tuple[Unit, ...], Setup]:
     """Return the units of a case's model at its batch, and what its engine is asked for."""
-    sizes = case.model.model_dump(exclude_none=True, exclude={"flash_attention"})
-    batch = Batch(
-        case.batch.micro_batch,
-        case.batch.seq_len,
-        flash_attention=case.model.flash_attention,
-        implementation="megatron",
-    )
+    config, batch = case.share()
     try:
-        model_units = units(build_graph(model_from_case(sizes), batch))
+        model_units = units(build_graph(config, batch))
     except ValueError as error:
         raise CaseError(f"case {case.id}: model: {error}") from error
     setup = Setup(
@@ -193,7 +226,15 @@ def _engine(case: TrainingCase, setup: Setup) -> Decisions:
         # Without sharding every rank updates all: the pieces are those of one rank.
         whole = setup if case.zero_stage else dataclasses.replace(setup, data_parallel=1)
         chosen = _pick(gpu_only(whole), case, zero_stage=case.zero_stage if setup.data_parallel > 1 else 0)
-        return chosen.model_copy(update={"data_parallel": setup.data_parallel})
+        return chosen.model_copy(
+            update={
+                "data_parallel": setup.data_parallel,
+                "tensor_parallel": case.parallel.tensor_parallel,
+                "pipeline_parallel": case.parallel.pipeline_parallel,
+                # DeepSpeed adds gradients up after the last micro-batch, unless it shards them.
+                "reduce_start": "step" if case.zero_stage < 2 else "backward",
+            }
+        )
     if engine.name == "interleaved":
         assert engine.stride is not None
         return _pick(interleaved(setup, (engine.stride,), engine.cpu_optimizer_fraction), case)
@@ -209,13 +250,15 @@ def _requirements(case: TrainingCase) -> Iterator[tuple[str, object, tuple[objec
     """Yield field, value and what it may be."""
     engine = case.engine
     offloaded = engine.name != "gpu-only"
-    yield "parallel.tensor_parallel", case.parallel.tensor_parallel, (1,)
-    yield "parallel.pipeline_parallel", case.parallel.pipeline_parallel, (1,)
     yield "offload.params", case.offload.params, ("gpu",)
     yield "offload.optimizer", case.offload.optimizer, ("cpu",) if offloaded else ("gpu",)
     # fp16 products take what bf16 ones take; the optimizer works in fp32 either way.
     yield "precision", case.precision, ("bf16+fp32-adam", "fp16+fp32-adam")
+    if case.parallel.pipeline_parallel > 1:
+        yield "zero_stage", case.zero_stage, (0, 1)
     if offloaded:
+        yield "parallel.tensor_parallel", case.parallel.tensor_parallel, (1,)
+        yield "parallel.pipeline_parallel", case.parallel.pipeline_parallel, (1,)
         yield "zero_stage", case.zero_stage, (3,)
         yield (
             "engine.gradient_flush",

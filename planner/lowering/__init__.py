@@ -12,6 +12,7 @@ from planner.lowering.compute import compute, launch, segments
 from planner.lowering.gradients import gradients
 from planner.lowering.memory import memory
 from planner.lowering.parameters import Slots, assign_slots, parameters
+from planner.lowering.pipeline import stage_decisions, stages
 from planner.lowering.program import Program
 from planner.lowering.updates import updates
 from planner.schedule import Schedule
@@ -31,6 +32,9 @@ def lower(units: tuple[Unit, ...], decisions: Decisions, *, asynchronous: bool) 
         ValueError: the decisions do not fit the units.
     """
     check(units, decisions)
+    if decisions.pipeline_parallel > 1:
+        units = stages(units, decisions)
+        decisions = stage_decisions(units, decisions)
     program = Program(units, decisions)
     for run in PASSES:
         if run is not launch or asynchronous:
@@ -69,4 +73,4 @@ def check(units: tuple[Unit, ...], decisions: Decisions) -> None:
             )
 
 
-__all__ = ["PASSES", "check", "lower", "slots"]
+__all__ = ["PASSES", "check", "lower", "slots", "stages"]

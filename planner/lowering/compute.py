@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 
 from planner.graph import Unit
+from planner.lowering import pipeline
 from planner.lowering.program import Draft, Program
 from planner.models.kernels import num_kernels
 from planner.schedule import Lane, Op, Phase
@@ -18,15 +19,10 @@ def compute(program: Program) -> None:
     ``torch.utils.checkpoint`` does.
     """
     decisions = program.decisions
-    for micro_batch in range(decisions.num_micro_batches):
-        for unit in program.units:
-            _append(program, Op.FORWARD, Phase.FORWARD, unit.name, micro_batch)
-        for segment in reversed(segments(program.units)):
-            if decisions.units[segment[0].name].activations == "recompute":
-                for unit in segment:
-                    _append(program, Op.RECOMPUTE, Phase.BACKWARD, unit.name, micro_batch)
-            for unit in reversed(segment):
-                _append(program, Op.BACKWARD, Phase.BACKWARD, unit.name, micro_batch)
+    if decisions.pipeline_parallel > 1:
+        pipeline.compute(program)
+    else:
+        _compute_in_turn(program)
     num_tensors = sum(len(unit.parameters) for unit in program.units)
     # The caller waits for the norm, and goes through all parameters, before it turns to the next iteration.
     step = Draft("step", Lane.LAUNCH, Op.STEP, Phase.UPDATE, num_tensors=num_tensors, after=[program.spine[-1].key])
@@ -42,10 +38,26 @@ def compute(program: Program) -> None:
         program.spine.append(program.add(clip))
 
 
+def _compute_in_turn(program: Program) -> None:
+    decisions = program.decisions
+    for micro_batch in range(decisions.num_micro_batches):
+        for unit in program.units:
+            _append(program, Op.FORWARD, Phase.FORWARD, unit.name, micro_batch)
+        for segment in reversed(segments(program.units)):
+            if decisions.units[segment[0].name].activations == "recompute":
+                for unit in segment:
+                    _append(program, Op.RECOMPUTE, Phase.BACKWARD, unit.name, micro_batch)
+            for unit in reversed(segment):
+                _append(program, Op.BACKWARD, Phase.BACKWARD, unit.name, micro_batch)
+
+
 def launch(program: Program) -> None:
     """Put the host's time to issue kernels before every compute task (devices that run asynchronously)."""
     kernels = {op: {unit.name: num_kernels(getattr(unit, op)) for unit in program.units} for op in _COMPUTE_OPS}
     modules = {unit.name: unit.num_modules for unit in program.units if program.decisions.module_hooks}
+    if program.decisions.pipeline_parallel > 1:
+        pipeline.launch(program, compute_drafts(program), kernels)
+        return
     for draft in compute_drafts(program):
         issue = Draft(f"issue:{draft.key}", Lane.LAUNCH, Op.ISSUE, draft.phase, draft.unit, draft.micro_batch)
         issue.num_kernels = kernels[draft.op][draft.unit]

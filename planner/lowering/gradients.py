@@ -3,6 +3,7 @@
 from planner.decisions import GradientPath, Place
 from planner.graph import Unit
 from planner.lowering.compute import compute_drafts
+from planner.lowering.pipeline import exchange_tied, exchanged
 from planner.lowering.program import Draft, Program
 from planner.schedule import Lane, Op, Phase
 
@@ -26,6 +27,8 @@ def gradients(program: Program) -> None:
         flushed = _flush(program, unit, draft, ready)
         if (gone := flushed or ready) != draft.key:
             leaving.append(gone)
+    if program.decisions.reduce_start == "step":
+        _reduce_at_step(program)
     if program.decisions.clip:
         # The norm is that of the sum over ranks and micro-batches, which host-updated units have on the host.
         program.drafts["clip"].after += [summed(program, unit) for unit in program.units if unit.num_params]
@@ -47,8 +50,8 @@ def placed_params(program: Program, unit: Unit, *places: Place) -> int:
 def gradient_ready(program: Program, unit: Unit) -> str:
     """Return the key of the task after which a unit's summed gradient is on the device."""
     last = program.decisions.num_micro_batches - 1
-    reduced = f"scatter:{unit.name}:{last}"
-    return reduced if reduced in program.drafts else f"{Op.BACKWARD}:{unit.name}:{last}"
+    backward = f"{Op.BACKWARD}:{unit.name}:{last}"
+    return next((key for key in (f"scatter:{unit.name}:{last}", exchanged(unit)) if key in program.drafts), backward)
 
 
 def summed(program: Program, unit: Unit) -> str:
@@ -63,17 +66,34 @@ def _reduce(program: Program, unit: Unit, backward: Draft) -> str:
     # Where whole gradients pile up on the device, ranks need to agree only once, after the last micro-batch.
     piles_up = decisions.zero_stage < 2 and not flushed_params(program, unit)
     last = backward.micro_batch == decisions.num_micro_batches - 1
-    if decisions.data_parallel == 1 or (piles_up and not last):
+    if decisions.data_parallel == 1 or (piles_up and not (last and decisions.reduce_start == "backward")):
         return backward.key
-    # An all-reduce is a reduce-scatter and an all-gather: twice the bytes.
-    num_bytes = decisions.precision.weight_bytes * unit.num_params * (2 if decisions.zero_stage == 0 else 1)
-    key = f"scatter:{unit.name}:{backward.micro_batch}"
-    scatter = Draft(
-        key, Lane.COLLECTIVE, Op.SCATTER, Phase.BACKWARD, unit.name, backward.micro_batch, num_bytes=num_bytes
-    )
+    scatter = _scatter(program, unit, backward.micro_batch)
     scatter.after = [backward.key]
     program.behind[backward.key].append(program.add(scatter))
-    return key
+    return scatter.key
+
+
+def _reduce_at_step(program: Program) -> None:
+    """Add up what piled up on the device over the ranks, when all of a rank's backward has ended."""
+    exchange_tied(program)
+    ends = {program.stage_of[draft.unit]: draft.key for draft in compute_drafts(program)}
+    for unit in reversed(program.units):
+        if unit.num_params and program.decisions.data_parallel > 1 and not flushed_params(program, unit):
+            scatter = _scatter(program, unit, program.decisions.num_micro_batches - 1)
+            if scatter.key not in program.drafts:
+                exchange = exchanged(unit)
+                scatter.after = [exchange if exchange in program.drafts else ends[program.stage_of[unit.name]]]
+                program.at_step(scatter)
+
+
+def _scatter(program: Program, unit: Unit, micro_batch: int) -> Draft:
+    """Return the collective over the ranks that adds up a unit's gradient."""
+    decisions = program.decisions
+    # An all-reduce is a reduce-scatter and an all-gather: twice the bytes.
+    num_bytes = decisions.precision.weight_bytes * unit.num_params * (2 if decisions.zero_stage == 0 else 1)
+    key = f"scatter:{unit.name}:{micro_batch}"
+    return Draft(key, Lane.COLLECTIVE, Op.SCATTER, Phase.BACKWARD, unit.name, micro_batch, num_bytes=num_bytes)
 
 
 def _flush(program: Program, unit: Unit, backward: Draft, ready: str) -> str | None:

@@ -5,6 +5,7 @@ turns keys into issue order at the end.
 """
 
 import dataclasses
+import functools
 from collections import defaultdict
 
 from planner.decisions import Decisions
@@ -31,6 +32,7 @@ class Draft:
     slot: int = -1
     pinned: bool = True
     stalls: bool = False
+    stage: int = 0
     after: list[str] = dataclasses.field(default_factory=list)
     after_previous: list[str] = dataclasses.field(default_factory=list)
 
@@ -72,14 +74,29 @@ class Program:
     drafts: dict[str, Draft] = dataclasses.field(default_factory=dict)
     first_use: dict[str, tuple[list[Draft], str]] = dataclasses.field(default_factory=dict)
 
+    @functools.cached_property
+    def stage_of(self) -> dict[str, int]:
+        """The pipeline stage of each unit, by name."""
+        pipelined = self.decisions.pipeline_parallel > 1  # units are then stages
+        return {unit.name: stage if pipelined else 0 for stage, unit in enumerate(self.units)}
+
     def add(self, draft: Draft) -> Draft:
-        """Make a draft known by its key, and return it."""
+        """Make a draft known by its key, give it the stage of its unit, and return it."""
         assert draft.key not in self.drafts, draft.key
+        draft.stage = self.stage_of.get(draft.unit, 0)
         self.drafts[draft.key] = draft
         return draft
 
+    def at_step(self, draft: Draft) -> Draft:
+        """Add a task behind everything that computes: before the norm is known, if gradients are clipped."""
+        (self.before["clip"] if self.decisions.clip else self.tail).append(self.add(draft))
+        return draft
+
     def hold(self, tier: Tier, memory_class: MemoryClass, num_bytes: int, label: str, *ends: str) -> None:
-        """Hold bytes from the start of the first to the end of the second of ``ends``, or always if there are none."""
+        """Hold bytes from the start of the first to the end of the second of ``ends``, or always if there are none.
+
+        What is always held is labelled with the unit it belongs to, if any.
+        """
         if num_bytes:
             self.holds.append(Hold(tier, memory_class, num_bytes, label, *ends))
 
@@ -114,6 +131,7 @@ class Program:
                 slot=d.slot,
                 pinned=d.pinned,
                 stalls=d.stalls,
+                stage=d.stage,
                 after=tuple(sorted({index[k] for k in d.after})) if d.after else (),
                 after_previous=tuple(sorted({index[k] for k in d.after_previous})) if d.after_previous else (),
             )
@@ -127,6 +145,7 @@ class Program:
                 h.label,
                 None if h.first is None else index[h.first],
                 None if h.last is None else index[h.last],
+                self.stage_of.get(h.label, 0) if h.first is None else self.drafts[h.first].stage,
             )
             for h in self.holds
         )

@@ -3,10 +3,18 @@
 import dataclasses
 from collections.abc import Mapping
 
-from planner.models import work
+from planner.models import megatron, work
 from planner.models.config import ModelConfig
-from planner.models.kernels import Work, each
-from planner.models.operators import Batch, Operator, Pattern, has_learned_positions, norm_work
+from planner.models.kernels import Work, all_reduce, each
+from planner.models.operators import (
+    Batch,
+    Operator,
+    Pattern,
+    has_learned_positions,
+    norm_work,
+    sum_input_gradient,
+    sum_output,
+)
 from planner.models.parameters import ParameterSpec, root
 
 
@@ -44,6 +52,11 @@ def embedding_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, P
     look_up = work.embedding(rows, config.vocab_size, width, e)
     if config.tied_embeddings:  # the head's gradient is added
         look_up += Work((), each(config.vocab_size * width, 3 * e))
+    look_up += sum_output(batch, width)
+    if batch.is_megatron:
+        look_up += megatron.accumulate(e, config.vocab_size * width) + megatron.embedding(
+            rows, width, e, dropout=has_learned_positions(config)
+        )
     weight = _token_weight(config)
     operators = [
         make(weight.removesuffix(".weight"), "embedding", Pattern.ROW, look_up, rows * width * e, weight),
@@ -84,14 +97,23 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
         name = f"{path}.project_out"
         project = work.keeping(work.linear(rows, hidden, width, e, bias=False), rows * hidden * e)
         operators.append(make(name, "projection", Pattern.REPLICATE, project, rows * width * e, f"{name}.weight"))
-    logits = work.keeping(work.linear(rows, width, vocab, e, bias=False), rows * width * e)
+    logits = sum_input_gradient(batch, width) + work.linear(rows, width, vocab, e, bias=False)
+    logits = work.keeping(logits, rows * width * e)
     if config.tied_embeddings:
         owned, shared = [], _token_weight(config)
     else:
         owned, shared = ["lm_head.weight"], ""
     operators.append(make("lm_head", "head", Pattern.COLUMN, logits, rows * vocab * e, *owned, shared=shared))
-    operators.append(make("loss", "loss", Pattern.SHARD, work.loss(rows, vocab, e), 4))
+    operators.append(make("loss", "loss", Pattern.SHARD, _loss(batch, vocab), 4))
     return operators
+
+
+def _loss(batch: Batch, vocab: int) -> Work:
+    rows, ranks = batch.num_tokens, batch.tensor_parallel
+    if batch.is_megatron:
+        return megatron.loss(rows, vocab, batch.dtype_bytes, ranks)
+    # The maximum, the target's logit and the sum of exponentials, over the ranks' shares of the vocabulary.
+    return work.loss(rows, vocab, batch.dtype_bytes) + Work(all_reduce(4 * rows, ranks, 3))
 
 
 def _token_weight(config: ModelConfig) -> str:

@@ -5,23 +5,27 @@
 tracing the dispatcher and checked against it in ``tests/planner/test_graph.py``. Kernels on less than one value per
 token and head are left out, and so is the accumulation of gradients over micro-batches.
 
-``megatron`` instead stands for Megatron-LM and Megatron-DeepSpeed of 2022 to 2024 (``megatron/model/transformer.py``
-and ``fused_kernels``): one product each for query, key and value and for gate and up, fused norms, fused
-scale-mask-softmax, fused bias and GeLU, and checkpointing that runs a whole layer again.
+Megatron's lists (:mod:`planner.models.megatron`) differ where its fused kernels do, and contain the accumulation.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Self
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gemm:
-    """``count`` matrix products (m, k) x (k, n). In a forward, ``m`` is the number of tokens."""
+    """``count`` matrix products (m, k) x (k, n). In a forward, ``m`` is the number of tokens.
+
+    Attributes:
+        batched: they are one kernel, which fills the device with all of them together.
+    """
 
     m: int
     n: int
     k: int
     count: int = 1
+    batched: bool = False
 
     @property
     def flop(self) -> int:
@@ -68,7 +72,24 @@ class Elementwise:
     count: int = 1
 
 
-Kernel = Gemm | Attention | Elementwise
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective inside a unit, over the ranks that share its operators (tensor parallelism).
+
+    Attributes:
+        num_bytes: the whole tensor that every rank has in the end.
+        num_ranks: ranks of the group.
+        num_passes: times that a ring carries it round: 2 for an all-reduce, 1 for an all-gather.
+        count: how often it runs.
+    """
+
+    num_bytes: int
+    num_ranks: int
+    num_passes: int = 2
+    count: int = 1
+
+
+Kernel = Gemm | Attention | Elementwise | Collective
 Kernels = tuple[Kernel, ...]
 
 
@@ -84,9 +105,14 @@ def each(num_elements: int, *bytes_per_element: float) -> Kernels:
     return tuple(kernels)
 
 
-def flop(kernels: Kernels) -> int:
-    """Return the FLOP of products and attention; elementwise kernels count as none."""
-    return sum(kernel.flop for kernel in kernels if not isinstance(kernel, Elementwise))
+def flop(kernels: Iterable[Kernel]) -> int:
+    """Return the FLOP of products and attention; other kernels count as none."""
+    return sum(kernel.flop for kernel in kernels if isinstance(kernel, Gemm | Attention))
+
+
+def all_reduce(num_bytes: int, num_ranks: int, count: int = 1) -> Kernels:
+    """Return the sum of a tensor over ranks: nothing where there is one rank."""
+    return (Collective(num_bytes, num_ranks, count=count),) if num_ranks > 1 else ()
 
 
 def elementwise_bytes(kernels: Kernels) -> int:
@@ -122,4 +148,14 @@ class Work:
 
 def num_kernels(kernels: Kernels) -> int:
     """Return how many kernels a list stands for."""
-    return sum(1 if isinstance(kernel, Attention) else kernel.count for kernel in kernels)
+    return sum(_num_launched(kernel) for kernel in kernels)
+
+
+def _num_launched(kernel: Kernel) -> int:
+    match kernel:
+        case Attention():
+            return 1
+        case Gemm():
+            return 1 if kernel.batched else kernel.count
+        case _:
+            return kernel.count

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Literal
 
-from planner.models import work
+from planner.models import megatron, work
 from planner.models.config import ModelConfig
-from planner.models.kernels import Attention, Kernels, Work, each, flop
+from planner.models.kernels import Attention, Kernels, Work, all_reduce, each, flop
 from planner.models.parameters import ParameterSpec, layer_path, layer_shapes
 
 
@@ -30,31 +30,33 @@ class Batch:
         seq_len: tokens of each.
         dtype_bytes: 2 for bf16, 4 for fp32 (weights and activations).
         flash_attention: fused attention (``sdpa``), otherwise ``eager``.
-        implementation: whose kernels run, see [Note: Kernel lists].
+        tensor_parallel: ranks that share every layer; the graph is then that of one of them.
+        kernels: whose implementation runs; see [Note: Kernel lists].
     """
 
     micro_batch: int
     seq_len: int
     dtype_bytes: Literal[2, 4] = 2
     flash_attention: bool = True
-    implementation: Literal["huggingface", "megatron"] = "huggingface"
+    tensor_parallel: int = 1
+    kernels: Literal["transformers", "megatron"] = "transformers"
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch", "seq_len"):
+        for name in ("micro_batch", "seq_len", "tensor_parallel"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} is {value}, but must be at least 1; give a positive number")
         if self.dtype_bytes not in {2, 4}:
             raise ValueError(f"dtype_bytes is {self.dtype_bytes}, but must be 2 (bf16) or 4 (fp32); choose one")
 
     @property
-    def fused(self) -> bool:
-        """Whether norms, softmax and biases are kernels of their own instead of PyTorch's single operations."""
-        return self.implementation == "megatron"
-
-    @property
     def num_tokens(self) -> int:
         """Tokens of the whole micro-batch."""
         return self.micro_batch * self.seq_len
+
+    @property
+    def is_megatron(self) -> bool:
+        """Whether Megatron's kernels run."""
+        return self.kernels == "megatron"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -187,11 +189,13 @@ def layer_parts(config: ModelConfig, batch: Batch, *, experts: bool) -> tuple[Pa
     parts += (
         _expert_parts(config, batch, source, middle) if experts else _mlp_parts(config, batch, names, source, middle)
     )
-    if before and not batch.fused:  # Megatron's own checkpointing runs all of it again
+    if batch.is_megatron:
+        pass  # its reentrant checkpoints run a layer's whole forward again
+    elif before:
         # Non-reentrant checkpointing stops as soon as the last saved tensor is back, which is the last product's
         # input: neither the product nor the residual sum runs again. Of experts, the weighted sum does not.
         parts[-1] = dataclasses.replace(parts[-1], num_skipped=_num_skipped(config, batch, parts[-1]))
-    if not before:
+    else:
         parts.append(norm(names.second_norm, "mlp", names.down))
     return tuple(parts)
 
@@ -200,13 +204,45 @@ def _num_skipped(config: ModelConfig, batch: Batch, part: Part) -> int:
     if part.kind == "down":
         return len(part.work.forward)
     converts = _routing_bytes(config, batch) != batch.dtype_bytes
-    return 3 + converts  # gather in token order, sum over experts, (cast,) residual
+    # gather in token order, sum over experts, (cast, sum over ranks,) residual
+    return 3 + converts + (batch.tensor_parallel > 1)
 
 
 def norm_work(config: ModelConfig, batch: Batch) -> Work:
     """Return the work of a norm over the hidden size."""
-    formula = work.rms_norm if config.norm == "rmsnorm" and not batch.fused else work.layer_norm
-    return formula(batch.num_tokens, config.hidden_size, batch.dtype_bytes)
+    fused = config.norm == "layernorm" or batch.is_megatron
+    formula = work.layer_norm if fused else work.rms_norm
+    normalize = formula(batch.num_tokens, config.hidden_size, batch.dtype_bytes)
+    if batch.is_megatron:
+        normalize += megatron.accumulate(batch.dtype_bytes, config.hidden_size, config.hidden_size)
+    return normalize
+
+
+def linear(batch: Batch, inputs: int, outputs: int, *, bias: bool) -> Work:
+    """Return a projection of every token; see :func:`planner.models.work.linear`."""
+    project = work.linear(batch.num_tokens, inputs, outputs, batch.dtype_bytes, bias=bias)
+    if batch.is_megatron:
+        project += megatron.accumulate(batch.dtype_bytes, inputs * outputs, *((outputs,) if bias else ()))
+    return project
+
+
+def sum_output(batch: Batch, width: int) -> Work:
+    """Return the sum over ranks of what a row-parallel operator hands on (Megatron-LM's ``g``)."""
+    return Work(all_reduce(batch.num_tokens * width * batch.dtype_bytes, batch.tensor_parallel))
+
+
+def sum_input_gradient(batch: Batch, width: int) -> Work:
+    """Return the sum over ranks of the gradient of a column-parallel operator's input (Megatron-LM's ``f``).
+
+    It is the last thing in backward, so this comes first.
+    """
+    return Work((), all_reduce(batch.num_tokens * width * batch.dtype_bytes, batch.tensor_parallel))
+
+
+def _residual(batch: Batch, width: int, *, has_dropout: bool) -> Work:
+    if batch.is_megatron and has_dropout:
+        return megatron.bias_dropout_add(batch.num_tokens, width, batch.dtype_bytes)
+    return work.residual(batch.num_tokens, width, batch.dtype_bytes)
 
 
 def _attention_parts(config: ModelConfig, batch: Batch, names: _Names, source: str) -> Iterable[Part]:
@@ -224,7 +260,8 @@ def _attention_parts(config: ModelConfig, batch: Batch, names: _Names, source: s
     )
     sources = (names.qkv,) if has_learned_positions(config) else (names.qkv, "rotary")
     yield Part(names.core, "attention", "attn", Pattern.SHARD, _core_work(config, batch), rows * query * e, (), sources)
-    output = work.linear(rows, query, hidden, e, bias=config.output_bias) + work.residual(rows, hidden, e)
+    output = linear(batch, query, hidden, bias=config.output_bias)
+    output += sum_output(batch, hidden) + _residual(batch, hidden, has_dropout=has_learned_positions(config))
     yield Part(
         names.output, "output", "attn", Pattern.ROW, output, rows * hidden * e, (names.output,), (names.core, "")
     )
@@ -233,10 +270,10 @@ def _attention_parts(config: ModelConfig, batch: Batch, names: _Names, source: s
 def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
     rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
     query, key, bias = config.query_size, config.key_value_size, config.qkv_bias
-    if config.family == "gpt2" or batch.fused:  # one product; Megatron adds its bias in the product's epilogue
-        joint = work.linear(rows, hidden, query + 2 * key, e, bias=bias)
-        return work.keeping(joint, rows * hidden * e, rows * (query + 2 * key + hidden) * e if batch.fused else 0)
-    q, k = work.linear(rows, hidden, query, e, bias=bias), work.linear(rows, hidden, key, e, bias=bias)
+    share = sum_input_gradient(batch, hidden)
+    if config.family == "gpt2" or batch.is_megatron:
+        return work.keeping(share + linear(batch, hidden, query + 2 * key, bias=bias), rows * hidden * e)
+    q, k = linear(batch, hidden, query, bias=bias), linear(batch, hidden, key, bias=bias)
     if config.family == "opt":
         q += Work(each(rows * query, 2 * e), each(rows * query, 2 * e))  # scaled before attention
     else:  # rotary's gradients are turned back into the projection's layout
@@ -245,8 +282,8 @@ def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
     if config.qk_norm:
         q += work.rms_norm(rows * config.num_attention_heads, config.head_dim, e)
         k += work.rms_norm(rows * config.num_key_value_heads, config.head_dim, e)
-    v = work.linear(rows, hidden, key, e, bias=bias)
-    join = Work((), each(rows * hidden, 3 * e, 3 * e))  # the input's gradients from q, k and v
+    v = linear(batch, hidden, key, bias=bias)
+    join = share + Work((), each(rows * hidden, 3 * e, 3 * e))  # the input's gradients from q, k and v
     return work.keeping(join + q + k + v, rows * hidden * e, rows * (query + 2 * key + hidden) * e)
 
 
@@ -261,11 +298,12 @@ def _core_work(config: ModelConfig, batch: Batch) -> Work:
         causal=True,
         flash=batch.flash_attention,
     )
-    if batch.flash_attention:
+    if batch.is_megatron and not batch.flash_attention:
+        attend = megatron.attention(core, query, key, e, dropout=has_learned_positions(config))
+    elif batch.flash_attention:
         attend = work.flash_attention(core, query, key, e, merged_gradient=config.family == "gpt2")
     else:
-        formula = work.fused_softmax_attention if batch.fused else work.eager_attention
-        attend = formula(core, query, key, e, upcast=config.family != "gpt2" and not batch.fused)
+        attend = work.eager_attention(core, query, key, e, upcast=config.family != "gpt2")
     if has_learned_positions(config):
         return attend
     return work.rotary(query, e) + work.rotary(key, e) + attend
@@ -273,18 +311,19 @@ def _core_work(config: ModelConfig, batch: Batch) -> Work:
 
 def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, skip: str) -> Iterable[Part]:
     rows, hidden, ffn, e = batch.num_tokens, config.hidden_size, config.ffn_hidden_size, batch.dtype_bytes
-    if batch.fused:
-        up = work.linear(rows, hidden, ffn * (2 if config.is_gated else 1), e, bias=config.mlp_bias)
-    else:
-        up = work.linear(rows, hidden, ffn, e, bias=config.mlp_bias)
-        if config.is_gated:
-            up = Work((), each(rows * hidden, 3 * e)) + up + up
-    up = work.keeping(up, rows * hidden * e)
+    up = linear(batch, hidden, ffn, bias=config.mlp_bias)
+    if config.is_gated:
+        up = Work((), each(rows * hidden, 3 * e)) + up + up
+    up = work.keeping(sum_input_gradient(batch, hidden) + up, rows * hidden * e)
     up_bytes = rows * ffn * e * (2 if config.is_gated else 1)
     yield Part(names.up, "up", "mlp", Pattern.COLUMN, up, up_bytes, names.up_modules, (source,))
-    activate = work.activation("gelu" if batch.fused and not config.is_gated else config.mlp, rows * ffn, e)
+    activate = work.activation(config.mlp, rows * ffn, e)
     yield Part(names.activation, "activation", "mlp", Pattern.SHARD, activate, rows * ffn * e, (), (names.up,))
-    down = work.linear(rows, ffn, hidden, e, bias=config.mlp_bias) + work.residual(rows, hidden, e)
+    down = (
+        linear(batch, ffn, hidden, bias=config.mlp_bias)
+        + sum_output(batch, hidden)
+        + _residual(batch, hidden, has_dropout=has_learned_positions(config))
+    )
     yield Part(names.down, "down", "mlp", Pattern.ROW, down, rows * hidden * e, (names.down,), (names.activation, skip))
 
 
@@ -296,7 +335,12 @@ def _expert_parts(config: ModelConfig, batch: Batch, source: str, skip: str) -> 
     chosen_bytes = rows * top * (weight_bytes + 8)
     yield Part("mlp.gate", "router", "mlp", Pattern.REPLICATE, route, chosen_bytes, ("mlp.gate",), (source,))
     bank = work.experts(rows, hidden, config.expert_ffn_hidden_size, num, top, e, weight_bytes)
-    bank += work.residual(rows, hidden, e)
+    bank = (
+        sum_input_gradient(batch, hidden)
+        + bank
+        + sum_output(batch, hidden)
+        + _residual(batch, hidden, has_dropout=has_learned_positions(config))
+    )
     sources = ("mlp.gate", source, skip)
     yield Part("mlp.experts", "experts", "mlp", Pattern.EXPERT, bank, rows * hidden * e, ("mlp.experts",), sources)
 

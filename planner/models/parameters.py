@@ -104,11 +104,12 @@ def _outside_layers(config: ModelConfig) -> tuple[Shapes, Shapes]:
 
 def _opt_layer(config: ModelConfig) -> Shapes:
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
-    shapes: list[tuple[str, tuple[int, ...]]] = []
-    for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
-        shapes += _linear(f"self_attn.{name}", hidden, hidden, bias=config.qkv_bias)
+    query, key = config.query_size, config.key_value_size
     return (
-        *shapes,
+        *_linear("self_attn.k_proj", key, hidden, bias=config.qkv_bias),
+        *_linear("self_attn.v_proj", key, hidden, bias=config.qkv_bias),
+        *_linear("self_attn.q_proj", query, hidden, bias=config.qkv_bias),
+        *_linear("self_attn.out_proj", hidden, query, bias=config.qkv_bias),
         *_norm("self_attn_layer_norm", hidden),
         *_linear("fc1", ffn, hidden, bias=config.mlp_bias),
         *_linear("fc2", hidden, ffn, bias=config.mlp_bias),
@@ -118,12 +119,14 @@ def _opt_layer(config: ModelConfig) -> Shapes:
 
 def _gpt2_layer(config: ModelConfig) -> Shapes:
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    query, key = config.query_size, config.key_value_size
     # Conv1D stores its weight as (inputs, outputs).
     return (
         *_norm("ln_1", hidden),
-        *_linear("attn.c_attn", hidden, 3 * hidden, bias=False),
-        ("attn.c_attn.bias", (3 * hidden,)),
-        *_linear("attn.c_proj", hidden, hidden, bias=True),
+        *_linear("attn.c_attn", hidden, query + 2 * key, bias=False),
+        ("attn.c_attn.bias", (query + 2 * key,)),
+        *_linear("attn.c_proj", query, hidden, bias=False),
+        ("attn.c_proj.bias", (hidden,)),
         *_norm("ln_2", hidden),
         *_linear("mlp.c_fc", hidden, ffn, bias=False),
         ("mlp.c_fc.bias", (ffn,)),

@@ -111,23 +111,6 @@ def eager_attention(core: Attention, query_elements: int, key_value_elements: in
     return Work(forward, backward, 4 * query_elements * e + saved_scores, 2 * n * soft)
 
 
-def fused_softmax_attention(
-    core: Attention, query_elements: int, key_value_elements: int, e: int, *, upcast: bool
-) -> Work:
-    """Return attention whose scale, mask and softmax are one kernel (Megatron's ``ScaledUpperTriangMaskedSoftmax``).
-
-    It works in fp32 inside, but reads and writes the training data type; only its output is saved. Arguments as of
-    :func:`eager_attention`.
-    """
-    assert not upcast
-    n = core.batch * core.num_heads * core.seq_len**2
-    groups = query_elements // key_value_elements
-    repeat = each(key_value_elements, (1 + groups) * e, (1 + groups) * e) if groups > 1 else ()
-    forward = (*repeat, core, *each(n, 2 * e))
-    backward = (dataclasses.replace(core, backward=True), *each(n, 3 * e), *repeat)
-    return Work(forward, backward, 4 * query_elements * e + n * e, 2 * n * e)
-
-
 def activation(kind: str, elements: int, e: int) -> Work:
     """Return the MLP's activation on ``elements`` values of its width; its output is saved for the projection after."""
     if kind in {"relu", "gelu"}:  # relu's backward needs only its output, gelu's its input

@@ -64,21 +64,23 @@ class SimulatedMachine:
         return Timeline(self._schedule, result.start_s.reshape(shape), result.end_s.reshape(shape))
 
     def _system(self, num_iterations: int) -> FluidSystem:
-        """Tile the arrays of one iteration over all of them."""
-        tasks, prices = self._schedule.tasks, self._prices
-        uses = [use for price in prices for use in price.uses]
+        """Tile the arrays of one iteration over all; every pipeline stage has lanes and resources of its own."""
+        tasks, prices, stages = self._schedule.tasks, self._prices, range(self._schedule.num_stages)
+        uses = [(task.stage, use) for task, price in zip(tasks, prices, strict=True) for use in price.uses]
         pred_ptr, pred = self._predecessors(num_iterations)
         return FluidSystem(
-            lane=np.tile(np.array([_LANES[task.lane] for task in tasks], np.int32), num_iterations),
+            lane=np.tile(
+                np.array([task.stage * len(_LANES) + _LANES[task.lane] for task in tasks], np.int32), num_iterations
+            ),
             latency_s=np.tile(np.array([price.latency_s for price in prices]), num_iterations),
             duration_s=np.tile(np.array([price.duration_s for price in prices]), num_iterations),
             pred_ptr=pred_ptr,
             pred=pred.astype(np.int32),
             use_ptr=_pointers(np.tile(np.array([len(price.uses) for price in prices]), num_iterations)),
-            use_resource=np.tile(np.array([resource for resource, _ in uses], np.int32), num_iterations),
-            use_rate=np.tile(np.array([rate for _, rate in uses], np.float64), num_iterations),
-            capacity=np.array([[self._capacities[resource]] for resource in Resource]),
-            lane_names=tuple(_LANES),
+            use_resource=np.tile(np.array([s * len(Resource) + r for s, (r, _) in uses], np.int32), num_iterations),
+            use_rate=np.tile(np.array([rate for _, (_, rate) in uses], np.float64), num_iterations),
+            capacity=np.array([[self._capacities[resource]] for _ in stages for resource in Resource]),
+            lane_names=tuple(f"{lane} of stage {stage}" if stage else lane for stage in stages for lane in _LANES),
             task_name=lambda i: tasks[i % len(tasks)].name,
         )
 

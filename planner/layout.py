@@ -1,0 +1,64 @@
+"""Which ranks share what, and on which nodes they are.
+
+[Note: Layout] Ranks are numbered with tensor parallelism innermost, then data, then pipeline (DeepSpeed's
+``PipeModelDataParallelTopology``), and fill one node after the other. So a tensor group has neighbours, a data group
+one rank in every ``tensor``, and a stage is a block of ``tensor * data`` ranks.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that run collectives together, as a hierarchy: some on each node, and several nodes."""
+
+    per_node: int
+    nodes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """Degrees of parallelism on nodes of equal size; see [Note: Layout].
+
+    Attributes:
+        data, tensor, pipeline: ranks that share the batch, every layer, the layers.
+        devices_per_node: ranks that a node takes.
+    """
+
+    data: int
+    tensor: int
+    pipeline: int
+    devices_per_node: int
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks, each with one device."""
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on a full node."""
+        return min(self.num_ranks, self.devices_per_node)
+
+    @property
+    def tensor_group(self) -> Group:
+        """The ranks that share the layers of one stage."""
+        return self._group(self.tensor, self.devices_per_node)
+
+    @property
+    def data_group(self) -> Group:
+        """The ranks that hold the same share of the model."""
+        return self._group(self.data, max(self.devices_per_node // self.tensor, 1))
+
+    def crosses(self, stage: int, other: int) -> bool:
+        """Return whether some rank of a stage is on another node than its counterpart in another stage."""
+        block = self.data * self.tensor
+        return any(
+            (stage * block + rank) // self.devices_per_node != (other * block + rank) // self.devices_per_node
+            for rank in range(min(block, self.devices_per_node))
+        )
+
+    @staticmethod
+    def _group(size: int, most_per_node: int) -> Group:
+        per_node = min(size, most_per_node)
+        return Group(per_node, -(-size // per_node))

@@ -1,0 +1,195 @@
+"""Pipeline parallelism: stages as units, and the order in which each runs its micro-batches.
+
+[Note: Stages] Nothing inside a stage is placed or moved by itself, so what is lowered is one unit per stage: its
+forward is that of all its layers, and its backward contains their recomputation. Every stage is one representative
+rank with lanes and resources of its own, and the whole pipeline is one schedule: warm-up, cool-down and bubbles are
+not stated anywhere, they follow from the order within each stage and from what it waits for.
+
+The order is 1F1B (Narayanan et al., *Memory-Efficient Pipeline-Parallel DNN Training*, 2021): stage ``s`` of ``p``
+runs ``p - s`` forwards ahead, then alternates, so that it holds the activations of at most that many micro-batches.
+Tensor-parallel ranks each send their share of the hidden state, and the receivers gather it.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+
+from planner.decisions import Decisions, Place, UnitDecision
+from planner.graph import Unit
+from planner.lowering.program import Draft, Program
+from planner.models.kernels import Collective, Kernels
+from planner.models.operators import Operator, Pattern
+from planner.models.parameters import ParameterSpec
+from planner.schedule import Lane, Op, Phase
+
+_PHASES = {Op.FORWARD: Phase.FORWARD, Op.BACKWARD: Phase.BACKWARD}
+
+
+def stages(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ...]:
+    """Return what is lowered and priced: one unit per pipeline stage, or the units themselves if there is one stage.
+
+    Layers are dealt as evenly as they can be, the first stages taking one more; the embedding belongs to the first
+    stage, the head and the loss to the last.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+    """
+    num_stages = decisions.pipeline_parallel
+    if num_stages == 1:
+        return units
+    segments = [list(group) for _, group in itertools.groupby(units, key=lambda unit: unit.segment)]
+    layers = [i for i, segment in enumerate(segments) if segment[0].recompute]
+    if len(layers) < num_stages:
+        raise ValueError(
+            f"{len(layers)} layers cannot be dealt to {num_stages} pipeline stages; choose a pipeline_parallel of at "
+            f"most {len(layers)}"
+        )
+    share, rest = divmod(len(layers), num_stages)
+    firsts = [layers[stage * share + min(stage, rest)] for stage in range(1, num_stages)]
+    bounds = [0, *firsts, len(segments)]
+    specs = {spec.name: spec for unit in units for spec in unit.parameters}
+    return tuple(
+        _merge(segments[begin:end], stage, decisions, specs)
+        for stage, (begin, end) in enumerate(itertools.pairwise(bounds))
+    )
+
+
+def stage_decisions(merged: tuple[Unit, ...], decisions: Decisions) -> Decisions:
+    """Return the decisions for merged stages: all on the device; what is recomputed is part of their backward."""
+    chosen = {
+        unit.name: UnitDecision(
+            params="gpu",
+            activations="keep",
+            update=(Place.GPU,) * len(decisions.piece_params(unit.num_params)),
+        )
+        for unit in merged
+    }
+    return decisions.model_copy(update={"units": chosen, "overlap_next_forward": True})
+
+
+def _merge(segments: list[list[Unit]], stage: int, decisions: Decisions, specs: dict[str, ParameterSpec]) -> Unit:
+    """Return one unit that stands for some segments; it has a copy of what it shares with another stage."""
+    forward: Kernels = ()
+    backward: Kernels = ()
+    saved_bytes = workspace_bytes = 0
+    for segment in segments:
+        recompute = decisions.units[segment[0].name].activations == "recompute"
+        kept_bytes = sum(unit.saved_bytes for unit in segment)
+        inside_bytes = max(unit.workspace_bytes for unit in segment)
+        for unit in segment:
+            forward += unit.forward
+        again = tuple(kernel for unit in segment for kernel in unit.recompute) if recompute else ()
+        backward = again + tuple(k for unit in reversed(segment) for k in unit.backward) + backward
+        saved_bytes += segment[0].activation_output_bytes if recompute else kept_bytes
+        workspace_bytes = max(workspace_bytes, inside_bytes + (kept_bytes if recompute else 0))
+    members = [unit for segment in segments for unit in segment]
+    hidden_bytes = next(unit for unit in members if unit.recompute).activation_output_bytes
+    if decisions.tensor_parallel > 1:
+        gather: Kernels = (Collective(hidden_bytes, decisions.tensor_parallel, num_passes=1),)
+        forward = (gather if stage else ()) + forward
+        backward = (gather if stage < decisions.pipeline_parallel - 1 else ()) + backward
+    name = f"stage{stage}"
+    used = [spec.name for unit in members for spec in unit.parameters]
+    used += [shared for unit in members for operator in unit.operators for shared in operator.shared_parameters]
+    parameters = tuple(specs[parameter] for parameter in dict.fromkeys(used))
+    merged = Operator(
+        name, "stage", name, name, parameters, Pattern.SHARD, forward, backward, saved_bytes, hidden_bytes,
+        workspace_bytes,
+    )  # fmt: skip
+    return Unit(name, name, (merged,), parameters)
+
+
+def compute(program: Program) -> None:
+    """Lay the spine of a pipeline: all stages' forwards and backwards, each behind what it receives."""
+    units, decisions = program.units, program.decisions
+    for op, stage, micro_batch in issue_order(len(units), decisions.num_micro_batches):
+        unit, phase = units[stage], _PHASES[op]
+        draft = Draft(f"{op}:{unit.name}:{micro_batch}", Lane.COMPUTE, op, phase, unit.name, micro_batch)
+        draft.after = received(program, draft)
+        program.spine.append(program.add(draft))
+        forward = op is Op.FORWARD
+        if not 0 <= stage + (1 if forward else -1) < len(units):
+            continue
+        lane = Lane.SEND if forward else Lane.SEND_BACK
+        send = Draft(f"{lane}:{unit.name}:{micro_batch}", lane, Op.SEND, phase, unit.name, micro_batch)
+        send.num_bytes = -(-unit.activation_output_bytes // decisions.tensor_parallel)
+        send.after = [draft.key]
+        program.behind[draft.key].append(program.add(send))
+
+
+def exchange_tied(program: Program) -> None:
+    """Let the outer stages add up their gradients of the embedding, at the end: an all-reduce of two ranks."""
+    first, last = program.units[0], program.units[-1]
+    tied = {spec.name: spec.num_params for spec in first.parameters if spec in last.parameters}
+    if not tied or len(program.units) == 1:
+        return
+    final = program.decisions.num_micro_batches - 1
+    backward = [f"{Op.BACKWARD}:{unit.name}:{final}" for unit in (first, last)]
+    for unit in (first, last):
+        exchange = Draft(exchanged(unit), Lane.COLLECTIVE, Op.SEND, Phase.BACKWARD, unit.name, final)
+        # Each sends half and receives half, twice.
+        exchange.num_bytes = program.decisions.precision.weight_bytes * sum(tied.values())
+        exchange.after = list(backward)
+        program.at_step(exchange)
+
+
+def exchanged(unit: Unit) -> str:
+    """Return the key of an outer stage's exchange of the embedding's gradient."""
+    return f"exchange:{unit.name}"
+
+
+def received(program: Program, draft: Draft) -> list[str]:
+    """Return the keys of what a stage's forward or backward waits to receive."""
+    lane, sender = (Lane.SEND, -1) if draft.op is Op.FORWARD else (Lane.SEND_BACK, 1)
+    sender += program.stage_of[draft.unit]
+    if not 0 <= sender < len(program.units):
+        return []
+    return [f"{lane}:{program.units[sender].name}:{draft.micro_batch}"]
+
+
+def launch(program: Program, drafts: Iterator[Draft], kernels: dict[Op, dict[str, int]]) -> None:
+    """Put the host's time to issue kernels beside every task of a stage.
+
+    The host of a stage waits for each exchange (Megatron-LM synchronises there), then issues kernels while the device
+    runs them: what follows waits for the slower of both.
+    """
+    before: dict[str, tuple[str, str]] = {}  # unit -> its last issue and compute task
+    for draft in drafts:
+        issue = Draft(f"issue:{draft.key}", Lane.LAUNCH, Op.ISSUE, draft.phase, draft.unit, draft.micro_batch)
+        issue.num_kernels = kernels[draft.op][draft.unit]
+        issue.after = list(draft.after)
+        if draft.unit in before:
+            issued, computed = before[draft.unit]
+            issue.after.append(computed)
+            draft.after.append(issued)
+        before[draft.unit] = (issue.key, draft.key)
+        program.before[draft.key].append(program.add(issue))
+        for follower in program.behind[draft.key]:
+            follower.after.append(issue.key)
+
+
+def issue_order(num_stages: int, num_micro_batches: int) -> Iterator[tuple[Op, int, int]]:
+    """Yield (forward or backward, stage, micro-batch): 1F1B within each stage, never before what it waits for."""
+    left = [deque(one_f_one_b(num_stages - stage, num_micro_batches)) for stage in range(num_stages)]
+    issued: set[tuple[Op, int, int]] = set()
+    while any(left):
+        for stage in range(num_stages):
+            while left[stage]:
+                op, micro_batch = left[stage][0]
+                sender = stage - 1 if op is Op.FORWARD else stage + 1
+                if 0 <= sender < num_stages and (op, sender, micro_batch) not in issued:
+                    break
+                left[stage].popleft()
+                issued.add((op, stage, micro_batch))
+                yield op, stage, micro_batch
+
+
+def one_f_one_b(num_ahead: int, num_micro_batches: int) -> Iterator[tuple[Op, int]]:
+    """Yield one stage's forwards and backwards: ``num_ahead`` forwards, then a backward and a forward in turn."""
+    num_ahead = min(num_ahead, num_micro_batches)
+    for micro_batch in range(num_ahead):
+        yield Op.FORWARD, micro_batch
+    for micro_batch in range(num_micro_batches):
+        yield Op.BACKWARD, micro_batch
+        if micro_batch + num_ahead < num_micro_batches:
+            yield Op.FORWARD, micro_batch + num_ahead

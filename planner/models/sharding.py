@@ -1,0 +1,36 @@
+"""One rank's share of a model under tensor parallelism.
+
+[Note: Tensor parallelism] Megatron-LM (Shoeybi et al., 2019, section 3) gives each of ``t`` ranks ``1 / t`` of the
+heads, of the MLP's width and of the vocabulary: a rank's share of a transformer is a transformer with fewer heads, a
+narrower MLP and a shorter vocabulary. So the formulas for kernels, saved bytes and parameters are those of the
+whole model, read with these sizes; what is not divided (norms, biases behind row-parallel products, routers) keeps its
+own, and sums over ranks are added where rows of weights were divided (forward) and where columns were (backward).
+"""
+
+from planner.models.config import ModelConfig, ModelConfigError
+from planner.models.megatron import VOCAB_MULTIPLE
+from planner.models.operators import Batch
+
+
+def share(config: ModelConfig, batch: Batch) -> ModelConfig:
+    """Return the sizes of one rank's share of a model; see [Note: Tensor parallelism].
+
+    The vocabulary is padded as Megatron does, to a multiple of 128 rows per rank, wherever it is divided or its
+    kernels run.
+
+    Raises:
+        ModelConfigError: something does not divide evenly.
+    """
+    ranks = batch.tensor_parallel
+    divided = ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "expert_ffn_hidden_size")
+    for name in divided:
+        if getattr(config, name) % ranks:
+            raise ModelConfigError(
+                f"{name} of {config.name} is {getattr(config, name)}, which {ranks} tensor-parallel ranks cannot share "
+                "equally; choose a tensor_parallel that divides it"
+            )
+    sizes = {name: getattr(config, name) // ranks for name in divided}
+    if ranks > 1 or batch.is_megatron:
+        sizes["vocab_size"] = -(-config.vocab_size // (VOCAB_MULTIPLE * ranks)) * VOCAB_MULTIPLE
+    # A share keeps the head_dim and hidden_size of the whole, so it is no model that could stand alone: not validated.
+    return config.model_copy(update=sizes)
