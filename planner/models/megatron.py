@@ -65,8 +65,9 @@ def loss(rows: int, vocab: int, e: int, num_ranks: int) -> Work:
     """Return vocabulary-parallel cross-entropy in fp32: maximum, difference, exponential, sum, quotient.
 
     Three small all-reduces join the ranks' shares: the maximum, the target's logit and the sum. The probabilities are
-    saved; backward subtracts the target in place, scales and casts.
+    saved; backward subtracts the target in place, scales and casts. While the difference is computed, the logits live
+    in the training data type, in fp32, and as that difference.
     """
     n = rows * vocab
     forward = (*each(n, e + 4, 4, 8, 8, 4, 8), *all_reduce(4 * rows, num_ranks, 3))
-    return Work(forward, each(n, 8, 4 + e), 4 * n + 8 * rows, 4 * n)
+    return Work(forward, each(n, 8, 4 + e), 4 * n + 8 * rows, n * (4 + e))

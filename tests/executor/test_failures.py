@@ -12,6 +12,7 @@ from executor.machine import LaneError
 from executor.memory import DeviceMemoryError
 from executor.prepare import prepare_session
 from executor.session import SessionOptions
+from planner.decisions import HostUpdate
 from planner.loop import OutOfOrderError
 from planner.schedule import Op
 
@@ -130,8 +131,8 @@ def test_a_plan_for_several_devices():
 
 
 def test_a_plan_that_models_another_engine():
-    with pytest.raises(ValueError, match="fused_update"):
-        prepare(TASK, decide(TASK, KEEP, fused_update=False))
+    with pytest.raises(ValueError, match="host_update"):
+        prepare(TASK, decide(TASK, KEEP, host_update=HostUpdate.DEEPSPEED))
 
 
 def test_another_model():

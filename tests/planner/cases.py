@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from planner.costs import Price, Resource
-from planner.decisions import Decisions, GradientPath, Place, Precision, UnitDecision
+from planner.decisions import Decisions, GradientPath, HostUpdate, Place, Precision, UnitDecision
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
 from planner.models import resolve_model
@@ -57,7 +57,7 @@ def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> Decisions:
         "update_order": draw(st.sampled_from(["forward", "backward"])),
         "update_start": "step" if clip else draw(st.sampled_from(["step", "backward"])),
         "overlap_next_forward": draw(st.booleans()),
-        "fused_update": draw(st.booleans()),
+        "host_update": draw(st.sampled_from(HostUpdate)),
         "gradient_path": draw(st.sampled_from(GradientPath)),
         "clip": clip,
     }

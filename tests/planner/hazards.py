@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from planner.decisions import Decisions, GradientPath, Place
+from planner.decisions import Decisions, GradientPath, HostUpdate, Place
 from planner.graph import Unit
 from planner.lowering import slots
 from planner.lowering.gradients import NUM_GRADIENT_SLOTS
@@ -75,12 +75,10 @@ class Walk:
         self.readers: dict[Hashable, list[Node]] = defaultdict(list)
         self.node: Node = (0, 0)
         self.updated: Counter[tuple[int, str, int]] = Counter()
-        self.position: dict[tuple[str, int], int] = {}  # in the passes over a piece: 0 scales, 1 casts
         self.flushes: dict[tuple[int, str, int], list[Node]] = defaultdict(list)  # of one backward, scatter included
 
     def run(self) -> list[str]:
         for iteration in range(NUM_ITERATIONS):
-            self.position = {}
             for task in self.schedule.tasks:
                 self.node = (iteration, task.index)
                 getattr(self, f"_{task.op}")(task)
@@ -123,7 +121,11 @@ class Walk:
         return self.decisions.units[unit].update
 
     def host_pieces(self, unit: str) -> list[int]:
-        return [p for p, place in enumerate(self.places(unit)) if place is not Place.GPU]
+        return [p for p, place in enumerate(self.places(unit)) if self.decisions.flushes(place)]
+
+    def stays(self, unit: str) -> bool:
+        """Whether a part of a unit's gradient is updated on the device without having left it."""
+        return not all(self.decisions.flushes(place) for place in self.places(unit))
 
     def on_host(self, unit: str) -> bool:
         return self.decisions.units[unit].params == "host"
@@ -164,7 +166,7 @@ class Walk:
                 continue
             place = ("gradient", name, self.node[0], task.micro_batch)
             self.write(place, self.memory.get(place, frozenset()) | {task.unit})
-            if Place.GPU in self.places(name) and self.decisions.data_parallel == 1:  # what updates on the device read
+            if self.stays(name) and self.decisions.data_parallel == 1:  # what updates on the device read
                 self.write(("sum", name), None)
         if self.units[task.unit].num_params:
             self.flushes[self.node[0], task.unit, task.micro_batch] = []
@@ -222,7 +224,7 @@ class Walk:
                 break
             mine |= self._complete(task.unit, micro_batch)
         self.write(("shard", task.unit, iteration, task.micro_batch), mine)
-        if Place.GPU in self.places(task.unit):
+        if self.stays(task.unit):
             self.write(("sum", task.unit), None)
         self.flushes[iteration, task.unit, task.micro_batch].append(self.node)
 
@@ -256,7 +258,7 @@ class Walk:
 
     def _summed(self, unit: str, piece: int, place: Place) -> None:
         micro_batches = range(self.decisions.num_micro_batches)
-        if place is Place.GPU:
+        if not self.decisions.flushes(place):
             self.read(("sum", unit))
             found = {m for micro_batch in micro_batches for m in self._present(unit, micro_batch)}
             self.expect(found, set(micro_batches), "summed gradients of micro-batches")
@@ -277,37 +279,34 @@ class Walk:
             self.expect(self.read("clip"), self.node[0], "the clip factor of iteration")
 
     def _pass(self, task: Task) -> None:
-        turn = self.position.get((task.unit, task.piece), 0)
-        self.position[task.unit, task.piece] = turn + 1
-        if turn == 0:  # scaling
-            self._clipped()
-            self._summed(task.unit, task.piece, Place.CPU)
-            self.write(("scaled", task.unit, task.piece), self.node[0])
-            place = ("host gradient", task.unit, task.piece)
-            self.write(place, self.memory.get(place))
-        else:
-            version = self.read(("host state", task.unit, task.piece), 0)
-            self.write(("host weights", task.unit, task.piece), version)
+        self._clipped()
+        self._summed(task.unit, task.piece, Place.CPU)
+        self.write(("scaled", task.unit, task.piece), self.node[0])
+        place = ("host gradient", task.unit, task.piece)
+        self.write(place, self.memory.get(place))
+
+    def _loop(self, _task: Task) -> None:
+        """The script's own work: it touches nothing that lanes do."""
 
     def _update(self, task: Task) -> None:
         self.updated[self.node[0], task.unit, task.piece] += 1
         place = self.places(task.unit)[task.piece]
         self.expect(task.lane, Lane.CPU if place is Place.CPU else Lane.GPU_UPDATE, "its lane as")
-        fused = self.decisions.fused_update or place is not Place.CPU
-        if fused:
+        if self.decisions.host_update is not HostUpdate.DEEPSPEED or place is not Place.CPU:
             self._clipped()
         else:
             self.expect(self.read(("scaled", task.unit, task.piece)), self.node[0], "gradients scaled in iteration")
+        if place is not Place.STREAM or not self.decisions.flushes(place):
+            self._summed(task.unit, task.piece, place)
         if place is Place.STREAM:
             self._update_streamed(task)
             return
-        self._summed(task.unit, task.piece, place)
         state = ("host state" if place is Place.CPU else "device state", task.unit, task.piece)
         self.expect(self.read(state, 0), self.node[0], "state of version")
         self.write(state, self.node[0] + 1)
         if place is Place.GPU:
             self.write(("device", task.unit, task.piece), self.node[0] + 1)
-        elif fused:
+        else:
             self.write(("host weights", task.unit, task.piece), self.node[0] + 1)
 
     def _load(self, task: Task) -> None:
@@ -316,7 +315,8 @@ class Walk:
             self.expect(self.read(place), "out", "the gradient")
             self.write(place, "back")
             return
-        self._summed(task.unit, task.piece, Place.STREAM)
+        if self.decisions.flushes(Place.STREAM):
+            self._summed(task.unit, task.piece, Place.STREAM)
         version = self.read(("host state", task.unit, task.piece), 0)
         self.expect(task.slot in range(self.decisions.num_state_slots), True, "its state slot to exist:")
         self.write(("state slot", task.slot), (task.unit, task.piece, version))

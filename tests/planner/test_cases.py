@@ -1,4 +1,5 @@
 import copy
+import itertools
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from hwprofiles.registry import load_profile
 from planner.cases import CaseError, Metric, load_cases
 from planner.cases.training import TrainingCase, decide, setup_of
-from planner.decisions import GradientPath, Place
+from planner.decisions import GradientPath, HostUpdate, Place
 from planner.engines import pieces
 from planner.graph import Attention
 from planner.lowering import lower
@@ -77,23 +78,28 @@ def test_model_batch_and_parallelism_reach_the_setup():
 @pytest.mark.parametrize(("flush", "path"), [("blocking", "zero3-blocking"), ("async", "zero3-async")])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_zero3_offload(flush, path, fraction):
-    decisions, places, _ = decided(
+    decisions, places, sizes = decided(
         case(BLOCKING, engine__gradient_flush=flush, engine__cpu_optimizer_fraction=fraction)
     )
     assert decisions.gradient_path is GradientPath(path)
     assert (decisions.zero_stage, decisions.data_parallel) == (3, 4)
     assert not decisions.overlap_next_forward
-    assert not decisions.fused_update
-    assert abs(places.count(Place.CPU) - fraction * len(places)) <= 0.5
+    assert decisions.host_update is HostUpdate.DEEPSPEED
+    some = [size for size, place in zip(sizes, places, strict=True) if place is Place.CPU]
+    assert sum(some) == pytest.approx(fraction * sum(sizes), abs=decisions.subgroup_params)
 
 
 @given(st.sampled_from([0.0, 0.3, 0.5, 0.9, 1.0]), st.integers(1, 10))
 def test_interleaved_keeps_the_first_share_and_streams_every_kth(fraction, stride):
-    _, places, _ = decided(case(INTERLEAVED, engine__cpu_optimizer_fraction=fraction, engine__stride=stride))
-    resident = round(len(places) * (1 - fraction))
-    assert places[:resident] == [Place.GPU] * resident
-    for number, place in enumerate(places[resident:], start=resident):
-        assert place is (Place.STREAM if number % stride == stride - 1 else Place.CPU)
+    some = case(INTERLEAVED, engine__cpu_optimizer_fraction=fraction, engine__stride=stride)
+    decisions, places, sizes = decided(some)
+    starts = itertools.accumulate(sizes, initial=0)
+    subgroups = [start // decisions.subgroup_params for start, _ in zip(starts, sizes, strict=False)]
+    total = -(-sum(sizes) // decisions.subgroup_params)
+    resident = total - round(total * fraction)
+    for subgroup, place in zip(subgroups, places, strict=True):
+        streamed = Place.STREAM if subgroup % stride == stride - 1 else Place.CPU
+        assert place is (Place.GPU if subgroup < resident else streamed)
 
 
 def test_subgroups_are_cut_within_units():
@@ -128,14 +134,14 @@ def test_in_memory_cases_at_every_zero_stage(zero_stage, all_reduced):
 
 UNSUPPORTED = {
     "parallel.tensor_parallel is 2": {"parallel__tensor_parallel": 2},
-    "parallel.pipeline_parallel is 4": {"parallel__pipeline_parallel": 4},
+    "zero_stage is 3": {"parallel__pipeline_parallel": 4},
     "offload.optimizer is nvme": {"offload__optimizer": "nvme"},
     "offload.params is nvme": {"offload__params": "nvme"},
     "precision is fp8": {"precision": "fp8"},
     "zero_stage is 2": {"zero_stage": 2},
     "engine.stride is 3": {"engine__stride": 3},
     "engine.gradient_flush is None": {"engine__gradient_flush": None},
-    "parallel.data_parallel is 99": {"parallel__data_parallel": 99},
+    "parallel.data_parallel 99": {"parallel__data_parallel": 99},
     "batch.global_batch is 5": {"batch__global_batch": 5},
     "gpus_per_node is 8": {"parallel__gpus_per_node": 8},
 }

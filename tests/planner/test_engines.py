@@ -9,7 +9,7 @@ from machines import machine
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.costs import CostModel
-from planner.decisions import Decisions, GradientPath, Place
+from planner.decisions import Decisions, GradientPath, HostUpdate, Place
 from planner.engines import POLICIES, Mix, Setup, gpu_only, interleaved, mixed, pieces, twin_flow
 from planner.lowering import lower
 from planner.models import resolve_model
@@ -30,6 +30,16 @@ def places(decisions: Decisions) -> list[Place]:
     return [place for unit in UNITS for place in decisions.units[unit.name].update]
 
 
+def subgroup_of_each_piece(some: Setup) -> list[int]:
+    """Return the subgroup, cut across units, that each piece begins in."""
+    offset, found = 0, []
+    for unit in UNITS:
+        for size in pieces(some, unit):
+            found.append(offset // some.subgroup_params)
+            offset += size
+    return found
+
+
 def iteration_s(profile: HardwareProfile, decisions: Decisions) -> float:
     cost = CostModel(profile, UNITS, decisions.precision, decisions.data_parallel)
     simulation = run_until_steady(lower(UNITS, decisions, asynchronous=cost.asynchronous), cost)
@@ -37,19 +47,20 @@ def iteration_s(profile: HardwareProfile, decisions: Decisions) -> float:
 
 
 def test_twin_flow_takes_the_first_subgroups_to_the_device() -> None:
-    total = sum(len(pieces(setup(), unit)) for unit in UNITS)
+    subgroups = subgroup_of_each_piece(setup())
+    total = max(subgroups) + 1
     fractions = [0.0, 0.3, 1.0]
     tried = list(twin_flow(setup(), fractions))
     assert len(tried) == 2 * len(fractions)  # activations kept and recomputed
     for fraction, decisions in zip([f for f in fractions for _ in range(2)], tried, strict=True):
-        num_cpu = round(total * fraction)
-        assert places(decisions) == [Place.GPU] * (total - num_cpu) + [Place.CPU] * num_cpu
+        first = total - round(total * fraction)
+        assert places(decisions) == [Place.GPU if subgroup < first else Place.CPU for subgroup in subgroups]
 
 
 def test_interleaved_streams_every_kth() -> None:
     for stride, decisions in zip([3, 3, 4, 4], interleaved(setup(), [3, 4]), strict=True):
-        for i, place in enumerate(places(decisions)):
-            assert place is (Place.STREAM if (i + 1) % stride == 0 else Place.CPU)
+        for subgroup, place in zip(subgroup_of_each_piece(setup()), places(decisions), strict=True):
+            assert place is (Place.STREAM if (subgroup + 1) % stride == 0 else Place.CPU)
         assert decisions.num_state_slots == 1  # one in flight
 
 
@@ -59,7 +70,10 @@ def test_what_policies_are() -> None:
     assert set(places(first["zero-offload"])) == {Place.CPU}
     assert first["zero-offload-blocking"].gradient_path is GradientPath.ZERO3_BLOCKING
     assert first["zero-offload"].gradient_path is GradientPath.ZERO3_ASYNC
-    assert first["interleaved"].gradient_path is GradientPath.ONCE
+    assert first["interleaved"].gradient_path is GradientPath.ZERO3_ASYNC
+    assert first["interleaved"].host_update is HostUpdate.DEVICE_CAST
+    hooked = {"zero-offload", "zero-offload-blocking", "twin-flow", "interleaved"}
+    assert {name for name, d in first.items() if d.module_hooks} == hooked
     assert not any(d.overlap_next_forward for d in first.values())
     assert {name: d.policy for name, d in first.items()} == {name: name for name in POLICIES}
     stages = {d.zero_stage for d in gpu_only(setup(data_parallel=4))}

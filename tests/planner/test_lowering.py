@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from planner.costs import CostModel
-from planner.decisions import STATE_BYTES_PER_PARAM, Decisions, GradientPath, Place, Precision
+from planner.decisions import STATE_BYTES_PER_PARAM, Decisions, GradientPath, HostUpdate, Place, Precision
 from planner.engines import POLICIES, Mix, Setup, mixed
 from planner.graph import Unit
 from planner.lowering import lower, slots
@@ -50,7 +50,7 @@ def test_every_engine_policy_is_safe(model: str, policy: str, ranks: int, num_mi
 DENSE = small_units("demo-llama")
 BROKEN = {
     "cpu, overlapped": decide(DENSE, Place.CPU),
-    "cpu, no overlap": decide(DENSE, Place.CPU, overlap_next_forward=False, fused_update=False),
+    "cpu, no overlap": decide(DENSE, Place.CPU, overlap_next_forward=False, host_update=HostUpdate.DEEPSPEED),
     "cpu, deepspeed": decide(DENSE, Place.CPU, gradient_path=GradientPath.ZERO3_ASYNC, num_micro_batches=2),
     "cpu, fetched": decide(DENSE, Place.CPU, params="host", recompute=True),
     "fetched, no overlap": decide(DENSE, Place.CPU, params="host", overlap_next_forward=False),
@@ -168,15 +168,15 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     assert sum(params.values()) == total
     assert updated[Lane.CPU] == params[Place.CPU]
     assert updated[Lane.GPU_UPDATE] == params[Place.GPU] + params[Place.STREAM]
-    leaving = params[Place.CPU] + params[Place.STREAM]
     once = decisions.gradient_path is GradientPath.ONCE
+    leaving = params[Place.CPU] + (params[Place.STREAM] if once else 0)
     assert moved[Op.FLUSH] == (weight + (0 if once else 4)) * leaving * batches
-    gradient_loads = weight * params[Place.STREAM] + (0 if once else weight * leaving * batches)
+    gradient_loads = weight * (params[Place.STREAM] if once else leaving * batches)
     assert moved[Op.LOAD] == STATE_BYTES_PER_PARAM * params[Place.STREAM] + gradient_loads
     no_master = 0 if decisions.precision.master_is_weight else weight * stored_weights
     assert moved[Op.STORE] == STATE_BYTES_PER_PARAM * params[Place.STREAM] + no_master
-    assert moved[Op.UPLOAD] == weight * uploaded
-    assert moved[Op.PASS] == (0 if decisions.fused_update else (8 + 6) * params[Place.CPU])
+    assert moved[Op.UPLOAD] == (4 if decisions.host_update is HostUpdate.DEVICE_CAST else weight) * uploaded
+    assert moved[Op.PASS] == (8 if decisions.host_update is HostUpdate.DEEPSPEED else 0) * params[Place.CPU]
 
 
 def test_units_fetched_once_per_use_in_sight() -> None:
