@@ -7,6 +7,7 @@ simulator, so "what would DeepSpeed take here?" is the same question as "what wo
 import dataclasses
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -201,6 +202,8 @@ _ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute")
 _AFTER_BACKWARD = {"overlap_next_forward": False}
 # DeepSpeed's default ``reduce_bucket_size``: gradients are copied into one buffer of so many before they are reduced.
 _REDUCE_BUCKET_PARAMS = 500_000_000
+# DeepSpeed's default ``stage3_max_live_parameters``: gathered parameters are kept until there are so many.
+_MAX_LIVE_PARAMS = 1_000_000_000
 
 
 def _deepspeed(setup: Setup, gradient_path: GradientPath) -> dict[str, Any]:
@@ -210,10 +213,23 @@ def _deepspeed(setup: Setup, gradient_path: GradientPath) -> dict[str, Any]:
         "overlap_next_forward": False,
         "host_update": HostUpdate.DEEPSPEED,
         "module_hooks": True,
+        "num_param_slots": _num_live_segments(setup),
         "gradient_path": gradient_path,
         "update_order": "forward",
         "zero_stage": 3,
     }
+
+
+def _num_live_segments(setup: Setup) -> int:
+    """Return how many layers' gathered parameters DeepSpeed keeps, beside those of the embedding and the head."""
+    segments: dict[str, int] = defaultdict(int)
+    ends = 0
+    for unit in setup.units:
+        if unit.recompute:
+            segments[unit.segment] += unit.num_params
+        else:
+            ends += unit.num_params
+    return max((_MAX_LIVE_PARAMS - ends) // max(segments.values(), default=1), 2)
 
 
 def _decide(

@@ -60,6 +60,11 @@ def _gradients(program: Program, unit: Unit, maker: str) -> None:
     weight_bytes = decisions.precision.weight_bytes
     host = flushed_params(program, unit)
     resident = decisions.shard_params(unit.num_params) - host
+    if decisions.gradient_path is not GradientPath.ONCE:
+        # DeepSpeed's flat buffer for what the device updates is allocated once, before training.
+        fixed = placed_params(program, unit, Place.GPU)
+        program.hold(Tier.GPU, MemoryClass.GRADIENTS, weight_bytes * fixed, f"{unit.name} buffer")
+        resident -= fixed
     made: str | None = None  # since when whole gradients of this rank pile up
     host_bytes = weight_bytes if decisions.gradient_path is GradientPath.ONCE else 4
     program.hold(Tier.HOST, MemoryClass.GRADIENTS, host_bytes * host, unit.name)
