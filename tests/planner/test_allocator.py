@@ -128,3 +128,12 @@ def test_a_buffer_that_is_handed_over_is_reserved_once(size: int, reserved: int)
     timeline = Timeline(Schedule(tasks, buffers), starts_s, np.array([[0.3, 0.7, 1.1], [1.3, 1.7, 2.1]]))
     use = replay(timeline, 0, PLENTY)
     assert (use.requested_bytes, use.reserved_bytes) == (size, reserved)
+
+
+def test_what_is_carried_over_meets_the_next_iteration() -> None:
+    tasks = tuple(Task(i, Lane.COMPUTE, Op.FORWARD, Phase.FORWARD, f"u{i}") for i in range(2))
+    carried = Buffer(Tier.GPU, MemoryClass.GRADIENTS, 30 * MIB, "carried", first=1, last=0)
+    own = Buffer(Tier.GPU, MemoryClass.ACTIVATIONS, 12 * MIB, "own", first=0, last=0)
+    starts_s, ends_s = np.array([[0.0, 1.0], [2.0, 3.0]]), np.array([[1.0, 2.0], [3.0, 4.0]])
+    use = replay(Timeline(Schedule(tasks, (carried, own)), starts_s, ends_s), 0, PLENTY)
+    assert use == AllocatorUse(42 * MIB, 42 * MIB, 42 * MIB)
