@@ -1,4 +1,4 @@
-"""Draw the figures of the documentation from committed result files: ``python docs/figures.py``."""
+"""Draw the figures of the documentation, from committed files or simulated anew: ``python docs/figures.py``."""
 
 from pathlib import Path
 
@@ -6,10 +6,15 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from hwprofiles.registry import load_profile
+from planner.models.registry import resolve_model
+from planner.planning import Request
 from planner.schedule import Lane, Op
 from planner.timeline import Timeline
+from ullage.figure import save_figure
+from ullage.iteration import Iteration
 from ullage.runs import load_run
-from ullage.simulation import simulate
+from ullage.simulation import requested, simulate
 
 HERE = Path(__file__).parent
 RUN = HERE.parent / "benchmarks" / "results" / "demo_run.json"
@@ -47,8 +52,16 @@ def draw(axes: Axes, timeline: Timeline, iteration: int, title: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def draw_simulated() -> None:
+    """Draw OPT-13B on four H100, by ZeRO-Offload and by our plan, as the memory-wall study draws measured runs."""
+    request = Request(resolve_model("opt-13b"), load_profile("h100x4-80g"), num_devices=4)
+    for engine in ("zero-offload", "ullage"):
+        subject = requested(request, engine)
+        save_figure(Iteration.of(subject, subject.simulate()), HERE / f"opt-13b_{engine}.png")
+
+
 def main() -> None:
-    """Draw the iteration of the committed demo run, predicted above measured, on one time axis."""
+    """Draw the iteration of the committed demo run, predicted above measured, on one time axis; then the others."""
     mpl.rcParams["svg.hashsalt"] = "ullage"  # the same file every time
     record = load_run(RUN)
     simulation, measured = simulate(record.plan), record.timeline
@@ -62,6 +75,7 @@ def main() -> None:
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for op, colour in COLOURS.items() if op in used]
     figure.legend(handles, [op.value for op in COLOURS if op in used], loc="outside right upper", frameon=False)
     figure.savefig(HERE / "demo_iteration.svg", metadata={"Date": None})
+    draw_simulated()
 
 
 if __name__ == "__main__":

@@ -2,10 +2,9 @@
 
 import dataclasses
 import itertools
-from collections import defaultdict
-from typing import Any
 
 from planner.costs import CostModel, total_flop
+from planner.critical import critical_path
 from planner.decisions import Decisions, Frozen
 from planner.graph import Unit
 from planner.schedule import MemoryClass, Schedule, Tier
@@ -121,45 +120,6 @@ def always_held(schedule: Schedule, cost: CostModel) -> dict[Tier, int]:
             ranks = cost.ranks_per_node if buffer.tier is Tier.HOST else 1
             held[buffer.tier, buffer.stage] += buffer.num_bytes * ranks
     return {tier: max(n for (other, _), n in held.items() if other is tier) for tier in (Tier.GPU, Tier.HOST)}
-
-
-def critical_path(timeline: Timeline, iteration: int) -> dict[str, float]:
-    """Return how many seconds of one period each lane is responsible for.
-
-    Walks back from the beginning of the next iteration: whatever ended last among the tasks that a task had to wait
-    for (its lane's previous task included) is what delayed it.
-    """
-    tasks = timeline.schedule.tasks
-    previous_in_lane: dict[int, tuple[int, int]] = {}  # task -> (its lane's task before it, iterations back)
-    last_in_lane = {(task.lane, task.stage): task.index for task in tasks}
-    lane_latest: dict[Any, int] = {}
-    for task in tasks:
-        lane = (task.lane, task.stage)
-        if lane in lane_latest:
-            previous_in_lane[task.index] = (lane_latest[lane], 0)
-        else:
-            previous_in_lane[task.index] = (last_in_lane[lane], 1)
-        lane_latest[lane] = task.index
-    spans = {(s.iteration, s.task): s for s in timeline.spans}
-    begin_s, end_s = timeline.begin_s(iteration), timeline.begin_s(iteration) + timeline.period_s(iteration)
-    current = (iteration + 1, timeline.schedule.first_forward or 0)
-    shares: dict[str, float] = defaultdict(float)
-    while current in spans and spans[current].start_s > begin_s:
-        number, index = current
-        lane_task, back = previous_in_lane[index]
-        waited = [(number - back, lane_task)]
-        waited += [(number, i) for i in tasks[index].after]
-        waited += [(number - 1, i) for i in tasks[index].after_previous]
-        known = [key for key in waited if key in spans]
-        if not known:
-            break
-        # Of several that ended at once, take the one that started last: it is the shortest explanation.
-        current = max(known, key=lambda key: (spans[key].end_s, spans[key].start_s, key))
-        span = spans[current]
-        seconds = min(span.end_s, end_s) - max(span.start_s, begin_s)
-        if seconds > 0:
-            shares[tasks[span.task].lane.value] += seconds
-    return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
 def _seconds(phases: Phases) -> dict[str, float]:

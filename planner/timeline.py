@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Self
@@ -9,7 +10,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from planner.schedule import Lane, MemoryClass, Op, Phase, Schedule, Tier
+from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Tier
 
 Seconds = npt.NDArray[np.float64]
 
@@ -22,6 +23,15 @@ class Span:
 
     iteration: int
     task: int
+    start_s: float
+    end_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stretch:
+    """Part of an iteration that is spent in one phase without a break, in seconds since the timeline's zero."""
+
+    phase: Phase
     start_s: float
     end_s: float
 
@@ -99,29 +109,37 @@ class Timeline:
         return float(self.start_s[iteration, first]) if first is not None else float(np.nanmin(self.start_s[iteration]))
 
     def period_s(self, iteration: int) -> float:
-        """Return the time until the next iteration begins, or until the end of this one if it is the last."""
-        if iteration + 1 < self.num_iterations:
-            return self.begin_s(iteration + 1) - self.begin_s(iteration)
-        return float(np.nanmax(self.end_s[iteration])) - self.begin_s(iteration)
+        """Return the time until the next iteration begins, or until the end of this one if none has begun."""
+        following_s = self.begin_s(iteration + 1) if iteration + 1 < self.num_iterations else math.nan
+        end_s = float(np.nanmax(self.end_s[iteration])) if math.isnan(following_s) else following_s
+        return end_s - self.begin_s(iteration)
+
+    def stretches(self, iteration: int) -> tuple[Stretch, ...]:
+        """Return the phases of an iteration as they follow one another; they tile its period.
+
+        With several micro-batches forward and backward alternate. A stretch lasts until the next one begins: the wait
+        in between belongs to what is waited in.
+        """
+        tasks = self.schedule.tasks
+        spans = [s for s in self.of_iteration(iteration) if not tasks[s.task].stage]
+        compute = [(_COMPUTE[op], s) for s in spans if (op := tasks[s.task].op) in _COMPUTE]
+        loop_s = sum(s.end_s - s.start_s for s in spans if tasks[s.task].phase is Phase.LOOP)
+        groups = [(phase, list(group)) for phase, group in itertools.groupby(compute, key=lambda item: item[0])]
+        result: list[Stretch] = []
+        for (phase, group), following in itertools.zip_longest(groups, groups[1:]):
+            end_s = following[1][0][1].start_s if following else group[-1][1].end_s
+            result.append(Stretch(phase, group[0][1].start_s, end_s))
+        begin_s = result[-1].end_s if result else self.begin_s(iteration)
+        end_s = max(self.begin_s(iteration) + self.period_s(iteration), begin_s)
+        update = Stretch(Phase.UPDATE, begin_s, max(end_s - loop_s, begin_s))
+        return (*result, update, *([Stretch(Phase.LOOP, update.end_s, end_s)] if loop_s else []))
 
     def phases(self, iteration: int) -> Phases:
         """Return the phases of an iteration; all but the last are complete (see :meth:`period_s`)."""
-        compute = [
-            (_COMPUTE[self.schedule.tasks[s.task].op], s)
-            for s in self.of_iteration(iteration)
-            if self.schedule.tasks[s.task].op in _COMPUTE and not self.schedule.tasks[s.task].stage
-        ]
-        totals = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0}
-        stretches = [list(group) for _, group in itertools.groupby(compute, key=lambda item: item[0])]
-        for stretch, following in itertools.zip_longest(stretches, stretches[1:]):
-            # A stretch lasts until the next one begins: the wait in between belongs to what is waited in.
-            end_s = following[0][1].start_s if following else stretch[-1][1].end_s
-            totals[stretch[0][0]] += end_s - stretch[0][1].start_s
-        forward_s, backward_s = totals[Phase.FORWARD], totals[Phase.BACKWARD]
-        loop = (s for s in self.of_iteration(iteration) if self.schedule.tasks[s.task].phase is Phase.LOOP)
-        loop_s = sum(span.end_s - span.start_s for span in loop)
-        update_s = max(self.period_s(iteration) - forward_s - backward_s - loop_s, 0.0)
-        return Phases(forward_s, backward_s, update_s, loop_s)
+        totals = dict.fromkeys(Phase, 0.0)
+        for stretch in self.stretches(iteration):
+            totals[stretch.phase] += stretch.end_s - stretch.start_s
+        return Phases(totals[Phase.FORWARD], totals[Phase.BACKWARD], totals[Phase.UPDATE], totals[Phase.LOOP])
 
     def busy_s(self, iteration: int) -> dict[Lane, float]:
         """Return the seconds each lane was occupied by tasks of one iteration: in the stage where that is most."""
@@ -158,24 +176,36 @@ def memory_use(timeline: Timeline, iteration: int) -> dict[Tier, MemoryUse]:
     A buffer that outlives the iteration (see :class:`planner.schedule.Buffer`) is folded back into it: in the steady
     state the previous iteration's copy of it is held until the same moment of this one.
     """
-    begin_s, period_s = timeline.begin_s(iteration), timeline.period_s(iteration)
-    starts_s, ends_s = timeline.start_s[iteration].tolist(), timeline.end_s[iteration].tolist()
+    period_s = timeline.period_s(iteration)
     events: dict[tuple[Tier, int], list[tuple[float, int, MemoryClass]]] = defaultdict(list)
-    for buffer in timeline.schedule.buffers:
+    for buffer, held in buffer_spans(timeline, iteration):
         changes = events[buffer.tier, buffer.stage]
-        if buffer.first is None or buffer.last is None:
+        if held is None:
             changes.append((0.0, buffer.num_bytes, buffer.memory_class))
-            continue
-        start_s, end_s = starts_s[buffer.first] - begin_s, ends_s[buffer.last] - begin_s
-        if buffer.last < buffer.first:
-            end_s += period_s
-        changes.extend(_fold(start_s, max(end_s, start_s), period_s, buffer.num_bytes, buffer.memory_class))
+        else:
+            start_s, end_s = held
+            changes.extend(_fold(start_s, max(end_s, start_s), period_s, buffer.num_bytes, buffer.memory_class))
     uses = {key: _accumulate(changes) for key, changes in events.items()}
     return {
         tier: max((use for (other, _), use in uses.items() if other is tier), key=lambda use: use.peak_bytes)
         for tier in Tier
         if any(other is tier for other, _ in uses)
     }
+
+
+def buffer_spans(timeline: Timeline, iteration: int) -> Iterator[tuple[Buffer, tuple[float, float] | None]]:
+    """Yield every buffer with the seconds, since an iteration began, from which to which it is held.
+
+    ``None`` means all the time. The end of what is carried over lies in the next iteration, a period later.
+    """
+    begin_s, period_s = timeline.begin_s(iteration), timeline.period_s(iteration)
+    starts_s, ends_s = timeline.start_s[iteration].tolist(), timeline.end_s[iteration].tolist()
+    for buffer in timeline.schedule.buffers:
+        if buffer.first is None or buffer.last is None:
+            yield buffer, None
+        else:
+            carried_s = period_s if buffer.last < buffer.first else 0.0
+            yield buffer, (starts_s[buffer.first] - begin_s, ends_s[buffer.last] - begin_s + carried_s)
 
 
 def _fold(

@@ -1,29 +1,33 @@
 """Timelines as Chrome traces, which Perfetto (ui.perfetto.dev) opens.
 
 The format is Google's "Trace Event Format": a JSON object whose ``traceEvents`` are slices (``X``), counters (``C``)
-and names (``M``); times are microseconds.
+and names (``M``); times are microseconds. Every timeline is a process. Its tracks are the phases, then the lanes;
+where executions of one lane overlap, as those of a measured run may, each flow gets a track of its own, because
+slices of one track must nest. Counters are memory by class, GB/s of every link, and who is busy.
 """
 
 import gzip
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hwprofiles.files import write_whole
 from planner.schedule import Lane, Task
+from planner.series import PROCESSORS, link_of
 from planner.timeline import Span, Timeline
 
 Event = dict[str, Any]
 
-_COPY_LANES = (Lane.H2D, Lane.D2H, Lane.STATE_IN, Lane.STATE_OUT, Lane.COLLECTIVE)
-_THREADS = {lane: number for number, lane in enumerate(Lane, start=1)}
+_PHASES_TRACK = 1  # track 0 holds what belongs to the whole process
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
-    """Return a trace with one process per timeline, one track per lane, and counters of memory and traffic.
+    """Return a trace with one process per timeline, one track per concurrent flow, and counters.
 
     Args:
         timelines: by the name of their process, such as ``predicted`` and ``measured``. Each is shown from its own
@@ -31,12 +35,15 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     """
     events: list[Event] = []
     for process, (name, timeline) in enumerate(timelines.items(), start=1):
-        events += _names(process, name, timeline)
-        spans = sorted(timeline.spans, key=lambda span: (span.start_s, span.iteration, span.task))
+        spans = sorted(timeline.spans, key=lambda span: (span.start_s, span.end_s, span.iteration, span.task))
         zero_s = spans[0].start_s if spans else 0.0
-        events += [_slice(process, span, timeline.schedule.tasks[span.task], zero_s) for span in spans]
+        events += [_metadata(process, 0, "process_name", name=name)]
+        events += [_metadata(process, 0, "process_sort_index", sort_index=process)]
+        events += _phases(process, timeline, zero_s)
+        events += _flows(process, timeline, spans, zero_s)
         events += _memory(process, timeline, zero_s)
         events += _traffic(process, timeline, spans, zero_s)
+        events += _busy(process, timeline, spans, zero_s)
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
@@ -52,37 +59,71 @@ def write_trace(path: Path, trace: Mapping[str, Any]) -> None:
     write_whole(path, data)
 
 
-def _names(process: int, name: str, timeline: Timeline) -> Iterator[Event]:
-    yield _metadata(process, 0, "process_name", name=name)
-    yield _metadata(process, 0, "process_sort_index", sort_index=process)
-    used = {task.lane for task in timeline.schedule.tasks}
+def _metadata(process: int, track: int, what: str, **args: Any) -> Event:
+    return {"ph": "M", "pid": process, "tid": track, "name": what, "args": args}
+
+
+def _track(process: int, track: int, name: str) -> Iterator[Event]:
+    yield _metadata(process, track, "thread_name", name=name)
+    yield _metadata(process, track, "thread_sort_index", sort_index=track)
+
+
+def _phases(process: int, timeline: Timeline, zero_s: float) -> Iterator[Event]:
+    """Yield the track of the phases of all iterations that ran to their end."""
+    yield from _track(process, _PHASES_TRACK, "phases")
+    for iteration in range(timeline.num_iterations):
+        if np.isnan(timeline.start_s[iteration]).any():
+            continue
+        for stretch in timeline.stretches(iteration):
+            start_ns, end_ns = _ns(stretch.start_s - zero_s), _ns(stretch.end_s - zero_s)
+            args = {"iteration": iteration}
+            yield _slice(process, _PHASES_TRACK, stretch.phase.value, stretch.phase.value, start_ns, end_ns, args)
+
+
+def _flows(process: int, timeline: Timeline, spans: Sequence[Span], zero_s: float) -> Iterator[Event]:
+    """Yield every execution on the first track of its lane that is free: more than one only if the lane overlaps."""
+    tasks = timeline.schedule.tasks
+    by_lane: dict[Lane, list[Span]] = defaultdict(list)
+    for span in spans:
+        by_lane[tasks[span.task].lane].append(span)
+    track = _PHASES_TRACK
     for lane in Lane:
-        if lane in used:
-            yield _metadata(process, _THREADS[lane], "thread_name", name=lane.value)
-            yield _metadata(process, _THREADS[lane], "thread_sort_index", sort_index=_THREADS[lane])
+        free_ns: list[int] = []  # when each track of the lane is free again
+        slices = []
+        for span in by_lane.get(lane, ()):
+            start_ns, end_ns = _ns(span.start_s - zero_s), _ns(span.end_s - zero_s)
+            number = next((i for i, ns in enumerate(free_ns) if ns <= start_ns), len(free_ns))
+            free_ns[number : number + 1] = [end_ns]
+            slices.append(_task(process, track + 1 + number, tasks[span.task], span.iteration, start_ns, end_ns))
+        for number in range(len(free_ns)):
+            track += 1
+            yield from _track(process, track, f"{lane} {number + 1}" if number else lane.value)
+        yield from slices
 
 
-def _metadata(process: int, thread: int, what: str, **args: Any) -> Event:
-    return {"ph": "M", "pid": process, "tid": thread, "name": what, "args": args}
+def _task(process: int, track: int, task: Task, iteration: int, start_ns: int, end_ns: int) -> Event:
+    args = {
+        "iteration": iteration,
+        "phase": task.phase.value,
+        "unit": task.unit,
+        "bytes": task.num_bytes,
+        "params": task.num_params,
+    }
+    return _slice(process, track, task.name, task.phase.value, start_ns, end_ns, args)
 
 
-def _slice(process: int, span: Span, task: Task, zero_s: float) -> Event:
-    start_ns, end_ns = _ns(span.start_s - zero_s), _ns(span.end_s - zero_s)
+def _slice(
+    process: int, track: int, name: str, category: str, start_ns: int, end_ns: int, args: Mapping[str, Any]
+) -> Event:
     return {
         "ph": "X",
         "pid": process,
-        "tid": _THREADS[task.lane],
-        "name": task.name,
-        "cat": task.phase.value,
+        "tid": track,
+        "name": name,
+        "cat": category,
         "ts": start_ns / 1000,
         "dur": (end_ns - start_ns) / 1000,
-        "args": {
-            "iteration": span.iteration,
-            "phase": task.phase.value,
-            "unit": task.unit,
-            "bytes": task.num_bytes,
-            "params": task.num_params,
-        },
+        "args": dict(args),
     }
 
 
@@ -112,18 +153,38 @@ def _memory(process: int, timeline: Timeline, zero_s: float) -> Iterator[Event]:
             yield _counter(process, f"{tier_name} memory (bytes)", time_ns, dict(held))
 
 
-def _traffic(process: int, timeline: Timeline, spans: list[Span], zero_s: float) -> Iterator[Event]:
-    """Yield one counter per copy lane: the average GB/s of what it copies."""
-    rates: dict[Lane, dict[int, float]] = {lane: {} for lane in _COPY_LANES}
-    for span in spans:  # sorted by start, so that the next copy overwrites the 0 at the end of the last
+def _traffic(process: int, timeline: Timeline, spans: Sequence[Span], zero_s: float) -> Iterator[Event]:
+    """Yield one counter per link: the GB/s of all that crosses it, each execution at its mean rate."""
+    rates: dict[Lane, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for span in spans:
         task = timeline.schedule.tasks[span.task]
+        link = link_of(task.lane)
         start_ns, end_ns = _ns(span.start_s - zero_s), _ns(span.end_s - zero_s)
-        if task.lane in rates and task.num_bytes and end_ns > start_ns:
-            rates[task.lane][start_ns] = round(task.num_bytes / (end_ns - start_ns), 3)  # bytes per ns are GB/s
-            rates[task.lane][end_ns] = 0.0
-    for lane, by_time in rates.items():
-        for time_ns, rate in by_time.items():
-            yield _counter(process, f"{lane} (GB/s)", time_ns, {"GB/s": rate})
+        if link is not None and task.num_bytes and end_ns > start_ns:
+            rate = task.num_bytes / (end_ns - start_ns)  # bytes per ns are GB/s
+            rates[link][start_ns] += rate
+            rates[link][end_ns] -= rate
+    for link in Lane:
+        rate = 0.0
+        for time_ns, change in sorted(rates.get(link, {}).items()):
+            rate += change
+            yield _counter(process, f"{link} (GB/s)", time_ns, {"GB/s": max(round(rate, 6), 0.0)})
+
+
+def _busy(process: int, timeline: Timeline, spans: Sequence[Span], zero_s: float) -> Iterator[Event]:
+    """Yield one counter per processor: 1 while any of its lanes runs."""
+    for name, lanes in PROCESSORS.items():
+        changes: dict[int, int] = defaultdict(int)
+        for span in spans:
+            if timeline.schedule.tasks[span.task].lane in lanes and span.end_s > span.start_s:
+                changes[_ns(span.start_s - zero_s)] += 1
+                changes[_ns(span.end_s - zero_s)] -= 1
+        running, shown = 0, None
+        for time_ns, change in sorted(changes.items()):
+            running += change
+            if (now := int(running > 0)) != shown:
+                shown = now
+                yield _counter(process, f"{name} busy", time_ns, {"busy": now})
 
 
 def _counter(process: int, name: str, time_ns: int, values: Mapping[str, float]) -> Event:

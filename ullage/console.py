@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 _PIPED_WIDTH = 120
@@ -36,7 +36,9 @@ def table(title: str, *columns: str, num_text: int = 1) -> Table:
         min_width=len(title),  # else a narrow table folds its title
     )
     for position, column in enumerate(columns):
-        result.add_column(column, justify="left" if position < num_text else "right", header_style="dim")
+        # In a narrow terminal a long word goes on in the next line: a name that is cut off names nothing.
+        justify: JustifyMethod = "left" if position < num_text else "right"
+        result.add_column(column, justify=justify, header_style="dim", overflow="fold")
     return result
 
 

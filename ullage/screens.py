@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from planner.allocator import AllocatorUse
 from planner.models.config import ModelConfig
 from planner.models.parameters import num_parameters
 from planner.plan import EngineRow, Plan
@@ -47,8 +48,13 @@ def model_line(model: ModelConfig) -> str:
     )
 
 
-def memory_table(memory: dict[Tier, TierMemory]) -> Table:
-    """Return peak memory per tier by class, against capacity."""
+def memory_table(memory: dict[Tier, TierMemory], allocator: AllocatorUse | None = None) -> Table:
+    """Return peak memory per tier by class, against capacity.
+
+    Args:
+        memory: peaks and capacities.
+        allocator: what PyTorch's caching allocator makes of the device's share, if that is known.
+    """
     names = {Tier.GPU: "one device", Tier.HOST: "one host"}
     result = table("peak memory", "", *(names[tier] for tier in memory))
     for memory_class in MemoryClass:
@@ -58,6 +64,14 @@ def memory_table(memory: dict[Tier, TierMemory]) -> Table:
     result.add_row("all", *(si(use.peak_bytes, "B") for use in memory.values()), style="bold")
     result.add_row("capacity", *(si(use.capacity_bytes, "B") for use in memory.values()))
     result.add_row("used", *(percent(use.peak_bytes / use.capacity_bytes) for use in memory.values()))
+    if allocator is not None:
+        rows = {
+            "allocated": si(allocator.allocated_bytes, "B"),
+            "reserved": si(allocator.reserved_bytes, "B"),
+            "fragmentation": percent(allocator.fragmentation),
+        }
+        for name, value in rows.items():
+            result.add_row(name, *(value if tier is Tier.GPU else "" for tier in memory))
     return result
 
 

@@ -1,18 +1,71 @@
-"""Simulating what a plan says, or what an engine policy would do in its place."""
+"""Simulating what a plan says, or what an engine policy would do: in a plan's place, or without any plan."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
+from hwprofiles.profile import HardwareProfile
 from planner.costs import CostModel
 from planner.decisions import Decisions
 from planner.engines import POLICIES, Setup, interleaved, twin_flow
 from planner.lowering import lower
+from planner.models.config import ModelConfig
 from planner.plan import Plan
 from planner.planning import Request, prepare
-from planner.schedule import Schedule
-from planner.search import Scorer
+from planner.prediction import Workload
+from planner.schedule import Lane, Schedule
+from planner.search import Scorer, search
 from planner.simulate.machine import Simulation, run, run_until_steady
 
 OURS = "ullage"
+
+# Enough for the change of one lane to show in every iteration that follows.
+_ITERATIONS_OF_A_CHANGE = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is simulated.
+
+    Attributes:
+        engine: whose decisions they are, with the setting if there is one, such as ``twin-flow 0.4``.
+        model, hardware: what is trained, and where.
+        workload: the model's units and the tokens per sequence.
+        decisions: how.
+        cost: prices of tasks.
+    """
+
+    engine: str
+    model: ModelConfig
+    hardware: HardwareProfile
+    workload: Workload
+    decisions: Decisions
+    cost: CostModel
+
+    def schedule(self) -> Schedule:
+        """Return the schedule of one iteration."""
+        return lower(self.workload.units, self.decisions, asynchronous=self.cost.asynchronous)
+
+    def simulate(self, num_iterations: int | None = None) -> Simulation:
+        """Simulate the schedule; see :func:`simulate`."""
+        schedule, cost = self.schedule(), self.cost
+        if num_iterations is None:
+            return run_until_steady(schedule, cost)
+        timeline = run(schedule, cost.prices(schedule), cost.capacities(), num_iterations)
+        return Simulation(timeline, max(num_iterations - 2, 0), converged=False)
+
+    def iteration_with_half_the_work_s(self, schedule: Schedule, lane: Lane) -> float:
+        """Return what an iteration would take if every task of one lane had half the work: what relief is worth there.
+
+        On a critical path a lane's share is the most that relief can save; other paths then become critical.
+        """
+        prices = [
+            dataclasses.replace(price, latency_s=price.latency_s / 2, duration_s=price.duration_s / 2)
+            if task.lane is lane
+            else price
+            for task, price in zip(schedule.tasks, self.cost.prices(schedule), strict=True)
+        ]
+        timeline = run(schedule, prices, self.cost.capacities(), _ITERATIONS_OF_A_CHANGE)
+        return timeline.period_s(_ITERATIONS_OF_A_CHANGE - 2)
 
 
 def simulate(plan: Plan, num_iterations: int | None = None, decisions: Decisions | None = None) -> Simulation:
@@ -26,22 +79,27 @@ def simulate(plan: Plan, num_iterations: int | None = None, decisions: Decisions
     Returns:
         The timeline and which of its iterations to read: with ``num_iterations`` the last complete one.
     """
-    cost = cost_model(plan)
-    schedule = plan.schedule() if decisions is None else schedule_of(plan, decisions)
-    if num_iterations is None:
-        return run_until_steady(schedule, cost)
-    timeline = run(schedule, cost.prices(schedule), cost.capacities(), num_iterations)
-    return Simulation(timeline, max(num_iterations - 2, 0), converged=False)
+    return _subject_of(plan, OURS, plan.decisions if decisions is None else decisions).simulate(num_iterations)
 
 
-def cost_model(plan: Plan) -> CostModel:
-    """Return the cost model that a plan was made with."""
-    return CostModel(plan.hardware, plan.units(), plan.decisions.precision, plan.decisions.data_parallel)
+def planned(plan: Plan, engine: str = OURS, setting: str | None = None) -> Subject:
+    """Return what a plan says, or what an engine would do in its place; see :func:`engine_decisions`."""
+    return _subject_of(plan, _name(engine, setting), engine_decisions(plan, engine, setting))
 
 
-def schedule_of(plan: Plan, decisions: Decisions) -> Schedule:
-    """Return the schedule of other decisions for a plan's model and machine."""
-    return lower(plan.units(), decisions, asynchronous=plan.hardware.device.kind == "gpu")
+def requested(request: Request, engine: str = OURS, setting: str | None = None) -> Subject:
+    """Return what an engine does for a request, whether or not that fits; for ``ullage`` the best that is found.
+
+    Raises:
+        ValueError: no such engine, or not a setting of it.
+    """
+    setup, workload, cost = prepare(request)
+    scorer = Scorer(workload, cost)
+    if engine == OURS and setting is None:
+        decisions = search(setup, scorer).best.decisions
+    else:
+        decisions = _best(engine, setting, setup, scorer)
+    return Subject(_name(engine, setting), request.model, request.hardware, workload, decisions, cost)
 
 
 def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Decisions:
@@ -58,13 +116,26 @@ def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Dec
     """
     if engine == OURS and setting is None:
         return plan.decisions
+    setup, workload, cost = prepare(_request(plan))
+    return _best(engine, setting, setup, Scorer(workload, cost))
+
+
+def _best(engine: str, setting: str | None, setup: Setup, scorer: Scorer) -> Decisions:
     if engine not in POLICIES:
         names = ", ".join((OURS, *POLICIES)) if engine != OURS else "twin-flow, interleaved"
         raise ValueError(f"no engine {engine!r} takes {'that setting' if setting else 'part'}; choose one of {names}")
-    setup, workload, cost = prepare(_request(plan))
     policy = POLICIES[engine] if setting is None else _with_setting(engine, setting)
-    scorer = Scorer(workload, cost)
     return min(map(scorer.score, policy(setup)), key=lambda candidate: candidate.order).decisions
+
+
+def _name(engine: str, setting: str | None) -> str:
+    return engine if setting is None else f"{engine} {setting}"
+
+
+def _subject_of(plan: Plan, engine: str, decisions: Decisions) -> Subject:
+    units = plan.units()
+    cost = CostModel(plan.hardware, units, decisions.precision, decisions.data_parallel)
+    return Subject(engine, plan.model, plan.hardware, Workload(units, plan.seq_len), decisions, cost)
 
 
 def _request(plan: Plan) -> Request:

@@ -8,9 +8,10 @@ from machines import machine
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
+from planner.critical import critical_path
 from planner.models import resolve_model
 from planner.planning import Request, prepare
-from planner.prediction import always_held, capacities, critical_path
+from planner.prediction import always_held, capacities
 from planner.search import Candidate, Outcome, Scorer, search
 from planner.simulate.machine import run_until_steady
 

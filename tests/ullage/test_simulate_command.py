@@ -1,19 +1,25 @@
 import gzip
 import json
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
 from planner.engines import POLICIES
-from planner.schedule import MemoryClass
+from planner.schedule import MemoryClass, Tier
 from planner.timeline import MemoryUse
 from ullage.cli import main
-from ullage.commands.simulate import columns
-from ullage.simulation import engine_decisions, simulate
+from ullage.figure import draw
+from ullage.iteration import Iteration, most_held
+from ullage.simulation import engine_decisions, planned, simulate
 
 
 def shown(capsys, *arguments) -> dict:
-    assert main(["simulate", *map(str, arguments), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    code = main(["simulate", *map(str, arguments), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == (0 if found["fits"] else 1)
+    return found
 
 
 def test_the_plan_simulates_as_it_predicted(plan, plan_path, capsys):
@@ -33,15 +39,18 @@ def test_engines_simulate_as_the_plan_says(plan, plan_path, capsys):
     assert set(rows) == set(POLICIES)
     for name, row in rows.items():
         found = shown(capsys, plan_path, "--engine", name)
+        assert found["fits"] == row.fits
         if row.iteration_s is not None:
             assert found["phases_s"]["iteration"] == pytest.approx(row.iteration_s, rel=0.02)
 
 
 def test_settings_of_engines(plan):
-    places = [p for u in engine_decisions(plan, "twin-flow", "0.5").units.values() for p in u.update]
-    assert abs(places.count("cpu") - len(places) / 2) <= 0.5
-    strided = [p for u in engine_decisions(plan, "interleaved", "2").units.values() for p in u.update]
-    assert strided == ["cpu" if i % 2 == 0 else "stream" for i in range(len(strided))]
+    def places(*engine: str) -> set[str]:
+        return {p.value for u in engine_decisions(plan, *engine).units.values() for p in u.update}
+
+    # The model is smaller than one subgroup, which these engines treat as a whole.
+    assert (places("twin-flow", "0"), places("twin-flow", "1")) == ({"gpu"}, {"cpu"})
+    assert (places("interleaved", "1"), places("interleaved", "2")) == ({"stream"}, {"cpu"})
     assert engine_decisions(plan, "ullage") == plan.decisions
     with pytest.raises(ValueError, match="choose one of twin-flow, interleaved"):
         engine_decisions(plan, "ullage", "3")
@@ -57,23 +66,139 @@ def test_text_is_the_schedule(plan, plan_path, capsys):
     assert capsys.readouterr().out == plan.schedule().to_text() + "\n"
 
 
+def test_an_engine_needs_no_plan(plan, plan_path, plan_args, capsys):
+    """What `plan` would be asked, and what it wrote, are simulated alike."""
+    request = [a for a in plan_args[1:] if a not in {"--budget", "20"}]
+    for engine in (["zero-offload"], ["twin-flow", "0.5"], ["interleaved", "2"]):
+        assert shown(capsys, *request, "--engine", *engine) == shown(capsys, plan_path, "--engine", *engine)
+    ours = shown(capsys, *request)
+    assert ours["engine"] == "ullage"
+    assert ours["fits"]
+    engines_s = [row.iteration_s for row in plan.engines if row.fits]
+    assert ours["phases_s"]["iteration"] <= min(engines_s) * 1.001
+
+
+def test_what_does_not_fit_is_shown_and_said(tiny_model, capsys):
+    arguments = ["simulate", "--model", str(tiny_model), "--hardware", "rtx-4090", "--engine", "gpu-only"]
+    assert main([*arguments, "--device-memory", "1MB"]) == 1
+    text = capsys.readouterr().out
+    line = next(line for line in text.splitlines() if line.startswith("does not fit: gpu memory lacks "))
+    assert "beyond the 1.00 MB of one device" in line
+    assert "gpu memory of one rank" in text
+    assert main(arguments) == 0
+    assert "does not fit" not in capsys.readouterr().out
+
+
+def test_json_has_what_is_seen_over_time(plan, plan_path, capsys):
+    found = shown(capsys, plan_path)
+    period_s = found["phases_s"]["iteration"]
+    tasks = plan.schedule().tasks
+    moved = {"h2d": 0, "d2h": 0}
+    for task in tasks:
+        link = {"h2d": "h2d", "state-in": "h2d", "d2h": "d2h", "state-out": "d2h"}.get(task.lane)
+        moved |= {link: moved[link] + task.num_bytes} if link else {}
+    assert {link: round(use["num_bytes"]) for link, use in found["traffic"].items()} == moved
+    for use in found["traffic"].values():
+        lengths_s = np.diff([*use["times_s"], period_s])
+        assert float(np.dot(lengths_s, use["bytes_per_s"])) == pytest.approx(use["num_bytes"])
+        assert max(use["bytes_per_s"]) == use["peak_bytes_per_s"] <= 1.001 * 32e9  # PCIe 4.0 x16
+    for tier, use in found["memory_over_time"].items():
+        totals = np.sum(list(use["num_bytes"].values()), axis=0)
+        assert max(totals) == found["memory"][tier]["peak_bytes"]
+        assert len(totals) == len(use["times_s"])
+    for use in found["busy_over_time"].values():
+        assert set(use["busy"]) <= {0, 1}
+    path = found["critical_path"]
+    assert sum(step["end_s"] - step["start_s"] for step in path) == pytest.approx(period_s)
+    assert {step["task"] for step in path} <= {task.name for task in tasks}
+    assert sum(found["slowed_by_sharing_s"].values()) == pytest.approx(sum(step["slowed_s"] for step in path))
+    assert sum(s["end_s"] - s["start_s"] for s in found["stretches"]) == pytest.approx(period_s)
+    allocator = found["allocator"]
+    assert allocator["requested_bytes"] == found["memory"]["gpu"]["peak_bytes"]
+    assert allocator["requested_bytes"] <= allocator["allocated_bytes"] <= allocator["reserved_bytes"]
+
+
+def test_half_the_work_helps_no_more_than_the_lanes_share(plan_path, capsys):
+    for engine in ("zero-offload", "interleaved"):
+        found = shown(capsys, plan_path, "--engine", engine)
+        period_s = found["phases_s"]["iteration"]
+        assert found["half_work_iteration_s"]
+        for lane, seconds in found["half_work_iteration_s"].items():
+            # Half of what the lane is responsible for, and what it takes from others by sharing.
+            least_s = period_s - found["critical_s"][lane] / 2 - sum(found["slowed_by_sharing_s"].values())
+            assert least_s * 0.999 <= seconds <= period_s * 1.001
+        assert f"bound by {max(found['critical_s'], key=found['critical_s'].get)} " in found["verdict"]["binds"]
+
+
 def test_screen_has_every_lane_and_tier(plan, plan_path, tmp_path, capsys):
     trace = tmp_path / "trace.json.gz"
     assert main(["simulate", str(plan_path), "--trace", str(trace)]) == 0
     text = capsys.readouterr().out
     for lane in {task.lane for task in plan.schedule().tasks}:
         assert f"\n{lane} " in text
-    for part in ("forward", "backward", "update", "binds", "gpu memory of one rank", "host memory of one rank", "busy"):
+    parts = ("forward", "backward", "update", "bound by ", "would help", "critical path", "traffic of one rank", "busy")
+    for part in (*parts, "gpu memory of one rank", "host memory of one rank", "allocated", "reserved", "fragmentation"):
         assert part in text
     assert str(trace) in text.replace("\n", "")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"predicted"}
 
 
+@pytest.mark.parametrize("width", ["40", "60", "79"])
+def test_a_narrow_terminal_cuts_nothing_off(width, plan_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", width)
+    assert main(["simulate", str(plan_path), "--engine", "interleaved"]) in {0, 1}
+    assert "…" not in capsys.readouterr().out
+
+
+def test_figures_are_drawn_and_repeatable(plan_path, tmp_path, capsys):
+    for name in ("a.svg", "b.svg", "a.png", "a.html"):
+        assert main(["simulate", str(plan_path), "--engine", "zero-offload", "--figure", str(tmp_path / name)]) in {
+            0,
+            1,
+        }
+        assert f"figure written to {tmp_path / name}" in capsys.readouterr().out.replace("\n", "")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert (tmp_path / "a.svg").read_text().endswith("</svg>\n")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "a.html").read_text()
+    assert "bound by " in page
+    assert page.count("<svg") == page.count("</svg>") == 1
+    assert "src=" not in page  # it needs nothing else
+
+
+def test_a_figure_shows_what_was_simulated(plan):
+    seen = Iteration.of(subject := planned(plan, "zero-offload"), subject.simulate())
+    memory, links, processors = draw(seen).axes
+    assert memory.get_xlim() == (0.0, seen.period_s)
+    assert {line.get_ydata()[0] for line in memory.get_lines()} >= {
+        seen.peaks[Tier.GPU].capacity_bytes / 1e9, seen.allocator.reserved_bytes / 1e9
+    }  # fmt: skip
+    shown = [text.get_text() for text in memory.get_legend().get_texts()]
+    assert {text.split("\n")[0] for text in shown} == {
+        name.value for name, values in seen.memory[Tier.GPU].num_bytes.items() if any(values)
+    }
+    _, highest = links.get_ylim()
+    assert highest * 1e9 >= max(series.peak for series in seen.traffic.values())
+    assert [line.get_label().split("\n")[0] for line in processors.get_legend().get_lines()] == [
+        "GPU computes", "CPU updates"
+    ]  # fmt: skip
+
+
+def test_a_figure_without_matplotlib_names_the_remedy(plan_path, tmp_path):
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\nfrom ullage.cli import main\n"
+        f"sys.exit(main(['simulate', {str(plan_path)!r}, '--figure', {str(tmp_path / 'f.svg')!r}]))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "pip install 'ullage[figure]'" in result.stderr
+
+
 def test_chart_shows_the_most_that_is_held():
     kept = MemoryClass.PARAMETERS
     use = MemoryUse(times_s=(0.0, 0.5, 0.51), num_bytes={kept: (1, 9, 2)}, peak_bytes=9, peak_by_class={kept: 9})
-    chart = columns(use, use.num_bytes[kept], 1.0)
+    chart = most_held(use, use.num_bytes[kept], 1.0, 72).tolist()
     assert chart[0] == chart[35] == 1
     assert chart[36] == 9
     assert chart[37:] == [2] * (len(chart) - 37)

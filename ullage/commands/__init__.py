@@ -13,7 +13,7 @@ SUMMARIES = {
     "calibrate": "measure what this machine can do",
     "plan": "find the fastest way to train a model on some hardware",
     "execute": "run a plan",
-    "simulate": "show one iteration of a plan in detail",
+    "simulate": "show one iteration of a plan or an engine in detail",
     "compare": "compare a prediction with a run",
     "validate": "predict published runs, and show the errors",
     "models": "list the models that are known by name",

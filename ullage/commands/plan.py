@@ -7,15 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hwprofiles.files import write_whole
-from hwprofiles.registry import load_profile
-from planner.decisions import Precision
-from planner.models.registry import resolve_model
-from planner.planning import Request, make_plan
+from planner.planning import make_plan
 from planner.search import Candidate
-from ullage.arguments import parse_bytes, positive_int
+from ullage.arguments import positive_int
 from ullage.commands import Subparsers, command_parser
-
-DEFAULT_HARDWARE = "a100-80"
+from ullage.request import add_request_options, request_of
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -32,28 +28,7 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage plan --model gpt2 --hardware local --device-memory 1.5GiB --output small.json
         """,
     )
-    parser.add_argument("--model", required=True, help="name (see `ullage models`), hub id, or path of a config.json")
-    parser.add_argument("--gpus", type=positive_int, default=1, metavar="N", help="devices to train on (default: 1)")
-    parser.add_argument(
-        "--hardware",
-        metavar="NAME|PATH|local",
-        help=f"profile of the machine, see `ullage hardware` (default: {DEFAULT_HARDWARE})",
-    )
-    parser.add_argument(
-        "--seq-len",
-        type=positive_int,
-        metavar="N",
-        help="tokens per sequence (2048, or the model's limit)",
-    )
-    parser.add_argument("--micro-batch", type=positive_int, default=4, metavar="N", help="sequences per forward (4)")
-    parser.add_argument(
-        "--accumulate", type=positive_int, default=1, metavar="N", help="micro-batches per iteration (1)"
-    )
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of weights and gradients (bf16)")
-    parser.add_argument("--no-clip", action="store_true", help="do not clip gradients by their global norm")
-    parser.add_argument(
-        "--device-memory", type=parse_bytes, metavar="SIZE", help="use this much of each device, as in 150MB or 16GiB"
-    )
+    add_request_options(parser, model_required=True)
     parser.add_argument(
         "--budget", type=positive_int, default=160, metavar="N", help="schedules to simulate in the search (160)"
     )
@@ -65,22 +40,9 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan, print, write."""
-    hardware = load_profile(DEFAULT_HARDWARE if args.hardware is None else args.hardware)
-    if args.device_memory is not None:
-        hardware = hardware.with_device_memory(args.device_memory)
     if not args.output.absolute().parent.is_dir():
         raise ValueError(f"--output {args.output}: there is no such folder; make it first")  # not after the search
-    model = resolve_model(args.model)
-    request = Request(
-        model=model,
-        hardware=hardware,
-        num_devices=args.gpus,
-        seq_len=args.seq_len or min(2048, model.max_positions),
-        micro_batch=args.micro_batch,
-        num_micro_batches=args.accumulate,
-        precision=Precision(weights=args.precision),
-        clip=not args.no_clip,
-    )
+    request = request_of(args)
     with _progress() as progress:
         plan = make_plan(request, args.budget, progress)
     text = plan.to_json()
