@@ -1,5 +1,6 @@
 import json
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,3 +46,41 @@ def test_an_optimizer_step_is_the_executors_on_any_team():
         got, got_weight = [a.copy() for a in arrays], np.empty(1000, np.uint16)
         step(*got, grad, got_weight, num_threads)
         assert all(np.array_equal(a, b) for a, b in zip((*got, got_weight), (*wanted, weight), strict=True))
+
+
+def test_fitting_to_runs(tmp_path, capsys):
+    cases = Path(__file__).parent / "data" / "published_cases.json"
+    output = tmp_path / "fitted.json"
+    arguments = ["calibrate", "--from-runs", str(cases), "--profile", "a100x4-40g", "--output", str(output)]
+    fitted = ["--parameters", "device.hook_s", "host.dram_bytes_per_s"]
+    assert main([*arguments, *fitted, "--fit-on", "*blocking*", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert set(result["quantities"]) == set(fitted[1:])
+    assert result["errors"]["fitted"]["iteration"]["num"] == len(result["fitted_on"]) == 1
+    assert result["errors"]["not fitted"]["iteration"]["num"] == 1
+    profile = load_profile(str(output))
+    assert profile.device.hook_s.value == pytest.approx(result["quantities"]["device.hook_s"]["value"])
+    assert main([*arguments, *fitted, "--fit-on", "*blocking*"]) == 0
+    assert "not fitted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "needs --profile"),
+        (["--profile", "a100x4-40g", "--fit-on", "none"], "no case of a100x4-40g"),
+        (["--profile", "a100x4-40g", "--parameters", "device.hook"], "no quantity 'device.hook'"),
+        (["--profile", "a100x4-40g", "--bounds", "device.hook_s=1"], "QUANTITY=LOW:HIGH"),
+        (["--profile", "a100x4-40g", "--output", "no/such/folder/x.json"], "give the name of a file"),
+    ],
+)
+def test_fits_that_cannot_be(arguments, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cases = Path(__file__).parent / "data" / "published_cases.json"
+    try:
+        code = main(["calibrate", "--from-runs", str(cases), *arguments])
+    except SystemExit as stopped:  # what argparse itself refuses
+        code = stopped.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -1,16 +1,16 @@
 """``ullage calibrate``: measure this machine."""
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import local_profile_path, save_profile
+from ullage import fitting
 from ullage.arguments import parse_bytes
 from ullage.commands import Subparsers, command_parser
+from ullage.progress import progress_bar
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -20,11 +20,13 @@ def add_parser(subparsers: Subparsers) -> None:
         "calibrate",
         run,
         "Measure what this machine can do and write its hardware profile, which `--hardware local` then means.\n"
-        "Takes about four minutes, with --quick half a minute; best while nothing else runs.",
+        "Takes about four minutes, with --quick half a minute; best while nothing else runs.\n"
+        "Or fit the few quantities that no probe and no publication states to whole runs (--from-runs).",
         """
         ullage calibrate
         ullage calibrate --quick --device-memory 2GB
         ullage calibrate --name lab-box --output lab-box.json
+        ullage calibrate --from-runs cases.json --profile a100x4-40g --fit-on '*-blocking-*' '*-k2'
         """,
     )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller sizes: half a minute, less exact")
@@ -35,18 +37,21 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--device-memory", type=parse_bytes, metavar="SIZE", help="memory that training may use on each device"
     )
-    parser.add_argument("--json", action="store_true", help="print the profile itself instead of tables")
+    parser.add_argument("--json", action="store_true", help="print the profile itself (or the fit) instead of tables")
+    fitting.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, write, print. Nothing is written before all is measured."""
+    if args.from_runs:
+        return fitting.run(args)
     from hwprofiles.calibrate import CalibrationOptions, calibrate  # noqa: PLC0415 - torch
 
     path: Path = args.output or local_profile_path()
     if path.is_dir() or (args.output and not path.absolute().parent.is_dir()):
         raise ValueError(f"--output {path}: give the name of a file in a folder that is there")  # not after measuring
     options = CalibrationOptions(quick=args.quick, name=args.name, device_memory_bytes=args.device_memory)
-    with _progress() as progress:
+    with progress_bar() as progress:
         profile, report = calibrate(options, _kernels(), progress)
     save_profile(profile, path)
     if args.json:
@@ -74,24 +79,6 @@ def _kernels() -> Any:
         adamw_step(master, exp_avg, exp_avg_sq, grad, weight, params, step=1, team=teams[num_threads])
 
     return Kernels(cpu_adamw=step, sum_of_squares=sum_of_squares, host_times=host_times)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar on stderr if that is a terminal, else nothing."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415 - slow to import
-
-    from ullage.console import console  # noqa: PLC0415
-
-    out = console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=out, disable=not out.is_terminal, transient=True) as progress:
-        task = progress.add_task("starting")
-
-        def show(step: str, done: int, total: int) -> None:
-            progress.update(task, description=step, completed=done, total=total)
-
-        yield show
 
 
 def _print(profile: HardwareProfile, report: Any, path: Path) -> None:

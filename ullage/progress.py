@@ -1,0 +1,22 @@
+"""Progress of long work: a bar on stderr if that is a terminal, else nothing."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function of what is being done, steps done and steps in total (0: not known)."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415 - slow to import
+
+    from ullage.console import console  # noqa: PLC0415
+
+    out = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=out, disable=not out.is_terminal, transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def show(step: str, done: int, total: int) -> None:
+            progress.update(task, description=step, completed=done, total=total or None)
+
+        yield show
