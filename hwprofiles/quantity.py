@@ -30,12 +30,14 @@ class Provenance(Frozen):
         source: the command that measured it, the publication, or the reason for the assumption.
         date: ISO date of the measurement or publication, where known.
         num_samples: how many repetitions stand behind the value.
+        runs: ids of the runs that a fitted value was fitted to.
     """
 
     origin: Origin
     source: Annotated[str, Field(min_length=3)]
     date: str | None = None
     num_samples: Annotated[int, Field(ge=1)] | None = None
+    runs: tuple[str, ...] | None = None
 
 
 class Quantity(Frozen):

@@ -84,6 +84,11 @@ def fitted_paths(profile: HardwareProfile) -> tuple[str, ...]:
     return tuple(path for path, item in quantities(profile).items() if item.provenance.origin == "fitted")
 
 
+def fitted_runs(profile: HardwareProfile) -> frozenset[str]:
+    """Return the ids of all runs that something in a profile was fitted to: what it says of them is no prediction."""
+    return frozenset(run for item in quantities(profile).values() for run in item.provenance.runs or ())
+
+
 def fit(
     profile: HardwareProfile,
     cases: Sequence[Case],
@@ -99,7 +104,7 @@ def fit(
         profile: where to start from.
         cases: runs on this machine.
         paths: the unknowns.
-        source: where the runs are from, for the provenance.
+        source: where the runs are from and what was fitted, for the provenance.
         ranges: bounds of an unknown in its own unit; by default its value over and times ``DEFAULT_RANGE``.
         progress: is told how many runs have been simulated.
 
@@ -125,7 +130,7 @@ def fit(
             f"{len(paths)} quantities cannot be fitted to {len(measured)} measured values of {len(cases)} runs: at "
             f"most {MAX_PARAMETERS}, and {RESIDUALS_PER_PARAMETER} values for each; fit fewer, or to more runs"
         )
-    provenance = Provenance(origin="fitted", source=f"{source}: least squares on {', '.join(c.id for c in cases)}")
+    provenance = Provenance(origin="fitted", source=source, runs=tuple(case.id for case in cases))
     simulated = 0
 
     def at(logs: npt.NDArray[np.float64]) -> HardwareProfile:

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             profile,
             chosen,
             paths,
-            source=", ".join(file.name for file in args.from_runs),
+            source=f"least squares on runs of {', '.join(file.name for file in args.from_runs)}",
             ranges=dict(args.bounds),
             progress=lambda count: show(f"{count} runs simulated", 0, 0),
         )

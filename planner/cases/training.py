@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from hwprofiles.profile import HardwareProfile
 from planner.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict
@@ -217,7 +217,19 @@ def setup_of(case: TrainingCase) -> tuple[tuple[Unit, ...], Setup]:
 
 def decide(case: TrainingCase, setup: Setup) -> Decisions:
     """Return the decisions that stand for what a case's engine did, in a script that also logs and loads data."""
-    return _engine(case, setup).model_copy(update={"loop": True})
+    decisions = _engine(case, setup)
+    units = decisions.units
+    if case.offload.params == "cpu":
+        units = {
+            unit.name: units[unit.name].model_copy(update={"params": "host"} if unit.num_params else {})
+            for unit in setup.units
+        }
+    try:
+        return Decisions.model_validate(
+            dict(decisions) | {"units": units, "loop": True, "tensor_parallel": case.parallel.tensor_parallel}
+        )
+    except ValidationError as error:
+        raise CaseError(f"case {case.id}: offload.params: {error.errors()[0]['msg']}") from error
 
 
 def _engine(case: TrainingCase, setup: Setup) -> Decisions:
@@ -229,7 +241,6 @@ def _engine(case: TrainingCase, setup: Setup) -> Decisions:
         return chosen.model_copy(
             update={
                 "data_parallel": setup.data_parallel,
-                "tensor_parallel": case.parallel.tensor_parallel,
                 "pipeline_parallel": case.parallel.pipeline_parallel,
                 # DeepSpeed adds gradients up after the last micro-batch, unless it shards them.
                 "reduce_start": "step" if case.zero_stage < 2 else "backward",
@@ -237,34 +248,29 @@ def _engine(case: TrainingCase, setup: Setup) -> Decisions:
         )
     if engine.name == "interleaved":
         assert engine.stride is not None
-        return _pick(interleaved(setup, (engine.stride,), engine.cpu_optimizer_fraction), case)
+        candidates = interleaved(setup, (engine.stride,), engine.cpu_optimizer_fraction)
+    elif engine.cpu_optimizer_fraction < 1:
+        candidates = twin_flow(setup, (engine.cpu_optimizer_fraction,))
+    else:
+        candidates = zero_offload(setup)
     path = GradientPath.ZERO3_BLOCKING if engine.gradient_flush == "blocking" else GradientPath.ZERO3_ASYNC
-    if engine.cpu_optimizer_fraction < 1:
-        return _pick(twin_flow(setup, (engine.cpu_optimizer_fraction,)), case).model_copy(
-            update={"gradient_path": path}
-        )
-    return _pick(zero_offload(setup, path), case)
+    return _pick(candidates, case).model_copy(update={"gradient_path": path})
 
 
 def _requirements(case: TrainingCase) -> Iterator[tuple[str, object, tuple[object, ...]]]:
     """Yield field, value and what it may be."""
     engine = case.engine
     offloaded = engine.name != "gpu-only"
-    yield "offload.params", case.offload.params, ("gpu",)
+    yield "offload.params", case.offload.params, ("gpu", "cpu") if offloaded else ("gpu",)
     yield "offload.optimizer", case.offload.optimizer, ("cpu",) if offloaded else ("gpu",)
     # fp16 products take what bf16 ones take; the optimizer works in fp32 either way.
     yield "precision", case.precision, ("bf16+fp32-adam", "fp16+fp32-adam")
     if case.parallel.pipeline_parallel > 1:
         yield "zero_stage", case.zero_stage, (0, 1)
     if offloaded:
-        yield "parallel.tensor_parallel", case.parallel.tensor_parallel, (1,)
         yield "parallel.pipeline_parallel", case.parallel.pipeline_parallel, (1,)
         yield "zero_stage", case.zero_stage, (3,)
-        yield (
-            "engine.gradient_flush",
-            engine.gradient_flush,
-            ("async",) if engine.name == "interleaved" else ("async", "blocking"),
-        )
+        yield "engine.gradient_flush", engine.gradient_flush, ("async", "blocking")
     else:
         yield "engine.gradient_flush", engine.gradient_flush, (None,)
         yield "engine.cpu_optimizer_fraction", engine.cpu_optimizer_fraction, (1.0,)

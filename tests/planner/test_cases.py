@@ -135,7 +135,7 @@ def test_in_memory_cases_at_every_zero_stage(zero_stage, all_reduced):
 
 
 UNSUPPORTED = {
-    "parallel.tensor_parallel is 2": {"parallel__tensor_parallel": 2},
+    "need 8 devices": {"parallel__tensor_parallel": 2},
     "zero_stage is 3": {"parallel__pipeline_parallel": 4},
     "offload.optimizer is nvme": {"offload__optimizer": "nvme"},
     "offload.params is nvme": {"offload__params": "nvme"},
@@ -154,6 +154,33 @@ def test_what_cannot_be_expressed_is_refused_by_name(message):
     some = case(BLOCKING, **UNSUPPORTED[message])
     with pytest.raises(CaseError, match=f"case {BLOCKING}: .*{message}"):
         some.predict(load_profile("a100x4-40g"))
+
+
+def test_tensor_parallel_ranks_share_every_layer():
+    """Four ranks as 2 x 2 hold, gather and update half as much each as two ranks do."""
+    alone = case(BLOCKING, parallel__data_parallel=2, batch__global_batch=2)
+    shared = case(BLOCKING, parallel__data_parallel=2, parallel__tensor_parallel=2, batch__global_batch=2)
+    flushed = []
+    for some in (alone, shared):
+        units, setup = setup_of(some)
+        decisions = decide(some, setup)
+        schedule = lower(units, decisions, asynchronous=True)
+        flushed.append(sum(task.num_bytes for task in schedule.tasks if task.op is Op.FLUSH))
+        assert decisions.tensor_parallel == some.parallel.tensor_parallel
+    assert flushed[1] == pytest.approx(flushed[0] / 2, rel=0.01)
+    profile = load_profile("a100x4-40g")
+    assert shared.predict(profile).values[Metric.PEAK_GPU] < 0.75 * alone.predict(profile).values[Metric.PEAK_GPU]
+
+
+def test_parameters_on_the_host_are_fetched_for_every_use():
+    some = case(BLOCKING, offload__params="cpu")
+    units, setup = setup_of(some)
+    schedule = lower(units, decide(some, setup), asynchronous=True)
+    fetched = sum(task.num_bytes for task in schedule.tasks if task.op is Op.FETCH)
+    assert fetched > 2 * CASES[BLOCKING]["model"]["num_params"] / 4  # bf16 shards, more than once
+    assert not [task for task in schedule.tasks if task.op is Op.UPLOAD]
+    with pytest.raises(CaseError, match=r"offload\.params: .*optimizer state on the gpu needs its parameters there"):
+        case(TWIN_FLOW, offload__params="cpu").predict(load_profile(case(TWIN_FLOW).hardware))
 
 
 def test_interleaved_needs_a_stride():

@@ -13,7 +13,7 @@ from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
 from planner.cases import Case, Metric
 from planner.cases.training import TrainingCase
-from planner.fitting import MAX_PARAMETERS, FitError, fit, fitted_paths
+from planner.fitting import MAX_PARAMETERS, FitError, fit, fitted_paths, fitted_runs
 
 FILE = Path(__file__).parents[1] / "ullage" / "data" / "published_cases.json"
 CASES = [case for case in json.loads(FILE.read_text())["cases"] if case["hardware"] == "a100x4-40g"]
@@ -51,11 +51,12 @@ def test_the_profile_says_what_was_fitted_and_on_what() -> None:
     for path, item in quantities(found).items():
         if path in PATHS:
             assert item.provenance.origin == "fitted"
-            assert all(case.id in item.provenance.source for case in cases)
+            assert item.provenance.runs == tuple(case.id for case in cases)
             assert "runs.json" in item.provenance.source
         else:
             assert item == quantities(PROFILE)[path]
     assert set(PATHS) <= set(fitted_paths(found))
+    assert fitted_runs(found) >= {case.id for case in cases}
 
 
 def test_a_bound_holds_and_is_reported() -> None:

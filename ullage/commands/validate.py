@@ -10,6 +10,7 @@ from typing import Any
 
 from hwprofiles.registry import load_profile
 from planner.cases import Case, CaseError, Metric, Outcome, load_cases
+from planner.fitting import fitted_runs
 from ullage.arguments import positive_float
 from ullage.commands import Subparsers, command_parser
 from ullage.comparison import Row
@@ -43,11 +44,12 @@ def add_parser(subparsers: Subparsers) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """A case with its prediction."""
+    """A case with its prediction, and whether its profile was fitted to it."""
 
     file: Path
     case: Case
     outcome: Outcome
+    fitted: bool
 
     def rows(self) -> dict[Metric, Row]:
         """Return what was measured beside what is predicted."""
@@ -81,7 +83,11 @@ def run(args: argparse.Namespace) -> int:
     for _, case in chosen:
         case.check()  # before any work
     profiles = {name: load_profile(name) for name in {case.hardware for _, case in chosen}}
-    checked = [Checked(path, case, case.predict(profiles[case.hardware])) for path, case in chosen]
+    fitted = {name: fitted_runs(profile) for name, profile in profiles.items()}
+    checked = [
+        Checked(path, case, case.predict(profiles[case.hardware]), case.id in fitted[case.hardware])
+        for path, case in chosen
+    ]
     summaries = _summaries(checked)
     failures = _failures(checked, args.max_mean_error, args.max_error)
     if args.json:
@@ -96,6 +102,8 @@ def _summaries(checked: Sequence[Checked]) -> list[dict[str, Any]]:
     groups = {f"file {path.name}": [c for c in checked if c.file == path] for path in {c.file: None for c in checked}}
     for name in dict.fromkeys(c.case.hardware for c in checked):
         groups[f"hardware {name}"] = [c for c in checked if c.case.hardware == name]
+    for name, fitted in (("fitted to", True), ("not fitted to", False)):
+        groups[name] = [c for c in checked if c.fitted is fitted]
     groups["all"] = list(checked)
     return [
         {"group": group, "quantity": metric.value, "num_cases": len(errors), **_statistics(errors)}
@@ -127,6 +135,7 @@ def _case_json(item: Checked) -> dict[str, Any]:
         "id": item.case.id,
         "file": str(item.file),
         "hardware": item.case.hardware,
+        "fitted": item.fitted,
         "converged": item.outcome.converged,
         "warnings": item.outcome.warnings,
         **{row.name: {"predicted": row.predicted, "measured": row.measured, "error": row.error} for row in rows},
