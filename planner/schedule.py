@@ -38,6 +38,10 @@ class Op(StrEnum):
     UPLOAD = "upload"  # updated parameters: host -> device
     ISSUE = "issue"  # the host's own time to issue what follows on the device
     STEP = "step"  # the training loop's own work from the norm to the next forward: step(), scheduler, data
+    CREATE = "create"  # the files of a checkpoint
+    TOUCH = "touch"  # new host memory that a checkpoint is copied to: page faults
+    SNAPSHOT = "snapshot"  # state that is checkpointed: device -> host
+    WRITE = "write"  # a copy of it, or host-resident state itself: host -> storage
 
 
 class Phase(StrEnum):
@@ -60,6 +64,9 @@ class Lane(StrEnum):
     CPU = "cpu"  # the worker team that updates on the host
     COLLECTIVE = "collective"
     LAUNCH = "launch"  # the host thread that issues kernels
+    SNAPSHOT = "snapshot"  # copies of state for a checkpoint, and the thread that asks for them
+    STAGING = "staging"  # threads that prepare host memory for them
+    WRITE = "write"  # threads that write them to storage
 
 
 class Tier(StrEnum):
@@ -77,6 +84,7 @@ class MemoryClass(StrEnum):
     OPTIMIZER = "optimizer"
     ACTIVATIONS = "activations"
     WORKSPACE = "workspace"
+    CHECKPOINT = "checkpoint"  # copied, and not yet written
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
