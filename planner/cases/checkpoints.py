@@ -102,6 +102,11 @@ class CheckpointCase(Case):
         values: dict[Metric, float] = {}
         if self.measured.blocking_throughput_gb_per_s is not None:
             blocked_s = self._simulate(profile, self.checkpoint.every_iterations + 1).blocked_s[0]
+            if not blocked_s:
+                raise CaseError(
+                    f"case {self.id}: blocking_throughput_gb_per_s: {self.checkpoint.engine} is predicted not to block "
+                    "training at all, which is no throughput; give end_to_end_s instead"
+                )
             values[Metric.BLOCKING] = self.checkpoint.bytes_total_gb * _GB / blocked_s
         if self.iterations is not None:
             values[Metric.END_TO_END] = self._simulate(profile, self.iterations).end_to_end_s
@@ -112,16 +117,17 @@ class CheckpointCase(Case):
         checkpoint = self.checkpoint
         schedule, training = iteration(self.phases_s)
         engine = policy(checkpoint.engine)
-        ranks_per_node = self.gpus // self.nodes
-        made = with_checkpoints(
-            schedule,
-            engine,
-            [Shard(round(checkpoint.bytes_total_gb * _GB / self.gpus), Tier.GPU, schedule.tasks[-1].index)],
-            num_iterations=num_iterations,
-            every=checkpoint.every_iterations,
-            buffer_bytes=round(checkpoint.host_buffer_gb_per_node * _GB / ranks_per_node),
-        )
+        state = [Shard(round(checkpoint.bytes_total_gb * _GB / self.gpus), Tier.GPU, schedule.tasks[-1].index)]
+        buffer_bytes = round(checkpoint.host_buffer_gb_per_node * _GB * self.nodes / self.gpus)
         try:
+            made = with_checkpoints(
+                schedule,
+                engine,
+                state,
+                num_iterations=num_iterations,
+                every=checkpoint.every_iterations,
+                buffer_bytes=buffer_bytes,
+            )
             costs = CheckpointCosts(CostModel(profile, (), BF16, self.gpus), engine, self.gpus, "pfs")
             prices = costs.prices(made, training)
         except ValueError as error:

@@ -62,7 +62,7 @@ class CheckpointCosts:
         computing and writing share it, and each goes on at half its speed. (A launch loop fell from 204,000 to 7,700
         operations a second beside a thread in ``torch.save``.)
         """
-        if not self._policy.holds_interpreter or task.lane is not Lane.COMPUTE:
+        if not self._policy.holds_interpreter or task.lane not in {Lane.COMPUTE, Lane.GPU_UPDATE}:
             return price
         return dataclasses.replace(price, uses=(*price.uses, (Resource.INTERPRETER, 1.0)))
 

@@ -18,6 +18,8 @@ from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Tas
 
 # A clone in host memory is read once and written once.
 _CLONE_PASSES = 2
+# Of one checkpoint: more would say nothing new, and take for ever.
+_MAX_CHUNKS = 10_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,7 +134,13 @@ class _Builder:
         self._one = schedule
         self._policy = policy
         # A chunk must leave room for another one, or copies and writes would alternate.
-        self._chunks = tuple(_cut(state, min(policy.chunk_bytes, max(buffer_bytes // 2, 1))))
+        chunk_bytes = min(policy.chunk_bytes, max(buffer_bytes // 2, 1)) if policy.bounded else policy.chunk_bytes
+        if (num_chunks := sum(-(-shard.num_bytes // chunk_bytes) for shard in state)) > _MAX_CHUNKS:
+            raise ValueError(
+                f"a checkpoint of {sum(shard.num_bytes for shard in state)} B in chunks of {chunk_bytes} B has "
+                f"{num_chunks} of them, more than {_MAX_CHUNKS}; give it more host memory than {buffer_bytes} B"
+            )
+        self._chunks = tuple(_cut(state, chunk_bytes))
         self._ring = _Ring(buffer_bytes) if policy.bounded else None
         self._tasks: list[Task] = []
         self._origin: list[int] = []
@@ -179,27 +187,26 @@ class _Builder:
         assert self._start is not None, "a checkpoint follows an iteration"
         policy, number = self._policy, len(self._last_writes)
         called = tuple(self._start + i for i in self._lasts)
-        created = -1
         if policy.in_flight is not None and number >= policy.in_flight:
             called = (*called, self._last_writes[number - policy.in_flight])
-        if policy.blocks_until is BlocksUntil.NOTHING:
-            self._add(Lane.WRITE, Op.CREATE, called)
-        elif not policy.writes_after_staging:
-            created = self._add(Lane.SNAPSHOT, Op.CREATE, called)
-            called = (created,)
         copies: list[int | None] = []
         writes: list[int] = []
-        for chunk in self._chunks:
-            copies.append(self._copy(chunk, called))
-            if not policy.writes_after_staging:
-                writes.append(self._write(chunk, copies[-1], called))
         if policy.writes_after_staging:
-            self._add(Lane.WRITE, Op.CREATE, (*called, *(i for i in copies[-1:] if i is not None)))
-            writes = [self._write(chunk, copy, called) for chunk, copy in zip(self._chunks, copies, strict=True)]
-        self._last_writes.append(writes[-1] if writes else len(self._tasks) - 1)
+            copies = [self._copy(chunk, called) for chunk in self._chunks]
+            created = self._add(Lane.WRITE, Op.CREATE, (*called, *(i for i in copies[-1:] if i is not None)))
+        else:
+            # The caller creates the files, and then goes on to copy, or leaves both to others.
+            calls = policy.blocks_until is not BlocksUntil.NOTHING
+            created = self._add(Lane.SNAPSHOT if calls else Lane.STAGING, Op.CREATE, called)
+            called = (created,) if calls else called
+        for position, chunk in enumerate(self._chunks):
+            if position == len(copies):  # not copied yet: then it is as soon as there is room, and written behind that
+                copies.append(self._copy(chunk, called))
+            writes.append(self._write(chunk, copies[position], created))
+        self._last_writes.append(writes[-1] if writes else created)
         safe = [write if copy is None else copy for copy, write in zip(copies, writes, strict=True)]
         blocks = {BlocksUntil.CREATED: [created], BlocksUntil.STAGED: safe, BlocksUntil.WRITTEN: writes}
-        self._waits = _Waits(tuple(blocks.get(policy.blocks_until, ())) or (), self._gates(safe))
+        self._waits = _Waits(self._latest(blocks.get(policy.blocks_until, ())), self._gates(safe))
 
     def _copy(self, chunk: Shard, called: tuple[int, ...]) -> int | None:
         """Copy a chunk to host memory, in the engine's way; ``None`` if it is written from where it is."""
@@ -220,9 +227,9 @@ class _Builder:
         """Return the writes that must have ended before host memory has room for one more chunk."""
         return self._ring.room(chunk.num_bytes) if self._ring else ()
 
-    def _write(self, chunk: Shard, copy: int | None, called: tuple[int, ...]) -> int:
+    def _write(self, chunk: Shard, copy: int | None, created: int) -> int:
         """Write a chunk, and hold its copy until then."""
-        write = self._add(Lane.WRITE, Op.WRITE, (*called, self._source(chunk)) if copy is None else (copy,), chunk)
+        write = self._add(Lane.WRITE, Op.WRITE, (self._source(chunk) if copy is None else copy, created), chunk)
         if copy is not None:
             first = copy - 1 if self._tasks[copy - 1].op is Op.TOUCH else copy  # memory is held once it is touched
             label = f"checkpoint {len(self._last_writes)}"
@@ -245,8 +252,12 @@ class _Builder:
         for chunk, index in zip(self._chunks, safe, strict=True):
             of_task.setdefault(chunk.changed_by, []).append(index)
         if policy.gate is Gate.UPDATE:
-            return dict.fromkeys(of_task, tuple(safe))
-        return {task: tuple(indices) for task, indices in of_task.items()}
+            return dict.fromkeys(of_task, self._latest(safe))
+        return {task: self._latest(indices) for task, indices in of_task.items()}
+
+    def _latest(self, indices: Iterable[int]) -> tuple[int, ...]:
+        """Return the last of some tasks on each lane: the others end earlier."""
+        return tuple({self._tasks[i].lane: i for i in sorted(indices)}.values())
 
     def _add(self, lane: Lane, op: Op, after: Iterable[int], chunk: Shard | None = None, *, pinned: bool = True) -> int:
         """Append one task of the checkpoint and return its index."""

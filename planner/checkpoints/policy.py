@@ -84,7 +84,8 @@ class CheckpointPolicy:
                 f"checkpoint policy {self.name} blocks until {self.blocks_until} and has no gate: state would change "
                 "before it is copied; give it the gate 'update' or 'shard'"
             )
-        if self.chunk_bytes < 1 or self.num_writers < 1 or (self.in_flight or 1) < 1 or not self.weight > 0:
+        in_flight = 1 if self.in_flight is None else self.in_flight
+        if min(self.chunk_bytes, self.num_writers, in_flight) < 1 or not self.weight > 0:
             raise ValueError(
                 f"checkpoint policy {self.name}: chunk_bytes, num_writers, in_flight and weight must be positive"
             )
