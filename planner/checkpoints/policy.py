@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from enum import StrEnum
 
-# One core's rate of xxh3, which hashes what is written; measured on an EPYC Turin, and slower ones are not far.
+# One core's rate of xxh3 over what is written, from memory; measured on an EPYC Turin.
 HASH_BYTES_PER_S = 6.5e9
 
 
