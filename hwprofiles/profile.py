@@ -110,6 +110,10 @@ class Host(Frozen):
         optimizer_process_params_per_s: the most that one process reaches, whose threads are bound to some of the cores,
             however few processes there are; ``None``: a lone process uses them all.
         elementwise_bytes_per_s: host passes that are not the optimizer (casts, scaling), all those cores together.
+        fresh_bytes_per_s: at which one process touches memory that it has just been given (page faults, zeroing);
+            ``None`` where it is not known.
+        serialise_bytes_per_s: at which one thread turns tensors in host memory into a file of ``torch.save`` (pickle,
+            a zip record with its CRC-32, buffered writes), if the disk keeps up; ``None`` where it is not known.
     """
 
     name: str
@@ -121,6 +125,8 @@ class Host(Frozen):
     optimizer_by_threads: dict[int, ParamsPerSecond] | None = None
     optimizer_process_params_per_s: ParamsPerSecond | None = None
     elementwise_bytes_per_s: BytesPerSecond
+    fresh_bytes_per_s: BytesPerSecond | None = None
+    serialise_bytes_per_s: BytesPerSecond | None = None
 
     @model_validator(mode="after")
     def _cores(self) -> Self:
@@ -133,11 +139,22 @@ class Host(Frozen):
 
 
 class Storage(Frozen):
-    """A disk tier: ``nvme`` of one node or a shared ``pfs``; curves are time against bytes of one large request."""
+    """A disk tier: ``nvme`` of one node or a shared ``pfs``; curves are time against bytes of one large request.
+
+    Attributes:
+        capacity_bytes: of it all.
+        read, write: what one node draws.
+        job_write_bytes_per_s: what all nodes of one job together write, however many they are; ``None``: as many times
+            one node's rate.
+        create_s: time of its metadata server to create the files of one process, one process after another; ``None``:
+            lost in the rest.
+    """
 
     capacity_bytes: Bytes
     read: CurveOverBytes
     write: CurveOverBytes
+    job_write_bytes_per_s: BytesPerSecond | None = None
+    create_s: Seconds | None = None
 
 
 class Fabric(Frozen):

@@ -37,6 +37,8 @@ class Resource(IntEnum):
     LINK_UP = 4
     LINK = 5  # both directions together
     FABRIC = 6
+    STORE = 7  # bytes/s to where checkpoints are written
+    INTERPRETER = 8  # the Python interpreter of the training process: capacity 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,11 +49,13 @@ class Price:
         latency_s: paid first; nothing is shared meanwhile.
         duration_s: at full speed.
         uses: (resource, amount per second at full speed), resources ascending.
+        weight: how fast its speed rises where it competes with others; see [Note: Fluid sharing].
     """
 
     latency_s: float
     duration_s: float
     uses: tuple[tuple[Resource, float], ...] = ()
+    weight: float = 1.0
 
 
 class CostModel:
@@ -107,6 +111,8 @@ class CostModel:
             Resource.LINK_UP: link.up.best_rate_per_s() / self._ranks_per_uplink,
             Resource.LINK: link.both_bytes_per_s.value / self._ranks_per_uplink,
             Resource.FABRIC: 1.0,
+            Resource.STORE: 1.0,  # nothing is written but checkpoints: see planner.checkpoints.costs
+            Resource.INTERPRETER: 1.0,
         }
         for resource, amount in capacity.items():
             if amount <= 0:

@@ -40,6 +40,10 @@ class Op(StrEnum):
     SEND = "send"  # between pipeline stages: activations, their gradients, the gradient of tied embeddings
     STEP = "step"  # the training loop's own work from the norm to the next forward: step(), scheduler, data
     LOOP = "loop"  # what a script does between iterations: logging, data, waiting for the device
+    CREATE = "create"  # the files of a checkpoint
+    TOUCH = "touch"  # new host memory that a checkpoint is copied to: page faults
+    SNAPSHOT = "snapshot"  # state that is checkpointed: device -> host
+    WRITE = "write"  # a copy of it, or host-resident state itself: host -> storage
 
 
 class Phase(StrEnum):
@@ -65,6 +69,9 @@ class Lane(StrEnum):
     SEND = "send"  # activations to the next pipeline stage
     SEND_BACK = "send-back"  # their gradients to the previous one
     LAUNCH = "launch"  # the host thread that issues kernels
+    SNAPSHOT = "snapshot"  # copies of state for a checkpoint, and the thread that asks for them
+    STAGING = "staging"  # threads that prepare host memory for them
+    WRITE = "write"  # threads that write them to storage
 
 
 class Tier(StrEnum):
@@ -82,6 +89,7 @@ class MemoryClass(StrEnum):
     OPTIMIZER = "optimizer"
     ACTIVATIONS = "activations"
     WORKSPACE = "workspace"
+    CHECKPOINT = "checkpoint"  # copied, and not yet written
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

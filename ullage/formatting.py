@@ -18,6 +18,9 @@ LANE_WORDS = {
     Lane.CPU: "optimizer steps on the CPU",
     Lane.COLLECTIVE: "communication between devices",
     Lane.LAUNCH: "issuing kernels",
+    Lane.SNAPSHOT: "copies for checkpoints",
+    Lane.STAGING: "memory for checkpoints",
+    Lane.WRITE: "writing checkpoints",
 }
 """What each lane does, in words."""
 

@@ -68,6 +68,23 @@ FITTINGS = (
     ),
     Fitting(
         "polaris-a100-40g",
+        "checkpointing",
+        (
+            "polaris-ckpt-7b-torchsnapshot",
+            "polaris-ckpt-7b-datastates",
+            "polaris-ckpt-30b-*",
+            "*-deepspeed-every5",
+            "*-checkfreq-async-every5",
+        ),
+        (
+            "pfs.job_write_bytes_per_s",
+            "pfs.create_s",
+            "host.fresh_bytes_per_s",
+            "host.serialise_bytes_per_s",
+        ),
+    ),
+    Fitting(
+        "polaris-a100-40g",
         "offloaded_update",
         (
             "*-7b-*-dp1-*-blocking-flush",

@@ -195,7 +195,7 @@ def test_sizes_that_do_not_add_up_are_refused():
 
 BROKEN = {
     "engine.name": {"engine": {"name": "warp", "gradient_flush": "async"}},
-    "checkpoint: such a field": {"checkpoint": {"every": 1}},
+    "swapping: such a field": {"swapping": {"every": 1}},
     "batch.micro_batch": {"batch": {"micro_batch": "4", "global_batch": 4, "seq_len": 2048}},
     "measured.iteration_ms": {"measured": {"iteration_ms": -1}},
     "measured.tflops: such a field": {"measured": {"tflops": 3}},

@@ -130,7 +130,8 @@ def test_collectives() -> None:
 def test_capacities_are_one_ranks_share() -> None:
     cost = model(machine(devices_per_node=4), ranks=8)
     assert cost.ranks_per_node == 4
-    expected = uses(DEVICE=1, CORES=2, DRAM=2.5e10, LINK_DOWN=2e10, LINK_UP=2e10, LINK=3e10, FABRIC=1)
+    shares = {"DEVICE": 1, "CORES": 2, "DRAM": 2.5e10, "LINK_DOWN": 2e10, "LINK_UP": 2e10, "LINK": 3e10, "FABRIC": 1}
+    expected = uses(**shares, STORE=1, INTERPRETER=1)
     assert cost.capacities() == expected
     assert model(machine(devices_per_node=4), ranks=2).capacities()[Resource.CORES] == 4
 

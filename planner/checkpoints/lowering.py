@@ -1,0 +1,327 @@
+"""Lowering checkpoints into the schedule of a run: several iterations, with a checkpoint after every so many.
+
+[Note: Checkpoint tasks] A checkpoint is asked for when the training loop is done with an iteration. Its files are
+created; each chunk of state on the device is copied to host memory once the update of its piece is over, and written
+from there; state on the host is written from where it is, or cloned first by engines that clone everything. What may
+not happen earlier waits in the schedule like anything else: the next iteration (an engine that blocks), the next update
+of a piece (its gate), a copy into host memory that is still to be written (a full buffer). So how long training was
+blocked is read off the timeline: nothing here is a formula of time.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from planner.checkpoints.policy import BlocksUntil, CheckpointPolicy, Gate, Staging
+from planner.decisions import STATE_BYTES_PER_PARAM
+from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
+
+# A clone in host memory is read once and written once.
+_CLONE_PASSES = 2
+# Of one checkpoint: more would say nothing new, and take for ever.
+_MAX_CHUNKS = 10_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shard:
+    """One piece of a rank's state.
+
+    Attributes:
+        num_bytes: that are saved of it.
+        tier: where it lives: ``gpu`` or ``host``.
+        changed_by: index of the task of an iteration that changes it.
+        unit, piece: what it is the state of; see :class:`planner.schedule.Task`.
+    """
+
+    num_bytes: int
+    tier: Tier
+    changed_by: int
+    unit: str = ""
+    piece: int = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The schedule of a whole run with checkpoints.
+
+    Attributes:
+        schedule: all iterations and checkpoints, as one.
+        origin: for each task, the index of its original in the schedule of one iteration; -1 for checkpoint tasks.
+        checkpoint: for each task, the number of the checkpoint that it belongs to; -1 for training tasks.
+        num_checkpoints: how many there are.
+    """
+
+    schedule: Schedule
+    origin: tuple[int, ...]
+    checkpoint: tuple[int, ...]
+    num_checkpoints: int
+
+
+def state_of(schedule: Schedule, *, num_replicas: int = 1) -> tuple[Shard, ...]:
+    """Return the optimizer state that an iteration's updates change, in their order: fp32 master and both moments.
+
+    Weights in 16 bits are casts of the master, and not saved. State that is streamed through the device lives on the
+    host, and changes when it is stored back.
+
+    Args:
+        schedule: one iteration.
+        num_replicas: ranks that hold the same state (data parallelism that shards nothing); each saves its part.
+    """
+    stored = {(task.unit, task.piece): task.index for task in schedule.tasks if task.op is Op.STORE}
+    shards = []
+    for task in schedule.tasks:
+        if task.op is Op.UPDATE and task.num_params:
+            store = stored.get((task.unit, task.piece))
+            tier = Tier.GPU if store is None and task.lane is Lane.GPU_UPDATE else Tier.HOST
+            num_bytes = -(-STATE_BYTES_PER_PARAM * task.num_params // num_replicas)
+            shards.append(Shard(num_bytes, tier, task.index if store is None else store, task.unit, task.piece))
+    return tuple(shards)
+
+
+def with_checkpoints(
+    schedule: Schedule,
+    policy: CheckpointPolicy,
+    state: Sequence[Shard],
+    *,
+    num_iterations: int,
+    every: int,
+    buffer_bytes: int,
+) -> Run:
+    """Return the schedule of a run with a checkpoint after every so many iterations; see [Note: Checkpoint tasks].
+
+    Args:
+        schedule: one iteration without checkpoints.
+        policy: the engine.
+        state: what one rank saves, in the order in which it does.
+        num_iterations: of the run.
+        every: iterations from one checkpoint to the next.
+        buffer_bytes: host memory of one rank for copies that are not written yet.
+
+    Raises:
+        ValueError: a number is not positive, a piece of state does not belong to the schedule, or that is a pipeline.
+    """
+    if schedule.num_stages > 1:
+        raise ValueError(
+            f"the schedule has {schedule.num_stages} pipeline stages, and checkpoints are only lowered for one: give the "
+            "phases of the iteration instead"
+        )
+    for name, value in (("num_iterations", num_iterations), ("every", every), ("buffer_bytes", buffer_bytes)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; a run with checkpoints needs at least 1")
+    for shard in state:
+        if not 0 <= shard.changed_by < len(schedule.tasks) or shard.num_bytes < 0:
+            raise ValueError(
+                f"state of {shard.unit or 'the model'} ({shard.num_bytes} B) is changed by task {shard.changed_by}; "
+                f"the schedule has tasks 0 to {len(schedule.tasks) - 1}, and sizes cannot be negative"
+            )
+    builder = _Builder(schedule, policy, tuple(state), buffer_bytes)
+    for iteration in range(1, num_iterations + 1):
+        builder.iterate()
+        if iteration % every == 0:
+            builder.checkpoint()
+    return builder.run()
+
+
+@dataclasses.dataclass(slots=True)
+class _Waits:
+    """What the next iteration waits for, because of a checkpoint."""
+
+    block: tuple[int, ...] = ()  # the training loop
+    gates: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # tasks that change state
+
+
+class _Builder:
+    """Appends iterations and checkpoints to one list of tasks."""
+
+    def __init__(
+        self, schedule: Schedule, policy: CheckpointPolicy, state: tuple[Shard, ...], buffer_bytes: int
+    ) -> None:
+        self._one = schedule
+        self._policy = policy
+        # A chunk must leave room for another one, or copies and writes would alternate.
+        chunk_bytes = min(policy.chunk_bytes, max(buffer_bytes // 2, 1)) if policy.bounded else policy.chunk_bytes
+        if (num_chunks := sum(-(-shard.num_bytes // chunk_bytes) for shard in state)) > _MAX_CHUNKS:
+            raise ValueError(
+                f"a checkpoint of {sum(shard.num_bytes for shard in state)} B in chunks of {chunk_bytes} B has "
+                f"{num_chunks} of them, more than {_MAX_CHUNKS}; give it more host memory than {buffer_bytes} B"
+            )
+        self._chunks = tuple(_cut(state, chunk_bytes))
+        self._ring = _Ring(buffer_bytes) if policy.bounded else None
+        self._tasks: list[Task] = []
+        self._origin: list[int] = []
+        self._checkpoint: list[int] = []
+        self._buffers: list[Buffer] = [buffer for buffer in schedule.buffers if buffer.first is None]
+        self._start: int | None = None  # index of the latest iteration's first task
+        self._waits = _Waits()
+        self._last_writes: list[int] = []  # of each checkpoint
+        # The training loop is on these lanes: it stands where the first task of an iteration waits, and it is done
+        # with an iteration when the last one has ended, and all that the next one will wait for.
+        loop = {lane: [t.index for t in schedule.tasks if t.lane is lane] for lane in (Lane.COMPUTE, Lane.LAUNCH)}
+        self._firsts = frozenset(indices[0] for indices in loop.values() if indices)
+        needed = (i for first in self._firsts for i in schedule.tasks[first].after_previous)
+        self._lasts = _unique((*(indices[-1] for indices in loop.values() if indices), *needed))
+
+    def iterate(self) -> None:
+        """Append one iteration."""
+        previous, start = self._start, len(self._tasks)
+        for task in self._one.tasks:
+            after = [start + i for i in task.after]
+            if previous is not None:
+                after += [previous + i for i in task.after_previous]
+            if task.index in self._firsts:
+                after += self._waits.block
+            after += self._waits.gates.get(task.index, ())
+            self._append(dataclasses.replace(task, after=_unique(after), after_previous=()), task.index, -1)
+        self._hold(previous, start)
+        self._start, self._waits = start, _Waits()
+
+    def _hold(self, previous: int | None, start: int | None) -> None:
+        """Add the buffers of an iteration, and those that the previous one handed over to it (or to the end)."""
+        for buffer in self._one.buffers:
+            if buffer.first is None or buffer.last is None:
+                continue
+            if buffer.last >= buffer.first:
+                if start is not None:
+                    self._buffers.append(_moved(buffer, start + buffer.first, start + buffer.last))
+            elif previous is not None:
+                last = len(self._tasks) - 1 if start is None else start + buffer.last
+                self._buffers.append(_moved(buffer, previous + buffer.first, last))
+
+    def checkpoint(self) -> None:
+        """Append a checkpoint of the state after the latest iteration."""
+        assert self._start is not None, "a checkpoint follows an iteration"
+        policy, number = self._policy, len(self._last_writes)
+        called = tuple(self._start + i for i in self._lasts)
+        if policy.in_flight is not None and number >= policy.in_flight:
+            called = (*called, self._last_writes[number - policy.in_flight])
+        copies: list[int | None] = []
+        writes: list[int] = []
+        if policy.writes_after_staging:
+            copies = [self._copy(chunk, called) for chunk in self._chunks]
+            created = self._add(Lane.WRITE, Op.CREATE, (*called, *(i for i in copies[-1:] if i is not None)))
+        else:
+            # The caller creates the files, and then goes on to copy, or leaves both to others.
+            calls = policy.blocks_until is not BlocksUntil.NOTHING
+            created = self._add(Lane.SNAPSHOT if calls else Lane.STAGING, Op.CREATE, called)
+            called = (created,) if calls else called
+        for position, chunk in enumerate(self._chunks):
+            if position == len(copies):  # not copied yet: then it is as soon as there is room, and written behind that
+                copies.append(self._copy(chunk, called))
+            writes.append(self._write(chunk, copies[position], created))
+        self._last_writes.append(writes[-1] if writes else created)
+        safe = [write if copy is None else copy for copy, write in zip(copies, writes, strict=True)]
+        blocks = {BlocksUntil.CREATED: [created], BlocksUntil.STAGED: safe, BlocksUntil.WRITTEN: writes}
+        self._waits = _Waits(self._latest(blocks.get(policy.blocks_until, ())), self._gates(safe))
+
+    def _copy(self, chunk: Shard, called: tuple[int, ...]) -> int | None:
+        """Copy a chunk to host memory, in the engine's way; ``None`` if it is written from where it is."""
+        staging, on_device = self._policy.staging, chunk.tier is Tier.GPU
+        ready = (*called, self._source(chunk))
+        if staging is Staging.TRANSIENT:
+            return self._add(Lane.WRITE, Op.SNAPSHOT, ready, chunk, pinned=False) if on_device else None
+        if staging is Staging.PINNED:
+            return self._add(Lane.SNAPSHOT, Op.SNAPSHOT, (*ready, *self._room(chunk)), chunk) if on_device else None
+        pool = staging is Staging.FRESH_POOL
+        touched = self._add(Lane.STAGING if pool else Lane.SNAPSHOT, Op.TOUCH, (*ready, *self._room(chunk)), chunk)
+        if on_device:
+            return self._add(Lane.SNAPSHOT, Op.SNAPSHOT, (touched,), chunk, pinned=False)
+        clone = dataclasses.replace(chunk, num_bytes=_CLONE_PASSES * chunk.num_bytes)
+        return self._add(Lane.SNAPSHOT, Op.PASS, (touched,), clone)
+
+    def _room(self, chunk: Shard) -> tuple[int, ...]:
+        """Return the writes that must have ended before host memory has room for one more chunk."""
+        return self._ring.room(chunk.num_bytes) if self._ring else ()
+
+    def _write(self, chunk: Shard, copy: int | None, created: int) -> int:
+        """Write a chunk, and hold its copy until then."""
+        write = self._add(Lane.WRITE, Op.WRITE, (self._source(chunk) if copy is None else copy, created), chunk)
+        if copy is not None:
+            first = copy - 1 if self._tasks[copy - 1].op is Op.TOUCH else copy  # memory is held once it is touched
+            label = f"checkpoint {len(self._last_writes)}"
+            self._buffers.append(Buffer(Tier.HOST, MemoryClass.CHECKPOINT, chunk.num_bytes, label, first, write))
+            if self._ring:
+                self._ring.take(write, chunk.num_bytes)
+        return write
+
+    def _source(self, chunk: Shard) -> int:
+        """Return the task after which a chunk is as it will be saved."""
+        assert self._start is not None, "a checkpoint follows an iteration"
+        return self._start + chunk.changed_by
+
+    def _gates(self, safe: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Return what the tasks that change state wait for: copies, or writes of what is not copied."""
+        policy = self._policy
+        if policy.gate is Gate.NONE:
+            return {}
+        of_task: dict[int, list[int]] = {}
+        for chunk, index in zip(self._chunks, safe, strict=True):
+            of_task.setdefault(chunk.changed_by, []).append(index)
+        if policy.gate is Gate.UPDATE:
+            return dict.fromkeys(of_task, self._latest(safe))
+        return {task: self._latest(indices) for task, indices in of_task.items()}
+
+    def _latest(self, indices: Iterable[int]) -> tuple[int, ...]:
+        """Return the last of some tasks on each lane: the others end earlier."""
+        return tuple({self._tasks[i].lane: i for i in sorted(indices)}.values())
+
+    def _add(self, lane: Lane, op: Op, after: Iterable[int], chunk: Shard | None = None, *, pinned: bool = True) -> int:
+        """Append one task of the checkpoint and return its index."""
+        task = Task(0, lane, op, Phase.UPDATE, after=_unique(after), pinned=pinned)
+        if chunk is not None:
+            task = dataclasses.replace(task, unit=chunk.unit, piece=chunk.piece, num_bytes=chunk.num_bytes)
+        return self._append(task, -1, len(self._last_writes))
+
+    def _append(self, task: Task, origin: int, checkpoint: int) -> int:
+        index = len(self._tasks)
+        self._tasks.append(dataclasses.replace(task, index=index))
+        self._origin.append(origin)
+        self._checkpoint.append(checkpoint)
+        return index
+
+    def run(self) -> Run:
+        """Return all that was appended."""
+        self._hold(self._start, None)
+        name = f"{self._one.description}, with checkpoints by {self._policy.name}"
+        schedule = Schedule(tuple(self._tasks), tuple(self._buffers), name)
+        return Run(schedule, tuple(self._origin), tuple(self._checkpoint), len(self._last_writes))
+
+
+class _Ring:
+    """Bounded host memory that is filled and emptied in the same order.
+
+    Args:
+        num_bytes: how much there is.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._room_bytes = num_bytes
+        self._held: deque[tuple[int, int]] = deque()  # (write, bytes) that are not known to be over
+
+    def room(self, num_bytes: int) -> tuple[int, ...]:
+        """Return the writes (at most the last one of several) after which there is room for so much."""
+        last: tuple[int, ...] = ()
+        while self._room_bytes < num_bytes and self._held:
+            write, freed_bytes = self._held.popleft()
+            self._room_bytes += freed_bytes
+            last = (write,)
+        return last
+
+    def take(self, write: int, num_bytes: int) -> None:
+        """Hold so much until a write has ended."""
+        self._room_bytes -= num_bytes
+        self._held.append((write, num_bytes))
+
+
+def _cut(state: Iterable[Shard], chunk_bytes: int) -> Iterable[Shard]:
+    """Yield the state in chunks of at most so many bytes."""
+    for shard in state:
+        for begin in range(0, shard.num_bytes, chunk_bytes):
+            yield dataclasses.replace(shard, num_bytes=min(chunk_bytes, shard.num_bytes - begin))
+
+
+def _moved(buffer: Buffer, first: int, last: int) -> Buffer:
+    return dataclasses.replace(buffer, first=first, last=last)
+
+
+def _unique(indices: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(indices)))

@@ -1,0 +1,67 @@
+"""What a run with checkpoints took, read off its timeline."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable
+
+from planner.checkpoints.lowering import Run
+from planner.schedule import Lane
+from planner.timeline import Timeline
+
+
+@dataclasses.dataclass(frozen=True)
+class RunTimes:
+    """Seconds that a run with checkpoints took.
+
+    Attributes:
+        end_to_end_s: until everything was computed and written.
+        training_s: until everything was computed.
+        blocked_s: of each checkpoint: how long tasks of training that could have run waited for it.
+        latency_s: of each checkpoint: from the moment that its state was complete until it was written.
+    """
+
+    end_to_end_s: float
+    training_s: float
+    blocked_s: tuple[float, ...]
+    latency_s: tuple[float, ...]
+
+    def cost_s(self, plain: "RunTimes") -> float:
+        """Return what one checkpoint adds to training, against the same run without any (interference included)."""
+        return (self.training_s - plain.training_s) / max(len(self.blocked_s), 1)
+
+
+def times(run: Run, timeline: Timeline) -> RunTimes:
+    """Read a timeline of a run (which is one iteration of it)."""
+    start_s, end_s = timeline.start_s[0].tolist(), timeline.end_s[0].tolist()
+    waits: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    begun_s: dict[int, float] = {}
+    written_s: dict[int, float] = defaultdict(float)
+    lane_end_s: dict[Lane, float] = defaultdict(float)
+    for task, number in zip(run.schedule.tasks, run.checkpoint, strict=True):
+        mine = [i for i in task.after if run.checkpoint[i] >= 0]
+        others_s = max((end_s[i] for i in task.after if run.checkpoint[i] < 0), default=0.0)
+        if number < 0:
+            ready_s = max(others_s, lane_end_s[task.lane])
+            if mine and start_s[task.index] > ready_s:
+                last = max(mine, key=lambda i: (end_s[i], i))
+                waits[run.checkpoint[last]].append((ready_s, start_s[task.index]))
+        else:
+            begun_s.setdefault(number, others_s)
+            written_s[number] = max(written_s[number], end_s[task.index])
+        lane_end_s[task.lane] = end_s[task.index]
+    numbers = range(run.num_checkpoints)
+    return RunTimes(
+        end_to_end_s=max(end_s, default=0.0),
+        training_s=max((e for e, number in zip(end_s, run.checkpoint, strict=True) if number < 0), default=0.0),
+        blocked_s=tuple(_union_s(waits[number]) for number in numbers),
+        latency_s=tuple(written_s[number] - begun_s[number] for number in numbers),
+    )
+
+
+def _union_s(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the time that at least one interval covers."""
+    total_s, covered_s = 0.0, 0.0
+    for begin_s, end_s in sorted(intervals):
+        total_s += max(end_s - max(begin_s, covered_s), 0.0)
+        covered_s = max(covered_s, end_s)
+    return total_s

@@ -1,0 +1,126 @@
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from hwprofiles.paths import quantities
+from hwprofiles.registry import load_profile
+from planner.cases import CaseError, Metric, load_cases
+from planner.cases.checkpoints import CheckpointCase
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "published" / "checkpointing.json"
+CASES = {case["id"]: case for case in json.loads(FILE.read_text())["cases"]}
+ENGINES = ("deepspeed", "checkfreq-async", "torchsnapshot", "datastates")
+THROUGHPUT = "polaris-ckpt-30b-datastates"
+WHOLE_RUN = "polaris-ckpt-freq-7b-checkfreq-async-every4"
+POLARIS = load_profile("polaris-a100-40g")
+
+
+def case(name: str, **changes: object) -> CheckpointCase:
+    """Return a case with some fields changed; ``checkpoint__engine`` reaches into ``checkpoint``."""
+    data = copy.deepcopy(CASES[name])
+    for path, value in changes.items():
+        *outer, last = path.split("__")
+        place = data
+        for key in outer:
+            place = place[key]
+        place[last] = value
+    return CheckpointCase.model_validate(data)
+
+
+def test_published_runs_are_predicted():
+    """Throughput within a factor of 1.5 each, end-to-end times within 10 % on average."""
+    errors = []
+    for some in load_cases(FILE):
+        outcome = some.predict(POLARIS)
+        for metric, measured in some.measurements().items():
+            ratio = outcome.values[metric] / measured
+            if metric is Metric.BLOCKING:
+                assert 1 / 1.5 < ratio < 1.5, some.id
+            else:
+                assert 0.75 < ratio < 1.25, some.id
+                errors.append(abs(ratio - 1))
+    assert len(errors) == 24
+    assert sum(errors) / len(errors) < 0.1
+
+
+def test_fitted_quantities_name_a_minority_of_the_runs():
+    for path in ("pfs.job_write_bytes_per_s", "pfs.create_s", "host.fresh_bytes_per_s", "host.serialise_bytes_per_s"):
+        provenance = quantities(POLARIS)[path].provenance
+        assert provenance.origin == "fitted"
+        named = provenance.source.rpartition(": ")[2].split(", ")
+        assert 2 * len(named) < len(CASES)
+        assert all(f"polaris-ckpt-{name}" in CASES for name in named)
+
+
+@pytest.mark.parametrize("name", ["7b", "30b"])
+def test_engines_are_ordered_as_they_were_measured(name):
+    rates = [case(f"polaris-ckpt-{name}-{engine}").predict(POLARIS).values[Metric.BLOCKING] for engine in ENGINES]
+    assert rates == sorted(rates)
+
+
+def test_a_checkpoint_blocks_by_itself_however_often_it_is_taken():
+    rates = {
+        case(THROUGHPUT, checkpoint__every_iterations=every).predict(POLARIS).values[Metric.BLOCKING]
+        for every in (1, 3)
+    }
+    low, high = min(rates), max(rates)
+    assert high == pytest.approx(low)
+
+
+def test_ours_never_takes_longer():
+    for name in CASES:
+        if "every" in name:
+            theirs = case(name).predict(POLARIS).values[Metric.END_TO_END]
+            ours = case(name, checkpoint__engine="ullage").predict(POLARIS).values[Metric.END_TO_END]
+            assert ours <= theirs
+
+
+WRONG = {
+    "checkpoint.engine": {"checkpoint__engine": "gemini"},
+    "checkpoint.bytes_total_gb": {"checkpoint__bytes_total_gb": -83},
+    "checkpoint.every_iterations": {"checkpoint__every_iterations": 0},
+    "checkpoint.host_buffer_gb_per_node": {"checkpoint__host_buffer_gb_per_node": 0},
+    "checkpoint.levels: such a field": {"checkpoint__levels": 2},
+    "phases_s.update": {"phases_s__update": -0.1},
+    "nodes": {"nodes": 0},
+    "gpus": {"gpus": "32"},
+    "measured: .*give blocking_throughput_gb_per_s or end_to_end_s": {"measured": {}},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_broken_files_name_case_and_field(message, tmp_path):
+    data = copy.deepcopy(CASES[THROUGHPUT])
+    for path, value in WRONG[message].items():
+        *outer, last = path.split("__")
+        place = data
+        for key in outer:
+            place = place[key]
+        place[last] = value
+    path = tmp_path / "cases.json"
+    path.write_text(json.dumps({"schema_version": 1, "cases": [CASES[WHOLE_RUN], data]}))
+    with pytest.raises(CaseError, match=f"case {THROUGHPUT}: {message}"):
+        load_cases(path)
+
+
+IMPOSSIBLE = {
+    "gpus is 33": {"gpus": 33},
+    "gpus is 16 on 8 nodes": {"gpus": 16},
+    "give its number of iterations": {"measured__end_to_end_s": 10.0},
+    "ullage is predicted not to block": {"checkpoint__engine": "ullage"},
+    "more than 10000; give it more host memory": {"checkpoint__host_buffer_gb_per_node": 1e-6},
+}
+
+
+@pytest.mark.parametrize("message", IMPOSSIBLE)
+def test_what_cannot_be_expressed_is_refused_by_name(message):
+    some = case(THROUGHPUT, **IMPOSSIBLE[message])
+    with pytest.raises(CaseError, match=f"case {THROUGHPUT}: .*{message}"):
+        some.predict(POLARIS)
+
+
+def test_a_machine_without_a_parallel_file_system_is_refused():
+    with pytest.raises(CaseError, match=f"case {THROUGHPUT}: .*pfs"):
+        case(THROUGHPUT).predict(load_profile("a100x4-40g"))

@@ -1,0 +1,418 @@
+"""Checkpoints in the schedule of a run: what they may not break, and what engines differ in."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from cases import cases, decide, random_prices, small_units
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.registry import load_profile
+from planner.cases.checkpoints import PhaseTimes, iteration
+from planner.checkpoints import (
+    POLICIES,
+    CheckpointCosts,
+    CheckpointPolicy,
+    Run,
+    RunTimes,
+    Shard,
+    policy,
+    state_of,
+    times,
+    with_checkpoints,
+)
+from planner.checkpoints.policy import BlocksUntil, Gate, Staging
+from planner.costs import CostModel, Price
+from planner.decisions import BF16, Place
+from planner.lowering import lower
+from planner.schedule import MemoryClass, Op, Schedule, Task, Tier
+from planner.simulate.machine import run
+from planner.timeline import Timeline, memory_use
+
+SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+POLARIS = load_profile("polaris-a100-40g")
+GB = 10**9
+engines = st.sampled_from(list(POLICIES.values()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A run of known phases on a machine, by default the published one of 7B on two nodes."""
+
+    engine: CheckpointPolicy
+    num_iterations: int = 4
+    every: int = 1
+    shard_bytes: int = 10 * GB
+    buffer_bytes: int = 16 * GB
+    num_ranks: int = 8
+    phases: tuple[float, float, float] = (1.26, 1.82, 0.12)
+    profile: HardwareProfile = POLARIS
+
+    def simulate(self) -> tuple[Run, Timeline, RunTimes]:
+        forward, backward, update = self.phases
+        schedule, prices = iteration(PhaseTimes(forward=forward, backward=backward, update=update))
+        made = with_checkpoints(
+            schedule,
+            self.engine,
+            [Shard(self.shard_bytes, Tier.GPU, 2)],
+            num_iterations=self.num_iterations,
+            every=self.every,
+            buffer_bytes=self.buffer_bytes,
+        )
+        return simulated(made, prices, self.engine, self.profile, self.num_ranks)
+
+    @property
+    def times(self) -> RunTimes:
+        return self.simulate()[2]
+
+
+def simulated(
+    made: Run, prices: list[Price], engine: CheckpointPolicy, profile: HardwareProfile, num_ranks: int, **options
+) -> tuple[Run, Timeline, RunTimes]:
+    cost = options.pop("cost", None) or CostModel(profile, (), BF16, num_ranks)
+    costs = CheckpointCosts(cost, engine, num_ranks, options.pop("store", "pfs"))
+    timeline = run(made.schedule, costs.prices(made, prices), costs.capacities(), 1)
+    return made, timeline, times(made, timeline)
+
+
+@st.composite
+def jobs(draw: st.DrawFn, engine: st.SearchStrategy[CheckpointPolicy] = engines) -> Job:
+    """Return jobs in which checkpoints are followed by iterations, and copies are about as long as those."""
+    every = draw(st.integers(1, 4))
+    return Job(
+        draw(engine),
+        num_iterations=every * draw(st.integers(1, 3)) + draw(st.integers(0, every)),
+        every=every,
+        shard_bytes=draw(st.sampled_from([1, 10, 14, 40])) * GB + draw(st.integers(-(10**8), 10**8)),
+        buffer_bytes=draw(st.sampled_from([1, 4, 16, 100])) * GB + draw(st.integers(-(10**8), 10**8)),
+        num_ranks=draw(st.sampled_from([1, 4, 8, 32, 80])),
+        phases=draw(st.tuples(*[st.floats(0.05, 3.0)] * 3)),
+    )
+
+
+def of_checkpoint(made: Run, number: int, *ops: Op) -> list[Task]:
+    return [t for t in made.schedule.tasks if made.checkpoint[t.index] == number and t.op in ops]
+
+
+# --- properties of every engine
+
+
+@SLOW
+@given(jobs())
+def test_every_checkpoint_writes_all_state_and_copies_it_once(job):
+    made, _, read = job.simulate()
+    assert made.num_checkpoints == len(read.blocked_s) == job.num_iterations // job.every
+    for number in range(made.num_checkpoints):
+        assert sum(task.num_bytes for task in of_checkpoint(made, number, Op.WRITE)) == job.shard_bytes
+        assert sum(task.num_bytes for task in of_checkpoint(made, number, Op.SNAPSHOT)) == job.shard_bytes
+        assert len(of_checkpoint(made, number, Op.CREATE)) == 1
+    assert sum(origin >= 0 for origin in made.origin) == 3 * job.num_iterations
+
+
+@SLOW
+@given(jobs())
+def test_bounded_memory_is_never_exceeded(job):
+    _, timeline, _ = job.simulate()
+    held = memory_use(timeline, 0).get(Tier.HOST)
+    peak = max(held.num_bytes[MemoryClass.CHECKPOINT]) if held else 0
+    if job.engine.bounded:
+        assert peak <= job.buffer_bytes
+    elif job.engine.staging is Staging.FRESH and job.num_iterations >= job.every:
+        assert peak == job.shard_bytes  # cloned whole; one in flight
+
+
+@SLOW
+@given(jobs())
+def test_state_does_not_change_before_it_is_copied_nor_is_it_copied_before_it_has_changed(job):
+    made, timeline, _ = job.simulate()
+    start_s, end_s = timeline.start_s[0], timeline.end_s[0]
+    updates = [t.index for t in made.schedule.tasks if t.op is Op.UPDATE]
+    for number in range(made.num_checkpoints):
+        iteration_ = (number + 1) * job.every  # the checkpoint comes after so many
+        for task in of_checkpoint(made, number, Op.SNAPSHOT):
+            assert start_s[task.index] >= end_s[updates[iteration_ - 1]]
+            if iteration_ < len(updates):
+                assert end_s[task.index] <= start_s[updates[iteration_]]
+
+
+@SLOW
+@given(jobs(), st.integers(1, 6))
+def test_checkpoints_more_often_never_make_training_faster(job, every):
+    rarer = dataclasses.replace(job, every=job.every + every)
+    assert job.times.training_s >= rarer.times.training_s * (1 - 1e-9)
+
+
+@SLOW
+@given(jobs())
+def test_training_takes_longer_by_what_was_blocked_and_interference(job):
+    plain_s = job.num_iterations * sum(job.phases)
+    read = job.times
+    blocked_s = sum(read.blocked_s)
+    assert read.training_s >= plain_s * (1 - 1e-9)
+    if not job.engine.holds_interpreter:
+        assert read.training_s == pytest.approx(plain_s + blocked_s)
+    assert read.end_to_end_s >= read.training_s
+    assert all(latency_s > 0 for latency_s in read.latency_s)
+
+
+@SLOW
+@given(jobs(st.just(policy("ullage"))))
+def test_ours_never_blocks_longer_than_datastates(job):
+    ours, theirs = job.times, dataclasses.replace(job, engine=policy("datastates")).times
+    assert ours.training_s <= theirs.training_s * (1 + 1e-9)
+
+
+@SLOW
+@given(jobs(), st.sampled_from(["job_write_bytes_per_s", "fresh_bytes_per_s", "serialise_bytes_per_s"]))
+def test_a_faster_machine_is_never_slower(job, name):
+    def faster(part):
+        quantity = getattr(part, name, None)
+        if quantity is None:
+            return part
+        return part.model_copy(update={name: quantity.model_copy(update={"value": 2 * quantity.value})})
+
+    better = POLARIS.model_copy(update={"pfs": faster(POLARIS.pfs), "host": faster(POLARIS.host)})
+    assert dataclasses.replace(job, profile=better).times.training_s <= job.times.training_s * (1 + 1e-9)
+
+
+# --- each engine
+
+
+def test_lazy_copies_in_a_long_interval_block_for_nothing():
+    assert Job(policy("ullage"), num_iterations=12, every=6).times.blocked_s == (0.0, 0.0)
+    created_s = 8 * POLARIS.pfs.create_s.value
+    assert Job(policy("datastates"), num_iterations=12, every=6).times.blocked_s[0] == pytest.approx(created_s)
+
+
+def test_deepspeed_blocks_for_copy_and_write():
+    rate = 1 / POLARIS.host_link.pageable_bytes_per_s.value + 1 / POLARIS.host.serialise_bytes_per_s.value
+    wanted_s = 10 * GB * rate + 8 * POLARIS.pfs.create_s.value
+    assert Job(policy("deepspeed")).times.blocked_s[:3] == pytest.approx([wanted_s] * 3, rel=1e-3)
+    assert Job(policy("deepspeed")).times.blocked_s[3] == 0  # nothing comes after it
+
+
+def test_many_ranks_share_what_the_file_system_gives_one_job():
+    job_bytes_per_s = POLARIS.pfs.job_write_bytes_per_s.value
+    many = Job(policy("deepspeed"), num_ranks=80).times
+    assert many.latency_s[0] > 80 * 10 * GB / job_bytes_per_s
+    few = Job(policy("datastates"), num_ranks=4).times
+    assert few.latency_s[0] == pytest.approx(4 * 10 * GB / POLARIS.pfs.write.best_rate_per_s(), rel=0.1)
+
+
+def test_one_checkfreq_checkpoint_costs_its_snapshot_and_its_persist_at_any_interval():
+    """The writer holds the interpreter: whatever time it takes, training loses, and the last one ends after all."""
+    snapshot_s = 10 * GB * (1 / POLARIS.host_link.pageable_bytes_per_s.value + 1 / POLARIS.host.fresh_bytes_per_s.value)
+    persist_s = 10 * GB / POLARIS.host.serialise_bytes_per_s.value
+    create_s = 8 * POLARIS.pfs.create_s.value  # beside training, unless that waits for the writer
+    for every in (1, 2, 6):
+        read = Job(policy("checkfreq-async"), num_iterations=12, every=every).times
+        assert read.blocked_s[0] == pytest.approx(snapshot_s, rel=1e-3)
+        at_least_s = 12 * 3.2 + (12 // every) * (snapshot_s + persist_s)
+        assert at_least_s * 0.999 <= read.end_to_end_s <= (at_least_s + (12 // every) * create_s) * 1.001
+
+
+def test_a_writer_that_leaves_the_interpreter_alone_costs_training_nothing():
+    polite = dataclasses.replace(policy("checkfreq-async"), holds_interpreter=False)
+    rude, kind = (Job(engine, num_iterations=12, every=6).times for engine in (policy("checkfreq-async"), polite))
+    assert kind.training_s == pytest.approx(12 * 3.2 + kind.blocked_s[0])
+    assert rude.training_s > kind.training_s + 3
+
+
+def test_a_pool_overlaps_page_faults_with_copies():
+    fresh = dataclasses.replace(policy("torchsnapshot"), staging=Staging.FRESH)
+    pool_s, one_s = (Job(engine).times.blocked_s[0] for engine in (policy("torchsnapshot"), fresh))
+    assert one_s > 1.3 * pool_s
+
+
+def test_a_full_buffer_makes_copies_wait_for_writes():
+    roomy, tight = (Job(policy("datastates"), buffer_bytes=size * GB).times for size in (100, 2))
+    assert roomy.blocked_s[1] < 1 < tight.blocked_s[1]
+
+
+def test_what_is_in_flight_is_waited_for():
+    many = dataclasses.replace(policy("torchsnapshot"), in_flight=None)
+    one_s, many_s = (
+        Job(engine, buffer_bytes=200 * GB, num_ranks=32).times.blocked_s[1]
+        for engine in (policy("torchsnapshot"), many)
+    )
+    assert one_s > many_s + 1
+
+
+def test_training_goes_on_at_the_weight_of_the_policy():
+    made, _, _ = Job(policy("ullage")).simulate()
+    costs = CheckpointCosts(CostModel(POLARIS, (), BF16, 8), policy("ullage"), 8, "pfs")
+    prices = costs.prices(made, [Price(0.0, 1.0)] * 3)
+    weights = {number >= 0: price.weight for number, price in zip(made.checkpoint, prices, strict=True)}
+    assert weights == {True: 1 / 16, False: 1.0}
+
+
+# --- on top of a lowered iteration
+
+
+@SLOW
+@given(cases(), engines, st.integers(1, 2), st.integers(1, 2), st.integers(0, 2**32 - 1))
+def test_any_lowered_iteration_takes_checkpoints(case, engine, every, more, seed):
+    """At any prices: one state, saved whole, after it has changed and before it changes again."""
+    state, num_iterations = state_of(case.schedule), every + more
+    made = with_checkpoints(
+        case.schedule, engine, state, num_iterations=num_iterations, every=every, buffer_bytes=10**8
+    )
+    timeline = run(made.schedule, *random_prices(made.schedule, seed), 1)
+    start_s, end_s = timeline.start_s[0], timeline.end_s[0]
+    size = len(case.schedule.tasks)
+    starts = np.flatnonzero(np.array(made.origin) == 0)
+    assert len(starts) == num_iterations
+    for number in range(made.num_checkpoints):
+        iteration_ = (number + 1) * every
+        for shard in state:
+            chunks = [
+                t
+                for t in of_checkpoint(made, number, Op.SNAPSHOT, Op.PASS, Op.WRITE)
+                if (t.unit, t.piece) == (shard.unit, shard.piece)
+            ]
+            written = sum(t.num_bytes for t in chunks if t.op is Op.WRITE)
+            assert written == shard.num_bytes
+            copies = [t for t in chunks if t.op is not Op.WRITE] or chunks
+            changed = int(starts[iteration_ - 1]) + shard.changed_by
+            assert min(start_s[t.index] for t in copies) >= end_s[changed]
+            if iteration_ < num_iterations:
+                changes = int(starts[iteration_]) + shard.changed_by
+                assert made.origin[changes] == shard.changed_by < size
+                assert max(end_s[t.index] for t in copies) <= start_s[changes]
+
+
+@SLOW
+@given(cases())
+def test_a_run_without_checkpoints_is_the_iterations_one_after_another(case):
+    made = with_checkpoints(
+        case.schedule, policy("ullage"), state_of(case.schedule), num_iterations=3, every=4, buffer_bytes=10**9
+    )
+    prices, capacities = random_prices(case.schedule, 1)
+    plain = run(case.schedule, prices, capacities, 3)
+    unrolled = run(made.schedule, [prices[i] for i in made.origin], capacities, 1)
+    assert np.array_equal(unrolled.end_s[0], plain.end_s.ravel())
+
+
+def lowered(place: Place, **options) -> tuple[Schedule, CostModel, list[Price]]:
+    model_units = small_units("gpt2", num_layers=4, micro_batch=4)
+    schedule = lower(model_units, decide(model_units, place, **options), asynchronous=True)
+    cost = CostModel(POLARIS, model_units, BF16, 1)
+    return schedule, cost, cost.prices(schedule)
+
+
+@pytest.mark.parametrize("place", Place)
+def test_state_is_that_of_the_model_and_where_it_was_decided(place):
+    schedule, *_ = lowered(place)
+    state = state_of(schedule)
+    num_params = sum(unit.num_params for unit in small_units("gpt2", num_layers=4, micro_batch=4))
+    assert sum(shard.num_bytes for shard in state) == 12 * num_params
+    assert {shard.tier for shard in state} == {Tier.GPU if place is Place.GPU else Tier.HOST}
+    changes = {schedule.tasks[shard.changed_by].op for shard in state}
+    assert changes == {Op.STORE if place is Place.STREAM else Op.UPDATE}
+    halves = state_of(schedule, num_replicas=2)
+    assert sum(shard.num_bytes for shard in halves) == pytest.approx(6 * num_params, rel=1e-3)
+
+
+def test_state_on_the_host_is_not_copied_but_gated():
+    schedule, cost, prices = lowered(Place.CPU)
+    made = with_checkpoints(schedule, policy("ullage"), state_of(schedule), num_iterations=2, every=1, buffer_bytes=GB)
+    assert not of_checkpoint(made, 0, Op.SNAPSHOT, Op.TOUCH, Op.PASS)
+    _, timeline, read = simulated(made, prices, policy("ullage"), POLARIS, 1, cost=cost, store="nvme")
+    assert read.blocked_s[0] > 0  # 2 GB/s of NVMe are slower than this small model's iteration
+    writes = {(t.unit, t.piece): timeline.end_s[0, t.index] for t in of_checkpoint(made, 0, Op.WRITE)}
+    second = [t for t in made.schedule.tasks if t.op is Op.UPDATE][len(writes) :]
+    started = {(t.unit, t.piece): timeline.start_s[0, t.index] for t in second}
+    assert all(started[key] >= writes[key] for key in writes)
+    # Per shard: the first may change while the last is still being written; a gate on the whole could not.
+    assert min(started.values()) < max(writes.values())
+
+
+def test_copies_share_the_link_with_gradients():
+    """Half of the state stays on the device; copying it meets the gradients of the other half on their way out."""
+    schedule, cost, prices = lowered(Place.CPU)
+    state = [dataclasses.replace(shard, tier=Tier.GPU, num_bytes=500 * shard.num_bytes) for shard in state_of(schedule)]
+    flushes = [task.index for task in schedule.tasks if task.op is Op.FLUSH]
+
+    def flush_s(engine: CheckpointPolicy, every: int) -> float:
+        made = with_checkpoints(schedule, engine, state, num_iterations=3, every=every, buffer_bytes=500 * GB)
+        _, timeline, _ = simulated(made, prices, engine, POLARIS, 1, cost=cost)
+        second = [i for i, origin in enumerate(made.origin) if origin in flushes][len(flushes) : 2 * len(flushes)]
+        return float(sum(timeline.end_s[0, i] - timeline.start_s[0, i] for i in second))
+
+    assert flush_s(policy("datastates"), 1) > 1.3 * flush_s(policy("datastates"), 4)
+
+
+def test_blocking_engines_stop_the_loop_and_lazy_ones_do_not():
+    schedule, cost, prices = lowered(Place.GPU)
+    state = state_of(schedule)
+    plain_s = None
+    costs = {}
+    for name in ("deepspeed", "checkfreq-async", "torchsnapshot", "datastates", "ullage"):
+        reads = []
+        for every in (9, 4):
+            made = with_checkpoints(schedule, policy(name), state, num_iterations=8, every=every, buffer_bytes=GB)
+            reads.append(simulated(made, prices, policy(name), POLARIS, 1, cost=cost)[2])
+        plain, saved = reads
+        plain_s = plain_s or plain.training_s
+        assert plain.training_s == plain_s
+        costs[name] = saved.cost_s(plain)
+    assert costs["deepspeed"] > costs["torchsnapshot"] > costs["datastates"] >= costs["ullage"] >= 0
+    assert costs["checkfreq-async"] > costs["torchsnapshot"]
+
+
+# --- what is refused
+
+
+def test_a_policy_that_tears_state_is_refused():
+    with pytest.raises(ValueError, match=r"lazy.*no gate"):
+        CheckpointPolicy("lazy", BlocksUntil.NOTHING, Staging.PINNED, Gate.NONE, 1)
+
+
+@pytest.mark.parametrize("change", [{"chunk_bytes": 0}, {"num_writers": 0}, {"in_flight": 0}, {"weight": 0.0}])
+def test_a_policy_without_sense_is_refused(change):
+    with pytest.raises(ValueError, match="must be positive"):
+        dataclasses.replace(policy("ullage"), **change)
+
+
+def test_an_unknown_engine_is_refused_by_name():
+    with pytest.raises(ValueError, match="'gemini'; choose one of deepspeed"):
+        policy("gemini")
+
+
+@pytest.mark.parametrize("name", ["num_iterations", "every", "buffer_bytes"])
+def test_numbers_must_be_positive(name):
+    with pytest.raises(ValueError, match=f"{name} is 0"):
+        dataclasses.replace(Job(policy("ullage")), **{name: 0}).simulate()
+
+
+def test_state_of_another_schedule_is_refused():
+    schedule, _ = iteration(PhaseTimes(forward=1.0, backward=1.0, update=1.0))
+    for shard in (Shard(1, Tier.GPU, 3), Shard(-1, Tier.GPU, 2)):
+        with pytest.raises(ValueError, match="sizes cannot be negative"):
+            with_checkpoints(schedule, policy("ullage"), [shard], num_iterations=1, every=1, buffer_bytes=1)
+
+
+def test_a_buffer_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="more than 10000; give it more host memory than 1000 B"):
+        Job(policy("datastates"), buffer_bytes=1000).simulate()
+
+
+@pytest.mark.parametrize(
+    ("engine", "lacking", "message"),
+    [
+        ("deepspeed", {"serialise_bytes_per_s": None}, r"no host\.serialise_bytes_per_s.*deepspeed"),
+        ("torchsnapshot", {"fresh_bytes_per_s": None}, r"no host\.fresh_bytes_per_s.*torchsnapshot"),
+    ],
+)
+def test_a_rate_that_the_profile_lacks_is_named(engine, lacking, message):
+    profile = POLARIS.model_copy(update={"host": POLARIS.host.model_copy(update=lacking)})
+    with pytest.raises(ValueError, match=message):
+        Job(policy(engine), profile=profile).simulate()
+    Job(policy("ullage"), profile=profile).simulate()  # does not need it
+
+
+def test_a_store_that_the_profile_lacks_is_named():
+    with pytest.raises(ValueError, match="has no pfs"):
+        Job(policy("ullage"), profile=POLARIS.model_copy(update={"pfs": None})).simulate()
