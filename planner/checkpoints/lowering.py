@@ -102,8 +102,8 @@ def with_checkpoints(
     """
     if schedule.num_stages > 1:
         raise ValueError(
-            f"the schedule has {schedule.num_stages} pipeline stages, and checkpoints are only lowered for one: give the "
-            "phases of the iteration instead"
+            f"the schedule has {schedule.num_stages} pipeline stages, and checkpoints are only lowered for one: "
+            "give the phases of the iteration instead"
         )
     for name, value in (("num_iterations", num_iterations), ("every", every), ("buffer_bytes", buffer_bytes)):
         if value < 1:
