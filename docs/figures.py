@@ -1,10 +1,12 @@
 """Draw the figures of the documentation, from committed files or simulated anew: ``python docs/figures.py``."""
 
+import json
 from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from hwprofiles.registry import load_profile
 from planner.models.registry import resolve_model
@@ -18,6 +20,13 @@ from ullage.simulation import requested, simulate
 
 HERE = Path(__file__).parent
 RUN = HERE.parent / "benchmarks" / "results" / "demo_run.json"
+PUBLISHED = HERE.parent / "benchmarks" / "results" / "published.json"
+PUBLISHED_PANELS = (
+    ("iteration and end-to-end time (s)", ("iteration", "end to end"), 1.0),
+    ("phases: backward and update (s)", ("backward", "update"), 1.0),
+    ("peak GPU memory (GB)", ("peak GPU",), 1e9),
+)
+PUBLISHED_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 COLOURS = {
     Op.FORWARD: "#4c78a8",
     Op.RECOMPUTE: "#9ecae9",
@@ -52,6 +61,39 @@ def draw(axes: Axes, timeline: Timeline, iteration: int, title: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def draw_published() -> None:
+    """Draw what is predicted of published runs against what was measured, from the committed result."""
+    cases = json.loads(PUBLISHED.read_text())["cases"]
+    figure, panels = plt.subplots(1, 3, figsize=(10.5, 3.9), layout="constrained")
+    for axes, (title, quantities, unit) in zip(panels.flat, PUBLISHED_PANELS, strict=True):
+        found = [(case["file"], case["fitted"], case[q]) for case in cases for q in quantities if q in case]
+        values = [row[side] / unit for _, _, row in found for side in ("predicted", "measured")]
+        low, high = min(values) / 1.3, max(values) * 1.3
+        axes.fill_between([low, high], [low / 1.15, high / 1.15], [low * 1.15, high * 1.15], color="#dddddd", lw=0)
+        axes.plot([low, high], [low, high], color="#666666", lw=0.8)
+        for colour, file in zip(PUBLISHED_COLOURS, dict.fromkeys(case["file"] for case in cases), strict=False):
+            for fitted in (True, False):
+                points = [row for name, was, row in found if (name, was) == (file, fitted)]
+                axes.scatter(
+                    [row["measured"] / unit for row in points],
+                    [row["predicted"] / unit for row in points],
+                    s=14, linewidths=0.9, edgecolors=colour, facecolors="none" if fitted else colour,
+                    alpha=0.85, label=file.removesuffix(".json").replace("_", " ") if points and not fitted else None,
+                )  # fmt: skip
+        axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), title=title, xlabel="measured")
+        axes.set_aspect("equal")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axis.set_minor_formatter(NullFormatter())
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=7, loc="upper left")
+    panels.flat[0].set_ylabel("predicted (grey: within 15 %; hollow: the profile was fitted to it)")
+    panels.flat[0].yaxis.label.set_fontsize(8)
+    figure.savefig(HERE / "published.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
 def draw_simulated() -> None:
     """Draw OPT-13B on four H100, by ZeRO-Offload and by our plan, as the memory-wall study draws measured runs."""
     request = Request(resolve_model("opt-13b"), load_profile("h100x4-80g"), num_devices=4)
@@ -76,6 +118,7 @@ def main() -> None:
     figure.legend(handles, [op.value for op in COLOURS if op in used], loc="outside right upper", frameon=False)
     figure.savefig(HERE / "demo_iteration.svg", metadata={"Date": None})
     draw_simulated()
+    draw_published()
 
 
 if __name__ == "__main__":
