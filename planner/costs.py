@@ -43,11 +43,13 @@ class Price:
         latency_s: paid first; nothing is shared meanwhile.
         duration_s: at full speed.
         uses: (resource, amount per second at full speed), resources ascending.
+        weight: how fast its speed rises where it competes with others; see [Note: Fluid sharing].
     """
 
     latency_s: float
     duration_s: float
     uses: tuple[tuple[Resource, float], ...] = ()
+    weight: float = 1.0
 
 
 class CostModel:

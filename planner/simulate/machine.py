@@ -1,7 +1,7 @@
 """The simulated machine: walks a schedule in virtual time."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -10,11 +10,14 @@ from planner.costs import CostModel, Price, Resource
 from planner.loop import Loop
 from planner.schedule import Lane, Schedule, Task
 from planner.simulate.kernel import simulate
-from planner.simulate.system import FluidSystem
+from planner.simulate.system import Capacity, FluidSystem, capacity_rows
 from planner.timeline import Timeline
 
 Indices = npt.NDArray[np.int64]
 
+Capacities = Mapping[Resource, Capacity]
+
+_RESOURCE_NAMES = tuple(resource.name.lower() for resource in Resource)
 _LANES = {lane: number for number, lane in enumerate(Lane)}
 # Periods of two consecutive iterations that differ by less than this are the same.
 _STEADY = 1e-6
@@ -44,7 +47,7 @@ class SimulatedMachine:
         capacities: what there is of each resource.
     """
 
-    def __init__(self, schedule: Schedule, prices: Sequence[Price], capacities: dict[Resource, float]) -> None:
+    def __init__(self, schedule: Schedule, prices: Sequence[Price], capacities: Capacities) -> None:
         self._schedule = schedule
         self._prices = prices
         self._capacities = capacities
@@ -72,13 +75,15 @@ class SimulatedMachine:
             lane=np.tile(np.array([_LANES[task.lane] for task in tasks], np.int32), num_iterations),
             latency_s=np.tile(np.array([price.latency_s for price in prices]), num_iterations),
             duration_s=np.tile(np.array([price.duration_s for price in prices]), num_iterations),
+            weight=np.tile(np.array([price.weight for price in prices]), num_iterations),
             pred_ptr=pred_ptr,
             pred=pred.astype(np.int32),
             use_ptr=_pointers(np.tile(np.array([len(price.uses) for price in prices]), num_iterations)),
             use_resource=np.tile(np.array([resource for resource, _ in uses], np.int32), num_iterations),
             use_rate=np.tile(np.array([rate for _, rate in uses], np.float64), num_iterations),
-            capacity=np.array([[self._capacities[resource]] for resource in Resource]),
+            capacity=capacity_rows([self._capacities[resource] for resource in Resource], _RESOURCE_NAMES),
             lane_names=tuple(_LANES),
+            resource_names=_RESOURCE_NAMES,
             task_name=lambda i: tasks[i % len(tasks)].name,
         )
 
@@ -101,9 +106,7 @@ def _pointers(counts: Indices) -> Indices:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def run(
-    schedule: Schedule, prices: Sequence[Price], capacities: dict[Resource, float], num_iterations: int
-) -> Timeline:
+def run(schedule: Schedule, prices: Sequence[Price], capacities: Capacities, num_iterations: int) -> Timeline:
     """Walk a schedule for some iterations in virtual time."""
     machine = SimulatedMachine(schedule, prices, capacities)
     loop = Loop(schedule, machine)

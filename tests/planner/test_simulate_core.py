@@ -16,6 +16,7 @@ from planner.simulate import FluidSystem, FluidTask, StuckError, simulate, simul
 # Round numbers make things happen at the same moment; the others make sure that nothing depends on it.
 AMOUNTS = st.sampled_from([0.5, 1.0, 2.0, 3.0]) | st.floats(0.01, 100.0)
 TIMES = st.just(0.0) | AMOUNTS
+WEIGHTS = st.just(1.0) | st.sampled_from([0.125, 0.5, 2.0, 3.0]) | st.floats(0.01, 100.0)
 
 
 @st.composite
@@ -28,6 +29,7 @@ def systems(draw: st.DrawFn, max_tasks: int = 20) -> FluidSystem:
             latency_s=draw(TIMES),
             after=sorted(draw(st.sets(st.integers(max(0, i - 6), i - 1), max_size=3))) if i else (),
             uses=draw(st.dictionaries(st.integers(0, num_resources - 1), AMOUNTS)) if num_resources else {},
+            weight=draw(WEIGHTS),
         )
         for i in range(draw(st.integers(0, max_tasks)))
     ]
@@ -70,6 +72,7 @@ def many_tasks(num_tasks: int, num_lanes: int, seed: int) -> FluidSystem:
             latency_s=float(rng.choice([0.0, 0.1, rng.exponential(0.1)])),
             after=rng.integers(max(0, i - 20), i, size=2).tolist() if i else (),
             uses={int(r): float(rng.uniform(0.1, 2)) for r in rng.choice(5, size=rng.integers(3), replace=False)},
+            weight=float(rng.choice([1.0, 0.125, rng.uniform(0.1, 10)])),
         )
         for i in range(num_tasks)
     ]
@@ -179,6 +182,7 @@ def test_chain_of_a_million_tasks() -> None:
         lane=np.arange(count) % 4,
         latency_s=np.zeros(count),
         duration_s=np.ones(count),
+        weight=np.ones(count),
         pred_ptr=np.maximum(pointer - 1, 0),
         pred=np.arange(count - 1),
         use_ptr=pointer,
@@ -244,8 +248,16 @@ def test_no_work_is_never_stuck(run) -> None:
         ([FluidTask(0, 1.0, after=[7])], [], "task 0 on lane 0 comes after task 7, which does not exist"),
         ([FluidTask(0, 1.0, after=[-1])], [], "does not exist"),
         ([FluidTask(0, 1.0, after=[0])], [], "a cycle"),
-        ([FluidTask(0, 1.0, after=[1]), FluidTask(1, 1.0, after=[0])], [], "task 0 .* task 1, which is .* a cycle"),
-        ([FluidTask(0, 1.0, after=[1]), FluidTask(0, 1.0)], [], "task 0 .* task 1, which is .* a cycle"),  # by the lane
+        (
+            [FluidTask(0, 1.0, after=[1]), FluidTask(1, 1.0, after=[0])],
+            [],
+            "task 0 on lane 0 .* task 1 on lane ., which is .* a cycle",
+        ),
+        (
+            [FluidTask(0, 1.0, after=[1]), FluidTask(0, 1.0)],
+            [],
+            "task 0 on lane 0 .* task 1 on lane ., which is .* a cycle",
+        ),  # by the lane
         ([FluidTask(0, 1.0, uses={1: 1.0})], [1.0], "uses resource 1, but there are 1"),
         ([FluidTask(0, 1.0, uses={0: -1.0})], [1.0], r"uses -1\.0 of resource 0"),
         ([FluidTask(0, 1.0, uses={0: float("inf")})], [1.0], "uses inf of resource 0"),
