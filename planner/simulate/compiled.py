@@ -27,9 +27,9 @@ _WAITING, _LATENCY, _RUNNING = 0, 1, 2
 _SAME = 1 + 1e-12  # resources that fill up within this factor of one another fill up together
 _NOT_YET = -1.0
 _NONE = -1
-# How many entries of each stack or list are in use.
-_HEAP, _READY, _CHANGED, _MEMBERS = range(4)
-NUM_COUNTS = 4
+# What is counted: entries in use of each stack or list, and tasks that have ended.
+_HEAP, _READY, _CHANGED, _MEMBERS, ENDED = range(5)
+NUM_COUNTS = 5
 
 
 def _jit(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -42,6 +42,7 @@ def _jit(function: Callable[_P, _T]) -> Callable[_P, _T]:
 class Tasks(NamedTuple):
     """What the kernel reads and writes per task; see :class:`planner.simulate.system.FluidSystem`."""
 
+    lane: Ints32
     latency_s: Floats
     duration_s: Floats
     weight: Floats
@@ -96,12 +97,36 @@ class Resources(NamedTuple):
 
 
 class State(NamedTuple):
-    """All that the kernel works on."""
+    """All that the kernel works on; all but what a system says may be uninitialised memory before."""
 
     tasks: Tasks
     lanes: Lanes
     resources: Resources
     counts: Ints
+
+
+@_jit
+def _reset(state: State) -> None:
+    tasks, lanes, resources, counts = state
+    tasks.waiting[:] = _NONE
+    tasks.start_s[:] = _NOT_YET
+    tasks.end_s[:] = _NOT_YET
+    lanes.solved[:] = _NONE
+    lanes.place[:] = _NONE
+    resources.first[:] = _NONE
+    resources.num_users[:] = 0
+    resources.crowded[:] = False
+    resources.changed_at[:] = _NONE
+    counts[:] = 0
+
+
+@_jit
+def _link_lanes(tasks: Tasks, lanes: Lanes) -> None:
+    """Put the first task of each lane at its head, and find the next task in the same lane as each task."""
+    lanes.head[:] = _NONE
+    for i in range(len(tasks.lane) - 1, -1, -1):
+        tasks.next_in_lane[i] = lanes.head[tasks.lane[i]]
+        lanes.head[tasks.lane[i]] = i
 
 
 @_jit
@@ -136,7 +161,7 @@ def _set_event(lane: int, time_s: float, lanes: Lanes, counts: Ints) -> None:
 @_jit
 def _pop_event(lanes: Lanes, counts: Ints) -> int:
     """Take the lane of the earliest event off the heap."""
-    lane = lanes.heap[0]
+    lane: int = lanes.heap[0]
     lanes.place[lane] = _NONE
     counts[_HEAP] -= 1
     if counts[_HEAP] > 0:
@@ -207,6 +232,7 @@ def _end_head(lane: int, state: State, now_s: float) -> None:
     tasks, lanes, _, counts = state
     task = lanes.head[lane]
     tasks.end_s[task] = now_s
+    counts[ENDED] += 1
     following = tasks.next_in_lane[task]
     lanes.state[lane] = _WAITING
     lanes.head[lane] = following
@@ -256,7 +282,9 @@ def _start(state: State, now_s: float, moment: int) -> None:
 
 @_jit
 def _capacity(resource: int, resources: Resources) -> float:
-    return resources.capacity[resource, min(resources.num_users[resource], resources.capacity.shape[1]) - 1]
+    column = min(resources.num_users[resource], resources.capacity.shape[1]) - 1
+    amount: float = resources.capacity[resource, column]
+    return amount
 
 
 @_jit
@@ -328,7 +356,7 @@ def _weigh(state: State) -> None:
 @_jit
 def _limit(task: int, tasks: Tasks, resources: Resources) -> float:
     """Return the level at which a rising task has full speed, or the first of its resources is full."""
-    lowest = 1.0 / tasks.weight[task]
+    lowest: float = 1.0 / tasks.weight[task]
     for k in range(tasks.use_ptr[task], tasks.use_ptr[task + 1]):
         resource = tasks.use_resource[k]
         if resources.crowded[resource]:
@@ -383,9 +411,12 @@ def run(state: State) -> int:
 
     Tasks that can never end keep an ``end_s`` of -1.
     """
-    lanes, counts = state.lanes, state.counts
+    tasks, lanes, _, counts = state
+    _reset(state)
+    _link_lanes(tasks, lanes)
     for lane in range(len(lanes.head)):
         if lanes.head[lane] != _NONE:
+            lanes.next_pred[lane] = tasks.pred_ptr[lanes.head[lane]]
             lanes.ready[counts[_READY]] = lane
             counts[_READY] += 1
     now_s, moment = 0.0, 0
@@ -408,15 +439,7 @@ def run(state: State) -> int:
 @_jit
 def run_heads(state: State) -> None:
     """Write to ``speed`` how fast the heads of all lanes run while exactly they are running."""
+    _reset(state)
     for lane in range(len(state.lanes.head)):
         _run_head(lane, state, 0.0, 0)
     _solve(state, 0.0, 0)
-
-
-@_jit
-def link_lanes(lane: Ints32, head: Ints32, following: Ints32) -> None:
-    """Write the next task in the same lane as each task, -1 for the last, and the first of each lane to ``head``."""
-    head[:] = _NONE
-    for i in range(len(lane) - 1, -1, -1):
-        following[i] = head[lane[i]]
-        head[lane[i]] = i

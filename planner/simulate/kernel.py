@@ -40,32 +40,32 @@ def simulate(system: FluidSystem) -> Simulation:
     """
     from planner.simulate import compiled  # noqa: PLC0415 - numba takes long to import, and not all commands simulate
 
-    head, next_in_lane = np.empty(system.num_lanes, dtype=np.int32), np.empty(system.num_tasks, dtype=np.int32)
-    compiled.link_lanes(system.lane, head, next_in_lane)
-    state = _state(system, head, next_in_lane)
+    state = _state(system, np.empty(system.num_lanes, dtype=np.int32))
     num_events = compiled.run(state)
-    tasks = state.tasks
-    if len(stuck := np.flatnonzero((tasks.end_s < 0) & (tasks.start_s >= 0))):  # started, but not ended
-        raise system.never_ends(int(stuck[0]))
-    return Simulation(tasks.start_s, tasks.end_s, num_events)
+    start_s, end_s = state.tasks.start_s, state.tasks.end_s
+    if state.counts[compiled.ENDED] < system.num_tasks:
+        raise system.never_ends(int(np.argmax((end_s < 0) & (start_s >= 0))))
+    return Simulation(start_s, end_s, num_events)
 
 
 def solve_speeds(system: FluidSystem, running: Sequence[int]) -> Floats:
     """Return the speeds, float64[len(running)] in [0, 1], that these tasks have while exactly they are running."""
     from planner.simulate import compiled  # noqa: PLC0415 - as above
 
-    state = _state(system, np.array(running, dtype=np.int32), np.empty(0, dtype=np.int32))
+    state = _state(system, np.array(running, dtype=np.int32))
     compiled.run_heads(state)
     return state.lanes.speed
 
 
-def _state(system: FluidSystem, head: "Ints32", next_in_lane: "Ints32") -> "State":
-    """Return the state before anything has happened, with these tasks at the heads of the lanes."""
+def _state(system: FluidSystem, head: "Ints32") -> "State":
+    """Return what the kernel works on, in memory that it will initialise itself: from here every call costs."""
     from planner.simulate import compiled  # noqa: PLC0415 - as above
 
-    count, num_lanes, num_resources = system.num_tasks, len(head), len(system.capacity)
-    width = int(np.diff(system.use_ptr).max(initial=0))
+    num_tasks, num_lanes, num_resources = system.num_tasks, len(head), len(system.capacity)
+    num_entries = num_lanes * system.max_uses
+    empty, i32, i64 = np.empty, np.int32, np.int64
     tasks = compiled.Tasks(
+        lane=system.lane,
         latency_s=system.latency_s,
         duration_s=system.duration_s,
         weight=system.weight,
@@ -74,38 +74,38 @@ def _state(system: FluidSystem, head: "Ints32", next_in_lane: "Ints32") -> "Stat
         use_ptr=system.use_ptr,
         use_resource=system.use_resource,
         use_rate=system.use_rate,
-        next_in_lane=next_in_lane,
-        waiting=np.full(count, -1, dtype=np.int32),
-        start_s=np.full(count, -1.0),
-        end_s=np.full(count, -1.0),
+        next_in_lane=empty(num_tasks, i32),
+        waiting=empty(num_tasks, i32),
+        start_s=empty(num_tasks),
+        end_s=empty(num_tasks),
     )
     lanes = compiled.Lanes(
         head=head,
-        state=np.zeros(num_lanes, dtype=np.int8),
-        next_pred=np.append(system.pred_ptr, 0)[head],  # 0 for lanes without tasks
-        next_waiting=np.empty(num_lanes, dtype=np.int32),
-        event_s=np.empty(num_lanes),
-        work_s=np.empty(num_lanes),
-        since_s=np.empty(num_lanes),
-        speed=np.empty(num_lanes),
-        new_speed=np.empty(num_lanes),
-        solved=np.full(num_lanes, -1, dtype=np.int64),
-        heap=np.empty(num_lanes, dtype=np.int32),
-        place=np.full(num_lanes, -1, dtype=np.int32),
-        ready=np.empty(num_lanes, dtype=np.int32),
-        members=np.empty(num_lanes, dtype=np.int32),
-        rate=np.empty(num_lanes * width),
-        following=np.empty(num_lanes * width, dtype=np.int32),
-        preceding=np.empty(num_lanes * width, dtype=np.int32),
+        state=empty(num_lanes, np.int8),
+        next_pred=empty(num_lanes, i64),
+        next_waiting=empty(num_lanes, i32),
+        event_s=empty(num_lanes),
+        work_s=empty(num_lanes),
+        since_s=empty(num_lanes),
+        speed=empty(num_lanes),
+        new_speed=empty(num_lanes),
+        solved=empty(num_lanes, i64),
+        heap=empty(num_lanes, i32),
+        place=empty(num_lanes, i32),
+        ready=empty(num_lanes, i32),
+        members=empty(num_lanes, i32),
+        rate=empty(num_entries),
+        following=empty(num_entries, i32),
+        preceding=empty(num_entries, i32),
     )
     resources = compiled.Resources(
         capacity=system.capacity,
-        first=np.full(num_resources, -1, dtype=np.int32),
-        num_users=np.zeros(num_resources, dtype=np.int64),
-        crowded=np.zeros(num_resources, dtype=np.bool_),
-        room=np.empty(num_resources),
-        load=np.empty(num_resources),
-        changed_at=np.full(num_resources, -1, dtype=np.int64),
-        changed=np.empty(num_resources, dtype=np.int32),
+        first=empty(num_resources, i32),
+        num_users=empty(num_resources, i64),
+        crowded=empty(num_resources, np.bool_),
+        room=empty(num_resources),
+        load=empty(num_resources),
+        changed_at=empty(num_resources, i64),
+        changed=empty(num_resources, i32),
     )
-    return compiled.State(tasks, lanes, resources, np.zeros(compiled.NUM_COUNTS, dtype=np.int64))
+    return compiled.State(tasks, lanes, resources, empty(compiled.NUM_COUNTS, i64))

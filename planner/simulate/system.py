@@ -21,6 +21,7 @@ only once.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -134,7 +135,8 @@ class FluidSystem:
         Args:
             tasks: in issue order.
             capacity: of each resource.
-            lane_names, resource_names: names for messages; may be empty.
+            lane_names: names for messages; may be empty.
+            resource_names: likewise.
             task_name: the name of a task from its index, for messages.
 
         Raises:
@@ -164,10 +166,15 @@ class FluidSystem:
         """Number of tasks."""
         return len(self.lane)
 
-    @property
+    @functools.cached_property
     def num_lanes(self) -> int:
         """Number of lanes, counting empty ones below the highest that is used."""
         return int(self.lane.max(initial=-1)) + 1
+
+    @functools.cached_property
+    def max_uses(self) -> int:
+        """Most resources that any task uses."""
+        return int(np.diff(self.use_ptr).max(initial=0))
 
     def predecessors(self, task: int) -> list[int]:
         """Return the indices of the tasks that a task comes after."""
@@ -258,7 +265,12 @@ class FluidSystem:
         """Return the task that each entry of a pointed-to array belongs to, having checked the pointers."""
         pointers: Ints = getattr(self, pointer_name)
         sizes = np.diff(pointers)
-        if pointers.shape != (self.num_tasks + 1,) or pointers[0] != 0 or pointers[-1] != len(values) or any(sizes < 0):
+        if (
+            pointers.shape != (self.num_tasks + 1,)
+            or pointers[0] != 0
+            or pointers[-1] != len(values)
+            or (sizes < 0).any()
+        ):
             raise ValueError(f"{pointer_name} must ascend from 0 to {len(values)} in {self.num_tasks + 1} entries")
         return np.repeat(np.arange(self.num_tasks), sizes)
 
