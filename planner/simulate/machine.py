@@ -10,8 +10,9 @@ from planner.costs import CostModel, Price, Resource
 from planner.loop import Loop
 from planner.schedule import Lane, Schedule, Task
 from planner.simulate.kernel import simulate
+from planner.simulate.steady import find_cycle
 from planner.simulate.system import Capacity, FluidSystem, capacity_rows
-from planner.timeline import Timeline
+from planner.timeline import Phases, Timeline
 
 Indices = npt.NDArray[np.int64]
 
@@ -19,23 +20,44 @@ Capacities = Mapping[Resource, Capacity]
 
 _RESOURCE_NAMES = tuple(resource.name.lower() for resource in Resource)
 _LANES = {lane: number for number, lane in enumerate(Lane)}
-# Periods of two consecutive iterations that differ by less than this are the same.
-_STEADY = 1e-6
+# Iterations simulated at first, and at most, in search of a cycle.
+_FIRST_ITERATIONS, _MAX_ITERATIONS = 4, 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """A simulated timeline, and the iteration of it that repeats from then on.
+    """A simulated timeline, and the iterations of it that repeat from then on; see [Note: Steady state].
 
     Attributes:
         timeline: several iterations.
-        steady: index of the first iteration whose period equals the next one's (or the last complete one).
-        converged: whether two equal periods were found.
+        steady: index of the first iteration of the cycle (or of the last complete iteration, if none was found).
+        converged: whether a cycle was found.
+        cycle: number of iterations after which all repeats.
     """
 
     timeline: Timeline
     steady: int
     converged: bool
+    cycle: int = 1
+
+    @property
+    def period_s(self) -> float:
+        """Seconds per iteration, the mean over the cycle."""
+        return sum(self.timeline.period_s(i) for i in self._iterations) / self.cycle
+
+    @property
+    def phases(self) -> Phases:
+        """Phases of an iteration, the mean over the cycle."""
+        phases = [self.timeline.phases(i) for i in self._iterations]
+        return Phases(
+            sum(p.forward_s for p in phases) / self.cycle,
+            sum(p.backward_s for p in phases) / self.cycle,
+            sum(p.update_s for p in phases) / self.cycle,
+        )
+
+    @property
+    def _iterations(self) -> range:
+        return range(self.steady, self.steady + self.cycle)
 
 
 class SimulatedMachine:
@@ -116,7 +138,7 @@ def run(schedule: Schedule, prices: Sequence[Price], capacities: Capacities, num
 
 
 def run_until_steady(schedule: Schedule, cost: CostModel, *, quick: bool = False) -> Simulation:
-    """Walk a schedule until its iteration repeats itself.
+    """Walk a schedule until its iteration repeats itself; see [Note: Steady state].
 
     Args:
         schedule: what is walked.
@@ -124,15 +146,13 @@ def run_until_steady(schedule: Schedule, cost: CostModel, *, quick: bool = False
         quick: take the second iteration as steady without looking further (what a search needs).
     """
     prices, capacities = cost.prices(schedule), cost.capacities()
-    num_iterations = 3
+    if quick:
+        return Simulation(run(schedule, prices, capacities, 3), 1, converged=False)
+    num_iterations = _FIRST_ITERATIONS
     while True:
         timeline = run(schedule, prices, capacities, num_iterations)
-        periods = [timeline.period_s(i) for i in range(num_iterations - 1)]
-        if quick:
-            return Simulation(timeline, 1, converged=False)
-        for i in range(len(periods) - 1):
-            if abs(periods[i + 1] - periods[i]) <= _STEADY * periods[i]:
-                return Simulation(timeline, i, converged=True)
-        if num_iterations >= 12:
-            return Simulation(timeline, len(periods) - 1, converged=False)
+        if cycle := find_cycle(timeline):
+            return Simulation(timeline, cycle.first, converged=True, cycle=cycle.length)
+        if num_iterations >= _MAX_ITERATIONS:
+            return Simulation(timeline, num_iterations - 2, converged=False)
         num_iterations *= 2
