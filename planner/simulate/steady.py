@@ -1,11 +1,15 @@
 """When a simulated iteration repeats itself.
 
-[Note: Steady state] The first iterations of a simulation are special: nothing of an earlier iteration is still under
-way. The last ones are too: nothing of a later iteration is under way yet. In between, iterations settle into a *cycle*:
-of one iteration, or of several that differ, such as two that alternate because work handed on from lane to lane comes
-back only every second time. A cycle has been found when each of its iterations ran twice, with every task at the same
-moment after the iteration's beginning. Equal periods alone would not do: while a lane falls behind, the lanes that do
-not wait for it yet keep a period that will not last.
+[Note: Steady state] Iterations settle into a *cycle*: of one iteration, or of several that differ, such as two that
+alternate because work handed on from lane to lane comes back only every second time. Equal periods alone do not show
+it: while a lane falls behind, the lanes that do not wait for it yet keep a period that will not last. Two iterations
+are the same if each task starts and ends at the same moments after the iteration's beginning.
+
+Let *reach* be how many iterations later something may still run beside what is left of an iteration. What happens from
+the first start of iteration i on depends on earlier iterations only through when the tasks of those from i - reach on
+start and end: that says who runs beside whom, and thus every speed. So if as many iterations in a row are the same as
+those ``length`` later, all that follow are. We also ask that each iteration of the cycle was seen twice, and leave out
+iterations with which something later would run that was not simulated.
 """
 
 import dataclasses
@@ -27,29 +31,27 @@ class Cycle:
 
 
 def find_cycle(timeline: Timeline) -> Cycle | None:
-    """Return the shortest cycle that a timeline shows twice, and of that the first; ``None`` if there is none."""
+    """Return the shortest cycle that a timeline shows, and of that the first occurrence; ``None`` if it shows none."""
     num_iterations = timeline.num_iterations
     begin_s = np.array([timeline.begin_s(i) for i in range(num_iterations)])
     period_s = np.diff(begin_s)
-    end_s = (timeline.end_s - begin_s[:, np.newaxis])[:-1]
-    # Iterations of which all that they overlap with was simulated, and of which the end is known.
-    reach = _reach(timeline)
-    first, stop = reach, min(num_iterations - reach, num_iterations - 1)
+    moments_s = np.concatenate([timeline.start_s, timeline.end_s], axis=1) - begin_s[:, np.newaxis]
     slack_s = _SAME * period_s.max(initial=0.0)
-    for length in range(1, (stop - first) // 2 + 1):
-        earlier, later = slice(first, stop - length), slice(first + length, stop)
+    reach = _reach(timeline)
+    num_whole = min(num_iterations - reach, num_iterations - 1)
+    for length in range(1, num_whole // 2 + 1):
+        earlier, later = slice(num_whole - length), slice(length, num_whole)
         same = abs(period_s[later] - period_s[earlier]) <= slack_s
-        if not same.any():
-            continue
-        same &= (abs(end_s[later] - end_s[earlier]) <= slack_s).all(axis=1)
-        for start in range(len(same) - length + 1):
-            if same[start : start + length].all():
-                return Cycle(first + start, length)
+        same[same] = (abs(moments_s[later][same] - moments_s[earlier][same]) <= slack_s).all(axis=1)
+        in_a_row = max(length, reach)
+        for first in range(len(same) - in_a_row + 1):
+            if same[first : first + in_a_row].all():
+                return Cycle(first, length)
     return None
 
 
 def _reach(timeline: Timeline) -> int:
-    """Return how many iterations lie between two whose tasks run at the same time, at most."""
+    """Return how many iterations after an iteration something may run beside what is left of it."""
     first_s, last_s = timeline.start_s.min(axis=1), timeline.end_s.max(axis=1)
     slack_s = _SAME * (last_s - first_s)
     begun = np.searchsorted(np.maximum.accumulate(first_s), last_s - slack_s)  # iterations begun before each one's end

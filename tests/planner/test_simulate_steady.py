@@ -153,11 +153,32 @@ def test_a_cycle_must_be_seen_twice() -> None:
     assert find_cycle(timeline_of([])) is None
 
 
-def test_the_ends_of_a_simulation_are_not_trusted() -> None:
-    """An iteration whose tasks run beside another's counts only if that one was simulated, before it and after it."""
+def test_what_runs_beside_later_iterations_is_waited_for() -> None:
+    """Each iteration's last task runs three seconds after its forward, beside a later forward that it slows down.
+
+    So the first iterations, before which nothing was running, are alike and too fast; and what a slower one delays
+    comes back three iterations later, so that some in between are alike before all are.
+    """
+    lanes = (Lane.D2H, Lane.STATE_OUT, Lane.CPU)
+    tasks = [forward(0, Lane.COMPUTE)] + [other(i, lane, after=(i - 1,)) for i, lane in enumerate(lanes, 1)]
+    uses = ((Resource.DRAM, 0.6),)
+    prices = [Price(0.0, 1.0, uses), Price(0.0, 1.0), Price(0.0, 1.0), Price(0.0, 0.5, uses)]
+    timeline = run(Schedule(tuple(tasks)), prices, FREE, 40)
+    offsets_s = timeline.end_s - timeline.start_s[:, :1]
+    for alike, period_s in ((0, 1.0), (3, 1.12)):
+        np.testing.assert_allclose(offsets_s[alike], offsets_s[alike + 1])
+        np.testing.assert_allclose([timeline.period_s(alike), timeline.period_s(alike + 1)], period_s)
+    cycle = find_cycle(timeline)
+    assert cycle is not None
+    assert timeline.period_s(cycle.first) == pytest.approx(1.1, rel=1e-5)
+    assert timeline.period_s(37) == pytest.approx(1.1, rel=1e-9)
+
+
+def test_the_last_iterations_are_not_trusted() -> None:
+    """Nothing of a later iteration runs beside them."""
     tasks = [forward(0, Lane.COMPUTE), other(1, Lane.CPU, after=(0,))]
-    prices = [Price(0.0, 1.0, ((Resource.DRAM, 0.6),)), Price(0.0, 1.0, ((Resource.DRAM, 0.6),))]
-    timeline = run(Schedule(tuple(tasks)), prices, FREE, 6)
-    # Alone, the first forward takes 1 s; each later one shares the DRAM with the update before: 1.2 s.
-    np.testing.assert_allclose([timeline.period_s(i) for i in range(5)], [1.0] + [1.2] * 4)
+    uses = ((Resource.DRAM, 0.6),)
+    timeline = run(Schedule(tuple(tasks)), [Price(0.0, 1.0, uses)] * 2, FREE, 4)
+    # Each update shares the DRAM with the next forward: 1.2 s for both. Only the last runs alone.
+    np.testing.assert_allclose(timeline.end_s[:, 1] - timeline.start_s[:, 1], [1.2, 1.2, 1.2, 1.0])
     assert find_cycle(timeline) == Cycle(1, 1)
