@@ -1,6 +1,7 @@
 """The simulated machine: walks a schedule in virtual time."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -101,7 +102,7 @@ class SimulatedMachine:
             pred_ptr=pred_ptr,
             pred=pred.astype(np.int32),
             use_ptr=_pointers(np.tile(np.array([len(price.uses) for price in prices]), num_iterations)),
-            use_resource=np.tile(np.array([resource for resource, _ in uses], np.int32), num_iterations),
+            use_resource=np.tile(np.fromiter((resource for resource, _ in uses), np.int32, len(uses)), num_iterations),
             use_rate=np.tile(np.array([rate for _, rate in uses], np.float64), num_iterations),
             capacity=capacity_rows([self._capacities[resource] for resource in Resource], _RESOURCE_NAMES),
             lane_names=tuple(_LANES),
@@ -112,16 +113,22 @@ class SimulatedMachine:
     def _predecessors(self, num_iterations: int) -> tuple[Indices, Indices]:
         """Return CSR pointers and indices; the first iteration has no previous one to wait for."""
         tasks = self._schedule.tasks
-        first = np.array([i for task in tasks for i in task.after], np.int64)
-        first_counts = np.array([len(task.after) for task in tasks])
         count = len(tasks)
-        later = np.array([i for t in tasks for i in (*t.after, *(i - count for i in t.after_previous))], np.int64)
-        later_counts = np.array([len(task.after) + len(task.after_previous) for task in tasks])
+        first, first_counts = _flatten([task.after for task in tasks])
+        previous, previous_counts = _flatten([task.after_previous for task in tasks])
+        owner = np.concatenate([np.repeat(np.arange(count), n) for n in (first_counts, previous_counts)])
+        later = np.concatenate([first, previous - count])[np.argsort(owner, kind="stable")]
         again = range(1, num_iterations)
         return (
-            _pointers(np.concatenate([first_counts, np.tile(later_counts, len(again))])),
+            _pointers(np.concatenate([first_counts, np.tile(first_counts + previous_counts, len(again))])),
             np.concatenate([first, *(later + count * iteration for iteration in again)]),
         )
+
+
+def _flatten(rows: Sequence[Sequence[int]]) -> tuple[Indices, Indices]:
+    """Return all entries one after another, and the number in each row."""
+    counts = np.fromiter(map(len, rows), np.int64, len(rows))
+    return np.fromiter(itertools.chain.from_iterable(rows), np.int64, counts.sum()), counts
 
 
 def _pointers(counts: Indices) -> Indices:

@@ -9,7 +9,7 @@ Let *reach* be how many iterations later something may still run beside what is 
 the first start of iteration i on depends on earlier iterations only through when the tasks of those from i - reach on
 start and end: that says who runs beside whom, and thus every speed. So if as many iterations in a row are the same as
 those ``length`` later, all that follow are. We also ask that each iteration of the cycle was seen twice, and leave out
-iterations with which something later would run that was not simulated.
+the last one: nothing later runs beside it, and it has no period.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ def find_cycle(timeline: Timeline) -> Cycle | None:
     moments_s = np.concatenate([timeline.start_s, timeline.end_s], axis=1) - begin_s[:, np.newaxis]
     slack_s = _SAME * period_s.max(initial=0.0)
     reach = _reach(timeline)
-    num_whole = min(num_iterations - reach, num_iterations - 1)
+    num_whole = num_iterations - 1
     for length in range(1, num_whole // 2 + 1):
         earlier, later = slice(num_whole - length), slice(length, num_whole)
         same = abs(period_s[later] - period_s[earlier]) <= slack_s

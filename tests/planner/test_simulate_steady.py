@@ -174,8 +174,8 @@ def test_what_runs_beside_later_iterations_is_waited_for() -> None:
     assert timeline.period_s(37) == pytest.approx(1.1, rel=1e-9)
 
 
-def test_the_last_iterations_are_not_trusted() -> None:
-    """Nothing of a later iteration runs beside them."""
+def test_the_last_iteration_is_not_trusted() -> None:
+    """Nothing of a later iteration runs beside it."""
     tasks = [forward(0, Lane.COMPUTE), other(1, Lane.CPU, after=(0,))]
     uses = ((Resource.DRAM, 0.6),)
     timeline = run(Schedule(tuple(tasks)), [Price(0.0, 1.0, uses)] * 2, FREE, 4)
