@@ -65,7 +65,7 @@ class Lanes(NamedTuple):
     """
 
     head: Ints32
-    state: npt.NDArray[np.int8]
+    state: npt.NDArray[np.int8]  # of the head
     next_pred: Ints  # position of the first predecessor of the head not known to have ended
     next_waiting: Ints32  # the next lane that waits for the same task
     event_s: Floats  # when the latency or the task ends
@@ -76,7 +76,7 @@ class Lanes(NamedTuple):
     solved: Ints  # last moment at which its speed had to be solved
     heap: Ints32  # lanes under way, a binary heap by event_s
     place: Ints32  # where in the heap a lane is
-    ready: Ints32  # stack: lanes whose head may be able to start
+    ready: Ints32  # stack: lanes whose head may be able to start, or to run
     members: Ints32  # list: lanes whose speed has to be solved
     rate: Floats
     following: Ints32
@@ -111,6 +111,7 @@ def _reset(state: State) -> None:
     tasks.waiting[:] = _NONE
     tasks.start_s[:] = _NOT_YET
     tasks.end_s[:] = _NOT_YET
+    lanes.state[:] = _WAITING
     lanes.solved[:] = _NONE
     lanes.place[:] = _NONE
     resources.first[:] = _NONE
@@ -227,6 +228,12 @@ def _release(lane: int, state: State, moment: int) -> None:
 
 
 @_jit
+def _push_ready(lane: int, lanes: Lanes, counts: Ints) -> None:
+    lanes.ready[counts[_READY]] = lane
+    counts[_READY] += 1
+
+
+@_jit
 def _end_head(lane: int, state: State, now_s: float) -> None:
     """End the head of a lane; the next one, and those that wait for it, may be able to start."""
     tasks, lanes, _, counts = state
@@ -238,46 +245,39 @@ def _end_head(lane: int, state: State, now_s: float) -> None:
     lanes.head[lane] = following
     if following != _NONE:
         lanes.next_pred[lane] = tasks.pred_ptr[following]
-        lanes.ready[counts[_READY]] = lane
-        counts[_READY] += 1
+        _push_ready(lane, lanes, counts)
     waiting = tasks.waiting[task]
     while waiting != _NONE:
-        lanes.ready[counts[_READY]] = waiting
-        counts[_READY] += 1
+        _push_ready(waiting, lanes, counts)
         waiting = lanes.next_waiting[waiting]
 
 
 @_jit
-def _run_or_end(lane: int, state: State, now_s: float, moment: int) -> None:
-    """Let the head of a lane, its latency paid, run; or end it if there is no work."""
-    if state.tasks.duration_s[state.lanes.head[lane]] == 0.0:
-        _end_head(lane, state, now_s)
-    else:
-        _run_head(lane, state, now_s, moment)
-
-
-@_jit
 def _start(state: State, now_s: float, moment: int) -> None:
-    """Start all that can start now, and end at once what has neither latency nor work."""
+    """Start all that can start now, run those whose latency is paid, and end at once what has no work."""
     tasks, lanes, _, counts = state
     while counts[_READY] > 0:
         counts[_READY] -= 1
         lane = lanes.ready[counts[_READY]]
         task = lanes.head[lane]
-        k, stop = lanes.next_pred[lane], tasks.pred_ptr[task + 1]
-        while k < stop and tasks.end_s[tasks.pred[k]] != _NOT_YET:
-            k += 1
-        if k < stop:  # look again when that one has ended
-            lanes.next_pred[lane] = k + 1
-            lanes.next_waiting[lane] = tasks.waiting[tasks.pred[k]]
-            tasks.waiting[tasks.pred[k]] = lane
-            continue
-        tasks.start_s[task] = now_s
-        if tasks.latency_s[task] > 0.0:
-            lanes.state[lane] = _LATENCY
-            _set_event(lane, now_s + tasks.latency_s[task], lanes, counts)
+        if lanes.state[lane] == _WAITING:
+            k, stop = lanes.next_pred[lane], tasks.pred_ptr[task + 1]
+            while k < stop and tasks.end_s[tasks.pred[k]] != _NOT_YET:
+                k += 1
+            if k < stop:  # look again when that one has ended
+                lanes.next_pred[lane] = k + 1
+                lanes.next_waiting[lane] = tasks.waiting[tasks.pred[k]]
+                tasks.waiting[tasks.pred[k]] = lane
+                continue
+            tasks.start_s[task] = now_s
+            if tasks.latency_s[task] > 0.0:
+                lanes.state[lane] = _LATENCY
+                _set_event(lane, now_s + tasks.latency_s[task], lanes, counts)
+                continue
+        if tasks.duration_s[task] == 0.0:
+            _end_head(lane, state, now_s)
         else:
-            _run_or_end(lane, state, now_s, moment)
+            _run_head(lane, state, now_s, moment)
 
 
 @_jit
@@ -417,8 +417,7 @@ def run(state: State) -> int:
     for lane in range(len(lanes.head)):
         if lanes.head[lane] != _NONE:
             lanes.next_pred[lane] = tasks.pred_ptr[lanes.head[lane]]
-            lanes.ready[counts[_READY]] = lane
-            counts[_READY] += 1
+            _push_ready(lane, lanes, counts)
     now_s, moment = 0.0, 0
     while True:
         _start(state, now_s, moment)
@@ -430,7 +429,7 @@ def run(state: State) -> int:
         while counts[_HEAP] > 0 and lanes.event_s[lanes.heap[0]] <= now_s:
             lane = _pop_event(lanes, counts)
             if lanes.state[lane] == _LATENCY:
-                _run_or_end(lane, state, now_s, moment)
+                _push_ready(lane, lanes, counts)
             else:
                 _release(lane, state, moment)
                 _end_head(lane, state, now_s)
