@@ -112,9 +112,8 @@ def fluid_system(tasks: Sequence[FluidTask], link_capacity: float) -> FluidSyste
 
 def full_model() -> tuple[Schedule, list[Price], dict[Resource, float]]:
     """Return an iteration of a 70B model on 16 GPUs: ZeRO-3, parameters gathered, the optimizer on the CPUs."""
-    request = Request(
-        model=resolve_model(MODEL), hardware=load_profile(HARDWARE), num_devices=NUM_DEVICES, seq_len=SEQ_LEN
-    )
+    model, hardware = resolve_model(MODEL), load_profile(HARDWARE)
+    request = Request(model=model, hardware=hardware, num_devices=NUM_DEVICES, seq_len=SEQ_LEN, micro_batch=1)
     setup, _, cost = prepare(request)
     decisions = list(zero_offload(setup))[-1]
     schedule = lower(setup.units, decisions, asynchronous=cost.asynchronous)
@@ -281,12 +280,11 @@ def measure_full_model(repeats: int, reference_limit: int) -> dict[str, Any]:
     further = {
         "kernel_contended": lambda: simulate(contended).end_s,
         "schedule_to_timeline": lambda: simulate_iterations(schedule, prices, capacities, 1),
-        "schedule_to_timeline_4_iterations": lambda: simulate_iterations(schedule, prices, capacities, 4),
     }
     compared = compare(tasks, wide, further, repeats, reference_limit)
     assert compared["median_s"]["schedule_to_timeline"] < 0.05, "an iteration of a 70B model takes more than 50 ms"
-    what = f"{MODEL}, {NUM_DEVICES} x {HARDWARE}, sequences of {SEQ_LEN}, zero-offload"
-    return {"what": what, "iteration_s": simulate(contended).makespan_s, **compared}
+    what = f"{MODEL}, {NUM_DEVICES} x {HARDWARE}, one sequence of {SEQ_LEN} each, zero-offload"
+    return {"what": what, **compared}
 
 
 def measure_pipeline(num_tasks: int, repeats: int) -> dict[str, Any]:
