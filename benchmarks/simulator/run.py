@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import statistics
@@ -41,6 +42,7 @@ from planner.simulate.machine import run as simulate_iterations
 LANES = ("compute", "h2d", "d2h", "cpu")
 COMPUTE, H2D, D2H, CPU = range(4)
 MODEL, HARDWARE, NUM_DEVICES, SEQ_LEN = "llama-3-70b", "h100", 16, 4096
+SAMPLE_S = 0.01  # a sample calls as often as this takes, so that no caller pays for what the one before left in caches
 NUM_STAGES, LANES_PER_STAGE, STAGES_PER_NODE = 32, 12, 8
 NUM_SLOTS = 4  # layers fetched ahead
 DEFAULT_OUTPUT = Path(__file__).parents[1] / "results" / "simulator_vs_simpy.json"
@@ -54,12 +56,12 @@ print(imported_s - begin_s, time.perf_counter() - imported_s)
 """
 # What one process holds at most while it simulates very many tasks, and what it held before: in bytes.
 MILLION = """
-import json, resource, sys, time
+import json, sys, time
 sys.path.insert(0, sys.argv[1])
 import run
 schedule, prices, capacities = run.full_model()
 run.simulate_iterations(schedule, prices, capacities, 1)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before_bytes = run.peak_rss_bytes()
 num_iterations = -(-1_000_000 // len(schedule.tasks))
 begin_s = time.perf_counter()
 timeline = run.simulate_iterations(schedule, prices, capacities, num_iterations)
@@ -68,10 +70,9 @@ system = run.fluid_system_of(schedule, prices, capacities, num_iterations)
 begin_s = time.perf_counter()
 run.simulate(system)
 kernel_s = time.perf_counter() - begin_s
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(json.dumps({
     "num_tasks": timeline.start_s.size, "num_iterations": num_iterations, "schedule_to_timeline_s": elapsed_s,
-    "kernel_s": kernel_s, "peak_rss_before_bytes": before * 1024, "peak_rss_bytes": after * 1024,
+    "kernel_s": kernel_s, "peak_rss_before_bytes": before_bytes, "peak_rss_bytes": run.peak_rss_bytes(),
 }))
 """
 
@@ -228,15 +229,21 @@ def compare(
     }
     if len(tasks) <= reference_limit:
         checked["reference"] = lambda: simulate_reference(wide)[1]
-    for warm_up in (checked["kernel"], *candidates.values()):
-        warm_up()
-    times_s: dict[str, list[float]] = {name: [] for name in checked | candidates}
+    runs = checked | candidates
+    simulate(wide)  # compiled code is loaded
+    num_calls: dict[str, int] = {}
     end_s: dict[str, Any] = {}
+    for name, run in runs.items():
+        begin_s = time.perf_counter()
+        end_s[name] = run()
+        num_calls[name] = math.ceil(SAMPLE_S / (time.perf_counter() - begin_s))
+    times_s: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
-        for name, run in (checked | candidates).items():
+        for name, run in runs.items():
             begin_s = time.perf_counter()
-            end_s[name] = run()
-            times_s[name].append(time.perf_counter() - begin_s)
+            for _ in range(num_calls[name]):
+                run()
+            times_s[name].append((time.perf_counter() - begin_s) / num_calls[name])
     for name in ("simpy_resources", "simpy_lanes"):
         assert np.array_equal(end_s[name], end_s["kernel"]), f"{name} and the kernel disagree"
     if "reference" in end_s:
@@ -311,6 +318,12 @@ def measure_million() -> dict[str, Any]:
     command = [sys.executable, "-c", MILLION, str(Path(__file__).parent)]
     found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return found
+
+
+def peak_rss_bytes() -> int:
+    """Return the most memory that this process held; what ``getrusage`` says would include its parent's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def startup() -> dict[str, float]:
