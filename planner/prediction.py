@@ -78,7 +78,7 @@ class Workload:
 def predict(workload: Workload, decisions: Decisions, cost: CostModel, simulation: Simulation) -> Prediction:
     """Summarise a simulation."""
     timeline, steady = simulation.timeline, simulation.steady
-    phases = timeline.phases(steady)
+    phases = simulation.phases
     return Prediction(
         **_seconds(phases),
         tokens_per_s=workload.tokens(decisions) / phases.iteration_s,

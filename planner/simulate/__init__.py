@@ -2,13 +2,14 @@
 
 from planner.simulate.kernel import Simulation, simulate, solve_speeds
 from planner.simulate.reference import max_min_speeds, simulate_reference
-from planner.simulate.system import FluidSystem, FluidTask, StuckError
+from planner.simulate.system import FluidSystem, FluidTask, StuckError, fold_capacity
 
 __all__ = [
     "FluidSystem",
     "FluidTask",
     "Simulation",
     "StuckError",
+    "fold_capacity",
     "max_min_speeds",
     "simulate",
     "simulate_reference",

@@ -1,8 +1,12 @@
 """The simulator's kernel, compiled by numba. Imported by :mod:`planner.simulate.kernel` when first needed.
 
-Every lane has at most one task under way, so all state is per lane, and each moment at which something happens costs
-O(lanes). A running task keeps the time at which it will end, and that is recomputed only when its speed changes: no
+A moment at which something happens costs what it touches, not what there is: a lane that waits is looked at again only
+when the task that it waits for ends; the next moment comes off a heap of the lanes that are under way; and speeds are
+solved again only for tasks that a *crowded* resource, one that cannot serve all its users at full speed, joins to a
+change. A running task keeps the time at which it will end, and that is recomputed only when its speed changes: no
 rounding residue builds up, and at every moment at least one task gets further, so rounding cannot stall the clock.
+
+Everything compiled is in this one file: numba's cache on disk notices changes only of the file of what it compiled.
 """
 
 from collections.abc import Callable
@@ -14,12 +18,18 @@ import numpy.typing as npt
 
 from planner.simulate.system import Floats, Ints
 
+Ints32 = npt.NDArray[np.int32]
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _WAITING, _LATENCY, _RUNNING = 0, 1, 2
 _SAME = 1 + 1e-12  # resources that fill up within this factor of one another fill up together
 _NOT_YET = -1.0
+_NONE = -1
+# What is counted: entries in use of each stack or list, and tasks that have ended.
+_HEAP, _READY, _CHANGED, _MEMBERS, ENDED = range(5)
+NUM_COUNTS = 5
 
 
 def _jit(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -32,225 +42,403 @@ def _jit(function: Callable[_P, _T]) -> Callable[_P, _T]:
 class Tasks(NamedTuple):
     """What the kernel reads and writes per task; see :class:`planner.simulate.system.FluidSystem`."""
 
+    lane: Ints32
     latency_s: Floats
     duration_s: Floats
+    weight: Floats
     pred_ptr: Ints
-    pred: npt.NDArray[np.int32]
-    next_in_lane: npt.NDArray[np.int32]
+    pred: Ints32
+    use_ptr: Ints
+    use_resource: Ints32
+    use_rate: Floats
+    next_in_lane: Ints32
+    waiting: Ints32  # the first lane that waits for it to end
     start_s: Floats
     end_s: Floats
 
 
-class Uses(NamedTuple):
-    """What tasks use, and scratch space per resource."""
-
-    ptr: Ints
-    resource: npt.NDArray[np.int32]
-    rate: Floats
-    capacity: Floats
-    num_users: Ints
-    room: Floats  # capacity that tasks whose speed is settled leave
-    load: Floats  # what the others would use at full speed
-    touched: Ints  # last moment at which the running tasks that use it changed
-
-
 class Lanes(NamedTuple):
-    """State of each lane; ``head`` is the task under way or next, -1 when there is none left."""
+    """State of each lane; ``head`` is the task under way or next, ``_NONE`` when there is none left.
 
-    head: npt.NDArray[np.int32]
-    state: npt.NDArray[np.int8]
+    ``rate``, ``following`` and ``preceding`` have ``width`` entries per lane, one per resource that a task may use.
+    They chain up the running users of each resource.
+    """
+
+    head: Ints32
+    state: npt.NDArray[np.int8]  # of the head
     next_pred: Ints  # position of the first predecessor of the head not known to have ended
-    event_s: Floats  # when the latency or the task ends; infinite while waiting
+    next_waiting: Ints32  # the next lane that waits for the same task
+    event_s: Floats  # when the latency or the task ends
     work_s: Floats  # work left at since_s
     since_s: Floats
     speed: Floats
-    touched: Ints  # last moment at which its speed had to be solved
-    members: npt.NDArray[np.int32]  # scratch: tasks to solve
-    speeds: Floats  # scratch: their speeds
+    new_speed: Floats
+    solved: Ints  # last moment at which its speed had to be solved
+    heap: Ints32  # lanes under way, a binary heap by event_s
+    place: Ints32  # where in the heap a lane is
+    ready: Ints32  # stack: lanes whose head may be able to start, or to run
+    members: Ints32  # list: lanes whose speed has to be solved
+    rate: Floats
+    following: Ints32
+    preceding: Ints32
+
+
+class Resources(NamedTuple):
+    """State of each resource."""
+
+    capacity: Floats
+    first: Ints32  # entry of its first running user
+    num_users: Ints
+    crowded: npt.NDArray[np.bool_]  # its running users want more than it has
+    room: Floats  # scratch: capacity that tasks whose speed is settled leave
+    load: Floats  # scratch: how fast the others fill it
+    changed_at: Ints  # last moment at which it was put on the list
+    changed: Ints32  # list: resources whose users have to be solved
+
+
+class State(NamedTuple):
+    """All that the kernel works on; all but what a system says may be uninitialised memory before."""
+
+    tasks: Tasks
+    lanes: Lanes
+    resources: Resources
+    counts: Ints
 
 
 @_jit
-def fill(members: npt.NDArray[np.int32], uses: Uses, speeds: Floats) -> None:
-    """Write max-min fair ``speeds`` of the tasks ``members``, taken to be all that run on the resources they use."""
-    _count_users(members, uses)
-    speeds[:] = _NOT_YET
-    level, num_rising = 0.0, len(members)
-    while num_rising > 0:
-        _weigh(members, uses, speeds)
-        lowest = 1.0
-        for m, i in enumerate(members):
-            if speeds[m] == _NOT_YET:
-                lowest = min(lowest, _limit(i, uses))
-        level = max(level, lowest)
-        for m, i in enumerate(members):
-            if speeds[m] == _NOT_YET and (level >= 1.0 or _limit(i, uses) <= level * _SAME):
-                speeds[m] = level
-                num_rising -= 1
+def _reset(state: State) -> None:
+    tasks, lanes, resources, counts = state
+    tasks.waiting[:] = _NONE
+    tasks.start_s[:] = _NOT_YET
+    tasks.end_s[:] = _NOT_YET
+    lanes.state[:] = _WAITING
+    lanes.solved[:] = _NONE
+    lanes.place[:] = _NONE
+    resources.first[:] = _NONE
+    resources.num_users[:] = 0
+    resources.crowded[:] = False
+    resources.changed_at[:] = _NONE
+    counts[:] = 0
 
 
 @_jit
-def _count_users(members: npt.NDArray[np.int32], uses: Uses) -> None:
-    for i in members:
-        for k in range(uses.ptr[i], uses.ptr[i + 1]):
-            uses.num_users[uses.resource[k]] = 0
-    for i in members:
-        for k in range(uses.ptr[i], uses.ptr[i + 1]):
-            uses.num_users[uses.resource[k]] += 1
+def _link_lanes(tasks: Tasks, lanes: Lanes) -> None:
+    """Put the first task of each lane at its head, and find the next task in the same lane as each task."""
+    lanes.head[:] = _NONE
+    for i in range(len(tasks.lane) - 1, -1, -1):
+        tasks.next_in_lane[i] = lanes.head[tasks.lane[i]]
+        lanes.head[tasks.lane[i]] = i
 
 
 @_jit
-def _weigh(members: npt.NDArray[np.int32], uses: Uses, speeds: Floats) -> None:
+def _set_event(lane: int, time_s: float, lanes: Lanes, counts: Ints) -> None:
+    """Move a lane to its place in the heap, or put it there."""
+    place = lanes.place[lane]
+    if place == _NONE:
+        place = counts[_HEAP]
+        counts[_HEAP] += 1
+    lanes.event_s[lane] = time_s
+    while place > 0:
+        above = lanes.heap[(place - 1) >> 1]
+        if lanes.event_s[above] <= time_s:
+            break
+        lanes.heap[place] = above
+        lanes.place[above] = place
+        place = (place - 1) >> 1
+    while 2 * place + 1 < counts[_HEAP]:
+        child = 2 * place + 1
+        if child + 1 < counts[_HEAP] and lanes.event_s[lanes.heap[child + 1]] < lanes.event_s[lanes.heap[child]]:
+            child += 1
+        below = lanes.heap[child]
+        if lanes.event_s[below] >= time_s:
+            break
+        lanes.heap[place] = below
+        lanes.place[below] = place
+        place = child
+    lanes.heap[place] = lane
+    lanes.place[lane] = place
+
+
+@_jit
+def _pop_event(lanes: Lanes, counts: Ints) -> int:
+    """Take the lane of the earliest event off the heap."""
+    lane: int = lanes.heap[0]
+    lanes.place[lane] = _NONE
+    counts[_HEAP] -= 1
+    if counts[_HEAP] > 0:
+        last = lanes.heap[counts[_HEAP]]
+        lanes.place[last] = 0
+        _set_event(last, lanes.event_s[last], lanes, counts)
+    return lane
+
+
+@_jit
+def _note_change(resource: int, resources: Resources, counts: Ints, moment: int) -> None:
+    if resources.changed_at[resource] != moment:
+        resources.changed_at[resource] = moment
+        resources.changed[counts[_CHANGED]] = resource
+        counts[_CHANGED] += 1
+
+
+@_jit
+def _run_head(lane: int, state: State, now_s: float, moment: int) -> None:
+    """Let the head of a lane, its latency paid, run: it becomes a user of its resources."""
+    tasks, lanes, resources, counts = state
+    task = lanes.head[lane]
+    lanes.state[lane] = _RUNNING
+    lanes.work_s[lane] = tasks.duration_s[task]
+    lanes.since_s[lane] = now_s
+    lanes.speed[lane] = _NOT_YET
+    lanes.solved[lane] = moment
+    lanes.members[counts[_MEMBERS]] = lane
+    counts[_MEMBERS] += 1
+    entry = lane * (len(lanes.rate) // len(lanes.head))
+    for k in range(tasks.use_ptr[task], tasks.use_ptr[task + 1]):
+        resource = tasks.use_resource[k]
+        second = resources.first[resource]
+        lanes.rate[entry] = tasks.use_rate[k]
+        lanes.following[entry] = second
+        lanes.preceding[entry] = _NONE
+        if second != _NONE:
+            lanes.preceding[second] = entry
+        resources.first[resource] = entry
+        resources.num_users[resource] += 1
+        _note_change(resource, resources, counts, moment)
+        entry += 1
+
+
+@_jit
+def _release(lane: int, state: State, moment: int) -> None:
+    """Take the head of a lane off its resources."""
+    tasks, lanes, resources, counts = state
+    task = lanes.head[lane]
+    entry = lane * (len(lanes.rate) // len(lanes.head))
+    for k in range(tasks.use_ptr[task], tasks.use_ptr[task + 1]):
+        resource = tasks.use_resource[k]
+        before, after = lanes.preceding[entry], lanes.following[entry]
+        if before == _NONE:
+            resources.first[resource] = after
+        else:
+            lanes.following[before] = after
+        if after != _NONE:
+            lanes.preceding[after] = before
+        resources.num_users[resource] -= 1
+        _note_change(resource, resources, counts, moment)
+        entry += 1
+
+
+@_jit
+def _push_ready(lane: int, lanes: Lanes, counts: Ints) -> None:
+    lanes.ready[counts[_READY]] = lane
+    counts[_READY] += 1
+
+
+@_jit
+def _end_head(lane: int, state: State, now_s: float) -> None:
+    """End the head of a lane; the next one, and those that wait for it, may be able to start."""
+    tasks, lanes, _, counts = state
+    task = lanes.head[lane]
+    tasks.end_s[task] = now_s
+    counts[ENDED] += 1
+    following = tasks.next_in_lane[task]
+    lanes.state[lane] = _WAITING
+    lanes.head[lane] = following
+    if following != _NONE:
+        lanes.next_pred[lane] = tasks.pred_ptr[following]
+        _push_ready(lane, lanes, counts)
+    waiting = tasks.waiting[task]
+    while waiting != _NONE:
+        _push_ready(waiting, lanes, counts)
+        waiting = lanes.next_waiting[waiting]
+
+
+@_jit
+def _start(state: State, now_s: float, moment: int) -> None:
+    """Start all that can start now, run those whose latency is paid, and end at once what has no work."""
+    tasks, lanes, _, counts = state
+    while counts[_READY] > 0:
+        counts[_READY] -= 1
+        lane = lanes.ready[counts[_READY]]
+        task = lanes.head[lane]
+        if lanes.state[lane] == _WAITING:
+            k, stop = lanes.next_pred[lane], tasks.pred_ptr[task + 1]
+            while k < stop and tasks.end_s[tasks.pred[k]] != _NOT_YET:
+                k += 1
+            if k < stop:  # look again when that one has ended
+                lanes.next_pred[lane] = k + 1
+                lanes.next_waiting[lane] = tasks.waiting[tasks.pred[k]]
+                tasks.waiting[tasks.pred[k]] = lane
+                continue
+            tasks.start_s[task] = now_s
+            if tasks.latency_s[task] > 0.0:
+                lanes.state[lane] = _LATENCY
+                _set_event(lane, now_s + tasks.latency_s[task], lanes, counts)
+                continue
+        if tasks.duration_s[task] == 0.0:
+            _end_head(lane, state, now_s)
+        else:
+            _run_head(lane, state, now_s, moment)
+
+
+@_jit
+def _capacity(resource: int, resources: Resources) -> float:
+    column = min(resources.num_users[resource], resources.capacity.shape[1]) - 1
+    amount: float = resources.capacity[resource, column]
+    return amount
+
+
+@_jit
+def _is_crowded(resource: int, lanes: Lanes, resources: Resources) -> bool:
+    demand = 0.0  # afresh: adding and subtracting would leave rounding residue behind
+    entry = resources.first[resource]
+    while entry != _NONE:
+        demand += lanes.rate[entry]
+        entry = lanes.following[entry]
+    return demand > _capacity(resource, resources)
+
+
+@_jit
+def _collect(state: State, moment: int) -> None:
+    """Add to the members all running tasks that crowded resources join to a change at this moment.
+
+    Where all its users can have full speed, a resource holds nobody back, so that nothing passes through it: what
+    happened there matters to its users only if it is crowded now, or was.
+    """
+    tasks, lanes, resources, counts = state
+    num_changed, counts[_CHANGED] = counts[_CHANGED], 0
+    for i in range(num_changed):
+        resource = resources.changed[i]
+        was_crowded = resources.crowded[resource]
+        resources.crowded[resource] = _is_crowded(resource, lanes, resources)
+        if was_crowded or resources.crowded[resource]:
+            resources.changed[counts[_CHANGED]] = resource
+            counts[_CHANGED] += 1
+    width = len(lanes.rate) // len(lanes.head)
+    i = 0
+    while i < counts[_CHANGED]:
+        entry = resources.first[resources.changed[i]]
+        while entry != _NONE:
+            lane = entry // width
+            if lanes.solved[lane] != moment:
+                lanes.solved[lane] = moment
+                lanes.members[counts[_MEMBERS]] = lane
+                counts[_MEMBERS] += 1
+                task = lanes.head[lane]
+                for k in range(tasks.use_ptr[task], tasks.use_ptr[task + 1]):
+                    if resources.crowded[tasks.use_resource[k]]:
+                        _note_change(tasks.use_resource[k], resources, counts, moment)
+            entry = lanes.following[entry]
+        i += 1
+    counts[_CHANGED] = 0
+
+
+@_jit
+def _weigh(state: State) -> None:
     """Sum up load and room, afresh: subtracting what has settled would leave rounding residue behind."""
-    for i in members:
-        for k in range(uses.ptr[i], uses.ptr[i + 1]):
-            r = uses.resource[k]
-            uses.load[r] = 0.0
-            uses.room[r] = uses.capacity[r, min(uses.num_users[r], uses.capacity.shape[1]) - 1]
-    for m, i in enumerate(members):
-        for k in range(uses.ptr[i], uses.ptr[i + 1]):
-            if speeds[m] == _NOT_YET:
-                uses.load[uses.resource[k]] += uses.rate[k]
+    tasks, lanes, resources, counts = state
+    for m in range(counts[_MEMBERS]):
+        task = lanes.head[lanes.members[m]]
+        for k in range(tasks.use_ptr[task], tasks.use_ptr[task + 1]):
+            resource = tasks.use_resource[k]
+            if resources.crowded[resource]:
+                resources.load[resource] = 0.0
+                resources.room[resource] = _capacity(resource, resources)
+    for m in range(counts[_MEMBERS]):
+        lane = lanes.members[m]
+        task = lanes.head[lane]
+        for k in range(tasks.use_ptr[task], tasks.use_ptr[task + 1]):
+            if lanes.new_speed[lane] == _NOT_YET:
+                resources.load[tasks.use_resource[k]] += tasks.weight[task] * tasks.use_rate[k]
             else:
-                uses.room[uses.resource[k]] -= speeds[m] * uses.rate[k]
+                resources.room[tasks.use_resource[k]] -= lanes.new_speed[lane] * tasks.use_rate[k]
 
 
 @_jit
-def _limit(task: int, uses: Uses) -> float:
-    """Return the speed at which the first resource of a rising task is full."""
-    lowest = np.inf
-    for k in range(uses.ptr[task], uses.ptr[task + 1]):
-        r = uses.resource[k]
-        lowest = min(lowest, uses.room[r] / uses.load[r])
+def _limit(task: int, tasks: Tasks, resources: Resources) -> float:
+    """Return the level at which a rising task has full speed, or the first of its resources is full."""
+    lowest: float = 1.0 / tasks.weight[task]
+    for k in range(tasks.use_ptr[task], tasks.use_ptr[task + 1]):
+        resource = tasks.use_resource[k]
+        if resources.crowded[resource]:
+            lowest = min(lowest, resources.room[resource] / resources.load[resource])
     return lowest
 
 
 @_jit
-def _touch(task: int, uses: Uses, moment: int) -> None:
-    for k in range(uses.ptr[task], uses.ptr[task + 1]):
-        uses.touched[uses.resource[k]] = moment
+def _fill(state: State) -> None:
+    """Write the weighted max-min fair speeds of the members, which are all that use the resources that hold them."""
+    tasks, lanes, resources, counts = state
+    for m in range(counts[_MEMBERS]):
+        lanes.new_speed[lanes.members[m]] = _NOT_YET
+    level, num_rising = 0.0, counts[_MEMBERS]
+    while num_rising > 0:
+        _weigh(state)
+        lowest = np.inf
+        for m in range(counts[_MEMBERS]):
+            if lanes.new_speed[lanes.members[m]] == _NOT_YET:
+                lowest = min(lowest, _limit(lanes.head[lanes.members[m]], tasks, resources))
+        level = max(level, lowest)
+        for m in range(counts[_MEMBERS]):
+            lane = lanes.members[m]
+            task = lanes.head[lane]
+            if lanes.new_speed[lane] == _NOT_YET and _limit(task, tasks, resources) <= level * _SAME:
+                weight = tasks.weight[task]
+                lanes.new_speed[lane] = 1.0 if 1.0 / weight <= level else min(weight * level, 1.0)
+                num_rising -= 1
 
 
 @_jit
-def _is_touched(task: int, uses: Uses, moment: int) -> bool:
-    found = False
-    for k in range(uses.ptr[task], uses.ptr[task + 1]):
-        found = found or uses.touched[uses.resource[k]] == moment
-    return found
+def _solve(state: State, now_s: float, moment: int) -> None:
+    """Solve the speeds that a change at this moment may have changed, and move the ends of the tasks."""
+    _collect(state, moment)
+    _fill(state)
+    lanes, counts = state.lanes, state.counts
+    for m in range(counts[_MEMBERS]):
+        lane = lanes.members[m]
+        speed, before = lanes.new_speed[lane], lanes.speed[lane]
+        if speed != before:
+            if before > 0.0:
+                lanes.work_s[lane] = max(lanes.work_s[lane] - before * (now_s - lanes.since_s[lane]), 0.0)
+            lanes.since_s[lane] = now_s
+            lanes.speed[lane] = speed
+            _set_event(lane, now_s + lanes.work_s[lane] / speed if speed > 0.0 else np.inf, lanes, counts)
+    counts[_MEMBERS] = 0
 
 
 @_jit
-def _run_or_end(lane: int, lanes: Lanes, tasks: Tasks, uses: Uses, now_s: float, moment: int) -> None:
-    """Let the head of a lane, its latency paid, run; or end it if there is no work."""
-    task = lanes.head[lane]
-    if tasks.duration_s[task] == 0.0:
-        _end(lane, lanes, tasks, now_s)
-        return
-    lanes.state[lane] = _RUNNING
-    lanes.event_s[lane] = np.inf
-    lanes.work_s[lane] = tasks.duration_s[task]
-    lanes.since_s[lane] = now_s
-    lanes.speed[lane] = 0.0
-    lanes.touched[lane] = moment
-    _touch(task, uses, moment)
-
-
-@_jit
-def _end(lane: int, lanes: Lanes, tasks: Tasks, now_s: float) -> None:
-    task = lanes.head[lane]
-    tasks.end_s[task] = now_s
-    lanes.state[lane] = _WAITING
-    lanes.event_s[lane] = np.inf
-    following = tasks.next_in_lane[task]
-    lanes.head[lane] = following
-    if following >= 0:
-        lanes.next_pred[lane] = tasks.pred_ptr[following]
-
-
-@_jit
-def _start(lanes: Lanes, tasks: Tasks, uses: Uses, now_s: float, moment: int) -> None:
-    """Start all that can start now, and end at once what has neither latency nor work."""
-    moved = True
-    while moved:
-        moved = False
-        for lane in range(len(lanes.head)):
-            while lanes.head[lane] >= 0 and lanes.state[lane] == _WAITING:
-                task = lanes.head[lane]
-                k = lanes.next_pred[lane]
-                while k < tasks.pred_ptr[task + 1] and tasks.end_s[tasks.pred[k]] != _NOT_YET:
-                    k += 1
-                lanes.next_pred[lane] = k
-                if k < tasks.pred_ptr[task + 1]:
-                    break
-                tasks.start_s[task] = now_s
-                if tasks.latency_s[task] > 0.0:
-                    lanes.state[lane] = _LATENCY
-                    lanes.event_s[lane] = now_s + tasks.latency_s[task]
-                else:
-                    _run_or_end(lane, lanes, tasks, uses, now_s, moment)
-                    moved = moved or lanes.state[lane] == _WAITING
-
-
-@_jit
-def _solve(lanes: Lanes, uses: Uses, now_s: float, moment: int) -> None:
-    """Solve again the speeds of running tasks that are joined, through resources, to a change at this moment."""
-    grew = True
-    while grew:
-        grew = False
-        for lane in range(len(lanes.head)):
-            if lanes.state[lane] == _RUNNING and lanes.touched[lane] != moment:
-                task = lanes.head[lane]
-                if _is_touched(task, uses, moment):
-                    lanes.touched[lane] = moment
-                    _touch(task, uses, moment)
-                    grew = True
-    num_members = 0
-    for lane in range(len(lanes.head)):
-        if lanes.state[lane] == _RUNNING and lanes.touched[lane] == moment:
-            lanes.members[num_members] = lanes.head[lane]
-            num_members += 1
-    speeds = lanes.speeds[:num_members]
-    fill(lanes.members[:num_members], uses, speeds)
-    m = 0
-    for lane in range(len(lanes.head)):
-        if lanes.state[lane] == _RUNNING and lanes.touched[lane] == moment:
-            speed = speeds[m]
-            m += 1
-            if speed != lanes.speed[lane]:
-                lanes.work_s[lane] = max(lanes.work_s[lane] - lanes.speed[lane] * (now_s - lanes.since_s[lane]), 0.0)
-                lanes.since_s[lane] = now_s
-                lanes.speed[lane] = speed
-                lanes.event_s[lane] = now_s + lanes.work_s[lane] / speed if speed > 0.0 else np.inf
-
-
-@_jit
-def run(lanes: Lanes, tasks: Tasks, uses: Uses) -> int:
-    """Run all tasks, filling ``tasks.start_s`` and ``tasks.end_s``; return the number of moments at which any moved.
+def run(state: State) -> int:
+    """Run all tasks, filling ``start_s`` and ``end_s``; return the number of moments at which any moved.
 
     Tasks that can never end keep an ``end_s`` of -1.
     """
+    tasks, lanes, _, counts = state
+    _reset(state)
+    _link_lanes(tasks, lanes)
+    for lane in range(len(lanes.head)):
+        if lanes.head[lane] != _NONE:
+            lanes.next_pred[lane] = tasks.pred_ptr[lanes.head[lane]]
+            _push_ready(lane, lanes, counts)
     now_s, moment = 0.0, 0
     while True:
-        _start(lanes, tasks, uses, now_s, moment)
-        _solve(lanes, uses, now_s, moment)
-        now_s = np.inf
-        for lane in range(len(lanes.head)):
-            now_s = min(now_s, lanes.event_s[lane])
-        if now_s == np.inf:
+        _start(state, now_s, moment)
+        _solve(state, now_s, moment)
+        if counts[_HEAP] == 0 or lanes.event_s[lanes.heap[0]] == np.inf:
             return moment
+        now_s = lanes.event_s[lanes.heap[0]]
         moment += 1
-        for lane in range(len(lanes.head)):
-            if lanes.event_s[lane] <= now_s:
-                if lanes.state[lane] == _LATENCY:
-                    _run_or_end(lane, lanes, tasks, uses, now_s, moment)
-                else:
-                    _touch(lanes.head[lane], uses, moment)
-                    _end(lane, lanes, tasks, now_s)
+        while counts[_HEAP] > 0 and lanes.event_s[lanes.heap[0]] <= now_s:
+            lane = _pop_event(lanes, counts)
+            if lanes.state[lane] == _LATENCY:
+                _push_ready(lane, lanes, counts)
+            else:
+                _release(lane, state, moment)
+                _end_head(lane, state, now_s)
 
 
 @_jit
-def link_lanes(lane: npt.NDArray[np.int32], head: npt.NDArray[np.int32], following: npt.NDArray[np.int32]) -> None:
-    """Write the next task in the same lane as each task, -1 for the last, and the first of each lane to ``head``."""
-    head[:] = -1
-    for i in range(len(lane) - 1, -1, -1):
-        following[i] = head[lane[i]]
-        head[lane[i]] = i
+def run_heads(state: State) -> None:
+    """Write to ``speed`` how fast the heads of all lanes run while exactly they are running."""
+    _reset(state)
+    for lane in range(len(state.lanes.head)):
+        _run_head(lane, state, 0.0, 0)
+    _solve(state, 0.0, 0)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from planner.simulate.system import Floats, FluidSystem, StuckError
+from planner.simulate.system import Floats, FluidSystem
 
 if TYPE_CHECKING:
-    from planner.simulate.compiled import Uses
+    from planner.simulate.compiled import Ints32, State
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,63 +33,79 @@ class Simulation:
 
 
 def simulate(system: FluidSystem) -> Simulation:
-    """Run a system in virtual time, in O(tasks * lanes).
+    """Run a system in virtual time.
 
     Raises:
         StuckError: a task can never end, because a resource that it uses has capacity 0.
     """
     from planner.simulate import compiled  # noqa: PLC0415 - numba takes long to import, and not all commands simulate
 
-    num_lanes = system.num_lanes
-    head, next_in_lane = np.empty(num_lanes, dtype=np.int32), np.empty(system.num_tasks, dtype=np.int32)
-    compiled.link_lanes(system.lane, head, next_in_lane)
-    tasks = compiled.Tasks(
-        latency_s=system.latency_s,
-        duration_s=system.duration_s,
-        pred_ptr=system.pred_ptr,
-        pred=system.pred,
-        next_in_lane=next_in_lane,
-        start_s=np.full(system.num_tasks, -1.0),
-        end_s=np.full(system.num_tasks, -1.0),
-    )
-    lanes = compiled.Lanes(
-        head=head,
-        state=np.zeros(num_lanes, dtype=np.int8),
-        next_pred=np.append(system.pred_ptr, 0)[head],  # 0 for lanes without tasks
-        event_s=np.full(num_lanes, np.inf),
-        work_s=np.zeros(num_lanes),
-        since_s=np.zeros(num_lanes),
-        speed=np.zeros(num_lanes),
-        touched=np.full(num_lanes, -1, dtype=np.int64),
-        members=np.zeros(num_lanes, dtype=np.int32),
-        speeds=np.zeros(num_lanes),
-    )
-    num_events = compiled.run(lanes, tasks, _uses(system))
-    if len(stuck := np.flatnonzero((tasks.end_s < 0) & (tasks.start_s >= 0))):  # started, but not ended
-        raise StuckError(f"{system.describe(int(stuck[0]))} can never end; give the resources it uses capacity")
-    return Simulation(tasks.start_s, tasks.end_s, num_events)
+    state = _state(system, np.empty(system.num_lanes, dtype=np.int32))
+    num_events = compiled.run(state)
+    start_s, end_s = state.tasks.start_s, state.tasks.end_s
+    if state.counts[compiled.ENDED] < system.num_tasks:
+        raise system.never_ends(int(np.argmax((end_s < 0) & (start_s >= 0))))
+    return Simulation(start_s, end_s, num_events)
 
 
 def solve_speeds(system: FluidSystem, running: Sequence[int]) -> Floats:
     """Return the speeds, float64[len(running)] in [0, 1], that these tasks have while exactly they are running."""
     from planner.simulate import compiled  # noqa: PLC0415 - as above
 
-    speeds = np.zeros(len(running))
-    compiled.fill(np.array(running, dtype=np.int32), _uses(system), speeds)
-    return speeds
+    state = _state(system, np.array(running, dtype=np.int32))
+    compiled.run_heads(state)
+    return state.lanes.speed
 
 
-def _uses(system: FluidSystem) -> "Uses":
+def _state(system: FluidSystem, head: "Ints32") -> "State":
+    """Return what the kernel works on, in memory that it will initialise itself: from here every call costs."""
     from planner.simulate import compiled  # noqa: PLC0415 - as above
 
-    num_resources = len(system.capacity)
-    return compiled.Uses(
-        ptr=system.use_ptr,
-        resource=system.use_resource,
-        rate=system.use_rate,
-        capacity=system.capacity,
-        num_users=np.zeros(num_resources, dtype=np.int64),
-        room=np.zeros(num_resources),
-        load=np.zeros(num_resources),
-        touched=np.full(num_resources, -1, dtype=np.int64),
+    num_tasks, num_lanes, num_resources = system.num_tasks, len(head), len(system.capacity)
+    num_entries = num_lanes * system.max_uses
+    empty, i32, i64 = np.empty, np.int32, np.int64
+    tasks = compiled.Tasks(
+        lane=system.lane,
+        latency_s=system.latency_s,
+        duration_s=system.duration_s,
+        weight=system.weight,
+        pred_ptr=system.pred_ptr,
+        pred=system.pred,
+        use_ptr=system.use_ptr,
+        use_resource=system.use_resource,
+        use_rate=system.use_rate,
+        next_in_lane=empty(num_tasks, i32),
+        waiting=empty(num_tasks, i32),
+        start_s=empty(num_tasks),
+        end_s=empty(num_tasks),
     )
+    lanes = compiled.Lanes(
+        head=head,
+        state=empty(num_lanes, np.int8),
+        next_pred=empty(num_lanes, i64),
+        next_waiting=empty(num_lanes, i32),
+        event_s=empty(num_lanes),
+        work_s=empty(num_lanes),
+        since_s=empty(num_lanes),
+        speed=empty(num_lanes),
+        new_speed=empty(num_lanes),
+        solved=empty(num_lanes, i64),
+        heap=empty(num_lanes, i32),
+        place=empty(num_lanes, i32),
+        ready=empty(num_lanes, i32),
+        members=empty(num_lanes, i32),
+        rate=empty(num_entries),
+        following=empty(num_entries, i32),
+        preceding=empty(num_entries, i32),
+    )
+    resources = compiled.Resources(
+        capacity=system.capacity,
+        first=empty(num_resources, i32),
+        num_users=empty(num_resources, i64),
+        crowded=empty(num_resources, np.bool_),
+        room=empty(num_resources),
+        load=empty(num_resources),
+        changed_at=empty(num_resources, i64),
+        changed=empty(num_resources, i32),
+    )
+    return compiled.State(tasks, lanes, resources, empty(compiled.NUM_COUNTS, i64))

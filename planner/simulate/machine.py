@@ -1,7 +1,8 @@
 """The simulated machine: walks a schedule in virtual time."""
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -10,29 +11,54 @@ from planner.costs import CostModel, Price, Resource
 from planner.loop import Loop
 from planner.schedule import Lane, Schedule, Task
 from planner.simulate.kernel import simulate
-from planner.simulate.system import FluidSystem
-from planner.timeline import Timeline
+from planner.simulate.steady import find_cycle
+from planner.simulate.system import Capacity, FluidSystem, capacity_rows
+from planner.timeline import Phases, Timeline
 
 Indices = npt.NDArray[np.int64]
 
+Capacities = Mapping[Resource, Capacity]
+
+_RESOURCE_NAMES = tuple(resource.name.lower() for resource in Resource)
 _LANES = {lane: number for number, lane in enumerate(Lane)}
-# Periods of two consecutive iterations that differ by less than this are the same.
-_STEADY = 1e-6
+# Iterations simulated at first, and at most, in search of a cycle.
+_FIRST_ITERATIONS, _MAX_ITERATIONS = 4, 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """A simulated timeline, and the iteration of it that repeats from then on.
+    """A simulated timeline, and the iterations of it that repeat from then on; see [Note: Steady state].
 
     Attributes:
         timeline: several iterations.
-        steady: index of the first iteration whose period equals the next one's (or the last complete one).
-        converged: whether two equal periods were found.
+        steady: index of the first iteration of the cycle (or of the last complete iteration, if none was found).
+        converged: whether a cycle was found.
+        cycle: number of iterations after which all repeats.
     """
 
     timeline: Timeline
     steady: int
     converged: bool
+    cycle: int = 1
+
+    @property
+    def period_s(self) -> float:
+        """Seconds per iteration, the mean over the cycle."""
+        return sum(self.timeline.period_s(i) for i in self._iterations) / self.cycle
+
+    @property
+    def phases(self) -> Phases:
+        """Phases of an iteration, the mean over the cycle."""
+        phases = [self.timeline.phases(i) for i in self._iterations]
+        return Phases(
+            sum(p.forward_s for p in phases) / self.cycle,
+            sum(p.backward_s for p in phases) / self.cycle,
+            sum(p.update_s for p in phases) / self.cycle,
+        )
+
+    @property
+    def _iterations(self) -> range:
+        return range(self.steady, self.steady + self.cycle)
 
 
 class SimulatedMachine:
@@ -44,7 +70,7 @@ class SimulatedMachine:
         capacities: what there is of each resource.
     """
 
-    def __init__(self, schedule: Schedule, prices: Sequence[Price], capacities: dict[Resource, float]) -> None:
+    def __init__(self, schedule: Schedule, prices: Sequence[Price], capacities: Capacities) -> None:
         self._schedule = schedule
         self._prices = prices
         self._capacities = capacities
@@ -74,38 +100,48 @@ class SimulatedMachine:
             ),
             latency_s=np.tile(np.array([price.latency_s for price in prices]), num_iterations),
             duration_s=np.tile(np.array([price.duration_s for price in prices]), num_iterations),
+            weight=np.tile(np.array([price.weight for price in prices]), num_iterations),
             pred_ptr=pred_ptr,
             pred=pred.astype(np.int32),
             use_ptr=_pointers(np.tile(np.array([len(price.uses) for price in prices]), num_iterations)),
-            use_resource=np.tile(np.array([s * len(Resource) + r for s, (r, _) in uses], np.int32), num_iterations),
+            use_resource=np.tile(
+                np.fromiter((s * len(Resource) + r for s, (r, _) in uses), np.int32, len(uses)), num_iterations
+            ),
             use_rate=np.tile(np.array([rate for _, (_, rate) in uses], np.float64), num_iterations),
-            capacity=np.array([[self._capacities[resource]] for _ in stages for resource in Resource]),
+            capacity=capacity_rows(
+                [self._capacities[resource] for _ in stages for resource in Resource], _RESOURCE_NAMES * len(stages)
+            ),
             lane_names=tuple(f"{lane} of stage {stage}" if stage else lane for stage in stages for lane in _LANES),
+            resource_names=_RESOURCE_NAMES * len(stages),
             task_name=lambda i: tasks[i % len(tasks)].name,
         )
 
     def _predecessors(self, num_iterations: int) -> tuple[Indices, Indices]:
         """Return CSR pointers and indices; the first iteration has no previous one to wait for."""
         tasks = self._schedule.tasks
-        first = np.array([i for task in tasks for i in task.after], np.int64)
-        first_counts = np.array([len(task.after) for task in tasks])
         count = len(tasks)
-        later = np.array([i for t in tasks for i in (*t.after, *(i - count for i in t.after_previous))], np.int64)
-        later_counts = np.array([len(task.after) + len(task.after_previous) for task in tasks])
+        first, first_counts = _flatten([task.after for task in tasks])
+        previous, previous_counts = _flatten([task.after_previous for task in tasks])
+        owner = np.concatenate([np.repeat(np.arange(count), n) for n in (first_counts, previous_counts)])
+        later = np.concatenate([first, previous - count])[np.argsort(owner, kind="stable")]
         again = range(1, num_iterations)
         return (
-            _pointers(np.concatenate([first_counts, np.tile(later_counts, len(again))])),
+            _pointers(np.concatenate([first_counts, np.tile(first_counts + previous_counts, len(again))])),
             np.concatenate([first, *(later + count * iteration for iteration in again)]),
         )
+
+
+def _flatten(rows: Sequence[Sequence[int]]) -> tuple[Indices, Indices]:
+    """Return all entries one after another, and the number in each row."""
+    counts = np.fromiter(map(len, rows), np.int64, len(rows))
+    return np.fromiter(itertools.chain.from_iterable(rows), np.int64, counts.sum()), counts
 
 
 def _pointers(counts: Indices) -> Indices:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def run(
-    schedule: Schedule, prices: Sequence[Price], capacities: dict[Resource, float], num_iterations: int
-) -> Timeline:
+def run(schedule: Schedule, prices: Sequence[Price], capacities: Capacities, num_iterations: int) -> Timeline:
     """Walk a schedule for some iterations in virtual time."""
     machine = SimulatedMachine(schedule, prices, capacities)
     loop = Loop(schedule, machine)
@@ -115,7 +151,7 @@ def run(
 
 
 def run_until_steady(schedule: Schedule, cost: CostModel, *, quick: bool = False) -> Simulation:
-    """Walk a schedule until its iteration repeats itself.
+    """Walk a schedule until its iteration repeats itself; see [Note: Steady state].
 
     Args:
         schedule: what is walked.
@@ -123,15 +159,13 @@ def run_until_steady(schedule: Schedule, cost: CostModel, *, quick: bool = False
         quick: take the second iteration as steady without looking further (what a search needs).
     """
     prices, capacities = cost.prices(schedule), cost.capacities()
-    num_iterations = 3
+    if quick:
+        return Simulation(run(schedule, prices, capacities, 3), 1, converged=False)
+    num_iterations = _FIRST_ITERATIONS
     while True:
         timeline = run(schedule, prices, capacities, num_iterations)
-        periods = [timeline.period_s(i) for i in range(num_iterations - 1)]
-        if quick:
-            return Simulation(timeline, 1, converged=False)
-        for i in range(len(periods) - 1):
-            if abs(periods[i + 1] - periods[i]) <= _STEADY * periods[i]:
-                return Simulation(timeline, i, converged=True)
-        if num_iterations >= 12:
-            return Simulation(timeline, len(periods) - 1, converged=False)
+        if cycle := find_cycle(timeline):
+            return Simulation(timeline, cycle.first, converged=True, cycle=cycle.length)
+        if num_iterations >= _MAX_ITERATIONS:
+            return Simulation(timeline, num_iterations - 2, converged=False)
         num_iterations *= 2

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from planner.simulate.system import Floats, FluidSystem, StuckError
+from planner.simulate.system import Floats, FluidSystem
 
 Number = float | Fraction
 
@@ -15,13 +15,15 @@ Number = float | Fraction
 def max_min_speeds(
     uses: Sequence[Mapping[int, Number]],
     capacity: Sequence[Sequence[Number]],
+    weights: Sequence[Number],
     number: Callable[[float], Number] = float,
 ) -> list[Number]:
-    """Return the max-min fair speeds, in [0, 1], of tasks that all run at once.
+    """Return the weighted max-min fair speeds, in [0, 1], of tasks that all run at once.
 
     Args:
         uses: of each task, what it uses of each resource at full speed.
         capacity: of each resource, for 1, 2, ... users; the last entry also holds for more.
+        weights: of each task, how fast its speed rises.
         number: type to calculate with: ``float``, or ``Fraction`` for exact results.
     """
     users = Counter(r for use in uses for r in use)
@@ -29,16 +31,17 @@ def max_min_speeds(
     speeds = [number(0)] * len(uses)
     rising = set(range(len(uses)))
     while rising:
-        load = {r: sum(uses[i][r] for i in sorted(rising) if r in uses[i]) for r in users}
-        steps = {r: room[r] / load[r] for r in users if load[r] > 0}
-        to_full = 1 - speeds[min(rising)]  # all that still rise have the same speed
-        step = min([to_full, *steps.values()])
-        full = {r for r in steps if steps[r] == step}
-        for r in steps:
+        load = {r: sum(weights[i] * uses[i][r] for i in sorted(rising) if r in uses[i]) for r in users}
+        to_full_resource = {r: room[r] / load[r] for r in users if load[r] > 0}
+        to_full_speed = {i: (1 - speeds[i]) / weights[i] for i in rising}
+        step = min([*to_full_speed.values(), *to_full_resource.values()])
+        full = {r for r in to_full_resource if to_full_resource[r] == step}
+        fast = {i for i in rising if to_full_speed[i] == step}
+        for r in to_full_resource:
             room[r] = number(0) if r in full else max(room[r] - step * load[r], number(0))
         for i in rising:
-            speeds[i] = number(1) if step == to_full else speeds[i] + step
-        rising = set() if step == to_full else {i for i in rising if not full & uses[i].keys()}
+            speeds[i] = number(1) if i in fast else speeds[i] + step * weights[i]
+        rising = {i for i in rising - fast if not full & uses[i].keys()}
     return speeds
 
 
@@ -50,11 +53,12 @@ def simulate_reference(system: FluidSystem, number: Callable[[float], Number] = 
         number: type to calculate with: ``float``, or ``Fraction`` for exact times (rounded only when returned).
 
     Raises:
-        StuckError: a task can never end.
+        StuckError: a task can never end; see :meth:`FluidSystem.never_ends`.
     """
     after = [system.predecessors(i) for i in range(system.num_tasks)]
     uses = [{r: number(a) for r, a in system.uses(i).items()} for i in range(system.num_tasks)]
     capacity = [[number(c) for c in row] for row in system.capacity.tolist()]
+    weights = [number(w) for w in system.weight.tolist()]
     latency_left = [number(x) for x in system.latency_s.tolist()]
     work_left = [number(x) for x in system.duration_s.tolist()]
     queues = _queues(system)
@@ -78,11 +82,12 @@ def simulate_reference(system: FluidSystem, number: Callable[[float], Number] = 
 
         started = [queue[0] for queue in queues if queue and queue[0] in start]
         running = [i for i in started if latency_left[i] == 0]
-        speed = dict(zip(running, max_min_speeds([uses[i] for i in running], capacity, number), strict=True))
+        speeds = max_min_speeds([uses[i] for i in running], capacity, [weights[i] for i in running], number)
+        speed = dict(zip(running, speeds, strict=True))
         left = {i: _time_left(latency_left[i], work_left[i], speed.get(i)) for i in started}
         step = min(left.values())
         if step == math.inf:
-            raise StuckError(f"{system.describe(min(left))} can never end; give the resources it uses capacity")
+            raise system.never_ends(min(left))
         now += step
         for i in started:
             if i in speed:

@@ -4,13 +4,24 @@
 in its lane and all its predecessors have ended. It first pays its latency, which uses no resources; then it is
 *running* with a speed in [0, 1], and its remaining work (at first ``duration_s``, the time it takes alone at full
 speed) falls at that rate; it ends when none is left. A running task uses ``speed * rate`` of every resource it
-crosses. Speeds are max-min fair (progressive filling, Bertsekas and Gallager, *Data Networks*, 2nd ed., section 6.5.2):
-all rise together until a resource is full or a task reaches full speed; those stop, the others rise on. The capacity
-of a resource may depend on how many running tasks use it. Nothing here depends on the order in which things that
-happen at the same moment are looked at, so there are no ties to break.
+crosses. Speeds are weighted max-min fair (progressive filling, Bertsekas and Gallager, *Data Networks*, 2nd ed.,
+section 6.5.2): a level rises from 0, and with it every task's speed, ``weight * level``, until one of its resources is
+full or it has full speed; it stops there, and the others rise on. What is shared fairly is thus the *speed relative to
+the weight*. Weights matter only where tasks compete, and only their ratios do: a task of weight 1/8 beside one of
+weight 1 gets an eighth of its speed on a full resource, and whatever the other leaves. The capacity of a resource may
+depend on how many running tasks use it. Nothing here depends on the order in which things that happen at the same
+moment are looked at, so there are no ties to break.
+
+[Note: Folding] Ranks that have equal tasks and start together stay together: max-min fair speeds are unique, so
+exchanging two ranks, which leaves the system as it is, leaves their speeds as they are. One *representative* of R ranks
+is then exact if it gets 1/R of every resource that they share and the whole of every resource that each has alone.
+Where a capacity depends on the number of users, k users of the representative stand for R * k (:func:`fold_capacity`).
+It is not exact if ranks differ (fewer of them on the last node), start apart, or compete with something that is there
+only once.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -25,6 +36,7 @@ _DTYPES: dict[str, type[np.generic]] = {
     "lane": np.int32,
     "latency_s": np.float64,
     "duration_s": np.float64,
+    "weight": np.float64,
     "pred_ptr": np.int64,
     "pred": np.int32,
     "use_ptr": np.int64,
@@ -32,6 +44,10 @@ _DTYPES: dict[str, type[np.generic]] = {
     "use_rate": np.float64,
     "capacity": np.float64,
 }
+
+
+Capacity = float | Sequence[float]
+"""Amount per second of a resource: one number, or one per number of running users, the last also for more."""
 
 
 class StuckError(ValueError):
@@ -47,6 +63,7 @@ class FluidTask(NamedTuple):
         latency_s: paid first, without using resources.
         after: indices of tasks that must have ended; all issued earlier.
         uses: amount per second, at full speed, of each resource it crosses; amounts of 0 are left out.
+        weight: how fast its speed rises where it competes with others; 1 for work in the foreground.
     """
 
     lane: int
@@ -54,6 +71,7 @@ class FluidTask(NamedTuple):
     latency_s: float = 0.0
     after: Sequence[int] = ()
     uses: Mapping[int, float] = {}
+    weight: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,13 +83,13 @@ class FluidSystem:
 
     Attributes:
         lane: int32[n], the lane of each task; lanes are numbered from 0.
-        latency_s, duration_s: float64[n].
+        latency_s, duration_s, weight: float64[n]; weights are positive.
         pred_ptr, pred: int64[n + 1] and int32[...]; a predecessor is smaller than the task's own index.
         use_ptr, use_resource, use_rate: int64[n + 1], int32[...] and float64[...]; the resources of a task ascend, and
             rates (amount per second at full speed) are positive.
         capacity: float64[r, k], amount per second of each resource when 1, 2, ..., k running tasks use it; the last
             column also holds for more.
-        lane_names: names for messages; may be empty.
+        lane_names, resource_names: names for messages; may be empty.
         task_name: the name of a task from its index, for messages.
 
     Raises:
@@ -81,6 +99,7 @@ class FluidSystem:
     lane: npt.NDArray[np.int32]
     latency_s: Floats
     duration_s: Floats
+    weight: Floats
     pred_ptr: Ints
     pred: npt.NDArray[np.int32]
     use_ptr: Ints
@@ -88,6 +107,7 @@ class FluidSystem:
     use_rate: Floats
     capacity: Floats
     lane_names: Sequence[str] = ()
+    resource_names: Sequence[str] = ()
     task_name: Callable[[int], str] | None = None
 
     def __post_init__(self) -> None:
@@ -104,40 +124,40 @@ class FluidSystem:
     def build(
         cls,
         tasks: Iterable[FluidTask],
-        capacity: Sequence[float | Sequence[float]] = (),
+        capacity: Sequence[Capacity] = (),
         *,
         lane_names: Sequence[str] = (),
+        resource_names: Sequence[str] = (),
         task_name: Callable[[int], str] | None = None,
     ) -> Self:
         """Make a system from Python objects.
 
         Args:
             tasks: in issue order.
-            capacity: of each resource: one number, or one per number of running users, the last also for more.
+            capacity: of each resource.
             lane_names: names for messages; may be empty.
+            resource_names: likewise.
             task_name: the name of a task from its index, for messages.
 
         Raises:
             ValueError: see the class.
         """
         listed = list(tasks)
-        rows = [list(row) if isinstance(row, Sequence) else [row] for row in capacity]
-        if empty := [r for r, row in enumerate(rows) if not row]:
-            raise ValueError(f"resource {empty[0]} has no capacity at all; give one number, or one per number of users")
-        width = max((len(row) for row in rows), default=1)
         uses = [sorted((r, rate) for r, rate in task.uses.items() if rate != 0) for task in listed]
         flat = list(itertools.chain.from_iterable(uses))
         return cls(
             lane=np.array([task.lane for task in listed], dtype=np.int32),
             latency_s=np.array([task.latency_s for task in listed]),
             duration_s=np.array([task.duration_s for task in listed]),
+            weight=np.array([task.weight for task in listed]),
             pred_ptr=_pointers([len(task.after) for task in listed]),
             pred=np.array([p for task in listed for p in task.after], dtype=np.int32),
             use_ptr=_pointers([len(use) for use in uses]),
             use_resource=np.array([r for r, _ in flat], dtype=np.int32),
             use_rate=np.array([rate for _, rate in flat]),
-            capacity=np.array([row + row[-1:] * (width - len(row)) for row in rows]).reshape(len(rows), width),
+            capacity=capacity_rows(capacity, resource_names),
             lane_names=lane_names,
+            resource_names=resource_names,
             task_name=task_name,
         )
 
@@ -146,10 +166,15 @@ class FluidSystem:
         """Number of tasks."""
         return len(self.lane)
 
-    @property
+    @functools.cached_property
     def num_lanes(self) -> int:
         """Number of lanes, counting empty ones below the highest that is used."""
         return int(self.lane.max(initial=-1)) + 1
+
+    @functools.cached_property
+    def max_uses(self) -> int:
+        """Most resources that any task uses."""
+        return int(np.diff(self.use_ptr).max(initial=0))
 
     def predecessors(self, task: int) -> list[int]:
         """Return the indices of the tasks that a task comes after."""
@@ -167,21 +192,34 @@ class FluidSystem:
         name = f" ({self.task_name(task)})" if self.task_name else ""
         return f"task {task}{name} on lane {lane_name}"
 
+    def describe_resource(self, resource: int) -> str:
+        """Return how messages call a resource, such as ``resource link_down``."""
+        named = 0 <= resource < len(self.resource_names)
+        return f"resource {self.resource_names[resource] if named else resource}"
+
+    def never_ends(self, task: int) -> StuckError:
+        """Return the error that a task which has started can never end."""
+        empty = [self.describe_resource(r) for r in self.uses(task) if not self.capacity[r].any()]
+        reason = f"{empty[0]} has no capacity; give it some" if empty else "it hardly moves; give its resources more"
+        return StuckError(f"{self.describe(task)} can never end: {reason}")
+
     def _check_capacity(self) -> None:
         if self.capacity.ndim != 2 or (len(self.capacity) and not self.capacity.shape[1]):
             raise ValueError(f"capacity has shape {self.capacity.shape}; it needs one row per resource, with columns")
         if (r := _first(~(np.isfinite(self.capacity) & (self.capacity >= 0)).all(axis=1))) is not None:
-            raise ValueError(f"resource {r} has capacity {self.capacity[r].tolist()}; give finite numbers, 0 or more")
+            raise ValueError(
+                f"{self.describe_resource(r)} has capacity {self.capacity[r].tolist()}; give finite numbers, 0 or more"
+            )
         positive = self.capacity > 0
         if (r := _first(positive.any(axis=1) & ~positive.all(axis=1))) is not None:
             raise ValueError(
-                f"resource {r} has capacity {self.capacity[r].tolist()}: its users would block one another for ever; "
-                "make it positive for every number of users"
+                f"{self.describe_resource(r)} has capacity {self.capacity[r].tolist()}: its users would block one "
+                "another for ever; make it positive for every number of users"
             )
 
     def _check_tasks(self) -> None:
         count = self.num_tasks
-        for name in ("lane", "latency_s", "duration_s"):
+        for name in ("lane", "latency_s", "duration_s", "weight"):
             if getattr(self, name).shape != (count,):
                 raise ValueError(f"{name} has shape {getattr(self, name).shape}; expected ({count},), one per task")
         if (task := _first(self.lane < 0)) is not None:
@@ -190,16 +228,19 @@ class FluidSystem:
             values = getattr(self, name)
             if (task := _first(~(np.isfinite(values) & (values >= 0)))) is not None:
                 raise ValueError(f"{self.describe(task)} has {name} {values[task]}; give a finite number, 0 or more")
+        if (task := _first(~(np.isfinite(self.weight) & (self.weight > 0)))) is not None:
+            raise ValueError(f"{self.describe(task)} has weight {self.weight[task]}; give a finite number above 0")
 
     def _check_predecessors(self) -> None:
         owner = self._owners("pred_ptr", self.pred)
         # Earlier tasks only: with lanes in issue order, this alone rules out cycles, also those through a lane.
         if (k := _first((self.pred < 0) | (self.pred >= owner))) is not None:
             p = int(self.pred[k])
-            wrong = "is issued later: a cycle" if owner[k] <= p < self.num_tasks else "does not exist"
-            raise ValueError(
-                f"{self.describe(int(owner[k]))} comes after task {p}, which {wrong}; name tasks issued earlier"
+            later = owner[k] <= p < self.num_tasks
+            wrong = (
+                f"{self.describe(p)}, which is issued later: a cycle" if later else f"task {p}, which does not exist"
             )
+            raise ValueError(f"{self.describe(int(owner[k]))} comes after {wrong}; name tasks issued earlier")
 
     def _check_uses(self) -> None:
         owner = self._owners("use_ptr", self.use_resource)
@@ -212,8 +253,8 @@ class FluidSystem:
             )
         if (k := _first(~(np.isfinite(self.use_rate) & (self.use_rate > 0)))) is not None:
             raise ValueError(
-                f"{self.describe(int(owner[k]))} uses {self.use_rate[k]} of resource {self.use_resource[k]}; give a "
-                "finite positive rate, or leave the resource out"
+                f"{self.describe(int(owner[k]))} uses {self.use_rate[k]} of "
+                f"{self.describe_resource(int(self.use_resource[k]))}; give a finite positive rate, or leave it out"
             )
         if (k := _first((np.diff(self.use_resource) <= 0) & (np.diff(owner) == 0))) is not None:
             raise ValueError(
@@ -224,9 +265,37 @@ class FluidSystem:
         """Return the task that each entry of a pointed-to array belongs to, having checked the pointers."""
         pointers: Ints = getattr(self, pointer_name)
         sizes = np.diff(pointers)
-        if pointers.shape != (self.num_tasks + 1,) or pointers[0] != 0 or pointers[-1] != len(values) or any(sizes < 0):
+        if (
+            pointers.shape != (self.num_tasks + 1,)
+            or pointers[0] != 0
+            or pointers[-1] != len(values)
+            or (sizes < 0).any()
+        ):
             raise ValueError(f"{pointer_name} must ascend from 0 to {len(values)} in {self.num_tasks + 1} entries")
         return np.repeat(np.arange(self.num_tasks), sizes)
+
+
+def capacity_rows(capacity: Sequence[Capacity], resource_names: Sequence[str] = ()) -> Floats:
+    """Return capacities as :class:`FluidSystem` takes them, float64[r, k].
+
+    Raises:
+        ValueError: no number at all for a resource.
+    """
+    rows = [list(row) if isinstance(row, Sequence) else [row] for row in capacity]
+    if empty := [r for r, row in enumerate(rows) if not row]:
+        name = resource_names[empty[0]] if resource_names else empty[0]
+        raise ValueError(f"resource {name} has no capacity at all; give one number, or one per number of users")
+    width = max((len(row) for row in rows), default=1)
+    return np.array([row + row[-1:] * (width - len(row)) for row in rows], np.float64).reshape(len(rows), width)
+
+
+def fold_capacity(capacity: Capacity, num_ranks: int) -> Capacity:
+    """Return what one of some equal ranks has of a resource that all of them share; see [Note: Folding]."""
+    if not isinstance(capacity, Sequence):
+        return capacity / num_ranks
+    last = len(capacity) - 1
+    users = range(num_ranks, len(capacity) + num_ranks, num_ranks)  # k users of one rank are k * num_ranks of all
+    return [capacity[min(count - 1, last)] / num_ranks for count in users]
 
 
 def _pointers(sizes: Sequence[int]) -> Ints:

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.simulate import FluidSystem, FluidTask, StuckError, simulate, simulate_reference
+from planner.simulate import FluidSystem, FluidTask, StuckError, simulate, simulate_reference, solve_speeds
 
 # Round numbers make things happen at the same moment; the others make sure that nothing depends on it.
 AMOUNTS = st.sampled_from([0.5, 1.0, 2.0, 3.0]) | st.floats(0.01, 100.0)
 TIMES = st.just(0.0) | AMOUNTS
+WEIGHTS = st.just(1.0) | st.sampled_from([0.125, 0.5, 2.0, 3.0]) | st.floats(0.01, 100.0)
 
 
 @st.composite
@@ -28,6 +29,7 @@ def systems(draw: st.DrawFn, max_tasks: int = 20) -> FluidSystem:
             latency_s=draw(TIMES),
             after=sorted(draw(st.sets(st.integers(max(0, i - 6), i - 1), max_size=3))) if i else (),
             uses=draw(st.dictionaries(st.integers(0, num_resources - 1), AMOUNTS)) if num_resources else {},
+            weight=draw(WEIGHTS),
         )
         for i in range(draw(st.integers(0, max_tasks)))
     ]
@@ -54,9 +56,10 @@ def test_reference_in_floats_equals_itself_in_fractions(system: FluidSystem) -> 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_kernel_equals_reference_on_many_tasks(seed: int) -> None:
-    """Rounding does not add up over thousands of events."""
-    system = many_tasks(num_tasks=3000, num_lanes=8, seed=seed)
+@pytest.mark.parametrize("num_lanes", [8, 60])
+def test_kernel_equals_reference_on_many_tasks(seed: int, num_lanes: int) -> None:
+    """Rounding does not add up over thousands of events, on a heap of few lanes or of many."""
+    system = many_tasks(num_tasks=3000, num_lanes=num_lanes, seed=seed)
     simulation = simulate(system)
     assert_same((simulation.start_s, simulation.end_s), simulate_reference(system))
 
@@ -70,6 +73,7 @@ def many_tasks(num_tasks: int, num_lanes: int, seed: int) -> FluidSystem:
             latency_s=float(rng.choice([0.0, 0.1, rng.exponential(0.1)])),
             after=rng.integers(max(0, i - 20), i, size=2).tolist() if i else (),
             uses={int(r): float(rng.uniform(0.1, 2)) for r in rng.choice(5, size=rng.integers(3), replace=False)},
+            weight=float(rng.choice([1.0, 0.125, rng.uniform(0.1, 10)])),
         )
         for i in range(num_tasks)
     ]
@@ -94,6 +98,39 @@ def test_rules_hold(system: FluidSystem) -> None:
     for r in range(len(system.capacity)):
         amount = sum(system.duration_s[i] * system.uses(i).get(r, 0.0) for i in range(system.num_tasks))
         assert amount <= system.capacity[r].max() * (simulation.makespan_s + slack_s)
+
+
+@settings(max_examples=100, deadline=None)
+@given(systems(), st.sampled_from([(1, 2), (0, 1), (3, 100)]))
+def test_idle_lanes_and_resources_change_nothing(system: FluidSystem, numbers: tuple[int, int]) -> None:
+    """Tasks on lanes 0, 1, 2 take what they take on lanes 3, 103, 203, with resources spread out likewise."""
+    first, stride = numbers
+    capacity = np.ones((first + stride * len(system.capacity), system.capacity.shape[1]))
+    capacity[first::stride] = system.capacity
+    spread = dataclasses.replace(
+        system,
+        lane=first + stride * system.lane,
+        use_resource=first + stride * system.use_resource,
+        capacity=capacity,
+    )
+    assert simulate(spread).end_s.tobytes() == simulate(system).end_s.tobytes()
+
+
+@settings(max_examples=100, deadline=None)
+@given(systems())
+def test_no_work_is_lost_and_no_capacity_is_left_idle(system: FluidSystem) -> None:
+    """Work-conserving over time: between two moments, speeds are those of progressive filling of who is running.
+
+    Read off the result: who is running follows from starts, latencies and ends; their speeds then make up the work.
+    """
+    simulation = simulate(system)
+    runs_s = simulation.start_s + system.latency_s
+    moments = np.unique(np.concatenate([runs_s, simulation.end_s, [0.0]]))
+    done_s = np.zeros(system.num_tasks)
+    for a, b in itertools.pairwise(moments.tolist()):
+        running = np.flatnonzero((runs_s <= a) & (simulation.end_s >= b)).tolist()
+        done_s[running] += (b - a) * solve_speeds(system, running)
+    np.testing.assert_allclose(done_s, system.duration_s, rtol=1e-6, atol=1e-9 * (1 + simulation.makespan_s))
 
 
 @settings(max_examples=30, deadline=None)
@@ -141,6 +178,61 @@ def test_split_duplex() -> None:
     assert end_s(tasks, [1.0, 1.0, 1.5]) == pytest.approx([8 / 3, 14 / 3], rel=1e-15)
 
 
+DUPLEX = [10.0, 8.0, 12.0]  # down, up, both together
+DOWN, UP = {0: 1.0, 2: 1.0}, {1: 1.0, 2: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("num_down", "num_up", "rate", "each"),
+    [
+        (1, 0, 20.0, 10.0),  # alone, each direction has its own capacity
+        (0, 1, 20.0, 8.0),
+        (2, 0, 20.0, 5.0),
+        (1, 1, 20.0, 6.0),  # both at once share the sum
+        (2, 1, 20.0, 4.0),
+        (1, 1, 5.0, 5.0),  # and hold nobody back who wants less
+    ],
+)
+def test_duplex_link(num_down: int, num_up: int, rate: float, each: float) -> None:
+    """Copies of 40 units that take ``each`` per second."""
+    directions = [DOWN] * num_down + [UP] * num_up
+    tasks = [
+        FluidTask(lane, 40.0 / rate, uses={r: rate * a for r, a in uses.items()})
+        for lane, uses in enumerate(directions)
+    ]
+    assert end_s(tasks, DUPLEX) == pytest.approx([40.0 / each] * len(tasks), rel=1e-15)
+
+
+def test_a_direction_that_is_full_leaves_the_rest_of_the_sum_to_the_other() -> None:
+    # Three up share 8/s: 8/3 each. The sum of 12/s leaves 4/s to the one down: all rise to 8/3 first, then it alone.
+    tasks = [FluidTask(0, 4.0, uses={0: 20.0, 2: 20.0})]
+    tasks += [FluidTask(lane, 1.0, uses={1: 20.0, 2: 20.0}) for lane in (1, 2, 3)]
+    # Up: 20 units at 8/3 each end at 7.5 s; down: 30 of its 80 by then, the other 50 at 10/s.
+    assert end_s(tasks, [10.0, 8.0, 12.0]) == pytest.approx([12.5, 7.5, 7.5, 7.5], rel=1e-15)
+
+
+@pytest.mark.parametrize("row", [[4.0, 6.0, 7.0], [6.0, 5.0, 3.0]])  # queue depth helps a disk; streams disturb DRAM
+def test_capacity_rises_or_falls_with_the_number_of_users(row: list[float]) -> None:
+    for count in range(1, 6):
+        tasks = [FluidTask(lane, 1.0, uses={0: 10.0}) for lane in range(count)]
+        expected = 10.0 * count / row[min(count, len(row)) - 1]
+        assert end_s(tasks, [row]) == pytest.approx([expected] * count, rel=1e-15)
+
+
+def test_a_user_more_may_slow_or_speed_up_the_others() -> None:
+    # A copy of 2 s alone; a second one comes after 1 s. Falling: 1 to 0.8 for both, so 0.4 each. Rising: 1 to 2.
+    tasks = [FluidTask(0, 2.0, uses={0: 1.0}), FluidTask(1, 2.0, latency_s=1.0, uses={0: 1.0})]
+    assert end_s(tasks, [[1.0, 0.8]]) == pytest.approx([3.5, 4.5], rel=1e-15)
+    assert end_s(tasks, [[1.0, 2.0]]) == [2.0, 3.0]
+
+
+def test_weights_share_a_link_and_yield_it() -> None:
+    # A checkpoint copy of weight 1/4 beside a gradient copy: 1/5 of the link until the gradient is out, then all of it.
+    copy = {0: 10.0}
+    tasks = [FluidTask(0, 4.0, uses=copy), FluidTask(1, 3.0, uses=copy, weight=0.25)]
+    assert end_s(tasks, [10.0]) == pytest.approx([5.0, 7.0], rel=1e-15)
+
+
 def test_what_one_cannot_use_is_left_to_others() -> None:
     # Resource 1 holds the first to 1/4; the second takes the remaining 3/4 of resource 0.
     tasks = [FluidTask(0, 1.0, uses={0: 1.0, 1: 4.0}), FluidTask(1, 3.0, uses={0: 1.0})]
@@ -179,6 +271,7 @@ def test_chain_of_a_million_tasks() -> None:
         lane=np.arange(count) % 4,
         latency_s=np.zeros(count),
         duration_s=np.ones(count),
+        weight=np.ones(count),
         pred_ptr=np.maximum(pointer - 1, 0),
         pred=np.arange(count - 1),
         use_ptr=pointer,
@@ -192,7 +285,7 @@ def test_chain_of_a_million_tasks() -> None:
 # One system in which every rule matters, and what becomes of it when a rule is forgotten.
 TASKS = [
     FluidTask(0, 2.0, uses={0: 1.0}),
-    FluidTask(1, 3.0, latency_s=0.5, uses={0: 1.0}),
+    FluidTask(1, 3.0, latency_s=0.5, uses={0: 1.0}, weight=0.5),
     FluidTask(1, 1.0),
     FluidTask(2, 1.0, after=[0], uses={0: 1.0}),
     FluidTask(0, 1.0, after=[2]),
@@ -206,6 +299,7 @@ BROKEN = {
         [task._replace(latency_s=0.0, duration_s=task.latency_s + task.duration_s) for task in TASKS],
         CAPACITY,
     ),
+    "weights": ([task._replace(weight=1.0) for task in TASKS], CAPACITY),
     "sharing": ([task._replace(uses={}) for task in TASKS], CAPACITY),
     "number of users": (TASKS, [1.0]),
 }
@@ -224,8 +318,9 @@ def test_forgetting_a_rule_shows(rule: str) -> None:
 @pytest.mark.parametrize("run", [simulate, simulate_reference])
 def test_stuck_task_is_named(run) -> None:
     tasks = [FluidTask(0, 1.0), FluidTask(1, 1.0, uses={0: 1.0}), FluidTask(1, 1.0)]
-    system = FluidSystem.build(tasks, [0.0], lane_names=("compute", "h2d"), task_name=lambda i: f"fetch {i}")
-    with pytest.raises(StuckError, match=r"task 1 \(fetch 1\) on lane h2d can never end"):
+    names = {"lane_names": ("compute", "h2d"), "resource_names": ("link",), "task_name": lambda i: f"fetch {i}"}
+    system = FluidSystem.build(tasks, [0.0], **names)
+    with pytest.raises(StuckError, match=r"task 1 \(fetch 1\) on lane h2d can never end: resource link has no capa"):
         run(system)
 
 
@@ -241,11 +336,21 @@ def test_no_work_is_never_stuck(run) -> None:
         ([FluidTask(0, float("nan"))], [], "has duration_s nan"),
         ([FluidTask(0, 1.0, float("inf"))], [], "has latency_s inf"),
         ([FluidTask(-1, 1.0)], [], "number lanes from 0"),
+        ([FluidTask(0, 1.0, weight=0.0)], [], r"task 0 on lane 0 has weight 0\.0; give a finite number above 0"),
+        ([FluidTask(0, 1.0, weight=float("inf"))], [], "has weight inf"),
         ([FluidTask(0, 1.0, after=[7])], [], "task 0 on lane 0 comes after task 7, which does not exist"),
         ([FluidTask(0, 1.0, after=[-1])], [], "does not exist"),
         ([FluidTask(0, 1.0, after=[0])], [], "a cycle"),
-        ([FluidTask(0, 1.0, after=[1]), FluidTask(1, 1.0, after=[0])], [], "task 0 .* task 1, which is .* a cycle"),
-        ([FluidTask(0, 1.0, after=[1]), FluidTask(0, 1.0)], [], "task 0 .* task 1, which is .* a cycle"),  # by the lane
+        (
+            [FluidTask(0, 1.0, after=[1]), FluidTask(1, 1.0, after=[0])],
+            [],
+            "task 0 on lane 0 .* task 1 on lane ., which is .* a cycle",
+        ),
+        (
+            [FluidTask(0, 1.0, after=[1]), FluidTask(0, 1.0)],
+            [],
+            "task 0 on lane 0 .* task 1 on lane ., which is .* a cycle",
+        ),  # by the lane
         ([FluidTask(0, 1.0, uses={1: 1.0})], [1.0], "uses resource 1, but there are 1"),
         ([FluidTask(0, 1.0, uses={0: -1.0})], [1.0], r"uses -1\.0 of resource 0"),
         ([FluidTask(0, 1.0, uses={0: float("inf")})], [1.0], "uses inf of resource 0"),
@@ -264,6 +369,7 @@ def test_wrong_input_is_named(tasks: list[FluidTask], capacity: list, message: s
     "change",
     [
         {"duration_s": np.ones(3)},
+        {"weight": np.ones(3)},
         {"use_ptr": np.array([0, 2, 1])},
         {"use_rate": np.ones(3)},
         {"pred_ptr": np.array([0, 0, 1])},
