@@ -129,6 +129,8 @@ def whole(profile: HardwareProfile, cost: CostModel) -> tuple[list[Capacity], di
         Resource.LINK_UP: (link.up.best_rate_per_s(), on_uplink),
         Resource.LINK: (link.both_bytes_per_s.value, on_uplink),
         Resource.FABRIC: (1.0, 1),
+        Resource.STORE: (1.0, 1),
+        Resource.INTERPRETER: (1.0, 1),
     }
     return [rows[r][0] for r in Resource], {r: rows[r][1] for r in Resource}
 
