@@ -185,7 +185,7 @@ class TrainingCase(Case):
             decisions.pipeline_parallel,
         )
         simulation = run_until_steady(lower(model_units, decisions, asynchronous=cost.asynchronous), cost)
-        phases = simulation.timeline.phases(simulation.steady)
+        phases = simulation.phases
         peaks = memory_peaks(simulation.timeline, simulation.steady, cost)
         values = {
             Metric.FORWARD: phases.forward_s,
