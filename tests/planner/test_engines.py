@@ -109,10 +109,10 @@ def test_plain_training_needs_most_device_memory(recompute: bool) -> None:
             memory = memory_peaks(simulation.timeline, simulation.steady, cost)
             peaks[name, places(decisions).count(Place.GPU)] = memory[Tier.GPU].peak_bytes
     most = peaks.pop(("gpu-only", len(places(next(gpu_only(setup()))))))
-    whole = {key for key in peaks if key[1] == len(places(next(gpu_only(setup()))))}
+    half = len(places(next(gpu_only(setup())))) / 2
     # Nothing held against the same, held a little longer: Twin-Flow with nothing on the CPU keeps its gradient buffer.
     assert most >= 0.9 * max(peaks.values())
-    assert most > max(peak for key, peak in peaks.items() if key not in whole)
+    assert most > max(peak for (_, num_gpu), peak in peaks.items() if num_gpu <= half)
 
 
 def test_a_mix_fills_the_device_from_the_front_and_spreads_what_is_streamed() -> None:
