@@ -21,6 +21,8 @@ UPDATE_BYTES_PER_PARAM = 28
 _WORTH_A_WARNING_S = 1e-3
 # Adding a micro-batch's gradient to what the host holds: two operands in, one out.
 _ACCUMULATE_PASSES = 3
+_STORAGE_READS = frozenset({Lane.NVME_READ, Lane.NVME_STATE_IN})
+_STORAGE_WRITES = frozenset({Lane.NVME_WRITE, Lane.NVME_STATE_OUT})
 
 
 class Resource(IntEnum):
@@ -33,6 +35,9 @@ class Resource(IntEnum):
     LINK_UP = 4
     LINK = 5  # both directions together
     FABRIC = 6
+    NVME_READ = 7  # bytes/s
+    NVME_WRITE = 8
+    NVME = 9  # both directions together
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,12 +101,23 @@ class CostModel:
             Resource.LINK_UP: link.up.best_rate_per_s() / self._ranks_per_uplink,
             Resource.LINK: link.both_bytes_per_s.value / self._ranks_per_uplink,
             Resource.FABRIC: 1.0,
+            **self._storage_capacities(),
         }
         for resource, amount in capacity.items():
             if amount <= 0:
                 name = resource.name.lower()
                 raise ValueError(f"profile {profile.name} gives {name} a capacity of {amount:g}; it must be positive")
         return capacity
+
+    def _storage_capacities(self) -> dict[Resource, float]:
+        """Return a rank's share of the node's drives; without drives nothing can use them, and any number will do."""
+        nvme = self.profile.nvme
+        if nvme is None:
+            return {Resource.NVME_READ: 1.0, Resource.NVME_WRITE: 1.0, Resource.NVME: 1.0}
+        read, write = nvme.read.best_rate_per_s(), nvme.write.best_rate_per_s()
+        both = nvme.both_bytes_per_s.value if nvme.both_bytes_per_s else read + write
+        ranks = self.ranks_per_node
+        return {Resource.NVME_READ: read / ranks, Resource.NVME_WRITE: write / ranks, Resource.NVME: both / ranks}
 
     def prices(self, schedule: Schedule) -> list[Price]:
         """Return the price of every task of a schedule."""
@@ -137,6 +153,8 @@ class CostModel:
             return self._host_pass(task.num_bytes)
         if task.lane is Lane.COLLECTIVE:
             return self._collective(task)
+        if task.lane in _STORAGE_READS | _STORAGE_WRITES:
+            return self._storage(task)
         return self._copy(task)
 
     def compute_s(self, kernels: Iterable[Kernel]) -> float:
@@ -159,6 +177,8 @@ class CostModel:
                 return unit.forward
             case Op.RECOMPUTE:
                 return unit.recompute
+            case Op.REMAKE:
+                return unit.remake
             case _:
                 return unit.backward
 
@@ -228,7 +248,7 @@ class CostModel:
 
     def _copy(self, task: Task) -> Price:
         link = self.profile.host_link
-        down = task.lane in {Lane.H2D, Lane.STATE_IN}
+        down = task.lane in {Lane.H2D, Lane.STATE_IN, Lane.ACTIVATION_IN}
         num_bytes = task.num_bytes * self._ranks_per_uplink
         duration_s = self._read(link.down if down else link.up, num_bytes, "copy")
         if not task.pinned:  # one thread per rank copies to or from a pinned buffer: slower than the link, not shared
@@ -251,6 +271,24 @@ class CostModel:
         if link.num_cores_per_copy.value:
             uses.append((Resource.CORES, link.num_cores_per_copy.value))
         return Price(0.0, duration_s, tuple(sorted(uses)))
+
+    def _storage(self, task: Task) -> Price:
+        """Price a read or write of NVMe: all ranks of a node do theirs at the same time, past the page cache."""
+        nvme = self.profile.nvme
+        if nvme is None:
+            raise ValueError(f"profile {self.profile.name} has no nvme; add it, or place nothing there")
+        reads = task.lane in _STORAGE_READS
+        duration_s = self._read(nvme.read if reads else nvme.write, task.num_bytes * self.ranks_per_node, "NVMe")
+        if duration_s <= 0:
+            return Price(0.0, 0.0)
+        rate = task.num_bytes / duration_s
+        capacity = self._storage_capacities()
+        uses = (
+            (Resource.DRAM, self._at_most_dram(rate)),
+            (Resource.NVME_READ if reads else Resource.NVME_WRITE, rate),
+            (Resource.NVME, min(rate, capacity[Resource.NVME])),
+        )
+        return Price(0.0, duration_s, uses)
 
     def _collective(self, task: Task) -> Price:
         """Price a ring collective: each rank sends and receives all but its own share.

@@ -6,6 +6,9 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 STATE_BYTES_PER_PARAM = 12  # fp32 master, first and second moment
+SPILLED_BYTES_PER_PARAM = 4  # a gradient that waits on NVMe does so in fp32
+
+Activations = Literal["keep", "recompute", "offload", "offload-nvme"]
 
 
 class Place(StrEnum):
@@ -14,6 +17,7 @@ class Place(StrEnum):
     GPU = "gpu"  # resident on the device, updated there
     STREAM = "stream"  # lives on the host, streamed in, updated on the device, streamed back
     CPU = "cpu"  # lives on the host, updated by the host
+    NVME = "nvme"  # lives on NVMe, read into host buffers, updated by the host, written back
 
 
 class GradientPath(StrEnum):
@@ -22,7 +26,13 @@ class GradientPath(StrEnum):
     ONCE = "once"  # in the weights' type, pinned, asynchronous: 2 B/param in bf16
     # DeepSpeed ZeRO-3 (up to 0.19): bf16 out, back in, fp32 out: 8 B/param.
     ZERO3_BLOCKING = "zero3-blocking"  # the last copy is unpinned, and backward waits for it
+    ZERO3_PINNED = "zero3-pinned"  # backward waits for the last copy, to a pinned buffer of the NVMe swapper
     ZERO3_ASYNC = "zero3-async"  # the same traffic, pinned and overlapped
+
+    @property
+    def blocks(self) -> bool:
+        """Whether backward waits for a gradient to be on the host."""
+        return self in {GradientPath.ZERO3_BLOCKING, GradientPath.ZERO3_PINNED}
 
 
 class Frozen(BaseModel):
@@ -35,14 +45,26 @@ class UnitDecision(Frozen):
     """Where one unit's parameters, activations and optimizer state live.
 
     Attributes:
-        params: ``gpu`` keeps them (or the rank's shard) on the device; ``host`` fetches them into a slot for every use.
-        activations: ``keep`` what backward needs, or ``recompute`` it; equal for all units of one segment.
+        params: ``gpu`` keeps them (or the rank's shard) on the device; ``host`` fetches them into a slot for every use;
+            ``nvme`` reads them into a host buffer before that.
+        activations: ``keep`` what backward needs, ``recompute`` it, or ``offload`` what only products can make to the
+            host (``offload-nvme``: and on to NVMe) and make the rest again; equal for all units of one segment.
         update: one place per subgroup of the unit's (sharded) parameters, in order.
     """
 
-    params: Literal["gpu", "host"]
-    activations: Literal["keep", "recompute"]
+    params: Literal["gpu", "host", "nvme"]
+    activations: Activations
     update: tuple[Place, ...]
+
+    @property
+    def fetched(self) -> bool:
+        """Whether the parameters come from the host for every use."""
+        return self.params != "gpu"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether activations leave the device between forward and backward."""
+        return self.activations in {"offload", "offload-nvme"}
 
 
 class Precision(Frozen):
@@ -76,6 +98,11 @@ class Decisions(Frozen):
         subgroup_params: parameters in one subgroup, the grain of the optimizer step.
         num_param_slots: slots in each ring that parameters are fetched or gathered into.
         num_state_slots: slots that streamed optimizer state passes through.
+        num_nvme_slots: host buffers that optimizer state from NVMe passes through: 1 reads, updates and writes in turn, 2
+            read or write one while another is updated, 3 do all at once.
+        num_activation_slots: units that forward may run ahead of activations leaving the device, and that activations
+            may come back ahead of backward.
+        spill_gradients: gradients that are updated from NVMe wait there too.
         update_order: the order of updates: by each unit's next forward, or as gradients arrive (always so if they
             start during backward).
         update_start: ``step`` when all gradients are there, ``backward`` each as soon as its own is there.
@@ -94,6 +121,9 @@ class Decisions(Frozen):
     subgroup_params: Annotated[int, Field(ge=1)] = 100_000_000
     num_param_slots: Annotated[int, Field(ge=1)] = 2
     num_state_slots: Annotated[int, Field(ge=1)] = 2
+    num_nvme_slots: Annotated[int, Field(ge=1)] = 2
+    num_activation_slots: Annotated[int, Field(ge=1)] = 2
+    spill_gradients: bool = False
     update_order: Literal["forward", "backward"] = "forward"
     update_start: Literal["step", "backward"] = "step"
     overlap_next_forward: bool = True
@@ -110,12 +140,17 @@ class Decisions(Frozen):
                 "set update_start to 'step' or clip to false"
             )
         for name, unit in self.units.items():
-            if unit.params == "host" and Place.GPU in unit.update:
+            if unit.fetched and Place.GPU in unit.update:
                 raise ValueError(
                     f"unit {name}: optimizer state on the gpu needs its parameters there too; "
                     "set params to 'gpu' or update to 'cpu' or 'stream'"
                 )
-            if unit.params == "host" and self.data_parallel > 1 and self.zero_stage in {1, 2}:
+            if unit.params == "nvme" and set(unit.update) - {Place.NVME}:
+                raise ValueError(
+                    f"unit {name}: parameters on nvme are written back with their optimizer state; set update to 'nvme' "
+                    "or params to 'host'"
+                )
+            if unit.fetched and self.data_parallel > 1 and self.zero_stage in {1, 2}:
                 raise ValueError(
                     f"unit {name}: with zero_stage {self.zero_stage} every rank's host has only the weights that it "
                     "updates, and cannot serve the rest; set params to 'gpu' or zero_stage to 3"
@@ -125,7 +160,12 @@ class Decisions(Frozen):
     @property
     def executable(self) -> bool:
         """Whether they describe what our executor does; other engines' extra copies and passes are only simulated."""
-        return self.gradient_path is GradientPath.ONCE and self.fused_update
+        return self.gradient_path is GradientPath.ONCE and self.fused_update and not self.uses_storage
+
+    @property
+    def uses_storage(self) -> bool:
+        """Whether anything lives on NVMe, or activations leave the device."""
+        return any(u.params == "nvme" or u.offloads or Place.NVME in u.update for u in self.units.values())
 
     def shard_params(self, num_params: int) -> int:
         """Return how many of a unit's parameters one rank updates (padded to equal shards)."""

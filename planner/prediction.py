@@ -94,7 +94,7 @@ def predict(workload: Workload, decisions: Decisions, cost: CostModel, simulatio
 def memory_peaks(timeline: Timeline, iteration: int, cost: CostModel) -> dict[Tier, TierMemory]:
     """Return peaks against capacities: one device's, and those of all ranks on one node together."""
     capacity = capacities(cost)
-    scale = {Tier.GPU: 1, Tier.HOST: cost.ranks_per_node}
+    scale = {Tier.GPU: 1, Tier.HOST: cost.ranks_per_node, Tier.NVME: cost.ranks_per_node}
     use = memory_use(timeline, iteration)
     return {
         tier: TierMemory(
@@ -107,17 +107,21 @@ def memory_peaks(timeline: Timeline, iteration: int, cost: CostModel) -> dict[Ti
 
 
 def capacities(cost: CostModel) -> dict[Tier, int]:
-    """Return the bytes of one device and of one node's host memory."""
+    """Return the bytes of one device, of one node's host memory and of its NVMe."""
     profile = cost.profile
-    return {Tier.GPU: int(profile.device.memory_bytes.value), Tier.HOST: int(profile.host.memory_bytes.value)}
+    return {
+        Tier.GPU: int(profile.device.memory_bytes.value),
+        Tier.HOST: int(profile.host.memory_bytes.value),
+        Tier.NVME: int(profile.nvme.capacity_bytes.value) if profile.nvme else 0,
+    }
 
 
 def always_held(schedule: Schedule, cost: CostModel) -> dict[Tier, int]:
     """Return a lower bound of each tier's peak without simulating: what is held all the time."""
-    held = {Tier.GPU: 0, Tier.HOST: 0}
+    held = dict.fromkeys(Tier, 0)
     for buffer in schedule.buffers:
         if buffer.first is None:
-            held[buffer.tier] += buffer.num_bytes * (cost.ranks_per_node if buffer.tier is Tier.HOST else 1)
+            held[buffer.tier] += buffer.num_bytes * (1 if buffer.tier is Tier.GPU else cost.ranks_per_node)
     return held
 
 

@@ -36,6 +36,15 @@ class Op(StrEnum):
     LOAD = "load"  # optimizer state and gradient: host -> device
     STORE = "store"  # optimizer state: device -> host
     UPLOAD = "upload"  # updated parameters: host -> device
+    READ = "read"  # parameters: NVMe -> host
+    SPILL = "spill"  # gradients: host -> NVMe
+    SWAP_IN = "swap-in"  # optimizer state, and the gradient if it was spilled: NVMe -> host
+    SWAP_OUT = "swap-out"  # optimizer state, and updated parameters that live there: host -> NVMe
+    OFFLOAD = "offload"  # activations: device -> host
+    EVICT = "evict"  # activations: host -> NVMe
+    RECALL = "recall"  # activations: NVMe -> host
+    RELOAD = "reload"  # activations: host -> device
+    REMAKE = "remake"  # compute again, inside backward, what is cheap to make from offloaded activations
     ISSUE = "issue"  # the host's own time to issue what follows on the device
     STEP = "step"  # the training loop's own work from the norm to the next forward: step(), scheduler, data
 
@@ -60,6 +69,12 @@ class Lane(StrEnum):
     CPU = "cpu"  # the worker team that updates on the host
     COLLECTIVE = "collective"
     LAUNCH = "launch"  # the host thread that issues kernels
+    ACTIVATION_IN = "activation-in"  # activations back to the device: never behind a parameter that waits for its slot
+    ACTIVATION_OUT = "activation-out"
+    NVME_READ = "nvme-read"  # parameters and activations from NVMe to the host
+    NVME_WRITE = "nvme-write"  # activations to NVMe
+    NVME_STATE_IN = "nvme-state-in"  # optimizer state: its own queue, so that it never delays a parameter
+    NVME_STATE_OUT = "nvme-state-out"  # optimizer state and spilled gradients
 
 
 class Tier(StrEnum):
@@ -67,6 +82,7 @@ class Tier(StrEnum):
 
     GPU = "gpu"  # the device's memory; the bounded arena where there is no GPU
     HOST = "host"
+    NVME = "nvme"
 
 
 class MemoryClass(StrEnum):
@@ -93,7 +109,8 @@ class Task:
         num_params: parameters that this rank updates, or whose squared gradients it sums (``FLUSH``); 0 otherwise.
         num_kernels: kernels that the host issues (``ISSUE``); 0 otherwise.
         num_tensors: parameter tensors that the host goes through (``STEP``); 0 otherwise.
-        slot: device slot that is filled (``FETCH``, ``GATHER``, ``LOAD``), or -1.
+        slot: slot that is filled, on the device (``FETCH``, ``GATHER``, ``LOAD``) or in a ring of host buffers
+            (``READ``, ``SWAP_IN``), or -1.
         pinned: for copies, whether the host side is pinned memory (the copy is then asynchronous and fast).
         after: indices of tasks of the same iteration that must have ended; all smaller than ``index``.
         after_previous: indices of tasks of the previous iteration that must have ended.

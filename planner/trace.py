@@ -18,7 +18,19 @@ from planner.timeline import Span, Timeline
 
 Event = dict[str, Any]
 
-_COPY_LANES = (Lane.H2D, Lane.D2H, Lane.STATE_IN, Lane.STATE_OUT, Lane.COLLECTIVE)
+_COPY_LANES = (
+    Lane.H2D,
+    Lane.D2H,
+    Lane.STATE_IN,
+    Lane.STATE_OUT,
+    Lane.COLLECTIVE,
+    Lane.ACTIVATION_IN,
+    Lane.ACTIVATION_OUT,
+    Lane.NVME_READ,
+    Lane.NVME_WRITE,
+    Lane.NVME_STATE_IN,
+    Lane.NVME_STATE_OUT,
+)
 _THREADS = {lane: number for number, lane in enumerate(Lane, start=1)}
 
 

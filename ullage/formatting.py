@@ -18,6 +18,12 @@ LANE_WORDS = {
     Lane.CPU: "optimizer steps on the CPU",
     Lane.COLLECTIVE: "communication between devices",
     Lane.LAUNCH: "issuing kernels",
+    Lane.ACTIVATION_IN: "copies of activations to the device",
+    Lane.ACTIVATION_OUT: "copies of activations to the host",
+    Lane.NVME_READ: "reading parameters and activations from NVMe",
+    Lane.NVME_WRITE: "writing activations to NVMe",
+    Lane.NVME_STATE_IN: "reading optimizer state from NVMe",
+    Lane.NVME_STATE_OUT: "writing optimizer state to NVMe",
 }
 """What each lane does, in words."""
 

@@ -49,7 +49,7 @@ def model_line(model: ModelConfig) -> str:
 
 def memory_table(memory: dict[Tier, TierMemory]) -> Table:
     """Return peak memory per tier by class, against capacity."""
-    names = {Tier.GPU: "one device", Tier.HOST: "one host"}
+    names = {Tier.GPU: "one device", Tier.HOST: "one host", Tier.NVME: "its NVMe"}
     result = table("peak memory", "", *(names[tier] for tier in memory))
     for memory_class in MemoryClass:
         held = [use.by_class.get(memory_class, 0) for use in memory.values()]

@@ -8,10 +8,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from planner.cases.base import Case, CaseError
+from planner.cases.swapping import SwappingCase
 from planner.cases.training import TrainingCase
 
 # The field that tells a kind of case from the others.
-_KINDS: Mapping[str, type[Case]] = {}
+_KINDS: Mapping[str, type[Case]] = {"ssds": SwappingCase}
 
 
 def load_cases(path: Path) -> tuple[Case, ...]:

@@ -10,7 +10,7 @@ from hwprofiles.profile import HardwareProfile
 from planner.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict
 from planner.costs import CostModel
 from planner.decisions import BF16, Decisions, GradientPath, Place
-from planner.engines import Setup, gpu_only, interleaved, pieces, twin_flow, zero_offload
+from planner.engines import Setup, gpu_only, interleaved, pieces, twin_flow, zero_infinity, zero_offload
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
 from planner.models.registry import model_from_case
@@ -193,6 +193,8 @@ def decide(case: TrainingCase, setup: Setup) -> Decisions:
         assert engine.stride is not None
         decisions = _pick(interleaved(setup, (engine.stride,)), case)
         return _with_resident(decisions, setup, 1 - engine.cpu_optimizer_fraction)
+    if case.offload.optimizer == "nvme":  # its gradients leave through pinned buffers, however others' do
+        return _pick(zero_infinity(setup), case)
     path = GradientPath.ZERO3_BLOCKING if engine.gradient_flush == "blocking" else GradientPath.ZERO3_ASYNC
     if engine.cpu_optimizer_fraction < 1:
         return _pick(twin_flow(setup, (engine.cpu_optimizer_fraction,)), case).model_copy(
@@ -208,7 +210,10 @@ def _requirements(case: TrainingCase) -> Iterator[tuple[str, object, tuple[objec
     yield "parallel.tensor_parallel", case.parallel.tensor_parallel, (1,)
     yield "parallel.pipeline_parallel", case.parallel.pipeline_parallel, (1,)
     yield "offload.params", case.offload.params, ("gpu",)
-    yield "offload.optimizer", case.offload.optimizer, ("cpu",) if offloaded else ("gpu",)
+    offloads = ("cpu", "nvme") if engine.name == "zero3-offload" else ("cpu",)
+    yield "offload.optimizer", case.offload.optimizer, offloads if offloaded else ("gpu",)
+    if case.offload.optimizer == "nvme":
+        yield "engine.cpu_optimizer_fraction", engine.cpu_optimizer_fraction, (1.0,)
     # fp16 products take what bf16 ones take; the optimizer works in fp32 either way.
     yield "precision", case.precision, ("bf16+fp32-adam", "fp16+fp32-adam")
     if offloaded:

@@ -3,29 +3,31 @@
 import itertools
 from collections.abc import Iterator
 
-from planner.decisions import GradientPath
 from planner.graph import Unit
 from planner.lowering.program import Draft, Program
 from planner.models.kernels import num_kernels
 from planner.schedule import Lane, Op, Phase
 
-_COMPUTE_OPS = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD})
+_COMPUTE_OPS = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.REMAKE, Op.BACKWARD})
+
+# What runs just before the backward of a segment, by what was decided for its activations.
+AGAIN = {"recompute": Op.RECOMPUTE, "offload": Op.REMAKE, "offload-nvme": Op.REMAKE}
 
 
 def compute(program: Program) -> None:
     """Lay the spine: every micro-batch forward and backward, then the clip barrier.
 
     Segments whose activations are recomputed run forward again just before their backward, as
-    ``torch.utils.checkpoint`` does.
+    ``torch.utils.checkpoint`` does; of those that are offloaded only what is cheap is made again.
     """
     decisions = program.decisions
     for micro_batch in range(decisions.num_micro_batches):
         for unit in program.units:
             _append(program, Op.FORWARD, Phase.FORWARD, unit.name, micro_batch)
         for segment in reversed(segments(program.units)):
-            if decisions.units[segment[0].name].activations == "recompute":
+            if again := AGAIN.get(decisions.units[segment[0].name].activations):
                 for unit in segment:
-                    _append(program, Op.RECOMPUTE, Phase.BACKWARD, unit.name, micro_batch)
+                    _append(program, again, Phase.BACKWARD, unit.name, micro_batch)
             for unit in reversed(segment):
                 _append(program, Op.BACKWARD, Phase.BACKWARD, unit.name, micro_batch)
     num_tensors = sum(len(unit.parameters) for unit in program.units)
@@ -41,7 +43,7 @@ def compute(program: Program) -> None:
 
 def launch(program: Program) -> None:
     """Put the host's time to issue kernels before every compute task (devices that run asynchronously)."""
-    blocking = program.decisions.gradient_path is GradientPath.ZERO3_BLOCKING
+    blocking = program.decisions.gradient_path.blocks
     kernels = {op: {unit.name: num_kernels(getattr(unit, op)) for unit in program.units} for op in _COMPUTE_OPS}
     for draft in compute_drafts(program):
         issue = Draft(f"issue:{draft.key}", Lane.LAUNCH, Op.ISSUE, draft.phase, draft.unit, draft.micro_batch)

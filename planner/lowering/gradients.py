@@ -6,6 +6,7 @@ from planner.decisions import GradientPath, Place
 from planner.graph import Unit
 from planner.lowering.compute import compute_drafts
 from planner.lowering.program import Draft, Program
+from planner.lowering.storage import spill
 from planner.schedule import Lane, Op, Phase
 
 # Backward may run this many units ahead of the gradients leaving the device, which bounds their memory.
@@ -28,9 +29,11 @@ def gradients(program: Program) -> None:
         del leaving[:num_over]
         ready = _reduce(program, unit, draft)
         flushed = _flush(program, unit, draft, ready)
+        if flushed:
+            spill(program, unit, draft, flushed)
         if (gone := flushed or ready) != draft.key:
             leaving.append(gone)
-        if flushed and program.decisions.gradient_path is GradientPath.ZERO3_BLOCKING and draft.key in following:
+        if flushed and program.decisions.gradient_path.blocks and draft.key in following:
             following[draft.key].after.append(flushed)
     if program.decisions.clip:
         # The norm is that of the sum over ranks and micro-batches, which host-updated units have on the host.

@@ -5,6 +5,7 @@ from planner.graph import Unit
 from planner.lowering.gradients import gradient_ready
 from planner.lowering.parameters import first_forward, gathers, issue_ahead
 from planner.lowering.program import Draft, Program
+from planner.lowering.storage import StateRing
 from planner.schedule import Lane, Op, Phase
 
 # Separate passes of engines that do not fuse them: scaling fp32 gradients in place, casting fp32 to bf16.
@@ -23,6 +24,7 @@ def updates(program: Program) -> None:
     # What starts during backward is issued behind it, so in its order whatever else was decided.
     forward = decisions.update_order == "forward" and decisions.update_start == "step"
     stream_slots: list[str] = []
+    ring = StateRing(program)
     blocker: str | None = None
     for position, unit in order if forward else reversed(order):
         done: list[str] = []
@@ -36,6 +38,10 @@ def updates(program: Program) -> None:
                 if uploaded and not decisions.fused_update:
                     blocker = uploaded  # an unpinned copy blocks the thread that updates
                 done.append(uploaded or updated)
+            elif place is Place.NVME:
+                passed = _through_nvme(program, ring, unit, piece, num_params, position, ready, blocker)
+                done += passed
+                blocker = passed[0] if not decisions.fused_update else None
             elif place is Place.GPU:
                 done.append(_place(program, unit, piece, Lane.GPU_UPDATE, Op.UPDATE, ready, num_params=num_params).key)
             else:
@@ -44,12 +50,15 @@ def updates(program: Program) -> None:
             _gate(program, unit, position, done)
     if stream_slots:
         _recycle(program, stream_slots)
+    ring.recycle()
 
 
 def _ready(program: Program, unit: Unit, place: Place) -> list[str]:
     """Return the keys after which a unit's gradient is where it is updated, and its clip factor known."""
     last = program.decisions.num_micro_batches - 1
     here = gradient_ready(program, unit) if place is Place.GPU else f"flush:{unit.name}:{last}"
+    if place is Place.NVME and program.decisions.spill_gradients:
+        here = f"{Op.SPILL}:{unit.name}"
     if program.decisions.clip:
         return [here, "clip"]
     return [here] if program.decisions.update_start == "backward" else [here, program.spine[-1].key]
@@ -86,7 +95,7 @@ def _on_cpu(program: Program, unit: Unit, piece: int, num_params: int, ready: li
 def _upload(program: Program, unit: Unit, piece: int, num_params: int, position: int, updated: str) -> str | None:
     """Bring what the host updated to the device, unless the unit is fetched into a slot anyway."""
     decisions = program.decisions
-    if decisions.units[unit.name].params == "host":
+    if decisions.units[unit.name].fetched:
         return None
     draft = Draft(f"upload:{unit.name}:{piece}", Lane.H2D, Op.UPLOAD, Phase.UPDATE, unit.name, piece=piece)
     draft.num_bytes = decisions.precision.weight_bytes * num_params
@@ -98,6 +107,30 @@ def _upload(program: Program, unit: Unit, piece: int, num_params: int, position:
         draft.after.append(updated)
         _tail(program, unit).append(program.add(draft))
     return draft.key
+
+
+def _through_nvme(
+    program: Program,
+    ring: StateRing,
+    unit: Unit,
+    piece: int,
+    num_params: int,
+    position: int,
+    ready: list[str],
+    blocker: str | None,
+) -> list[str]:
+    """Read a subgroup's state into a host buffer, update it, write it back; return the keys that gate its unit."""
+    decisions = program.decisions
+    where = _tail(program, unit)
+    swap_in = ring.swap_in(where, unit, piece, num_params, ready)
+    updated = _on_cpu(program, unit, piece, num_params, [*ready, swap_in.key, *([blocker] if blocker else [])])
+    uploaded = _upload(program, unit, piece, num_params, position, updated)
+    # An unpinned copy blocks the thread that would write.
+    after = [uploaded] if uploaded and not decisions.fused_update else [updated]
+    swap_out = ring.swap_out(where, swap_in, unit, num_params, after)
+    usable = swap_out.key if decisions.units[unit.name].params == "nvme" else uploaded or updated
+    # An engine that overlaps nothing ends its step when all is written.
+    return [usable] if decisions.overlap_next_forward or usable == swap_out.key else [usable, swap_out.key]
 
 
 def _streamed(
