@@ -103,6 +103,7 @@ class Decisions(Frozen):
         num_activation_slots: units that forward may run ahead of activations leaving the device, and that activations
             may come back ahead of backward.
         spill_gradients: gradients that are updated from NVMe wait there too.
+        pinned_reads: parameters from NVMe are read into pinned buffers, from which copies to the device are fast.
         update_order: the order of updates: by each unit's next forward, or as gradients arrive (always so if they
             start during backward).
         update_start: ``step`` when all gradients are there, ``backward`` each as soon as its own is there.
@@ -124,6 +125,7 @@ class Decisions(Frozen):
     num_nvme_slots: Annotated[int, Field(ge=1)] = 2
     num_activation_slots: Annotated[int, Field(ge=1)] = 2
     spill_gradients: bool = False
+    pinned_reads: bool = True
     update_order: Literal["forward", "backward"] = "forward"
     update_start: Literal["step", "backward"] = "step"
     overlap_next_forward: bool = True

@@ -140,6 +140,7 @@ def ratel(setup: Setup, counts: Sequence[int] | None = None, num_on_host: int | 
         zero_stage=3 if setup.data_parallel > 1 else 0,
         update_start="backward",
         update_order="backward",
+        pinned_reads=False,
     )
     for count in range(len(segments) + 1) if counts is None else counts:
         on_nvme = count - min(count, len(segments) if num_on_host is None else num_on_host)

@@ -123,7 +123,9 @@ class SwappingCase(Case):
             }
         )
         model_units = units(build_graph(config, Batch(self.batch, SEQ_LEN)))
-        return Setup(model_units, micro_batch=self.batch, clip=False)
+        # Gradients are handed to the optimizer, and state swapped, a whole unit at a time.
+        largest = max(unit.num_params for unit in model_units)
+        return Setup(model_units, micro_batch=self.batch, clip=False, subgroup_params=largest)
 
 
 def _segments_on_host(setup: Setup, cost: CostModel) -> int:

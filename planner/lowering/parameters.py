@@ -113,6 +113,7 @@ def _fill(program: Program, unit: Unit, slot: int, user: Draft, after: str | Non
         read = Draft(f"read:{user.key}:{unit.name}", Lane.NVME_READ, Op.READ, user.phase, slot=slot)
         read.num_bytes = tasks[0].num_bytes
         tasks[0].after.append(read.key)
+        tasks[0].pinned = decisions.pinned_reads
         tasks.insert(0, read)
     for task in tasks:
         task.unit, task.micro_batch = unit.name, user.micro_batch
