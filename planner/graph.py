@@ -102,7 +102,7 @@ class Unit:
 
     @functools.cached_property
     def remake(self) -> Kernels:
-        """Kernels that run again in backward if activations are offloaded: the elementwise ones of :attr:`recompute`."""
+        """Kernels that run again in backward if activations are offloaded: the elementwise ones of a recompute."""
         return tuple(kernel for kernel in self.recompute if isinstance(kernel, Elementwise))
 
     @property

@@ -61,7 +61,7 @@ class SwappingCase(Case):
         """Check that the model is known."""
         if self.model not in MODEL_SIZES:
             raise CaseError(
-                f"case {self.id}: model is {self.model!r}, whose sizes are not known; it may be {', '.join(MODEL_SIZES)}"
+                f"case {self.id}: model is {self.model!r}, whose sizes are unknown; it may be {', '.join(MODEL_SIZES)}"
             )
 
     def predict(self, profile: HardwareProfile) -> Outcome:

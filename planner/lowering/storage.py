@@ -67,11 +67,11 @@ class StateRing:
         where.append(swap)
         return swap
 
-    def swap_out(self, where: list[Draft], swap_in: Draft, unit: Unit, num_params: int, after: list[str]) -> Draft:
+    def swap_out(self, where: list[Draft], swap_in: Draft, unit: Unit, num_params: int, updated: str) -> Draft:
         """Add the write of an updated subgroup, which frees its buffer."""
         swap = self._draft(Lane.NVME_STATE_OUT, Op.SWAP_OUT, unit, swap_in.piece)
         swap.num_bytes = (STATE_BYTES_PER_PARAM + written_weight_bytes(self._program, unit)) * num_params
-        swap.after = list(after)
+        swap.after = [updated]
         swap_in.after_previous.append(swap.key)  # not before last iteration's state is back
         where.append(swap)
         self._swaps.append((swap_in, swap))

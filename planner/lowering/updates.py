@@ -39,9 +39,7 @@ def updates(program: Program) -> None:
                     blocker = uploaded  # an unpinned copy blocks the thread that updates
                 done.append(uploaded or updated)
             elif place is Place.NVME:
-                passed = _through_nvme(program, ring, unit, piece, num_params, position, ready, blocker)
-                done += passed
-                blocker = passed[0] if not decisions.fused_update else None
+                done += _through_nvme(program, ring, unit, piece, num_params, position, ready)
             elif place is Place.GPU:
                 done.append(_place(program, unit, piece, Lane.GPU_UPDATE, Op.UPDATE, ready, num_params=num_params).key)
             else:
@@ -117,20 +115,20 @@ def _through_nvme(
     num_params: int,
     position: int,
     ready: list[str],
-    blocker: str | None,
 ) -> list[str]:
     """Read a subgroup's state into a host buffer, update it, write it back; return the keys that gate its unit."""
     decisions = program.decisions
     where = _tail(program, unit)
     swap_in = ring.swap_in(where, unit, piece, num_params, ready)
-    updated = _on_cpu(program, unit, piece, num_params, [*ready, swap_in.key, *([blocker] if blocker else [])])
+    updated = _on_cpu(program, unit, piece, num_params, [*ready, swap_in.key])
     uploaded = _upload(program, unit, piece, num_params, position, updated)
-    # An unpinned copy blocks the thread that would write.
-    after = [uploaded] if uploaded and not decisions.fused_update else [updated]
-    swap_out = ring.swap_out(where, swap_in, unit, num_params, after)
-    usable = swap_out.key if decisions.units[unit.name].params == "nvme" else uploaded or updated
+    # An unpinned copy blocks the thread that would write, unless it is made in the next iteration.
+    blocks = uploaded and not decisions.fused_update and not decisions.overlap_next_forward
+    swap_out = ring.swap_out(where, swap_in, unit, num_params, uploaded if uploaded and blocks else updated)
+    if decisions.units[unit.name].params == "nvme":
+        return [swap_out.key]
     # An engine that overlaps nothing ends its step when all is written.
-    return [usable] if decisions.overlap_next_forward or usable == swap_out.key else [usable, swap_out.key]
+    return [uploaded or updated] + ([] if decisions.overlap_next_forward else [swap_out.key])
 
 
 def _streamed(
@@ -173,7 +171,10 @@ def _gate(program: Program, unit: Unit, position: int, done: list[str]) -> None:
         done = [_regather(program, unit, position, done)]
     if not decisions.overlap_next_forward:
         start = program.spine[0]
-        for draft in (*program.before[start.key], start):  # what is fetched or gathered before it included
+        gated = [*program.before[start.key], start]  # what is fetched or gathered before it included
+        if decisions.units[unit.name].params == "nvme":  # read ahead of what it waits to be copied for
+            gated.append(program.drafts[program.first_use[unit.name][1]])
+        for draft in gated:
             draft.after_previous += done
         return
     if unit.name in program.first_use:  # fetched or gathered into a slot: the first of those waits
