@@ -443,8 +443,8 @@ def _check(decisions: Decisions) -> None:
         )
     if decisions.uses_storage:
         raise ValueError(
-            f"policy {decisions.policy} uses NVMe or offloads activations, which can be simulated but not executed so far: "
-            "set params to 'gpu' or 'host', activations to 'keep' or 'recompute', and update to anything but 'nvme'"
+            f"policy {decisions.policy} uses NVMe or offloads activations, which can be simulated but not executed so "
+            "far: set params to 'gpu' or 'host', activations to 'keep' or 'recompute', and no update to 'nvme'"
         )
     if not decisions.executable:
         raise ValueError(

@@ -98,8 +98,8 @@ class Decisions(Frozen):
         subgroup_params: parameters in one subgroup, the grain of the optimizer step.
         num_param_slots: slots in each ring that parameters are fetched or gathered into.
         num_state_slots: slots that streamed optimizer state passes through.
-        num_nvme_slots: host buffers that optimizer state from NVMe passes through: 1 reads, updates and writes in turn, 2
-            read or write one while another is updated, 3 do all at once.
+        num_nvme_slots: host buffers that optimizer state from NVMe passes through: 1 reads, updates and writes in turn,
+            2 read or write one while another is updated, 3 do all at once.
         num_activation_slots: units that forward may run ahead of activations leaving the device, and that activations
             may come back ahead of backward.
         spill_gradients: gradients that are updated from NVMe wait there too.
@@ -149,8 +149,8 @@ class Decisions(Frozen):
                 )
             if unit.params == "nvme" and set(unit.update) - {Place.NVME}:
                 raise ValueError(
-                    f"unit {name}: parameters on nvme are written back with their optimizer state; set update to 'nvme' "
-                    "or params to 'host'"
+                    f"unit {name}: parameters on nvme are written back with their optimizer state; set update to "
+                    "'nvme' or params to 'host'"
                 )
             if unit.fetched and self.data_parallel > 1 and self.zero_stage in {1, 2}:
                 raise ValueError(

@@ -1,8 +1,8 @@
 """The pass that takes activations off the device between forward and backward.
 
 [Note: Offloaded activations] What only products can make leaves the device right behind its unit's forward, and is
-back just before its segment's backward, which makes the rest again. Both ways the look-ahead is bounded: forward runs at
-most ``num_activation_slots`` segments ahead of what leaves, and what comes back at most that many ahead of backward.
+back just before its segment's backward, which makes the rest again. Both ways the look-ahead is bounded: forward runs
+at most ``num_activation_slots`` segments ahead of what leaves, and what comes back at most that many ahead of backward.
 Buffers on the host that only pass activations on to NVMe, or from there, are as many.
 """
 

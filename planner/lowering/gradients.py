@@ -19,6 +19,7 @@ def gradients(program: Program) -> None:
     spine = program.spine
     following = {a.key: b for a, b in itertools.pairwise(spine)}
     leaving: list[str] = []
+    spilled: list[str] = []
     for draft in [d for d in compute_drafts(program) if d.op is Op.BACKWARD]:
         unit = units[draft.unit]
         if not unit.num_params:
@@ -30,7 +31,7 @@ def gradients(program: Program) -> None:
         ready = _reduce(program, unit, draft)
         flushed = _flush(program, unit, draft, ready)
         if flushed:
-            spill(program, unit, draft, flushed)
+            spill(program, unit, draft, flushed, spilled)
         if (gone := flushed or ready) != draft.key:
             leaving.append(gone)
         if flushed and program.decisions.gradient_path.blocks and draft.key in following:

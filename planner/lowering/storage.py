@@ -10,6 +10,9 @@ from planner.graph import Unit
 from planner.lowering.program import Draft, Program
 from planner.schedule import Lane, Op, Phase
 
+# Gradients of this many units may wait on the host for their turn to be written: the swapper's usual ``buffer_count``.
+NUM_SPILL_SLOTS = 20
+
 
 def nvme_params(program: Program, unit: Unit) -> int:
     """Return how many of a unit's parameters (on one rank) have their optimizer state on NVMe."""
@@ -31,17 +34,19 @@ def spilled_bytes(program: Program) -> int:
     return SPILLED_BYTES_PER_PARAM if program.decisions.spill_gradients else 0
 
 
-def spill(program: Program, unit: Unit, backward: Draft, flushed: str) -> str:
-    """Write the gradient of the last micro-batch, the sum of all, to NVMe; return the key after which it has left."""
+def spill(program: Program, unit: Unit, backward: Draft, flushed: str, spilled: list[str]) -> None:
+    """Write the gradient of the last micro-batch, the sum of all, to NVMe; ``spilled`` lists the writes so far."""
     num_params = nvme_params(program, unit)
     last = backward.micro_batch == program.decisions.num_micro_batches - 1
     if not (program.decisions.spill_gradients and num_params and last):
-        return flushed
+        return
+    if len(spilled) >= NUM_SPILL_SLOTS:
+        backward.after.append(spilled[-NUM_SPILL_SLOTS])
     key = f"{Op.SPILL}:{unit.name}"
     draft = Draft(key, Lane.NVME_STATE_OUT, Op.SPILL, Phase.BACKWARD, unit.name, backward.micro_batch)
     draft.num_bytes, draft.after = SPILLED_BYTES_PER_PARAM * num_params, [flushed]
     program.behind[backward.key].append(program.add(draft))
-    return key
+    spilled.append(key)
 
 
 class StateRing:

@@ -27,6 +27,7 @@ def small_units(model: str = "demo-llama", num_layers: int = 2, micro_batch: int
 def decide(model_units: tuple[Unit, ...], place: Place = Place.CPU, *, recompute: bool = False, **options) -> Decisions:
     """Return decisions that treat all units alike."""
     params = options.pop("params", "gpu")
+    activations = options.pop("activations", "recompute" if recompute else "keep")
     empty = Decisions(policy="test", units={}, **options)
     return Decisions(
         policy="test",
@@ -34,7 +35,7 @@ def decide(model_units: tuple[Unit, ...], place: Place = Place.CPU, *, recompute
         units={
             unit.name: UnitDecision(
                 params=params if unit.num_params else "gpu",
-                activations="recompute" if recompute and unit.recompute else "keep",
+                activations=activations if unit.recompute else "keep",
                 update=(place,) * len(empty.piece_params(unit.num_params)),
             )
             for unit in model_units
