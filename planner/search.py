@@ -93,7 +93,9 @@ class Scorer:
         cost = self._cost
         schedule = self.schedule(decisions)
         capacity = capacities(cost)
-        missing = {t: n - capacity[t] for t, n in always_held(schedule, cost).items() if n > capacity[t]}
+        held = always_held(schedule, cost)
+        # What a machine has none of is refused by name where it is priced.
+        missing = {tier: n - capacity[tier] for tier, n in held.items() if n > capacity[tier] > 0}
         if missing:  # no need to simulate; what is missing is a lower bound, so it must not pass for the better of two
             return Candidate(decisions, float("inf"), missing, 1 + _overload(missing, capacity))
         self.num_simulations += 1

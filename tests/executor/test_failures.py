@@ -12,6 +12,7 @@ from executor.machine import LaneError
 from executor.memory import DeviceMemoryError
 from executor.prepare import prepare_session
 from executor.session import SessionOptions
+from planner.decisions import Place
 from planner.loop import OutOfOrderError
 from planner.schedule import Op
 
@@ -132,6 +133,14 @@ def test_a_plan_for_several_devices():
 def test_a_plan_that_models_another_engine():
     with pytest.raises(ValueError, match="fused_update"):
         prepare(TASK, decide(TASK, KEEP, fused_update=False))
+
+
+@pytest.mark.parametrize("change", [{"update": (Place.NVME,)}, {"activations": "offload"}])
+def test_a_plan_that_uses_storage(change):
+    decisions = decide(TASK, KEEP)
+    units = {name: unit.model_copy(update=change) for name, unit in decisions.units.items()}
+    with pytest.raises(ValueError, match=r"policy .* uses NVMe or offloads activations, .* not executed so far"):
+        prepare(TASK, decisions.model_copy(update={"units": units}))
 
 
 def test_another_model():

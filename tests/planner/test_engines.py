@@ -1,5 +1,6 @@
 """Engine policies: what they place, and what follows from it on machines with round numbers."""
 
+import re
 from collections import Counter
 
 import pytest
@@ -9,7 +10,7 @@ from machines import machine
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.costs import CostModel
-from planner.decisions import Decisions, GradientPath, Place
+from planner.decisions import SPILLED_BYTES_PER_PARAM, STATE_BYTES_PER_PARAM, Decisions, GradientPath, Place
 from planner.engines import (
     POLICIES,
     STORAGE_POLICIES,
@@ -26,7 +27,7 @@ from planner.engines import (
 )
 from planner.lowering import lower
 from planner.models import resolve_model
-from planner.planning import Request, prepare
+from planner.planning import Request, _shortfall, prepare
 from planner.prediction import memory_peaks
 from planner.schedule import Op, Tier
 from planner.search import Scorer
@@ -207,3 +208,20 @@ def test_prepare_makes_units_for_the_batch_and_the_precision() -> None:
         == 2
         * prepare(Request(resolve_model("demo-llama"), machine(), seq_len=64, micro_batch=1))[0].units[1].saved_bytes
     )
+
+
+def test_too_little_nvme_is_named() -> None:
+    """What drives cannot hold is rejected before simulating, with the tier's name and a remedy; so is having none."""
+    for num_bytes, message in ((1e7, r"nvme \(1 device\(s\) per node\) lacks .* more nodes"), (0, "has no nvme")):
+        request = Request(resolve_model("demo-llama"), machine(nvme_bytes=num_bytes), seq_len=64, micro_batch=1)
+        chosen, workload, cost = prepare(request)
+        decisions = next(zero_infinity(chosen))
+        if not num_bytes:
+            with pytest.raises(ValueError, match=message):
+                Scorer(workload, cost).score(decisions)
+            continue
+        candidate = Scorer(workload, cost).score(decisions)
+        held = STATE_BYTES_PER_PARAM + SPILLED_BYTES_PER_PARAM
+        total = sum(unit.num_params for unit in chosen.units)
+        assert candidate.missing_bytes == {Tier.NVME: held * total - num_bytes}
+        assert re.search(message, _shortfall(request, candidate, cost, chosen.units))
