@@ -441,6 +441,11 @@ def _check(decisions: Decisions) -> None:
         raise ValueError(
             f"data_parallel is {decisions.data_parallel}, but execution is on one device so far; plan for one"
         )
+    if decisions.uses_storage:
+        raise ValueError(
+            f"policy {decisions.policy} uses NVMe or offloads activations, which can be simulated but not executed so "
+            "far: set params to 'gpu' or 'host', activations to 'keep' or 'recompute', and no update to 'nvme'"
+        )
     if not decisions.executable:
         raise ValueError(
             f"policy {decisions.policy} models another engine's gradient path or unfused update; it can be simulated "

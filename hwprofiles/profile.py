@@ -14,12 +14,15 @@ from hwprofiles.quantity import (
     Bytes,
     BytesPerSecond,
     Count,
+    Curve,
     CurveOverBytes,
     CurveOverFlop,
     CurveOverParams,
+    CurvePoint,
     Frozen,
     ParamsPerSecond,
     Provenance,
+    Quantity,
     Seconds,
 )
 
@@ -148,6 +151,8 @@ class Storage(Frozen):
             one node's rate.
         create_s: time of its metadata server to create the files of one process, one process after another; ``None``:
             lost in the rest.
+        num_drives: how many equal drives the capacity and the rates are those of, where that is known.
+        both_bytes_per_s: sum over reading and writing when both go on; ``None`` where neither slows the other.
     """
 
     capacity_bytes: Bytes
@@ -155,6 +160,39 @@ class Storage(Frozen):
     write: CurveOverBytes
     job_write_bytes_per_s: BytesPerSecond | None = None
     create_s: Seconds | None = None
+    num_drives: Annotated[int, Field(ge=1)] | None = None
+    both_bytes_per_s: BytesPerSecond | None = None
+
+    def with_drives(self, num_drives: int) -> Self:
+        """Return the tier with that many of its drives, striped: rates and capacity in proportion.
+
+        Raises:
+            ValueError: it is not known how many there are, or they are fewer.
+        """
+        if self.num_drives is None or not 1 <= num_drives <= self.num_drives:
+            raise ValueError(
+                f"{num_drives} drives were asked for, but there are {self.num_drives}; ask for at most that"
+            )
+        share = num_drives / self.num_drives
+
+        def less(quantity: Quantity) -> Quantity:
+            return quantity.model_copy(update={"value": quantity.value * share})
+
+        def slower(curve: Curve) -> Curve:
+            points = (
+                CurvePoint(size=p.size * share, p10_s=p.p10_s, median_s=p.median_s, p90_s=p.p90_s) for p in curve.points
+            )
+            return curve.model_copy(update={"points": tuple(points)})
+
+        return self.model_copy(
+            update={
+                "num_drives": num_drives,
+                "capacity_bytes": less(self.capacity_bytes),
+                "read": slower(self.read),
+                "write": slower(self.write),
+                "both_bytes_per_s": less(self.both_bytes_per_s) if self.both_bytes_per_s else None,
+            }
+        )
 
 
 class Fabric(Frozen):

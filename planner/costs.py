@@ -25,6 +25,8 @@ _ACCUMULATE_PASSES = 3
 # A copy to or from memory that is not pinned goes through a pinned buffer: a core reads the source, fetches the lines
 # that it will write, and writes them; the copy engine reads them (or the other way round).
 _STAGED_PASSES = 4
+_STORAGE_READS = frozenset({Lane.NVME_READ, Lane.NVME_STATE_IN})
+_STORAGE_WRITES = frozenset({Lane.NVME_WRITE, Lane.NVME_STATE_OUT})
 
 
 class Resource(IntEnum):
@@ -37,8 +39,11 @@ class Resource(IntEnum):
     LINK_UP = 4
     LINK = 5  # both directions together
     FABRIC = 6
-    STORE = 7  # bytes/s to where checkpoints are written
-    INTERPRETER = 8  # the Python interpreter of the training process: capacity 1
+    NVME_READ = 7  # bytes/s
+    NVME_WRITE = 8
+    NVME = 9  # both directions together
+    STORE = 10  # bytes/s to where checkpoints are written
+    INTERPRETER = 11  # the Python interpreter of the training process: capacity 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,12 +118,23 @@ class CostModel:
             Resource.FABRIC: 1.0,
             Resource.STORE: 1.0,  # nothing is written but checkpoints: see planner.checkpoints.costs
             Resource.INTERPRETER: 1.0,
+            **self._storage_capacities(),
         }
         for resource, amount in capacity.items():
             if amount <= 0:
                 name = resource.name.lower()
                 raise ValueError(f"profile {profile.name} gives {name} a capacity of {amount:g}; it must be positive")
         return capacity
+
+    def _storage_capacities(self) -> dict[Resource, float]:
+        """Return a rank's share of the node's drives; without drives nothing can use them, and any number will do."""
+        nvme = self.profile.nvme
+        if nvme is None:
+            return {Resource.NVME_READ: 1.0, Resource.NVME_WRITE: 1.0, Resource.NVME: 1.0}
+        read, write = nvme.read.best_rate_per_s(), nvme.write.best_rate_per_s()
+        both = nvme.both_bytes_per_s.value if nvme.both_bytes_per_s else read + write
+        ranks = self.ranks_per_node
+        return {Resource.NVME_READ: read / ranks, Resource.NVME_WRITE: write / ranks, Resource.NVME: both / ranks}
 
     def prices(self, schedule: Schedule) -> list[Price]:
         """Return the price of every task of a schedule."""
@@ -157,7 +173,7 @@ class CostModel:
             return self._send(task)
         if task.lane is Lane.COLLECTIVE:
             return self._collective(task)
-        return self._copy(task)
+        return self._storage(task) if task.lane in _STORAGE_READS | _STORAGE_WRITES else self._copy(task)
 
     def _launch(self, task: Task) -> Price:
         device = self.profile.device
@@ -185,6 +201,8 @@ class CostModel:
                 return unit.forward
             case Op.RECOMPUTE:
                 return unit.recompute
+            case Op.REMAKE:
+                return unit.remake
             case _:
                 return unit.backward
 
@@ -263,7 +281,7 @@ class CostModel:
 
     def _copy(self, task: Task) -> Price:
         link = self.profile.host_link
-        down = task.lane in {Lane.H2D, Lane.STATE_IN}
+        down = task.lane in {Lane.H2D, Lane.STATE_IN, Lane.ACTIVATION_IN}
         num_bytes = task.num_bytes * self._ranks_per_uplink
         duration_s = self._read(link.down if down else link.up, num_bytes, "copy")
         if not task.pinned:  # one thread per rank copies to or from a pinned buffer: slower than the link, not shared
@@ -288,6 +306,24 @@ class CostModel:
         if task.stalls:
             uses.append((Resource.DEVICE, 1.0))
         return Price(0.0, duration_s, tuple(sorted(uses)))
+
+    def _storage(self, task: Task) -> Price:
+        """Price a read or write of NVMe: all ranks of a node do theirs at the same time, past the page cache."""
+        nvme = self.profile.nvme
+        if nvme is None:
+            raise ValueError(f"profile {self.profile.name} has no nvme; add it, or place nothing there")
+        reads = task.lane in _STORAGE_READS
+        duration_s = self._read(nvme.read if reads else nvme.write, task.num_bytes * self.ranks_per_node, "NVMe")
+        if duration_s <= 0:
+            return Price(0.0, 0.0)
+        rate = task.num_bytes / duration_s
+        capacity = self._storage_capacities()
+        uses = (
+            (Resource.DRAM, self._at_most_dram(rate)),
+            (Resource.NVME_READ if reads else Resource.NVME_WRITE, rate),
+            (Resource.NVME, min(rate, capacity[Resource.NVME])),
+        )
+        return Price(0.0, duration_s, uses)
 
     def _collective(self, task: Task) -> Price:
         """Price a ring collective: each rank sends and receives all but its own share.

@@ -6,6 +6,9 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 STATE_BYTES_PER_PARAM = 12  # fp32 master, first and second moment
+SPILLED_BYTES_PER_PARAM = 4  # a gradient that waits on NVMe does so in fp32
+
+Activations = Literal["keep", "recompute", "offload", "offload-nvme"]
 
 
 class Place(StrEnum):
@@ -14,6 +17,7 @@ class Place(StrEnum):
     GPU = "gpu"  # resident on the device, updated there
     STREAM = "stream"  # lives on the host, streamed in, updated on the device, streamed back
     CPU = "cpu"  # lives on the host, updated by the host
+    NVME = "nvme"  # lives on NVMe, read into host buffers, updated by the host, written back
 
 
 class GradientPath(StrEnum):
@@ -22,8 +26,14 @@ class GradientPath(StrEnum):
     ONCE = "once"  # in the weights' type, pinned, asynchronous: 2 B/param in bf16
     # DeepSpeed ZeRO-3 (up to 0.19): bf16 out, back in, fp32 out: 8 B/param. The last copy converts as it goes, on the
     # stream that backward's kernels wait for: its time is exposed in full. What is streamed keeps its gradient there.
-    ZERO3_BLOCKING = "zero3-blocking"  # the last copy is unpinned
-    ZERO3_ASYNC = "zero3-async"  # it is pinned
+    ZERO3_BLOCKING = "zero3-blocking"  # the last copy is unpinned, and the caller waits for it: nothing else is issued
+    ZERO3_PINNED = "zero3-pinned"  # the caller waits for the last copy, to a pinned buffer of the NVMe swapper
+    ZERO3_ASYNC = "zero3-async"  # the last copy is pinned, and the caller goes on
+
+    @property
+    def blocks(self) -> bool:
+        """Whether the caller waits for a gradient to be on the host."""
+        return self in {GradientPath.ZERO3_BLOCKING, GradientPath.ZERO3_PINNED}
 
 
 class HostUpdate(StrEnum):
@@ -46,14 +56,26 @@ class UnitDecision(Frozen):
     """Where one unit's parameters, activations and optimizer state live.
 
     Attributes:
-        params: ``gpu`` keeps them (or the rank's shard) on the device; ``host`` fetches them into a slot for every use.
-        activations: ``keep`` what backward needs, or ``recompute`` it; equal for all units of one segment.
+        params: ``gpu`` keeps them (or the rank's shard) on the device; ``host`` fetches them into a slot for every use;
+            ``nvme`` reads them into a host buffer before that.
+        activations: ``keep`` what backward needs, ``recompute`` it, or ``offload`` what only products can make to the
+            host (``offload-nvme``: and on to NVMe) and make the rest again; equal for all units of one segment.
         update: one place per subgroup of the unit's (sharded) parameters, in order.
     """
 
-    params: Literal["gpu", "host"]
-    activations: Literal["keep", "recompute"]
+    params: Literal["gpu", "host", "nvme"]
+    activations: Activations
     update: tuple[Place, ...]
+
+    @property
+    def fetched(self) -> bool:
+        """Whether the parameters come from the host for every use."""
+        return self.params != "gpu"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether activations leave the device between forward and backward."""
+        return self.activations in {"offload", "offload-nvme"}
 
 
 class Precision(Frozen):
@@ -89,6 +111,12 @@ class Decisions(Frozen):
         subgroup_params: parameters in one subgroup, the grain of the optimizer step.
         num_param_slots: slots in each ring that parameters are fetched or gathered into.
         num_state_slots: slots that streamed optimizer state passes through.
+        num_nvme_slots: host buffers that optimizer state from NVMe passes through: 1 reads, updates and writes in turn,
+            2 read or write one while another is updated, 3 do all at once.
+        num_activation_slots: units that forward may run ahead of activations leaving the device, and that activations
+            may come back ahead of backward.
+        spill_gradients: gradients that are updated from NVMe wait there too.
+        pinned_reads: parameters from NVMe are read into pinned buffers, from which copies to the device are fast.
         update_order: the order of updates: by each unit's next forward, or as gradients arrive (always so if they
             start during backward).
         reduce_start: when ranks add up gradients that pile up on the device: in ``backward``, each unit's as soon as
@@ -97,6 +125,8 @@ class Decisions(Frozen):
         overlap_next_forward: an update gates only its own unit's next forward, instead of the whole next iteration.
         host_update: what the host does around an update.
         gradient_path: how gradients leave the device.
+        max_prefetch_params: a unit of more parameters is gathered only when it is reached, and the next backward waits
+            for the reduction of its gradient; ``None``: gathers run as far ahead as slots allow, reductions behind.
         module_hooks: Python hooks around every module gather and release its parameters (DeepSpeed ZeRO-3).
         loop: the training script's own work between iterations counts too (logging, data, waiting for the device), as
             published times include it.
@@ -115,12 +145,17 @@ class Decisions(Frozen):
     subgroup_params: Annotated[int, Field(ge=1)] = 100_000_000
     num_param_slots: Annotated[int, Field(ge=1)] = 2
     num_state_slots: Annotated[int, Field(ge=1)] = 2
+    num_nvme_slots: Annotated[int, Field(ge=1)] = 2
+    num_activation_slots: Annotated[int, Field(ge=1)] = 2
+    spill_gradients: bool = False
+    pinned_reads: bool = True
     update_order: Literal["forward", "backward"] = "forward"
     reduce_start: Literal["step", "backward"] = "backward"
     update_start: Literal["step", "backward"] = "step"
     overlap_next_forward: bool = True
     host_update: HostUpdate = HostUpdate.FUSED
     gradient_path: GradientPath = GradientPath.ONCE
+    max_prefetch_params: Annotated[int, Field(ge=0)] | None = None
     module_hooks: bool = False
     loop: bool = False
     device_buffer_bytes: Annotated[int, Field(ge=0)] = 0
@@ -142,12 +177,17 @@ class Decisions(Frozen):
         if self.pipeline_parallel > 1:
             self._check_pipeline()
         for name, unit in self.units.items():
-            if unit.params == "host" and Place.GPU in unit.update:
+            if unit.fetched and Place.GPU in unit.update:
                 raise ValueError(
                     f"unit {name}: optimizer state on the gpu needs its parameters there too; "
                     "set params to 'gpu' or update to 'cpu' or 'stream'"
                 )
-            if unit.params == "host" and self.data_parallel > 1 and self.zero_stage in {1, 2}:
+            if unit.params == "nvme" and set(unit.update) - {Place.NVME}:
+                raise ValueError(
+                    f"unit {name}: parameters on nvme are written back with their optimizer state; set update to "
+                    "'nvme' or params to 'host'"
+                )
+            if unit.fetched and self.data_parallel > 1 and self.zero_stage in {1, 2}:
                 raise ValueError(
                     f"unit {name}: with zero_stage {self.zero_stage} every rank's host has only the weights that it "
                     "updates, and cannot serve the rest; set params to 'gpu' or zero_stage to 3"
@@ -179,13 +219,24 @@ class Decisions(Frozen):
             self.gradient_path is GradientPath.ONCE
             and self.host_update is HostUpdate.FUSED
             and not (self.module_hooks or self.loop or self.device_buffer_bytes)
+            and self.max_prefetch_params is None
             and self.reduce_start == "backward"
             and self.tensor_parallel == self.pipeline_parallel == 1
+            and not self.uses_storage
         )
+
+    @property
+    def uses_storage(self) -> bool:
+        """Whether anything lives on NVMe, or activations leave the device."""
+        return any(u.params == "nvme" or u.offloads or Place.NVME in u.update for u in self.units.values())
+
+    def gathers_ahead(self, num_params: int) -> bool:
+        """Return whether collectives of a unit of so many parameters run beside computing."""
+        return self.max_prefetch_params is None or num_params <= self.max_prefetch_params
 
     def flushes(self, place: Place) -> bool:
         """Return whether the gradient of a subgroup that is updated there goes to the host."""
-        return place is Place.CPU or (place is Place.STREAM and self.gradient_path is GradientPath.ONCE)
+        return place in {Place.CPU, Place.NVME} or (place is Place.STREAM and self.gradient_path is GradientPath.ONCE)
 
     def shard_params(self, num_params: int) -> int:
         """Return how many of a unit's parameters one rank updates (padded to equal shards)."""

@@ -9,11 +9,12 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from planner.decisions import (
     BF16,
     STATE_BYTES_PER_PARAM,
+    Activations,
     Decisions,
     GradientPath,
     HostUpdate,
@@ -27,8 +28,6 @@ from planner.graph import Unit
 # The fractions and strides that are tried when a policy leaves them to its user.
 TWIN_FLOW_FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 INTERLEAVED_STRIDES = (2, 3, 4, 5, 6, 8, 10)
-
-Activations = Literal["keep", "recompute"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +115,64 @@ def interleaved(
             yield _decide(setup, "interleaved", activations, functools.partial(place, stride), **options)
 
 
+def zero_infinity(setup: Setup, *, pipeline_read: bool = False, pipeline_write: bool = False) -> Iterator[Decisions]:
+    """DeepSpeed ZeRO-Infinity: optimizer state on NVMe, parameters on the device.
+
+    Gradients leave the device through pinned buffers and are written to NVMe beside backward; at the step every
+    subgroup's state and gradient are read, updated and written in turn, unless reading the next or writing the previous
+    one is asked to overlap (``stage3.py`` and ``partitioned_optimizer_swapper.py``).
+    """
+    for activations in _ACTIVATIONS:
+        yield _decide(
+            setup,
+            "zero-infinity",
+            activations,
+            lambda _: Place.NVME,
+            **_deepspeed(setup, GradientPath.ZERO3_PINNED),
+            spill_gradients=True,
+            num_nvme_slots=1 + pipeline_read + pipeline_write,
+        )
+
+
+def ratel(setup: Setup, counts: Sequence[int] | None = None, num_on_host: int | None = None) -> Iterator[Decisions]:
+    """LoHan (Ratel): parameters and optimizer state on NVMe, updates during backward, activations swapped.
+
+    As soon as a unit's gradient is on the host, its state is read, updated and written back, while backward goes on
+    (*active gradient offloading*): one subgroup is read or written while another is updated. Of the activations as much
+    is swapped as pays, the rest is recomputed (arXiv 2403.06504); how much, its iteration-time model chooses.
+
+    Args:
+        setup: clipping is not asked for, as updates start before all gradients are there.
+        counts: of how many segments activations are swapped, the first ones; by default every number is tried.
+        num_on_host: how many of those the host has room for; the first ones go on to NVMe. By default all stay there.
+    """
+    segments = swappable(setup)
+    tied = _tied(setup)
+    streamed = _decide(
+        dataclasses.replace(setup, clip=False),
+        "ratel",
+        "recompute",
+        lambda _: Place.NVME,
+        zero_stage=3 if setup.data_parallel > 1 else 0,
+        update_start="backward",
+        update_order="backward",
+        pinned_reads=False,
+    )
+    for count in range(len(segments) + 1) if counts is None else counts:
+        on_nvme = count - min(count, len(segments) if num_on_host is None else num_on_host)
+        where: dict[str, Activations] = dict.fromkeys(segments[:count], "offload")
+        where |= dict.fromkeys(segments[:on_nvme], "offload-nvme")
+        units = {
+            unit.name: UnitDecision(
+                params="nvme" if unit.num_params and unit.name not in tied else "gpu",
+                activations=where.get(unit.segment, streamed.units[unit.name].activations),
+                update=streamed.units[unit.name].update,
+            )
+            for unit in setup.units
+        }
+        yield streamed.model_copy(update={"units": units})
+
+
 @dataclasses.dataclass(frozen=True)
 class Mix:
     """A point of the family that our own policy searches (all counts from 0).
@@ -144,9 +201,9 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
     that are updated on the device, keep their parameters there.
     """
     counts = [len(pieces(setup, unit)) for unit in setup.units]
-    fixed = {name for unit in setup.units for name in (*unit.shared_units, *([unit.name] if unit.shared_units else []))}
+    fixed = _tied(setup)
     places = list(_spread(sum(counts), mix.num_gpu, mix.num_stream))
-    keep = set(_recomputable(setup)[::-1][: mix.num_keep])
+    keep = set(swappable(setup)[::-1][: mix.num_keep])
     units: dict[str, UnitDecision] = {}
     offset = 0
     for position, (unit, count) in enumerate(zip(setup.units, counts, strict=True)):
@@ -194,7 +251,13 @@ def _spread(total: int, num_gpu: int, num_stream: int) -> Iterator[Place]:
             yield Place.STREAM if (j + 1) * num_stream // rest > j * num_stream // rest else Place.CPU
 
 
-def _recomputable(setup: Setup) -> list[str]:
+def _tied(setup: Setup) -> set[str]:
+    """Return the units with a shared weight, which keep their parameters on the device."""
+    return {name for unit in setup.units for name in (*unit.shared_units, *([unit.name] if unit.shared_units else []))}
+
+
+def swappable(setup: Setup) -> list[str]:
+    """Return the segments whose activations can be recomputed or offloaded, in forward order."""
     return list(dict.fromkeys(unit.segment for unit in setup.units if unit.recompute))
 
 
@@ -202,6 +265,8 @@ _ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute")
 _AFTER_BACKWARD = {"overlap_next_forward": False}
 # DeepSpeed's default ``reduce_bucket_size``: gradients are copied into one buffer of so many before they are reduced.
 _REDUCE_BUCKET_PARAMS = 500_000_000
+# DeepSpeed's default ``stage3_prefetch_bucket_size``.
+_PREFETCH_BUCKET_PARAMS = 50_000_000
 # DeepSpeed's default ``stage3_max_live_parameters``: gathered parameters are kept until there are so many.
 _MAX_LIVE_PARAMS = 1_000_000_000
 
@@ -212,6 +277,7 @@ def _deepspeed(setup: Setup, gradient_path: GradientPath) -> dict[str, Any]:
         "device_buffer_bytes": bucket_bytes if setup.data_parallel > 1 else 0,
         "overlap_next_forward": False,
         "host_update": HostUpdate.DEEPSPEED,
+        "max_prefetch_params": _PREFETCH_BUCKET_PARAMS,
         "module_hooks": True,
         "num_param_slots": _num_live_segments(setup),
         "gradient_path": gradient_path,
@@ -272,3 +338,5 @@ POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {
     "twin-flow": twin_flow,
     "interleaved": interleaved,
 }
+# Those that need NVMe; not every machine has it.
+STORAGE_POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {"zero-infinity": zero_infinity, "ratel": ratel}

@@ -8,7 +8,7 @@ import networkx as nx
 
 from planner.models.config import ModelConfig
 from planner.models.ends import embedding_operators, head_operators
-from planner.models.kernels import Attention, Collective, Elementwise, Gemm, Kernel, Kernels
+from planner.models.kernels import Attention, Collective, Elementwise, Gemm, Kernel, Kernels, flop
 from planner.models.operators import (
     Batch,
     Operator,
@@ -92,6 +92,20 @@ class Unit:
             return ()
         kept = ((operator, len(operator.forward) - operator.num_skipped) for operator in self.operators)
         return tuple(kernel for operator, count in kept for kernel in operator.forward[:count])
+
+    @functools.cached_property
+    def swap_bytes(self) -> int:
+        """Activations that are moved if they are offloaded: its input, and what its products make but the last.
+
+        What the last one makes is the next unit's input; all else is made again from these by :attr:`remake`.
+        """
+        products = [operator for operator in self.operators if flop(operator.forward)]
+        return self.activation_output_bytes + sum(operator.output_bytes for operator in products[:-1])
+
+    @functools.cached_property
+    def remake(self) -> Kernels:
+        """Kernels that run again in backward if activations are offloaded: the elementwise ones of a recompute."""
+        return tuple(kernel for kernel in self.recompute if isinstance(kernel, Elementwise))
 
     @property
     def recompute_skips(self) -> Kernels:

@@ -19,6 +19,7 @@ from planner.search import Candidate, Scorer, search
 _REMEDIES = {
     Tier.GPU: "use a smaller --micro-batch or --seq-len, more --gpus, or a device with more memory",
     Tier.HOST: "use more --gpus (or nodes), or a host with more memory",
+    Tier.NVME: "use more nodes, or place less there",
 }
 
 
@@ -122,16 +123,24 @@ def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
     total = sum(placed.values())
     parts = [f"{100 * n / total:.0f} % of updates {_VERBS[place]}" for place, n in placed.items() if n > total / 200]
     recomputed = sum(unit.activations == "recompute" for unit in decisions.units.values())
-    host = sum(unit.params == "host" for unit in decisions.units.values())
-    parts.append(f"{recomputed} of {len(decisions.units)} units recomputed" if recomputed else "activations kept")
-    if host:
-        parts.append(f"parameters of {host} units on the host")
+    offloaded = sum(unit.offloads for unit in decisions.units.values())
+    if offloaded:
+        parts.append(f"activations of {offloaded} of {len(decisions.units)} units offloaded")
+    if recomputed or not offloaded:
+        parts.append(f"{recomputed} of {len(decisions.units)} units recomputed" if recomputed else "activations kept")
+    fetched = {where: sum(unit.params == where for unit in decisions.units.values()) for where in ("host", "nvme")}
+    parts += [f"parameters of {count} units on the {where}" for where, count in fetched.items() if count]
     if decisions.data_parallel > 1:
         parts.append(f"ZeRO-{decisions.zero_stage}")
     return ", ".join(parts)
 
 
-_VERBS = {Place.GPU: "on the device", Place.STREAM: "streamed through the device", Place.CPU: "on the CPU"}
+_VERBS = {
+    Place.GPU: "on the device",
+    Place.STREAM: "streamed through the device",
+    Place.CPU: "on the CPU",
+    Place.NVME: "on the CPU from NVMe",
+}
 
 
 def _row(name: str, candidate: Candidate, units: tuple[Unit, ...]) -> EngineRow:
@@ -147,8 +156,8 @@ def _row(name: str, candidate: Candidate, units: tuple[Unit, ...]) -> EngineRow:
 
 def _shortfall(request: Request, best: Candidate, cost: CostModel, units: tuple[Unit, ...]) -> str:
     tier, missing = max(best.missing_bytes.items(), key=lambda item: item[1])
-    host = f"host ({cost.ranks_per_node} device(s) per node)"
-    where = request.hardware.device.name if tier is Tier.GPU else host
+    shared = f"{tier.value} ({cost.ranks_per_node} device(s) per node)"
+    where = request.hardware.device.name if tier is Tier.GPU else shared
     return (
         f"{request.model.name} does not fit on {request.num_devices} device(s) of {request.hardware.name}: the {where} "
         f"lacks {_gigabytes(missing)} beyond its {_gigabytes(capacities(cost)[tier])} even with the best plan found "

@@ -94,7 +94,7 @@ def predict(workload: Workload, decisions: Decisions, cost: CostModel, simulatio
 def memory_peaks(timeline: Timeline, iteration: int, cost: CostModel) -> dict[Tier, TierMemory]:
     """Return peaks against capacities: one device's, and those of all ranks on one node together."""
     capacity = capacities(cost)
-    scale = {Tier.GPU: 1, Tier.HOST: cost.ranks_per_node}
+    scale = {Tier.GPU: 1, Tier.HOST: cost.ranks_per_node, Tier.NVME: cost.ranks_per_node}
     use = memory_use(timeline, iteration)
     return {
         tier: TierMemory(
@@ -107,19 +107,23 @@ def memory_peaks(timeline: Timeline, iteration: int, cost: CostModel) -> dict[Ti
 
 
 def capacities(cost: CostModel) -> dict[Tier, int]:
-    """Return the bytes of one device and of one node's host memory."""
+    """Return the bytes of one device, of one node's host memory and of its NVMe."""
     profile = cost.profile
-    return {Tier.GPU: int(profile.device.memory_bytes.value), Tier.HOST: int(profile.host.memory_bytes.value)}
+    return {
+        Tier.GPU: int(profile.device.memory_bytes.value),
+        Tier.HOST: int(profile.host.memory_bytes.value),
+        Tier.NVME: int(profile.nvme.capacity_bytes.value) if profile.nvme else 0,
+    }
 
 
 def always_held(schedule: Schedule, cost: CostModel) -> dict[Tier, int]:
     """Return a lower bound of each tier's peak without simulating: what is held all the time."""
-    held = dict.fromkeys(itertools.product((Tier.GPU, Tier.HOST), range(schedule.num_stages)), 0)
+    held = dict.fromkeys(itertools.product(Tier, range(schedule.num_stages)), 0)
     for buffer in schedule.buffers:
         if buffer.first is None:
-            ranks = cost.ranks_per_node if buffer.tier is Tier.HOST else 1
+            ranks = 1 if buffer.tier is Tier.GPU else cost.ranks_per_node
             held[buffer.tier, buffer.stage] += buffer.num_bytes * ranks
-    return {tier: max(n for (other, _), n in held.items() if other is tier) for tier in (Tier.GPU, Tier.HOST)}
+    return {tier: max(n for (other, _), n in held.items() if other is tier) for tier in Tier}
 
 
 def _seconds(phases: Phases) -> dict[str, float]:

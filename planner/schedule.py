@@ -36,6 +36,15 @@ class Op(StrEnum):
     LOAD = "load"  # optimizer state and gradient: host -> device
     STORE = "store"  # optimizer state: device -> host
     UPLOAD = "upload"  # updated parameters: host -> device
+    READ = "read"  # parameters: NVMe -> host
+    SPILL = "spill"  # gradients: host -> NVMe
+    SWAP_IN = "swap-in"  # optimizer state, and the gradient if it was spilled: NVMe -> host
+    SWAP_OUT = "swap-out"  # optimizer state, and updated parameters that live there: host -> NVMe
+    OFFLOAD = "offload"  # activations: device -> host
+    EVICT = "evict"  # activations: host -> NVMe
+    RECALL = "recall"  # activations: NVMe -> host
+    RELOAD = "reload"  # activations: host -> device
+    REMAKE = "remake"  # compute again, inside backward, what is cheap to make from offloaded activations
     ISSUE = "issue"  # the host's own time to issue what follows on the device
     SEND = "send"  # between pipeline stages: activations, their gradients, the gradient of tied embeddings
     STEP = "step"  # the training loop's own work from the norm to the next forward: step(), scheduler, data
@@ -72,6 +81,12 @@ class Lane(StrEnum):
     SNAPSHOT = "snapshot"  # copies of state for a checkpoint, and the thread that asks for them
     STAGING = "staging"  # threads that prepare host memory for them
     WRITE = "write"  # threads that write them to storage
+    ACTIVATION_IN = "activation-in"  # activations back to the device: never behind a parameter that waits for its slot
+    ACTIVATION_OUT = "activation-out"
+    NVME_READ = "nvme-read"  # parameters and activations from NVMe to the host
+    NVME_WRITE = "nvme-write"  # activations to NVMe
+    NVME_STATE_IN = "nvme-state-in"  # optimizer state: its own queue, so that it never delays a parameter
+    NVME_STATE_OUT = "nvme-state-out"  # optimizer state and spilled gradients
 
 
 class Tier(StrEnum):
@@ -79,6 +94,7 @@ class Tier(StrEnum):
 
     GPU = "gpu"  # the device's memory; the bounded arena where there is no GPU
     HOST = "host"
+    NVME = "nvme"
 
 
 class MemoryClass(StrEnum):
@@ -107,7 +123,8 @@ class Task:
         num_kernels: kernels that the host issues (``ISSUE``); 0 otherwise.
         num_tensors: parameter tensors that the host goes through (``STEP``); 0 otherwise.
         num_modules: modules whose hooks the host runs (``ISSUE``); 0 otherwise.
-        slot: device slot that is filled (``FETCH``, ``GATHER``, ``LOAD``), or -1.
+        slot: slot that is filled, on the device (``FETCH``, ``GATHER``, ``LOAD``) or in a ring of host buffers
+            (``READ``, ``SWAP_IN``), or -1.
         stage: pipeline stage whose rank it belongs to; every stage has lanes and resources of its own.
         pinned: for copies, whether the host side is pinned memory (the copy is then asynchronous and fast).
         stalls: for copies, whether the device computes nothing meanwhile.

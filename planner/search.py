@@ -93,7 +93,9 @@ class Scorer:
         cost = self._cost
         schedule = self.schedule(decisions)
         capacity = capacities(cost)
-        missing = {t: n - capacity[t] for t, n in always_held(schedule, cost).items() if n > capacity[t]}
+        held = always_held(schedule, cost)
+        # What a machine has none of is refused by name where it is priced.
+        missing = {tier: n - capacity[tier] for tier, n in held.items() if n > capacity[tier] > 0}
         if missing:  # no need to simulate; what is missing is a lower bound, so it must not pass for the better of two
             return Candidate(decisions, float("inf"), missing, 1 + _overload(missing, capacity))
         self.num_simulations += 1
@@ -180,6 +182,7 @@ def _driven_by_us(setup: Setup, decisions: Decisions) -> Decisions:
             "overlap_next_forward": True,
             "host_update": HostUpdate.FUSED,
             "gradient_path": GradientPath.ONCE,
+            "max_prefetch_params": None,
             "module_hooks": False,
             "device_buffer_bytes": 0,
             "update_start": "backward" if early else "step",

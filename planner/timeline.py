@@ -14,7 +14,12 @@ from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Tie
 
 Seconds = npt.NDArray[np.float64]
 
-_COMPUTE = {Op.FORWARD: Phase.FORWARD, Op.RECOMPUTE: Phase.BACKWARD, Op.BACKWARD: Phase.BACKWARD}
+_COMPUTE = {
+    Op.FORWARD: Phase.FORWARD,
+    Op.RECOMPUTE: Phase.BACKWARD,
+    Op.REMAKE: Phase.BACKWARD,
+    Op.BACKWARD: Phase.BACKWARD,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

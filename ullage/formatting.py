@@ -21,6 +21,12 @@ LANE_WORDS = {
     Lane.SNAPSHOT: "copies for checkpoints",
     Lane.STAGING: "memory for checkpoints",
     Lane.WRITE: "writing checkpoints",
+    Lane.ACTIVATION_IN: "copies of activations to the device",
+    Lane.ACTIVATION_OUT: "copies of activations to the host",
+    Lane.NVME_READ: "reading parameters and activations from NVMe",
+    Lane.NVME_WRITE: "writing activations to NVMe",
+    Lane.NVME_STATE_IN: "reading optimizer state from NVMe",
+    Lane.NVME_STATE_OUT: "writing optimizer state to NVMe",
 }
 """What each lane does, in words."""
 

@@ -55,7 +55,7 @@ def memory_table(memory: dict[Tier, TierMemory], allocator: AllocatorUse | None 
         memory: peaks and capacities.
         allocator: what PyTorch's caching allocator makes of the device's share, if that is known.
     """
-    names = {Tier.GPU: "one device", Tier.HOST: "one host"}
+    names = {Tier.GPU: "one device", Tier.HOST: "one host", Tier.NVME: "its NVMe"}
     result = table("peak memory", "", *(names[tier] for tier in memory))
     for memory_class in MemoryClass:
         held = [use.by_class.get(memory_class, 0) for use in memory.values()]

@@ -9,10 +9,11 @@ from pydantic import ValidationError
 
 from planner.cases.base import Case, CaseError
 from planner.cases.checkpoints import CheckpointCase
+from planner.cases.swapping import SwappingCase
 from planner.cases.training import TrainingCase
 
 # The field that tells a kind of case from the others.
-_KINDS: Mapping[str, type[Case]] = {"checkpoint": CheckpointCase}
+_KINDS: Mapping[str, type[Case]] = {"checkpoint": CheckpointCase, "ssds": SwappingCase}
 
 
 def load_cases(path: Path) -> tuple[Case, ...]:

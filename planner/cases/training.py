@@ -10,7 +10,7 @@ from hwprofiles.profile import HardwareProfile
 from planner.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict
 from planner.costs import CostModel
 from planner.decisions import BF16, Decisions, GradientPath
-from planner.engines import Setup, gpu_only, interleaved, twin_flow, zero_offload
+from planner.engines import Setup, gpu_only, interleaved, twin_flow, zero_infinity, zero_offload
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower, stages
 from planner.models.config import ModelConfig
@@ -251,6 +251,8 @@ def _engine(case: TrainingCase, setup: Setup) -> Decisions:
         candidates = interleaved(setup, (engine.stride,), engine.cpu_optimizer_fraction)
     elif engine.cpu_optimizer_fraction < 1:
         candidates = twin_flow(setup, (engine.cpu_optimizer_fraction,))
+    elif case.offload.optimizer == "nvme":  # its gradients leave through pinned buffers, however others' do
+        return _pick(zero_infinity(setup), case)
     else:
         candidates = zero_offload(setup)
     path = GradientPath.ZERO3_BLOCKING if engine.gradient_flush == "blocking" else GradientPath.ZERO3_ASYNC
@@ -262,7 +264,10 @@ def _requirements(case: TrainingCase) -> Iterator[tuple[str, object, tuple[objec
     engine = case.engine
     offloaded = engine.name != "gpu-only"
     yield "offload.params", case.offload.params, ("gpu", "cpu") if offloaded else ("gpu",)
-    yield "offload.optimizer", case.offload.optimizer, ("cpu",) if offloaded else ("gpu",)
+    offloads = ("cpu", "nvme") if engine.name == "zero3-offload" else ("cpu",)
+    yield "offload.optimizer", case.offload.optimizer, offloads if offloaded else ("gpu",)
+    if case.offload.optimizer == "nvme":
+        yield "engine.cpu_optimizer_fraction", engine.cpu_optimizer_fraction, (1.0,)
     # fp16 products take what bf16 ones take; the optimizer works in fp32 either way.
     yield "precision", case.precision, ("bf16+fp32-adam", "fp16+fp32-adam")
     if case.parallel.pipeline_parallel > 1:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from planner.decisions import Decisions
 from planner.graph import Unit
+from planner.lowering.activations import activations
 from planner.lowering.compute import compute, launch, segments
 from planner.lowering.gradients import gradients
 from planner.lowering.memory import memory
@@ -17,7 +18,7 @@ from planner.lowering.program import Program
 from planner.lowering.updates import updates
 from planner.schedule import Schedule
 
-PASSES: tuple[Callable[[Program], None], ...] = (compute, parameters, gradients, updates, launch, memory)
+PASSES: tuple[Callable[[Program], None], ...] = (compute, parameters, activations, gradients, updates, launch, memory)
 
 
 def lower(units: tuple[Unit, ...], decisions: Decisions, *, asynchronous: bool) -> Schedule:
@@ -64,12 +65,13 @@ def check(units: tuple[Unit, ...], decisions: Decisions) -> None:
                 f"unit {unit.name} has {want} subgroups of at most {decisions.subgroup_params} parameters, but "
                 f"{len(decided.update)} places; give one place per subgroup"
             )
-        if decided.activations == "recompute" and not unit.recompute:
-            raise ValueError(f"unit {unit.name} cannot be recomputed; set its activations to 'keep'")
+        if decided.activations != "keep" and not unit.recompute:
+            verb = "offloaded" if decided.offloads else "recomputed"
+            raise ValueError(f"unit {unit.name} cannot be {verb}; set its activations to 'keep'")
     for segment in segments(units):
         if len({decisions.units[unit.name].activations for unit in segment}) > 1:
             raise ValueError(
-                f"segment {segment[0].segment}: all its units must keep or all recompute their activations"
+                f"segment {segment[0].segment}: all its units must keep, all recompute or all offload their activations"
             )
 
 

@@ -9,14 +9,17 @@ from planner.lowering.program import Draft, Program
 from planner.models.kernels import num_kernels
 from planner.schedule import Lane, Op, Phase
 
-_COMPUTE_OPS = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD})
+_COMPUTE_OPS = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.REMAKE, Op.BACKWARD})
+
+# What runs just before the backward of a segment, by what was decided for its activations.
+AGAIN = {"recompute": Op.RECOMPUTE, "offload": Op.REMAKE, "offload-nvme": Op.REMAKE}
 
 
 def compute(program: Program) -> None:
     """Lay the spine: every micro-batch forward and backward, then the clip barrier.
 
     Segments whose activations are recomputed run forward again just before their backward, as
-    ``torch.utils.checkpoint`` does.
+    ``torch.utils.checkpoint`` does; of those that are offloaded only what is cheap is made again.
     """
     decisions = program.decisions
     if decisions.pipeline_parallel > 1:
@@ -44,9 +47,9 @@ def _compute_in_turn(program: Program) -> None:
         for unit in program.units:
             _append(program, Op.FORWARD, Phase.FORWARD, unit.name, micro_batch)
         for segment in reversed(segments(program.units)):
-            if decisions.units[segment[0].name].activations == "recompute":
+            if again := AGAIN.get(decisions.units[segment[0].name].activations):
                 for unit in segment:
-                    _append(program, Op.RECOMPUTE, Phase.BACKWARD, unit.name, micro_batch)
+                    _append(program, again, Phase.BACKWARD, unit.name, micro_batch)
             for unit in reversed(segment):
                 _append(program, Op.BACKWARD, Phase.BACKWARD, unit.name, micro_batch)
 
@@ -58,10 +61,13 @@ def launch(program: Program) -> None:
     if program.decisions.pipeline_parallel > 1:
         pipeline.launch(program, compute_drafts(program), kernels)
         return
+    blocks = program.decisions.gradient_path.blocks
     for draft in compute_drafts(program):
         issue = Draft(f"issue:{draft.key}", Lane.LAUNCH, Op.ISSUE, draft.phase, draft.unit, draft.micro_batch)
         issue.num_kernels = kernels[draft.op][draft.unit]
         issue.num_modules = modules.get(draft.unit, 0)
+        if blocks:  # the caller itself waits for the copy
+            issue.after = [key for key in draft.after if program.drafts[key].op is Op.FLUSH]
         draft.after.append(issue.key)
         program.before[draft.key].append(program.add(issue))
 

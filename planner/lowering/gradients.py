@@ -1,10 +1,13 @@
 """The pass that takes gradients from backward to where they are needed."""
 
+import itertools
+
 from planner.decisions import GradientPath, Place
 from planner.graph import Unit
 from planner.lowering.compute import compute_drafts
 from planner.lowering.pipeline import exchange_tied, exchanged
 from planner.lowering.program import Draft, Program
+from planner.lowering.storage import spill
 from planner.schedule import Lane, Op, Phase
 
 # Backward may run this many units ahead of the gradients leaving the device, which bounds their memory.
@@ -13,8 +16,11 @@ NUM_GRADIENT_SLOTS = 2
 
 def gradients(program: Program) -> None:
     """Reduce gradients over the ranks and flush those that the host updates, as soon as a unit's backward ends."""
+    decisions = program.decisions
     units = {unit.name: unit for unit in program.units}
+    following = {a.key: b for a, b in itertools.pairwise(program.spine)}
     leaving: list[str] = []
+    spilled: list[str] = []
     for draft in [d for d in compute_drafts(program) if d.op is Op.BACKWARD]:
         unit = units[draft.unit]
         if not unit.num_params:
@@ -25,8 +31,17 @@ def gradients(program: Program) -> None:
         del leaving[:num_over]
         ready = _reduce(program, unit, draft)
         flushed = _flush(program, unit, draft, ready)
+        if flushed:
+            spill(program, unit, draft, flushed, spilled)
         if (gone := flushed or ready) != draft.key:
             leaving.append(gone)
+        waits = flushed if flushed and decisions.gradient_path.blocks else None
+        if waits is None and ready != draft.key and not decisions.gathers_ahead(unit.num_params):
+            waits = ready
+        if waits and draft.key in following:
+            behind = following[draft.key]
+            for waiting in (behind, *(d for d in program.before[behind.key] if d.op is Op.GATHER)):
+                waiting.after.append(waits)
     if program.decisions.reduce_start == "step":
         _reduce_at_step(program)
     if program.decisions.clip:
@@ -120,7 +135,7 @@ def _flush(program: Program, unit: Unit, backward: Draft, ready: str) -> str | N
         draft.num_bytes, draft.pinned, draft.after = bytes_per_param * num_params, pinned, [ready]
         program.behind[backward.key].append(program.add(draft))
         ready = draft.key
-    draft.stalls = not once
+    draft.stalls = not once and not decisions.gradient_path.blocks
     if decisions.clip and backward.micro_batch == decisions.num_micro_batches - 1:
         draft.num_params = num_params  # the norm is taken on the way
     return ready

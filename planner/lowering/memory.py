@@ -1,11 +1,13 @@
 """The pass that states who holds how many bytes of which tier, and when."""
 
-from planner.decisions import STATE_BYTES_PER_PARAM, GradientPath, Place
+from planner.decisions import SPILLED_BYTES_PER_PARAM, STATE_BYTES_PER_PARAM, GradientPath, Place
 from planner.graph import Unit
-from planner.lowering.compute import compute_drafts, segments
+from planner.lowering.activations import evicts
+from planner.lowering.compute import AGAIN, compute_drafts, segments
 from planner.lowering.gradients import flushed_params, placed_params
 from planner.lowering.parameters import assign_slots, gathers
 from planner.lowering.program import Program
+from planner.lowering.storage import nvme_params, spilled_bytes, written_weight_bytes
 from planner.schedule import MemoryClass, Op, Tier
 
 
@@ -21,6 +23,7 @@ def memory(program: Program) -> None:
             _gradients(program, unit, makers[unit.name])
     _tied_gradients(program)
     _state_slots(program)
+    _nvme_slots(program)
     for micro_batch in range(program.decisions.num_micro_batches):
         for segment in segments(program.units):
             _activations(program, segment, micro_batch)
@@ -34,24 +37,34 @@ def memory(program: Program) -> None:
 def _parameters(program: Program) -> None:
     decisions = program.decisions
     weight_bytes = decisions.precision.weight_bytes
-    for slot, num_params in enumerate(assign_slots(program).num_params):
+    slots = assign_slots(program)
+    for slot, num_params in enumerate(slots.num_params):
         program.hold(Tier.GPU, MemoryClass.PARAMETERS, weight_bytes * num_params, f"slot {slot}")
+        if any(slots.of_unit[u.name] == slot for u in program.units if decisions.units[u.name].params == "nvme"):
+            num_bytes = weight_bytes * decisions.shard_params(num_params)
+            program.hold(Tier.HOST, MemoryClass.PARAMETERS, num_bytes, f"buffer of slot {slot}")
     for unit in program.units:
         resident = decisions.shard_params(unit.num_params) if gathers(program) else unit.num_params
         if decisions.units[unit.name].params == "gpu":
             program.hold(Tier.GPU, MemoryClass.PARAMETERS, weight_bytes * resident, unit.name)
         shard = decisions.shard_params(unit.num_params)
-        # The host's copy of what it updates or serves; in fp32 the master copy serves.
-        if not decisions.precision.master_is_weight:
-            host = shard if decisions.units[unit.name].params == "host" else placed_params(program, unit, Place.CPU)
-            program.hold(Tier.HOST, MemoryClass.PARAMETERS, weight_bytes * host, unit.name)
+        # The host's copy of what it updates or serves; in fp32 the master copy serves, where it is on the host.
+        if decisions.units[unit.name].params == "nvme":
+            program.hold(Tier.NVME, MemoryClass.PARAMETERS, written_weight_bytes(program, unit) * shard, unit.name)
+        else:
+            updated = placed_params(program, unit, Place.CPU, Place.NVME)
+            host = shard if decisions.units[unit.name].params == "host" else updated
+            served = nvme_params(program, unit) if decisions.precision.master_is_weight else host
+            program.hold(Tier.HOST, MemoryClass.PARAMETERS, weight_bytes * served, unit.name)
 
 
 def _optimizer(program: Program, unit: Unit) -> None:
     shard = program.decisions.shard_params(unit.num_params)
-    host = placed_params(program, unit, Place.CPU, Place.STREAM)
+    host = placed_params(program, unit, Place.CPU, Place.STREAM, Place.NVME)
     resident_bytes = STATE_BYTES_PER_PARAM - (4 if program.decisions.precision.master_is_weight else 0)
-    program.hold(Tier.HOST, MemoryClass.OPTIMIZER, STATE_BYTES_PER_PARAM * host, unit.name)
+    nvme = nvme_params(program, unit)
+    program.hold(Tier.HOST, MemoryClass.OPTIMIZER, STATE_BYTES_PER_PARAM * (host - nvme), unit.name)
+    program.hold(Tier.NVME, MemoryClass.OPTIMIZER, STATE_BYTES_PER_PARAM * nvme, unit.name)
     program.hold(Tier.GPU, MemoryClass.OPTIMIZER, resident_bytes * (shard - host), unit.name)
 
 
@@ -67,7 +80,7 @@ def _gradients(program: Program, unit: Unit, maker: str) -> None:
         resident -= fixed
     made: str | None = None  # since when whole gradients of this rank pile up
     host_bytes = weight_bytes if decisions.gradient_path is GradientPath.ONCE else 4
-    program.hold(Tier.HOST, MemoryClass.GRADIENTS, host_bytes * host, unit.name)
+    _host_gradients(program, unit, host_bytes)
     summed: str | None = None  # since when the sum that the device updates with is there
     for micro_batch in range(decisions.num_micro_batches):
         made = made or f"{Op.BACKWARD}:{maker}:{micro_batch}"
@@ -87,6 +100,20 @@ def _gradients(program: Program, unit: Unit, maker: str) -> None:
         final = max(p for p, place in enumerate(decisions.units[unit.name].update) if not decisions.flushes(place))
         end = f"{Op.UPDATE}:{unit.name}:{final}"
         program.hold(Tier.GPU, MemoryClass.GRADIENTS, weight_bytes * resident, f"{unit.name} resident", summed, end)
+
+
+def _host_gradients(program: Program, unit: Unit, bytes_per_param: int) -> None:
+    """Hold the host's gradients: always, unless they are spilled and one micro-batch makes them whole."""
+    decisions = program.decisions
+    host, spilled = flushed_params(program, unit), nvme_params(program, unit) if decisions.spill_gradients else 0
+    program.hold(Tier.NVME, MemoryClass.GRADIENTS, SPILLED_BYTES_PER_PARAM * spilled, unit.name)
+    ends: tuple[str, ...] = ()
+    if decisions.num_micro_batches == 1:
+        arrives = "flush" if decisions.gradient_path is GradientPath.ONCE else "flush-bf16"
+        ends = (f"{arrives}:{unit.name}:0", f"{Op.SPILL}:{unit.name}")
+    program.hold(Tier.HOST, MemoryClass.GRADIENTS, bytes_per_param * (host - spilled), unit.name)
+    if spilled:
+        program.hold(Tier.HOST, MemoryClass.GRADIENTS, bytes_per_param * spilled, f"{unit.name} spilled", *ends)
 
 
 def _tied_gradients(program: Program) -> None:
@@ -116,9 +143,26 @@ def _state_slots(program: Program) -> None:
         program.hold(Tier.GPU, MemoryClass.OPTIMIZER, per_param * max(streamed), f"state slot {slot}")
 
 
+def _nvme_slots(program: Program) -> None:
+    """Hold the ring of host buffers: state, spilled gradient and weights to be written of the largest subgroup."""
+    decisions = program.decisions
+    sizes = [
+        n * (STATE_BYTES_PER_PARAM + spilled_bytes(program) + written_weight_bytes(program, unit))
+        for unit in program.units
+        for n, place in zip(decisions.piece_params(unit.num_params), decisions.units[unit.name].update, strict=True)
+        if place is Place.NVME
+    ]
+    for slot in range(min(decisions.num_nvme_slots, len(sizes))):
+        program.hold(Tier.HOST, MemoryClass.OPTIMIZER, max(sizes), f"nvme slot {slot}")
+
+
 def _activations(program: Program, segment: list[Unit], micro_batch: int) -> None:
-    keep = program.decisions.units[segment[0].name].activations == "keep"
+    decided = program.decisions.units[segment[0].name].activations
     first = segment[0]
+    if decided in {"offload", "offload-nvme"}:
+        _offloaded(program, segment, micro_batch)
+        return
+    keep = decided == "keep"
     if not keep:
         program.hold(
             Tier.GPU,
@@ -132,3 +176,24 @@ def _activations(program: Program, segment: list[Unit], micro_batch: int) -> Non
         begin = f"{Op.FORWARD if keep else Op.RECOMPUTE}:{unit.name}:{micro_batch}"
         end = f"{Op.BACKWARD}:{unit.name}:{micro_batch}"
         program.hold(Tier.GPU, MemoryClass.ACTIVATIONS, unit.saved_bytes, unit.name, begin, end)
+
+
+def _offloaded(program: Program, segment: list[Unit], micro_batch: int) -> None:
+    """Hold what is moved on the device until it has left and from when it comes back, and elsewhere in between."""
+    again = AGAIN[program.decisions.units[segment[0].name].activations]
+    for unit in segment:
+        forward, offload, reload, remake, backward, evict, recall = (
+            f"{op}:{unit.name}:{micro_batch}"
+            for op in (Op.FORWARD, Op.OFFLOAD, Op.RELOAD, again, Op.BACKWARD, Op.EVICT, Op.RECALL)
+        )
+        moved, label = unit.swap_bytes, unit.name
+        program.hold(Tier.GPU, MemoryClass.ACTIVATIONS, moved, label, forward, offload)
+        program.hold(Tier.GPU, MemoryClass.ACTIVATIONS, moved, label, reload, backward)
+        rest = max(unit.saved_bytes - moved, 0)
+        program.hold(Tier.GPU, MemoryClass.ACTIVATIONS, rest, f"{label} made again", remake, backward)
+        if evicts(program, segment):
+            program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, moved, label, offload, evict)
+            program.hold(Tier.NVME, MemoryClass.ACTIVATIONS, moved, label, evict, recall)
+            program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, moved, label, recall, reload)
+        else:
+            program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, moved, label, offload, reload)

@@ -46,7 +46,7 @@ def assign_slots(program: Program) -> Slots:
 
 def needs_slot(program: Program, unit: Unit) -> bool:
     """Return whether a unit's full parameters are on the device only while they are in a slot."""
-    return unit.num_params > 0 and (program.decisions.units[unit.name].params == "host" or gathers(program))
+    return unit.num_params > 0 and (program.decisions.units[unit.name].fetched or gathers(program))
 
 
 def gathers(program: Program) -> bool:
@@ -60,6 +60,7 @@ def parameters(program: Program) -> None:
     units = {unit.name: unit for unit in program.units}
     occupant: dict[int, tuple[str, str]] = {}  # slot -> unit in it, key of its latest use
     first_fill: dict[int, str] = {}
+    reads: dict[int, list[str]] = defaultdict(list)  # of parameters on NVMe, by the slot that they are on the way to
     start = program.spine[0].key
     for draft in list(compute_drafts(program)):
         for name in (draft.unit, *units[draft.unit].shared_units):
@@ -70,10 +71,22 @@ def parameters(program: Program) -> None:
             if held != name:
                 filled = _fill(program, units[name], slot, draft, after=used or None, anchor=used or start)
                 draft.after.append(filled[-1])
+                if program.drafts[filled[0]].op is Op.READ:
+                    reads[slot].append(filled.pop(0))
                 first_fill.setdefault(slot, filled[0])
             occupant[slot] = (name, draft.key)
     for slot, key in first_fill.items():
         program.drafts[key].after_previous.append(occupant[slot][1])
+    _bound_reads(program, reads)
+
+
+def _bound_reads(program: Program, reads: dict[int, list[str]]) -> None:
+    """Give every slot one host buffer: it is read into again once what it held has gone on to the device."""
+    for keys in reads.values():
+        fetches = [key.replace(f"{Op.READ}:", f"{Op.FETCH}:", 1) for key in keys]
+        for key, fetched in zip(keys[1:], fetches, strict=False):
+            program.drafts[key].after.append(fetched)
+        program.drafts[keys[0]].after_previous.append(fetches[-1])
 
 
 def _fill(program: Program, unit: Unit, slot: int, user: Draft, after: str | None, anchor: str) -> list[str]:
@@ -81,7 +94,7 @@ def _fill(program: Program, unit: Unit, slot: int, user: Draft, after: str | Non
     decisions = program.decisions
     weight_bytes = decisions.precision.weight_bytes
     tasks: list[Draft] = []
-    if decisions.units[unit.name].params == "host":
+    if decisions.units[unit.name].fetched:
         num_bytes = weight_bytes * decisions.shard_params(unit.num_params)
         tasks.append(Draft(f"fetch:{user.key}:{unit.name}", Lane.H2D, Op.FETCH, user.phase, num_bytes=num_bytes))
     if gathers(program):
@@ -96,6 +109,16 @@ def _fill(program: Program, unit: Unit, slot: int, user: Draft, after: str | Non
     for previous, task in itertools.pairwise(tasks):
         task.after.append(previous.key)
     where = program.behind[anchor] if after else program.before[anchor]
+    if gathers(program) and not decisions.gathers_ahead(unit.num_params):  # not before the caller gets there
+        where = program.before[user.key]
+        position = program.spine.index(user)
+        tasks[-1].after += [draft.key for draft in program.spine[max(position - 1, 0) : position]]
+    if decisions.units[unit.name].params == "nvme":
+        read = Draft(f"read:{user.key}:{unit.name}", Lane.NVME_READ, Op.READ, user.phase, slot=slot)
+        read.num_bytes = tasks[0].num_bytes
+        tasks[0].after.append(read.key)
+        tasks[0].pinned = decisions.pinned_reads
+        tasks.insert(0, read)
     for task in tasks:
         task.unit, task.micro_batch = unit.name, user.micro_batch
         where.append(program.add(task))

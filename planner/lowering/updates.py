@@ -5,6 +5,7 @@ from planner.graph import Unit
 from planner.lowering.gradients import gradient_ready
 from planner.lowering.parameters import first_forward, gathers, issue_ahead
 from planner.lowering.program import Draft, Program
+from planner.lowering.storage import StateRing
 from planner.schedule import Lane, Op, Phase
 
 # A separate pass of DeepSpeed: scaling fp32 gradients in place.
@@ -22,6 +23,7 @@ def updates(program: Program) -> None:
     # What starts during backward is issued behind it, so in its order whatever else was decided.
     forward = decisions.update_order == "forward" and decisions.update_start == "step"
     stream_slots: list[str] = []
+    ring = StateRing(program)
     blocker: str | None = None
     for position, unit in order if forward else reversed(order):
         done: list[str] = []
@@ -35,6 +37,8 @@ def updates(program: Program) -> None:
                 if uploaded and decisions.host_update is not HostUpdate.FUSED:
                     blocker = uploaded  # the thread that updates waits for the copy
                 done.append(uploaded or updated)
+            elif place is Place.NVME:
+                done += _through_nvme(program, ring, unit, piece, num_params, position, ready)
             elif place is Place.GPU:
                 done.append(_place(program, unit, piece, Lane.GPU_UPDATE, Op.UPDATE, ready, num_params=num_params).key)
             else:
@@ -43,6 +47,7 @@ def updates(program: Program) -> None:
             _gate(program, unit, position, done)
     if stream_slots:
         _recycle(program, stream_slots)
+    ring.recycle()
     if program.loop:
         program.loop.after += [draft.key for draft in program.ordered() if draft.phase is Phase.UPDATE]
 
@@ -51,6 +56,8 @@ def _ready(program: Program, unit: Unit, place: Place) -> list[str]:
     """Return the keys after which a unit's gradient is where it is updated, and its clip factor known."""
     last = program.decisions.num_micro_batches - 1
     here = f"flush:{unit.name}:{last}" if program.decisions.flushes(place) else gradient_ready(program, unit)
+    if place is Place.NVME and program.decisions.spill_gradients:
+        here = f"{Op.SPILL}:{unit.name}"
     if program.decisions.clip:
         return [here, "clip"]
     return [here] if program.decisions.update_start == "backward" else [here, program.spine[-1].key]
@@ -85,7 +92,7 @@ def _on_cpu(program: Program, unit: Unit, piece: int, num_params: int, ready: li
 def _upload(program: Program, unit: Unit, piece: int, num_params: int, position: int, updated: str) -> str | None:
     """Bring what the host updated to the device, unless the unit is fetched into a slot anyway."""
     decisions = program.decisions
-    if decisions.units[unit.name].params == "host":
+    if decisions.units[unit.name].fetched:
         return None
     draft = Draft(f"upload:{unit.name}:{piece}", Lane.H2D, Op.UPLOAD, Phase.UPDATE, unit.name, piece=piece)
     fp32 = decisions.host_update is HostUpdate.DEVICE_CAST
@@ -98,6 +105,30 @@ def _upload(program: Program, unit: Unit, piece: int, num_params: int, position:
         draft.after.append(updated)
         _tail(program, unit).append(program.add(draft))
     return draft.key
+
+
+def _through_nvme(
+    program: Program,
+    ring: StateRing,
+    unit: Unit,
+    piece: int,
+    num_params: int,
+    position: int,
+    ready: list[str],
+) -> list[str]:
+    """Read a subgroup's state into a host buffer, update it, write it back; return the keys that gate its unit."""
+    decisions = program.decisions
+    where = _tail(program, unit)
+    swap_in = ring.swap_in(where, unit, piece, num_params, ready)
+    updated = _on_cpu(program, unit, piece, num_params, [*ready, swap_in.key])
+    uploaded = _upload(program, unit, piece, num_params, position, updated)
+    # The thread that would write waits for the copy, unless that is made in the next iteration.
+    waits = decisions.host_update is not HostUpdate.FUSED and not decisions.overlap_next_forward
+    swap_out = ring.swap_out(where, swap_in, unit, num_params, uploaded if uploaded and waits else updated)
+    if decisions.units[unit.name].params == "nvme":
+        return [swap_out.key]
+    # An engine that overlaps nothing ends its step when all is written.
+    return [uploaded or updated] + ([] if decisions.overlap_next_forward else [swap_out.key])
 
 
 def _streamed(
@@ -141,7 +172,10 @@ def _gate(program: Program, unit: Unit, position: int, done: list[str]) -> None:
         done = [_regather(program, unit, position, done)]
     if not decisions.overlap_next_forward:
         start = program.spine[0]
-        for draft in (*program.before[start.key], start):  # what is fetched or gathered before it included
+        gated = [*program.before[start.key], start]  # what is fetched or gathered before it included
+        if decisions.units[unit.name].params == "nvme":  # read ahead of what it waits to be copied for
+            gated.append(program.drafts[program.first_use[unit.name][1]])
+        for draft in gated:
             draft.after_previous += done
         return
     if unit.name in program.first_use:  # fetched or gathered into a slot: the first of those waits

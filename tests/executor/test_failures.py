@@ -12,7 +12,7 @@ from executor.machine import LaneError
 from executor.memory import DeviceMemoryError
 from executor.prepare import prepare_session
 from executor.session import SessionOptions
-from planner.decisions import HostUpdate
+from planner.decisions import HostUpdate, Place
 from planner.loop import OutOfOrderError
 from planner.schedule import Op
 
@@ -133,6 +133,14 @@ def test_a_plan_for_several_devices():
 def test_a_plan_that_models_another_engine():
     with pytest.raises(ValueError, match="host_update"):
         prepare(TASK, decide(TASK, KEEP, host_update=HostUpdate.DEEPSPEED))
+
+
+@pytest.mark.parametrize("change", [{"update": (Place.NVME,)}, {"activations": "offload"}])
+def test_a_plan_that_uses_storage(change):
+    decisions = decide(TASK, KEEP)
+    units = {name: unit.model_copy(update=change) for name, unit in decisions.units.items()}
+    with pytest.raises(ValueError, match=r"policy .* uses NVMe or offloads activations, .* not executed so far"):
+        prepare(TASK, decisions.model_copy(update={"units": units}))
 
 
 def test_another_model():

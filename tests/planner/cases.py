@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
+from typing import get_args
 
 import numpy as np
 from hypothesis import strategies as st
 
 from planner.costs import Price, Resource
-from planner.decisions import Decisions, GradientPath, HostUpdate, Place, Precision, UnitDecision
+from planner.decisions import Activations, Decisions, GradientPath, HostUpdate, Place, Precision, UnitDecision
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
 from planner.models import resolve_model
@@ -26,6 +27,7 @@ def small_units(model: str = "demo-llama", num_layers: int = 2, micro_batch: int
 def decide(model_units: tuple[Unit, ...], place: Place = Place.CPU, *, recompute: bool = False, **options) -> Decisions:
     """Return decisions that treat all units alike."""
     params = options.pop("params", "gpu")
+    activations = options.pop("activations", "recompute" if recompute else "keep")
     empty = Decisions(policy="test", units={}, **options)
     return Decisions(
         policy="test",
@@ -33,7 +35,7 @@ def decide(model_units: tuple[Unit, ...], place: Place = Place.CPU, *, recompute
         units={
             unit.name: UnitDecision(
                 params=params if unit.num_params else "gpu",
-                activations="recompute" if recompute and unit.recompute else "keep",
+                activations=activations if unit.recompute else "keep",
                 update=(place,) * len(empty.piece_params(unit.num_params)),
             )
             for unit in model_units
@@ -60,20 +62,23 @@ def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> Decisions:
         "host_update": draw(st.sampled_from(HostUpdate)),
         "gradient_path": draw(st.sampled_from(GradientPath)),
         "clip": clip,
+        "num_nvme_slots": draw(st.integers(1, 3)),
+        "num_activation_slots": draw(st.integers(1, 3)),
+        "spill_gradients": draw(st.booleans()),
     }
     empty = Decisions(policy="random", units={}, **options)
     segments = sorted({unit.segment for unit in model_units if unit.recompute})
-    recomputed = draw(st.sets(st.sampled_from(segments)))
+    activations = {segment: draw(st.sampled_from(get_args(Activations))) for segment in segments}
     never_on_host = ranks > 1 and options["zero_stage"] in {1, 2}
     chosen = {}
     for unit in model_units:
-        host = unit.num_params > 0 and not never_on_host and draw(st.booleans())
-        places = [Place.CPU, Place.STREAM] + ([] if host else [Place.GPU])
+        anywhere = unit.num_params > 0 and not never_on_host
+        params = draw(st.sampled_from(["gpu", "host", "nvme"])) if anywhere else "gpu"
+        places = {"gpu": list(Place), "host": [Place.CPU, Place.STREAM, Place.NVME], "nvme": [Place.NVME]}[params]
         count = len(empty.piece_params(unit.num_params))
         update = draw(st.lists(st.sampled_from(places), min_size=count, max_size=count))
-        recompute = unit.segment in recomputed
         chosen[unit.name] = UnitDecision(
-            params="host" if host else "gpu", activations="recompute" if recompute else "keep", update=tuple(update)
+            params=params, activations=activations.get(unit.segment, "keep"), update=tuple(update)
         )
     return Decisions(policy="random", units=chosen, **options)
 

@@ -81,7 +81,7 @@ class Walk:
         for iteration in range(NUM_ITERATIONS):
             for task in self.schedule.tasks:
                 self.node = (iteration, task.index)
-                getattr(self, f"_{task.op}")(task)
+                getattr(self, f"_{task.op.name.lower()}")(task)
         self._once()
         self._ahead()
         return self.found
@@ -127,8 +127,11 @@ class Walk:
         """Whether a part of a unit's gradient is updated on the device without having left it."""
         return not all(self.decisions.flushes(place) for place in self.places(unit))
 
-    def on_host(self, unit: str) -> bool:
-        return self.decisions.units[unit].params == "host"
+    def fetched(self, unit: str) -> bool:
+        return self.decisions.units[unit].fetched
+
+    def on_nvme(self, unit: str) -> bool:
+        return self.decisions.units[unit].params == "nvme"
 
     # -- compute --------------------------------------------------------------------------------------------------
 
@@ -149,12 +152,39 @@ class Walk:
 
     def _forward(self, task: Task) -> None:
         self._weights(task)
-        if self.decisions.units[task.unit].activations == "keep":
+        if self.decisions.units[task.unit].activations != "recompute":
             self.write(("activations", task.unit, task.micro_batch), self.node[0])
         self.write(("hidden", task.micro_batch), task.unit)
 
     def _recompute(self, task: Task) -> None:
         self._weights(task)
+        self.write(("activations", task.unit, task.micro_batch), self.node[0])
+
+    def _offload(self, task: Task) -> None:
+        """What leaves the device is gone from there."""
+        place = ("activations", task.unit, task.micro_batch)
+        self.expect(self.read(place), self.node[0], "activations of iteration")
+        self.write(("host activations", task.unit, task.micro_batch), self.node[0])
+        self.write(place, None)
+
+    def _evict(self, task: Task) -> None:
+        self._pass_on(task, "host activations", "nvme activations")
+
+    def _recall(self, task: Task) -> None:
+        self._pass_on(task, "nvme activations", "host activations")
+
+    def _reload(self, task: Task) -> None:
+        self._pass_on(task, "host activations", "products")
+
+    def _pass_on(self, task: Task, source: str, target: str) -> None:
+        place = (source, task.unit, task.micro_batch)
+        self.expect(self.read(place), self.node[0], f"{source} of iteration")
+        self.write((target, task.unit, task.micro_batch), self.node[0])
+        self.write(place, None)
+
+    def _remake(self, task: Task) -> None:
+        self._weights(task)
+        self.expect(self.read(("products", task.unit, task.micro_batch)), self.node[0], "products of iteration")
         self.write(("activations", task.unit, task.micro_batch), self.node[0])
 
     def _backward(self, task: Task) -> None:
@@ -173,8 +203,16 @@ class Walk:
 
     # -- parameters -----------------------------------------------------------------------------------------------
 
+    def _read(self, task: Task) -> None:
+        self.expect(task.slot, self.slot_of[task.unit], "its slot as")
+        self.write(("buffer of", task.slot), (task.unit, self._version(task.unit, "nvme weights")))
+
     def _fetch(self, task: Task) -> None:
-        version = self._version(task.unit, "host weights")
+        if self.on_nvme(task.unit):
+            name, version = self.read(("buffer of", self.slot_of[task.unit]), ("", -1))
+            self.expect(name, task.unit, "in the host buffer")
+        else:
+            version = self._version(task.unit, "host weights")
         # A shard that is about to be gathered lands in its place in the slot.
         self.write(
             ("slot", self.slot_of[task.unit]), (task.unit, "shard", version) if self.gathers else (task.unit, version)
@@ -185,7 +223,7 @@ class Walk:
         if not self.gathers:
             self.write(("whole", task.unit), self._version(task.unit, "device"))
             return
-        if self.on_host(task.unit):
+        if self.fetched(task.unit):
             name, kind, version = self.read(("slot", self.slot_of[task.unit]), ("", "", -1))
             self.expect((name, kind), (task.unit, "shard"), "in the slot")
         else:
@@ -245,6 +283,13 @@ class Walk:
             old = self.read(place, frozenset()) if task.micro_batch else frozenset()
             self.write(place, old | {(self.node[0], micro_batch) for micro_batch in new})
 
+    def _spill(self, task: Task) -> None:
+        for piece, place in enumerate(self.places(task.unit)):
+            if place is Place.NVME:
+                self._summed(task.unit, piece, Place.CPU)
+                gradient = self.read(("host gradient", task.unit, piece), frozenset())
+                self.write(("nvme gradient", task.unit, piece), gradient)
+
     def _clip(self, _task: Task) -> None:
         """The norm is that of the summed gradient: on the device where it stays there, else read on the host."""
         for name, unit in self.units.items():
@@ -280,7 +325,7 @@ class Walk:
 
     def _pass(self, task: Task) -> None:
         self._clipped()
-        self._summed(task.unit, task.piece, Place.CPU)
+        self._gradient_of(task)
         self.write(("scaled", task.unit, task.piece), self.node[0])
         place = ("host gradient", task.unit, task.piece)
         self.write(place, self.memory.get(place))
@@ -291,15 +336,21 @@ class Walk:
     def _update(self, task: Task) -> None:
         self.updated[self.node[0], task.unit, task.piece] += 1
         place = self.places(task.unit)[task.piece]
-        self.expect(task.lane, Lane.CPU if place is Place.CPU else Lane.GPU_UPDATE, "its lane as")
-        if self.decisions.host_update is not HostUpdate.DEEPSPEED or place is not Place.CPU:
+        on_cpu = place in {Place.CPU, Place.NVME}
+        self.expect(task.lane, Lane.CPU if on_cpu else Lane.GPU_UPDATE, "its lane as")
+        fused = self.decisions.host_update is not HostUpdate.DEEPSPEED or not on_cpu
+        if fused:
             self._clipped()
         else:
             self.expect(self.read(("scaled", task.unit, task.piece)), self.node[0], "gradients scaled in iteration")
-        if place is not Place.STREAM or not self.decisions.flushes(place):
+        stays = place is Place.STREAM and not self.decisions.flushes(place)
+        if place in {Place.CPU, Place.GPU} or stays:
             self._summed(task.unit, task.piece, place)
         if place is Place.STREAM:
             self._update_streamed(task)
+            return
+        if place is Place.NVME:
+            self._update_swapped(task)
             return
         state = ("host state" if place is Place.CPU else "device state", task.unit, task.piece)
         self.expect(self.read(state, 0), self.node[0], "state of version")
@@ -326,14 +377,53 @@ class Walk:
         slot = ("state slot", self.memory.get(("loaded into", task.unit, task.piece)))
         self.expect(self.read(slot), (task.unit, task.piece, self.node[0]), "in the state slot")
         self.write(slot, (task.unit, task.piece, self.node[0] + 1))
-        if not self.on_host(task.unit):
+        if not self.fetched(task.unit):
             self.write(("device", task.unit, task.piece), self.node[0] + 1)
+
+    def _from_nvme(self, task: Task) -> bool:
+        return self.places(task.unit)[task.piece] is Place.NVME
+
+    def _buffer(self, task: Task) -> Hashable:
+        return ("nvme slot", self.memory.get(("swapped into", task.unit, task.piece)))
+
+    def _gradient_of(self, task: Task) -> None:
+        """The gradient that an update on the host uses: on the host, or in the buffer that it was read into."""
+        if self._from_nvme(task) and self.decisions.spill_gradients:
+            wanted = {(self.node[0], m) for m in range(self.decisions.num_micro_batches)}
+            self.expect(self.read(self._buffer(task), (None,))[-1], wanted, "in the buffer gradients")
+        else:
+            self._summed(task.unit, task.piece, Place.CPU)
+
+    def _swap_in(self, task: Task) -> None:
+        self.expect(task.slot in range(self.decisions.num_nvme_slots), True, "its nvme slot to exist:")
+        gradient = None
+        if self.decisions.spill_gradients:
+            gradient = self.read(("nvme gradient", task.unit, task.piece))
+        version = self.read(("nvme state", task.unit, task.piece), 0)
+        self.write(("nvme slot", task.slot), (task.unit, task.piece, version, gradient))
+        self.memory["swapped into", task.unit, task.piece] = task.slot
+
+    def _update_swapped(self, task: Task) -> None:
+        self._gradient_of(task)
+        place = self._buffer(task)
+        held = self.read(place, (None, None, None, None))
+        self.expect(held[:3], (task.unit, task.piece, self.node[0]), "in the buffer")
+        self.write(place, (task.unit, task.piece, self.node[0] + 1, held[3]))
+        if not self.on_nvme(task.unit):
+            self.write(("host weights", task.unit, task.piece), self.node[0] + 1)
+
+    def _swap_out(self, task: Task) -> None:
+        held = self.read(self._buffer(task), (None, None, None))
+        self.expect(held[:3], (task.unit, task.piece, self.node[0] + 1), "in the buffer")
+        self.write(("nvme state", task.unit, task.piece), self.node[0] + 1)
+        if self.on_nvme(task.unit):
+            self.write(("nvme weights", task.unit, task.piece), self.node[0] + 1)
 
     def _store(self, task: Task) -> None:
         slot = ("state slot", self.memory.get(("loaded into", task.unit, task.piece)))
         self.expect(self.read(slot), (task.unit, task.piece, self.node[0] + 1), "in the state slot")
         self.write(("host state", task.unit, task.piece), self.node[0] + 1)
-        if self.on_host(task.unit):
+        if self.fetched(task.unit):
             self.write(("host weights", task.unit, task.piece), self.node[0] + 1)
 
     def _issue(self, task: Task) -> None:

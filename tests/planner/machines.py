@@ -1,6 +1,6 @@
 """A machine whose every number is round, so that prices can be calculated by hand."""
 
-from hwprofiles.profile import Device, Fabric, HardwareProfile, Host, Link
+from hwprofiles.profile import Device, Fabric, HardwareProfile, Host, Link, Storage
 from hwprofiles.quantity import Curve, CurvePoint, Provenance, Quantity, SizeUnit, Unit
 
 ASSUMED = Provenance(origin="assumed", source="round numbers for tests")
@@ -30,8 +30,14 @@ def machine(
     rows_half: float = 0,
     via_host_link: bool = False,
     inter_node: bool = True,
+    nvme_bytes: float = 1e15,
+    nvme_both: float | None = None,
+    nvme_drives: int | None = 4,
 ) -> HardwareProfile:
-    """Return a machine: 1e14 FLOP/s, links of 2e10 B/s (3e10 both ways), DRAM of 1e11 B/s, 8 cores (4 update)."""
+    """Return a machine: 1e14 FLOP/s, links of 2e10 B/s (3e10 both ways), DRAM of 1e11 B/s, 8 cores (4 update).
+
+    Its NVMe has 4 drives, which read 8e9 and write 4e9 B/s.
+    """
     speed = {"bf16": rate(1e14, "flop"), "fp32": rate(5e13, "flop")}
     device = Device(
         name="round",
@@ -66,6 +72,13 @@ def machine(
     intra = Fabric(
         bytes_per_s=quantity(1e11, "bytes_per_s"), latency_s=quantity(1e-5, "s"), via_host_link=via_host_link
     )
+    nvme = nvme_bytes and Storage(
+        capacity_bytes=quantity(nvme_bytes, "bytes"),
+        read=rate(8e9, "bytes"),
+        write=rate(4e9, "bytes"),
+        num_drives=nvme_drives,
+        both_bytes_per_s=quantity(nvme_both, "bytes_per_s") if nvme_both else None,
+    )
     inter = Fabric(bytes_per_s=quantity(1e10, "bytes_per_s"), latency_s=quantity(2e-5, "s"))
     return HardwareProfile(
         name="round",
@@ -74,6 +87,7 @@ def machine(
         devices_per_node=devices_per_node,
         host=host,
         host_link=link,
+        nvme=nvme or None,
         intra_node=intra if devices_per_node > 1 else None,
         inter_node=inter if inter_node else None,
         topology=tuple((f"{kind}{i}", "dram") for i in range(devices_per_node)),

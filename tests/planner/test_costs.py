@@ -127,11 +127,37 @@ def test_collectives() -> None:
         model(machine(devices_per_node=4, inter_node=False), ranks=8).price(gather)
 
 
+@pytest.mark.parametrize(
+    ("lane", "op", "resource", "rate"),
+    [
+        (Lane.NVME_STATE_IN, Op.SWAP_IN, "NVME_READ", 2e9),
+        (Lane.NVME_READ, Op.READ, "NVME_READ", 2e9),
+        (Lane.NVME_STATE_OUT, Op.SWAP_OUT, "NVME_WRITE", 1e9),
+        (Lane.NVME_WRITE, Op.EVICT, "NVME_WRITE", 1e9),
+    ],
+)
+def test_ranks_share_their_nodes_drives(lane: Lane, op: Op, resource: str, rate: float) -> None:
+    price = model(machine(devices_per_node=4), ranks=8).price(task(lane, op, num_bytes=10**10))
+    check(price, 1e10 / rate, DRAM=rate, NVME=rate, **{resource: rate})
+
+
+def test_drives_that_lose_when_mixed_bound_the_sum() -> None:
+    cost = model(machine(nvme_both=5e9))
+    assert cost.capacities()[Resource.NVME] == 5e9
+    # One direction alone is never slower for it.
+    assert dict(cost.price(task(Lane.NVME_READ, Op.READ, num_bytes=10**10)).uses)[Resource.NVME] == 5e9
+
+
+def test_a_machine_without_drives_says_so() -> None:
+    with pytest.raises(ValueError, match="profile round has no nvme; add it"):
+        model(machine(nvme_bytes=0)).price(task(Lane.NVME_READ, Op.READ, num_bytes=1))
+
+
 def test_capacities_are_one_ranks_share() -> None:
     cost = model(machine(devices_per_node=4), ranks=8)
     assert cost.ranks_per_node == 4
-    shares = {"DEVICE": 1, "CORES": 2, "DRAM": 2.5e10, "LINK_DOWN": 2e10, "LINK_UP": 2e10, "LINK": 3e10, "FABRIC": 1}
-    expected = uses(**shares, STORE=1, INTERPRETER=1)
+    expected = uses(DEVICE=1, CORES=2, DRAM=2.5e10, LINK_DOWN=2e10, LINK_UP=2e10, LINK=3e10, FABRIC=1)
+    expected |= uses(NVME_READ=2e9, NVME_WRITE=1e9, NVME=3e9, STORE=1, INTERPRETER=1)
     assert cost.capacities() == expected
     assert model(machine(devices_per_node=4), ranks=2).capacities()[Resource.CORES] == 4
 

@@ -1,5 +1,6 @@
 """Engine policies: what they place, and what follows from it on machines with round numbers."""
 
+import re
 from collections import Counter
 
 import pytest
@@ -9,11 +10,31 @@ from machines import machine
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.costs import CostModel
-from planner.decisions import Decisions, GradientPath, HostUpdate, Place
-from planner.engines import POLICIES, Mix, Setup, gpu_only, interleaved, mixed, pieces, twin_flow
+from planner.decisions import (
+    SPILLED_BYTES_PER_PARAM,
+    STATE_BYTES_PER_PARAM,
+    Decisions,
+    GradientPath,
+    HostUpdate,
+    Place,
+)
+from planner.engines import (
+    POLICIES,
+    STORAGE_POLICIES,
+    Mix,
+    Setup,
+    gpu_only,
+    interleaved,
+    mixed,
+    pieces,
+    ratel,
+    swappable,
+    twin_flow,
+    zero_infinity,
+)
 from planner.lowering import lower
 from planner.models import resolve_model
-from planner.planning import Request, prepare
+from planner.planning import Request, _shortfall, prepare
 from planner.prediction import memory_peaks
 from planner.schedule import Op, Tier
 from planner.search import Scorer
@@ -78,6 +99,46 @@ def test_what_policies_are() -> None:
     assert {name: d.policy for name, d in first.items()} == {name: name for name in POLICIES}
     stages = {d.zero_stage for d in gpu_only(setup(data_parallel=4))}
     assert stages == {1, 2, 3}
+
+
+def test_what_storage_policies_are() -> None:
+    first = {name: next(iter(policy(setup()))) for name, policy in STORAGE_POLICIES.items()}
+    assert {name: d.policy for name, d in first.items()} == {name: name for name in STORAGE_POLICIES}
+    assert all(set(places(d)) == {Place.NVME} and not d.executable for d in first.values())
+    infinity, swapping = first["zero-infinity"], first["ratel"]
+    assert infinity.spill_gradients
+    assert infinity.gradient_path is GradientPath.ZERO3_PINNED
+    assert {unit.params for unit in infinity.units.values()} == {"gpu"}
+    assert (swapping.clip, swapping.update_start) == (False, "backward")
+    assert {unit.params for unit in swapping.units.values()} == {"nvme"}
+
+
+def test_every_number_of_swapped_segments_is_tried() -> None:
+    names = swappable(setup())
+    tried = [{unit.segment for unit in UNITS if decisions.units[unit.name].offloads} for decisions in ratel(setup())]
+    assert tried == [set(names[:count]) for count in range(len(names) + 1)]
+    (some,) = ratel(setup(), (2,), num_on_host=1)
+    assert [some.units[f"{name}.attn"].activations for name in names[:2]] == ["offload-nvme", "offload"]
+
+
+def test_pipelines_make_swapping_faster() -> None:
+    """The swapper takes turns; reading ahead helps, and writing behind too, by no more than the whole update."""
+    times = [
+        iteration_s(machine(), next(iter(zero_infinity(setup(), pipeline_read=r, pipeline_write=w))))
+        for r, w in ((False, False), (True, False), (True, True))
+    ]
+    assert times[0] > times[1] >= times[2]
+    assert times[2] < iteration_s(machine(), next(iter(POLICIES["zero-offload-blocking"](setup())))) + times[0]
+
+
+def test_storage_policies_in_the_order_of_what_they_overlap() -> None:
+    """State on NVMe is slower than on the host; updates during backward are faster than after it."""
+    infinity, swapping = (
+        min(iteration_s(machine(), d) for d in policy(setup())) for policy in STORAGE_POLICIES.values()
+    )
+    on_host = min(iteration_s(machine(), d) for d in POLICIES["zero-offload-blocking"](setup()))
+    assert swapping < infinity
+    assert on_host < infinity
 
 
 def test_engines_in_the_order_that_overlap_implies() -> None:
@@ -171,3 +232,20 @@ def test_prepare_makes_units_for_the_batch_and_the_precision() -> None:
         == 2
         * prepare(Request(resolve_model("demo-llama"), machine(), seq_len=64, micro_batch=1))[0].units[1].saved_bytes
     )
+
+
+def test_too_little_nvme_is_named() -> None:
+    """What drives cannot hold is rejected before simulating, with the tier's name and a remedy; so is having none."""
+    for num_bytes, message in ((1e7, r"nvme \(1 device\(s\) per node\) lacks .* more nodes"), (0, "has no nvme")):
+        request = Request(resolve_model("demo-llama"), machine(nvme_bytes=num_bytes), seq_len=64, micro_batch=1)
+        chosen, workload, cost = prepare(request)
+        decisions = next(zero_infinity(chosen))
+        if not num_bytes:
+            with pytest.raises(ValueError, match=message):
+                Scorer(workload, cost).score(decisions)
+            continue
+        candidate = Scorer(workload, cost).score(decisions)
+        held = STATE_BYTES_PER_PARAM + SPILLED_BYTES_PER_PARAM
+        total = sum(unit.num_params for unit in chosen.units)
+        assert candidate.missing_bytes == {Tier.NVME: held * total - num_bytes}
+        assert re.search(message, _shortfall(request, candidate, cost, chosen.units))

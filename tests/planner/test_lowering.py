@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from planner.costs import CostModel
 from planner.decisions import STATE_BYTES_PER_PARAM, Decisions, GradientPath, HostUpdate, Place, Precision
-from planner.engines import POLICIES, Mix, Setup, mixed
+from planner.engines import POLICIES, STORAGE_POLICIES, Mix, Setup, mixed
 from planner.graph import Unit
 from planner.lowering import lower, slots
 from planner.schedule import Lane, MemoryClass, Op, Schedule, Tier
 from planner.simulate.machine import run
 from planner.timeline import memory_use
 
+ALL_POLICIES = POLICIES | STORAGE_POLICIES
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -37,11 +38,11 @@ def test_safe_in_simulated_time(case: Case, seed: int) -> None:
 
 
 @settings(SLOW, max_examples=20)
-@given(st.sampled_from(MODELS), st.sampled_from(sorted(POLICIES)), st.sampled_from([1, 4]), st.integers(1, 2))
+@given(st.sampled_from(MODELS), st.sampled_from(sorted(ALL_POLICIES)), st.sampled_from([1, 4]), st.integers(1, 2))
 def test_every_engine_policy_is_safe(model: str, policy: str, ranks: int, num_micro_batches: int) -> None:
     units = small_units(model)
     setup = Setup(units, data_parallel=ranks, num_micro_batches=num_micro_batches, subgroup_params=1_000_000)
-    for decisions in POLICIES[policy](setup):
+    for decisions in ALL_POLICIES[policy](setup):
         schedule = lower(units, decisions, asynchronous=True)
         assert violations(schedule, units, decisions, ordered_by_rules(schedule)) == []
 
@@ -61,6 +62,19 @@ BROKEN = {
     "zero-2": decide(DENSE, Place.CPU, data_parallel=2, zero_stage=2),
     "zero-3": decide(DENSE, Place.CPU, data_parallel=2, zero_stage=3),
     "zero-3, fetched": decide(DENSE, Place.CPU, data_parallel=2, zero_stage=3, params="host"),
+    "nvme": decide(DENSE, Place.NVME, params="nvme", num_nvme_slots=1, num_param_slots=1),
+    "nvme, shared buffers": decide(DENSE, Place.NVME, clip=False, num_nvme_slots=2, subgroup_params=1_000_000),
+    "nvme, deepspeed": decide(
+        DENSE,
+        Place.NVME,
+        gradient_path=GradientPath.ZERO3_PINNED,
+        spill_gradients=True,
+        num_nvme_slots=1,
+        host_update=HostUpdate.DEEPSPEED,
+        overlap_next_forward=False,
+    ),
+    "offloaded": decide(DENSE, activations="offload", num_activation_slots=1, num_micro_batches=2),
+    "offloaded to nvme": decide(DENSE, activations="offload-nvme", num_activation_slots=1),
     "no clip": decide(DENSE, Place.CPU, clip=False, update_start="backward", update_order="backward"),
 }
 # Time, not safety: the thread that updates waits for its own unpinned copy, and the caller steps before it computes.
@@ -69,6 +83,17 @@ NOT_FOR_SAFETY = {
     ("after", Op.STEP, Op.BACKWARD),
     ("after", Op.STEP, Op.CLIP),
     ("after_previous", Op.FORWARD, Op.STEP),
+    # An engine that overlaps nothing waits for what is written to NVMe.
+    ("after_previous", Op.FORWARD, Op.SWAP_OUT),
+    ("after", Op.SWAP_OUT, Op.UPLOAD),
+    ("after", Op.SWAP_IN, Op.CLIP),
+    # These bound how much is on its way: see test_no_more_is_on_its_way_than_there_are_slots.
+    ("after", Op.FORWARD, Op.OFFLOAD),
+    ("after", Op.OFFLOAD, Op.EVICT),
+    ("after", Op.RECALL, Op.FORWARD),
+    ("after", Op.RECALL, Op.RELOAD),
+    ("after", Op.RELOAD, Op.FORWARD),
+    ("after", Op.RELOAD, Op.BACKWARD),
 }
 
 
@@ -157,26 +182,85 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
         updated[task.lane] += task.num_params
     weight, batches = decisions.precision.weight_bytes, decisions.num_micro_batches
     params = dict.fromkeys(Place, 0)
-    uploaded = stored_weights = 0
+    uploaded = stored_weights = read = 0
     for unit in case.units:
         decided = decisions.units[unit.name]
         for n, place in zip(decisions.piece_params(unit.num_params), decided.update, strict=True):
             params[place] += n
-            uploaded += n * (place is Place.CPU and decided.params == "gpu")
+            uploaded += n * (place in {Place.CPU, Place.NVME} and decided.params == "gpu")
+            read += n * (decided.params == "nvme")
             stored_weights += n * (place is Place.STREAM and decided.params == "host")
     total = sum(decisions.shard_params(unit.num_params) for unit in case.units)
     assert sum(params.values()) == total
-    assert updated[Lane.CPU] == params[Place.CPU]
+    assert updated[Lane.CPU] == params[Place.CPU] + params[Place.NVME]
     assert updated[Lane.GPU_UPDATE] == params[Place.GPU] + params[Place.STREAM]
     once = decisions.gradient_path is GradientPath.ONCE
-    leaving = params[Place.CPU] + (params[Place.STREAM] if once else 0)
+    leaving = params[Place.CPU] + params[Place.NVME] + (params[Place.STREAM] if once else 0)
     assert moved[Op.FLUSH] == (weight + (0 if once else 4)) * leaving * batches
     gradient_loads = weight * (params[Place.STREAM] if once else leaving * batches)
     assert moved[Op.LOAD] == STATE_BYTES_PER_PARAM * params[Place.STREAM] + gradient_loads
     no_master = 0 if decisions.precision.master_is_weight else weight * stored_weights
     assert moved[Op.STORE] == STATE_BYTES_PER_PARAM * params[Place.STREAM] + no_master
     assert moved[Op.UPLOAD] == (4 if decisions.host_update is HostUpdate.DEVICE_CAST else weight) * uploaded
-    assert moved[Op.PASS] == (8 if decisions.host_update is HostUpdate.DEEPSPEED else 0) * params[Place.CPU]
+    scaled = params[Place.CPU] + params[Place.NVME]
+    assert moved[Op.PASS] == (8 if decisions.host_update is HostUpdate.DEEPSPEED else 0) * scaled
+    spilled = 4 * params[Place.NVME] * decisions.spill_gradients
+    assert moved[Op.SPILL] == spilled
+    assert moved[Op.SWAP_IN] == STATE_BYTES_PER_PARAM * params[Place.NVME] + spilled
+    written = 0 if decisions.precision.master_is_weight else weight * read
+    assert moved[Op.SWAP_OUT] == STATE_BYTES_PER_PARAM * params[Place.NVME] + written
+    assert read * weight <= moved[Op.READ]  # once at least; again where another unit was in the slot
+    assert moved[Op.READ] <= moved[Op.FETCH]
+    swapped = [u.swap_bytes * batches for u in case.units if decisions.units[u.name].offloads]
+    evicted = [u.swap_bytes * batches for u in case.units if decisions.units[u.name].activations == "offload-nvme"]
+    assert moved[Op.OFFLOAD] == moved[Op.RELOAD] == sum(swapped)
+    assert moved[Op.EVICT] == moved[Op.RECALL] == sum(evicted)
+
+
+@settings(SLOW, max_examples=60)
+@given(cases(), st.integers(0, 2**32 - 1))
+def test_no_more_is_on_its_way_than_there_are_slots(case: Case, seed: int) -> None:
+    """Whatever tasks take: buffers of one kind that are held at once are never more than their slots."""
+    timeline = run(case.schedule, *random_prices(case.schedule, seed), NUM_ITERATIONS)
+    count = case.decisions.num_activation_slots
+    segment_of = {unit.name: unit.segment for unit in case.units}
+    stays = (
+        (Op.FORWARD, Op.OFFLOAD, count),
+        (Op.RELOAD, Op.BACKWARD, count),
+        (Op.OFFLOAD, Op.EVICT, count),
+        (Op.RECALL, Op.RELOAD, count),
+        (Op.SWAP_IN, Op.SWAP_OUT, case.decisions.num_nvme_slots),
+        (Op.SPILL, Op.SPILL, 1),
+    )
+    for begin, end, limit in stays:
+        held: dict[tuple, list[float]] = {}
+        finished = {(t.unit, t.micro_batch, t.piece) for t in case.schedule.tasks if t.op is end}
+        for span in timeline.of_iteration(1):
+            task = case.schedule.tasks[span.task]
+            if task.op not in {begin, end} or (task.unit, task.micro_batch, task.piece) not in finished:
+                continue
+            swaps = begin is Op.SWAP_IN
+            key = (task.unit, task.piece) if swaps else (segment_of[task.unit], task.micro_batch)
+            if begin is Op.RELOAD and not case.decisions.units[task.unit].offloads:
+                continue
+            low, high = held.get(key, [span.start_s, span.end_s])
+            held[key] = [min(low, span.start_s), max(high, span.end_s)]
+        events = sorted(event for low, high in held.values() for event in ((low, 1), (high, -1)) if high > low)
+        most = now = 0
+        for _, change in events:
+            now += change
+            most = max(most, now)
+        assert most <= limit, (begin, end)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_gradients_are_spilled_no_further_behind_than_buffers_reach(slots: int, monkeypatch) -> None:
+    monkeypatch.setattr("planner.lowering.storage.NUM_SPILL_SLOTS", slots)
+    decisions = decide(DENSE, Place.NVME, spill_gradients=True)
+    schedule = lower(DENSE, decisions, asynchronous=False)
+    spills = [t.index for t in schedule.tasks if t.op is Op.SPILL]
+    waits = [i for t in schedule.tasks if t.op is Op.BACKWARD for i in t.after if i in spills]
+    assert waits == spills[: len(DENSE) - slots]
 
 
 def test_units_fetched_once_per_use_in_sight() -> None:
@@ -317,6 +401,7 @@ def test_the_host_issues_every_compute_task_of_a_device_that_runs_apart() -> Non
         ("layers.0.attn", {"update": ()}, "has 1 subgroups .* but 0 places"),
         ("layers.0.attn", {"activations": "recompute"}, "segment layers.0"),
         ("embed", {"activations": "recompute"}, "embed cannot be recomputed"),
+        ("head", {"activations": "offload"}, "head cannot be offloaded"),
     ],
 )
 def test_decisions_that_do_not_fit_are_refused(unit: str, change: dict[str, object], message: str) -> None:
@@ -335,6 +420,8 @@ def test_decisions_for_another_model_are_refused() -> None:
     ("options", "message"),
     [
         ({"clip": True, "update_start": "backward"}, "set update_start to 'step' or clip to false"),
+        ({"params": "nvme", "place": Place.GPU}, "set params to 'gpu' or update to"),
+        ({"params": "nvme", "place": Place.CPU}, "set update to 'nvme' or params to 'host'"),
         ({"params": "host", "place": Place.GPU}, "set params to 'gpu' or update to"),
         ({"params": "host", "data_parallel": 2, "zero_stage": 1}, "set params to 'gpu' or zero_stage to 3"),
         ({"params": "host", "data_parallel": 2, "zero_stage": 2}, "set params to 'gpu' or zero_stage to 3"),
@@ -372,6 +459,8 @@ def test_mixes_are_valid(data: st.DataObject) -> None:
 
 def test_prices_exist_for_all_of_a_schedule(profile) -> None:
     for decisions in BROKEN.values():
+        if profile.nvme is None and decisions.uses_storage:
+            continue
         schedule = lower(DENSE, decisions, asynchronous=True)
         cost = CostModel(profile, DENSE, decisions.precision, decisions.data_parallel)
         assert len(cost.prices(schedule)) == len(schedule.tasks)
