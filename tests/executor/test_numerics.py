@@ -56,7 +56,7 @@ def plans(draw):
 
     def choose(unit, count):
         params = draw(st.sampled_from(["gpu", "host"]))
-        places = [p for p in Place if params == "gpu" or p is not Place.GPU]
+        places = [Place.CPU, Place.STREAM] + ([Place.GPU] if params == "gpu" else [])
         activations = "recompute" if unit.segment in {f"layers.{i}" for i in recomputed} else "keep"
         return params, activations, draw(st.lists(st.sampled_from(places), min_size=count, max_size=count))
 

@@ -288,7 +288,7 @@ def test_memory_taken_once_is_what_the_schedule_says(choose, dtype):
     task = Task("llama", dtype)
     _, optimizer = prepare(task, decide(task, choose))
     with optimizer.session as session:
-        for tier in Tier:
+        for tier in (Tier.GPU, Tier.HOST):
             stated = {}
             for buffer in session.schedule.buffers:
                 if buffer.tier is tier and buffer.first is None and buffer.memory_class != "workspace":

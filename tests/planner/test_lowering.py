@@ -234,10 +234,12 @@ def test_no_more_is_on_its_way_than_there_are_slots(case: Case, seed: int) -> No
     )
     for begin, end, limit in stays:
         held: dict[tuple, list[float]] = {}
-        finished = {(t.unit, t.micro_batch, t.piece) for t in case.schedule.tasks if t.op is end}
+        begun, ended = (
+            {(t.unit, t.micro_batch, t.piece) for t in case.schedule.tasks if t.op is op} for op in (begin, end)
+        )
         for span in timeline.of_iteration(1):
             task = case.schedule.tasks[span.task]
-            if task.op not in {begin, end} or (task.unit, task.micro_batch, task.piece) not in finished:
+            if task.op not in {begin, end} or (task.unit, task.micro_batch, task.piece) not in begun & ended:
                 continue
             swaps = begin is Op.SWAP_IN
             key = (task.unit, task.piece) if swaps else (segment_of[task.unit], task.micro_batch)

@@ -111,7 +111,8 @@ def test_descriptions() -> None:
 
 def test_prediction_memory_is_within_capacity() -> None:
     plan = make_plan(request(hardware=machine(gpu_bytes=1.5e8)), 60)
-    for tier in Tier:
+    assert set(plan.prediction.memory) == {Tier.GPU, Tier.HOST}  # nothing goes to NVMe unasked
+    for tier in (Tier.GPU, Tier.HOST):
         used = plan.prediction.memory[tier]
         assert 0 < used.peak_bytes <= used.capacity_bytes
         assert sum(used.by_class.values()) == used.peak_bytes

@@ -68,12 +68,12 @@ def test_choosing_cases(capsys):
 def test_what_cannot_be_predicted_is_an_error_even_among_what_can(found, tmp_path, capsys):
     path = tmp_path / "cases.json"
     cases = [*found.values(), {**found["h100x4-nvme-host-20b-cpu"], "id": "disk"}]
-    cases[-1]["offload"] = {"params": "gpu", "optimizer": "nvme"}
+    cases[-1]["offload"] = {"params": "gpu", "optimizer": "pfs"}
     path.write_text(json.dumps({"schema_version": 1, "cases": cases}))
     assert main(["validate", str(path)]) == 2
     shown = capsys.readouterr()
     assert (shown.out, shown.err.count("\n")) == ("", 1)
-    assert "case disk: offload.optimizer is nvme" in shown.err
+    assert "case disk: offload.optimizer is pfs" in shown.err
 
 
 def test_tables_have_every_case(found, capsys):
