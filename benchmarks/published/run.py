@@ -46,7 +46,6 @@ FITTINGS = (
         ("a100x4-7b-*-blocking-flush", "a100x4-7b-*-async-flush", "a100x4-7b-*-k2"),
         (
             "device.gemm.bf16",
-            "device.hook_s",
             "device.loop_s",
             "host.dram_bytes_per_s",
             "host_link.pageable_bytes_per_s",
@@ -65,6 +64,22 @@ FITTINGS = (
             "host_link.pageable_bytes_per_s",
             "host_link.pageable_down_bytes_per_s",
         ),
+    ),
+    Fitting(
+        "h100x4-56core-nvme",
+        "nvme_offload",
+        ("h100x4-nvme-host-20b-*",),
+        (
+            "host.dram_bytes_per_s",
+            "host_link.pageable_bytes_per_s",
+            "intra_node.bytes_per_s",
+        ),
+    ),
+    Fitting(
+        "rtx4090-12ssd",
+        "activation_swapping",
+        ("lohan-13b-bs8", "lohan-13b-bs32-ssd1", "lohan-13b-bs32-ssd6", "lohan-13b-bs128"),
+        ("host.optimizer", "nvme.write"),
     ),
     Fitting(
         "polaris-a100-40g",
@@ -129,13 +144,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-fit", action="store_true", help="only predict, with the profiles as they are")
     parser.add_argument("--only", nargs="+", metavar="PROFILE", help="fit only these profiles")
+    parser.add_argument("--files", nargs="+", default=FILES, metavar="FILE", help="predict only these")
     args = parser.parse_args()
     fits = json.loads(RESULTS.read_text())["fits"] if RESULTS.exists() else {}
     for fitting in () if args.no_fit else FITTINGS:
         if not args.only or fitting.profile in args.only:
             found = fits[f"{fitting.profile} on {fitting.file}"] = fit(fitting)
             sys.stdout.write(f"{fitting.profile} on {fitting.file}: {100 * found['rms_residual']:.1f} %\n")
-    validated = call("validate", *(str(HERE / f"{file}.json") for file in FILES))
+    validated = call("validate", *(str(HERE / f"{file}.json") for file in args.files))
     for case in validated["cases"]:
         case["file"] = Path(case["file"]).name
     result = {"command": "python benchmarks/published/run.py", "fits": fits, **validated}

@@ -50,11 +50,8 @@ class Simulation:
     def phases(self) -> Phases:
         """Phases of an iteration, the mean over the cycle."""
         phases = [self.timeline.phases(i) for i in self._iterations]
-        return Phases(
-            sum(p.forward_s for p in phases) / self.cycle,
-            sum(p.backward_s for p in phases) / self.cycle,
-            sum(p.update_s for p in phases) / self.cycle,
-        )
+        names = [field.name for field in dataclasses.fields(Phases)]
+        return Phases(**{name: sum(getattr(p, name) for p in phases) / self.cycle for name in names})
 
     @property
     def _iterations(self) -> range:
