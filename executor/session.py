@@ -446,6 +446,13 @@ def _check(decisions: Decisions) -> None:
             f"policy {decisions.policy} uses NVMe or offloads activations, which can be simulated but not executed so "
             "far: set params to 'gpu' or 'host', activations to 'keep' or 'recompute', and no update to 'nvme'"
         )
+    for name in ("tensor_parallel", "pipeline_parallel"):
+        if (degree := getattr(decisions, name)) > 1:
+            raise ValueError(f"{name} is {degree}, which can be simulated but not executed so far; plan with 1")
+    if decisions.reduce_start != "backward":
+        raise ValueError(
+            f"reduce_start is {decisions.reduce_start!r}, which can be simulated but not executed; set it to 'backward'"
+        )
     if not decisions.executable:
         raise ValueError(
             f"policy {decisions.policy} models another engine's gradient path or unfused update; it can be simulated "

@@ -40,6 +40,8 @@ class Device(Frozen):
         gemm: time of one matrix product against its FLOP, per data type (``fp16`` counts as ``bf16``).
         gemm_rows_half: rows (tokens) at which a product reaches half of the curve's rate because too few rows fill
             the device; 0 switches the correction off.
+        multiprocessors: how many of them share a product's tiles, so that the last wave leaves some idle (see
+            :func:`planner.costs.wave_factor`); ``None`` leaves that to the curve, and ``gemm_rows_half`` applies.
         attention: time of one fused attention against its FLOP (the masked half not counted), per data type.
         elementwise: time of one elementwise kernel against the bytes it reads and writes, dispatch included.
         optimizer: time of one AdamW update on the device against its number of parameters.
@@ -53,6 +55,8 @@ class Device(Frozen):
             (DeepSpeed ZeRO-3); ``None`` where it is not known, and then taken as 0.
         loop_s: host time that the scripts of published runs spend between iterations (logging, data, waiting for the
             device); ``None`` where none are.
+        exchange_s: host time around one exchange between pipeline stages, from the arrival of what a stage waits for
+            to its first kernel: the device has nothing to do meanwhile. ``None``: not known, taken as 0.
     """
 
     name: str
@@ -62,6 +66,7 @@ class Device(Frozen):
     num_cores: Annotated[int, Field(ge=0)]
     gemm: dict[Dtype, CurveOverFlop]
     gemm_rows_half: Count
+    multiprocessors: Annotated[int, Field(ge=1)] | None = None
     attention: dict[Dtype, CurveOverFlop]
     elementwise: CurveOverBytes
     optimizer: CurveOverParams
@@ -70,6 +75,7 @@ class Device(Frozen):
     step_s: Seconds | None = None
     hook_s: Seconds | None = None
     loop_s: Seconds | None = None
+    exchange_s: Seconds | None = None
 
 
 class Link(Frozen):

@@ -20,6 +20,8 @@ from planner.schedule import Lane, Op, Schedule, Task
 # One fused AdamW pass: bf16 gradient, fp32 master, m and v in; master, m, v and bf16 weight out.
 UPDATE_BYTES_PER_PARAM = 28
 _WORTH_A_WARNING_S = 1e-3
+# Outputs along each side of what one multiprocessor computes at a time.
+_TILE = 128
 # Adding a micro-batch's gradient to what the host holds: two operands in, one out.
 _ACCUMULATE_PASSES = 3
 # A copy to or from memory that is not pinned goes through a pinned buffer: a core reads the source, fetches the lines
@@ -176,10 +178,12 @@ class CostModel:
         return self._storage(task) if task.lane in _STORAGE_READS | _STORAGE_WRITES else self._copy(task)
 
     def _launch(self, task: Task) -> Price:
+        """Price the host's own time: what a script does, an exchange between stages, or kernels, hooks and tensors."""
         device = self.profile.device
         host_s = device.issue_s.value * task.num_kernels + _seconds(device.hook_s) * task.num_modules
         host_s += _seconds(device.step_s) * task.num_tensors
-        return Price(_seconds(device.loop_s) if task.op is Op.LOOP else host_s, 0.0)
+        of_its_own = {Op.LOOP: device.loop_s, Op.RECEIVE: device.exchange_s}
+        return Price(_seconds(of_its_own[task.op]) if task.op in of_its_own else host_s, 0.0)
 
     def compute_s(self, kernels: Iterable[Kernel]) -> float:
         """Return the time that kernels take on the device, one after another."""
@@ -232,9 +236,11 @@ class CostModel:
                 return max(time_s, num_bytes / device.memory_bytes_per_s.value), float(num_bytes)
             case Gemm():
                 flop = kernel.flop / kernel.count
-                # A product of few rows leaves part of the device idle: rate r / (r + r_half) of the curve's.
-                rows = 1 + device.gemm_rows_half.value / kernel.m
-                time_s = self._read(device.gemm[self._dtype], flop, "GEMM") * rows
+                if device.multiprocessors:
+                    idle = wave_factor(kernel.m, kernel.n, device.multiprocessors)
+                else:  # a product of few rows leaves part of the device idle: rate r / (r + r_half) of the curve's
+                    idle = 1 + device.gemm_rows_half.value / kernel.m
+                time_s = self._read(device.gemm[self._dtype], flop, "GEMM") * idle
                 num_bytes = self._dtype_bytes * (kernel.m * kernel.k + kernel.k * kernel.n + kernel.m * kernel.n)
                 return time_s * kernel.count, float(num_bytes * kernel.count)
             case Attention():
@@ -392,6 +398,18 @@ class CostModel:
 
 def _seconds(quantity: Quantity | None) -> float:
     return quantity.value if quantity else 0.0
+
+
+def wave_factor(m: int, n: int, multiprocessors: int) -> float:
+    """Return how much longer a product of an (m, n) output takes because tiles come in whole waves.
+
+    Each multiprocessor works on one tile at a time, of 128 x 128 outputs, the commonest of cuBLAS; a tile at the edge
+    and a wave that does not fill the device take as long as full ones (NVIDIA, *Matrix Multiplication Background*,
+    "Tile Quantization" and "Wave Quantization").
+    """
+    tiles = -(-m // _TILE) * -(-n // _TILE)
+    waves = -(-tiles // multiprocessors)
+    return waves * multiprocessors * _TILE**2 / (m * n)
 
 
 def _ring_s(num_bytes: float, size: int, fabric: Fabric) -> float:

@@ -46,6 +46,7 @@ class Op(StrEnum):
     RELOAD = "reload"  # activations: host -> device
     REMAKE = "remake"  # compute again, inside backward, what is cheap to make from offloaded activations
     ISSUE = "issue"  # the host's own time to issue what follows on the device
+    RECEIVE = "receive"  # the host's own time around an exchange between pipeline stages
     SEND = "send"  # between pipeline stages: activations, their gradients, the gradient of tied embeddings
     STEP = "step"  # the training loop's own work from the norm to the next forward: step(), scheduler, data
     LOOP = "loop"  # what a script does between iterations: logging, data, waiting for the device

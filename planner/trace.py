@@ -7,6 +7,7 @@ slices of one track must nest. Counters are memory by class, GB/s of every link,
 """
 
 import gzip
+import itertools
 import json
 import math
 from collections import defaultdict
@@ -83,21 +84,22 @@ def _phases(process: int, timeline: Timeline, zero_s: float) -> Iterator[Event]:
 def _flows(process: int, timeline: Timeline, spans: Sequence[Span], zero_s: float) -> Iterator[Event]:
     """Yield every execution on the first track of its lane that is free: more than one only if the lane overlaps."""
     tasks = timeline.schedule.tasks
-    by_lane: dict[Lane, list[Span]] = defaultdict(list)
+    by_lane: dict[tuple[int, Lane], list[Span]] = defaultdict(list)
     for span in spans:
-        by_lane[tasks[span.task].lane].append(span)
+        by_lane[tasks[span.task].stage, tasks[span.task].lane].append(span)
     track = _PHASES_TRACK
-    for lane in Lane:
+    for stage, lane in itertools.product(range(timeline.schedule.num_stages), Lane):
         free_ns: list[int] = []  # when each track of the lane is free again
         slices = []
-        for span in by_lane.get(lane, ()):
+        for span in by_lane.get((stage, lane), ()):
             start_ns, end_ns = _ns(span.start_s - zero_s), _ns(span.end_s - zero_s)
             number = next((i for i, ns in enumerate(free_ns) if ns <= start_ns), len(free_ns))
             free_ns[number : number + 1] = [end_ns]
             slices.append(_task(process, track + 1 + number, tasks[span.task], span.iteration, start_ns, end_ns))
         for number in range(len(free_ns)):
             track += 1
-            yield from _track(process, track, f"{lane} {number + 1}" if number else lane.value)
+            name = f"{lane} {number + 1}" if number else lane.value
+            yield from _track(process, track, f"{name} of stage {stage}" if timeline.schedule.num_stages > 1 else name)
         yield from slices
 
 

@@ -17,6 +17,8 @@ LANE_WORDS = {
     Lane.STATE_OUT: "copies of optimizer state to the host",
     Lane.CPU: "optimizer steps on the CPU",
     Lane.COLLECTIVE: "communication between devices",
+    Lane.SEND: "sending activations to the next stage",
+    Lane.SEND_BACK: "sending gradients to the previous stage",
     Lane.LAUNCH: "issuing kernels",
     Lane.SNAPSHOT: "copies for checkpoints",
     Lane.STAGING: "memory for checkpoints",

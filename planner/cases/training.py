@@ -270,13 +270,13 @@ def _requirements(case: TrainingCase) -> Iterator[tuple[str, object, tuple[objec
         yield "engine.cpu_optimizer_fraction", engine.cpu_optimizer_fraction, (1.0,)
     # fp16 products take what bf16 ones take; the optimizer works in fp32 either way.
     yield "precision", case.precision, ("bf16+fp32-adam", "fp16+fp32-adam")
-    if case.parallel.pipeline_parallel > 1:
-        yield "zero_stage", case.zero_stage, (0, 1)
     if offloaded:
         yield "parallel.pipeline_parallel", case.parallel.pipeline_parallel, (1,)
         yield "zero_stage", case.zero_stage, (3,)
         yield "engine.gradient_flush", engine.gradient_flush, ("async", "blocking")
     else:
+        # Pipeline engines refuse more: every micro-batch would send its gradients again.
+        yield "zero_stage", case.zero_stage, (0, 1) if case.parallel.pipeline_parallel > 1 else (0, 1, 2, 3)
         yield "engine.gradient_flush", engine.gradient_flush, (None,)
         yield "engine.cpu_optimizer_fraction", engine.cpu_optimizer_fraction, (1.0,)
     if engine.name == "interleaved":

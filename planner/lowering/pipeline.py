@@ -150,20 +150,19 @@ def received(program: Program, draft: Draft) -> list[str]:
 def launch(program: Program, drafts: Iterator[Draft], kernels: dict[Op, dict[str, int]]) -> None:
     """Put the host's time to issue kernels beside every task of a stage.
 
-    The host of a stage waits for each exchange (Megatron-LM synchronises there), then issues kernels while the device
-    runs them: what follows waits for the slower of both.
+    The host of a stage waits for each exchange (Megatron-LM synchronises there) and turns to the next task; then it
+    issues kernels while the device runs them: what follows waits for the slower of both.
     """
-    before: dict[str, tuple[str, str]] = {}  # unit -> its last issue and compute task
+    computed: dict[str, str] = {}  # unit -> its last compute task
     for draft in drafts:
-        issue = Draft(f"issue:{draft.key}", Lane.LAUNCH, Op.ISSUE, draft.phase, draft.unit, draft.micro_batch)
+        where = (draft.phase, draft.unit, draft.micro_batch)
+        receive = Draft(f"receive:{draft.key}", Lane.LAUNCH, Op.RECEIVE, *where)
+        receive.after = draft.after + ([computed[draft.unit]] if draft.unit in computed else [])
+        issue = Draft(f"issue:{draft.key}", Lane.LAUNCH, Op.ISSUE, *where)
         issue.num_kernels = kernels[draft.op][draft.unit]
-        issue.after = list(draft.after)
-        if draft.unit in before:
-            issued, computed = before[draft.unit]
-            issue.after.append(computed)
-            draft.after.append(issued)
-        before[draft.unit] = (issue.key, draft.key)
-        program.before[draft.key].append(program.add(issue))
+        issue.after = draft.after = [receive.key]
+        computed[draft.unit] = draft.key
+        program.before[draft.key] += [program.add(receive), program.add(issue)]
         for follower in program.behind[draft.key]:
             follower.after.append(issue.key)
 

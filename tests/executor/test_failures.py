@@ -126,8 +126,9 @@ def test_the_device_is_too_small():
 
 
 def test_a_plan_for_several_devices():
-    with pytest.raises(ValueError, match="data_parallel is 2"):
-        prepare(TASK, decide(TASK, KEEP).model_copy(update={"data_parallel": 2}))
+    for degree in ("data_parallel", "tensor_parallel", "pipeline_parallel"):
+        with pytest.raises(ValueError, match=f"{degree} is 2"):
+            prepare(TASK, decide(TASK, KEEP).model_copy(update={degree: 2}))
 
 
 def test_a_plan_that_models_another_engine():

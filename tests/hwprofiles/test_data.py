@@ -153,11 +153,17 @@ def test_curves_cover_the_sizes_that_plans_ask_for(name):
         (lambda: rate(load_profile("polaris-a100-40g").nvme.write), 2 * GB),
         (lambda: rate(load_profile("h100").nvme.read), 48 * GB),
         (lambda: load_profile("a100x8-nvlink").intra_node.bytes_per_s.value, 235 * GB),
-        (lambda: load_profile("a100-cluster").inter_node.bytes_per_s.value, 800 / 8 / 8 * GB),
     ],
 )
 def test_published_facts(read, wanted):
     assert read() == pytest.approx(wanted, rel=0.01)
+
+
+def test_what_was_fitted_stays_below_what_is_published():
+    cluster = load_profile("a100-cluster")
+    assert cluster.inter_node.bytes_per_s.provenance.origin == "fitted"
+    assert cluster.inter_node.bytes_per_s.value < 800 / 8 / 8 * GB  # 800 Gbit/s per server of 8
+    assert rate(cluster.device.elementwise) < 2039 * GB  # datasheet
 
 
 @pytest.mark.parametrize(

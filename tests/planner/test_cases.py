@@ -24,6 +24,7 @@ TWIN_FLOW = next(name for name in CASES if "r0.5" in name and "async" in name)
 HALF_INTERLEAVED = next(name for name in CASES if "r0.5" in name and "interleave" in name)
 INTERLEAVED = next(name for name in CASES if "interleave-k5" in name)
 IN_MEMORY = next(name for name in CASES if "nvlink" in name)
+PIPELINED = next(name for name in CASES if "g4-tp2-dp1-pp2" in name)
 
 
 def case(name: str, **changes: object) -> TrainingCase:
@@ -57,6 +58,41 @@ def test_published_runs_are_predicted_within_a_factor_of_two(name):
     for metric, measured in some.measurements().items():
         if metric in {Metric.ITERATION, Metric.PEAK_GPU}:
             assert 0.5 < outcome.values[metric] / measured < 2
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name]["engine"]["name"] == "gpu-only"])
+def test_runs_in_memory_are_predicted_within_a_quarter(name):
+    some = case(name)
+    predicted = some.predict(load_profile(some.hardware)).values[Metric.ITERATION]
+    assert predicted == pytest.approx(some.measurements()[Metric.ITERATION], rel=0.25)
+
+
+def test_fewer_devices_than_the_node_has_and_zero_1():
+    some = case(PIPELINED, zero_stage=1, activations="keep")
+    outcome = some.predict(load_profile(some.hardware))
+    assert outcome.converged
+    # Without recomputation it is faster, and holds more.
+    plain = case(PIPELINED).predict(load_profile(some.hardware))
+    assert outcome.values[Metric.ITERATION] < plain.values[Metric.ITERATION]
+    assert outcome.values[Metric.PEAK_GPU] > plain.values[Metric.PEAK_GPU]
+
+
+IMPOSSIBLE = {
+    "zero_stage is 2, but only 0 or 1": {"zero_stage": 2},
+    "need 16 devices, but there are 8": {"parallel__tensor_parallel": 8},
+    "num_attention_heads of .* is 16, which 3 tensor-parallel": {"parallel__tensor_parallel": 3},
+    "pipeline_parallel is 8, but there are 6 layers": {
+        "parallel__pipeline_parallel": 8,
+        "parallel__tensor_parallel": 1,
+        "model__num_layers": 6,
+    },
+}
+
+
+@pytest.mark.parametrize("message", IMPOSSIBLE)
+def test_degrees_that_cannot_be_are_refused_before_any_work(message):
+    with pytest.raises(CaseError, match=f"case {PIPELINED}: .*{message}"):
+        case(PIPELINED, **IMPOSSIBLE[message]).check()
 
 
 def test_loaded_as_written():

@@ -1,0 +1,244 @@
+"""Tensor and pipeline parallelism: shares add up to the whole, pipelines take what textbooks say, orders are valid."""
+
+import dataclasses
+import itertools
+from collections import Counter, defaultdict
+
+import pytest
+from cases import decide
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machines import machine
+
+from planner.costs import CostModel, Price, Resource, wave_factor
+from planner.decisions import BF16, Decisions, Place
+from planner.graph import Batch, Collective, Gemm, Pattern, Unit, build_graph, units
+from planner.layout import Layout
+from planner.lowering import lower, stages
+from planner.lowering.pipeline import issue_order, one_f_one_b
+from planner.models import ModelConfigError, resolve_model
+from planner.models.kernels import flop
+from planner.schedule import Lane, Op, Phase, Schedule, Task, Tier
+from planner.simulate.machine import run, run_until_steady
+from planner.timeline import memory_use
+
+KERNELS = ("transformers", "megatron")
+
+
+def share(name: str, ranks: int, kernels: str = "transformers", num_layers: int = 2, **batch: object):
+    config = resolve_model(name).model_copy(update={"num_layers": num_layers})
+    sizes = {"micro_batch": 2, "seq_len": 64, "tensor_parallel": ranks, "kernels": kernels, **batch}
+    return units(build_graph(config, Batch(**sizes)))  # type: ignore[arg-type]
+
+
+def divided(model_units: tuple[Unit, ...]) -> dict[str, tuple[int, int, int]]:
+    """Return FLOP forward and backward, and weights, of operators that tensor parallelism divides."""
+    return {
+        operator.name: (
+            operator.forward_flop,
+            operator.backward_flop,
+            # Biases of row-parallel products and their norms are not divided.
+            sum(spec.num_params for spec in operator.parameters if len(spec.shape) > 1),
+        )
+        for unit in model_units
+        for operator in unit.operators
+        if operator.pattern is not Pattern.REPLICATE
+    }
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@given(st.sampled_from(["gpt2", "opt-125m", "demo-llama"]), st.sampled_from([2, 4]))
+@settings(deadline=None, max_examples=12)
+def test_shares_of_all_ranks_add_up_to_the_whole(kernels: str, name: str, ranks: int) -> None:
+    config = resolve_model(name)
+    if config.num_key_value_heads % ranks:
+        with pytest.raises(ModelConfigError, match=f"num_.*heads of .* {ranks} tensor-parallel ranks"):
+            share(name, ranks, kernels)
+        return
+    # A vocabulary that needs no padding, so that the head divides evenly too.
+    config = config.model_copy(update={"num_layers": 2, "vocab_size": 128 * 8})
+    whole, part = (
+        divided(units(build_graph(config, Batch(2, 64, tensor_parallel=n, kernels=kernels))))  # type: ignore[arg-type]
+        for n in (1, ranks)
+    )
+    assert {op: tuple(ranks * n for n in numbers) for op, numbers in part.items()} == whole
+
+
+def test_vocabulary_is_padded_where_it_is_divided_or_megatron_runs() -> None:
+    ways = ((1, "transformers"), (2, "transformers"), (1, "megatron"))
+    heads = [share("gpt2", ranks, kernels)[-1].operators[1].forward[0] for ranks, kernels in ways]
+    assert [head.n for head in heads if isinstance(head, Gemm)] == [50257, 25216, 50304]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", ["gpt2", "demo-llama"])
+def test_a_layer_adds_up_two_outputs_and_two_input_gradients(name: str, kernels: str) -> None:
+    hidden_bytes = 2 * 64 * resolve_model(name).hidden_size * 2
+    model_units = share(name, 2, kernels)
+    for unit in model_units:
+        if unit.segment.startswith("layers."):
+            for list_ in (unit.forward, unit.backward):
+                found = [kernel for kernel in list_ if isinstance(kernel, Collective)]
+                assert found == [Collective(hidden_bytes, 2)]
+    assert not any(isinstance(k, Collective) for unit in share(name, 1, kernels) for k in unit.forward + unit.backward)
+    # Recomputation repeats the sum behind attention; of the MLP's only Megatron's checkpoints do.
+    again = [isinstance(k, Collective) for unit in model_units[1:3] for k in unit.recompute]
+    assert sum(again) == (2 if kernels == "megatron" else 1)
+    vocabulary = [k for unit in (model_units[0], model_units[-1]) for k in unit.forward if isinstance(k, Collective)]
+    assert vocabulary == [Collective(hidden_bytes, 2), Collective(4 * 2 * 64, 2, count=3)]
+
+
+def test_ring_time_of_a_sum_over_tensor_parallel_ranks() -> None:
+    profile = machine(devices_per_node=4)
+    cost = CostModel(profile, share("gpt2", 4), BF16, 1, tensor_parallel=4)
+    fabric = profile.intra_node
+    assert fabric is not None
+    assert cost.compute_s([Collective(10**9, 4)]) == pytest.approx(
+        2 * 10**9 * 3 / 4 / fabric.bytes_per_s.value + fabric.latency_s.value
+    )
+
+
+def test_waves() -> None:
+    assert wave_factor(128 * 9, 128 * 12, 108) == 1  # one full wave
+    assert wave_factor(128 * 9 + 1, 128 * 12, 108) == pytest.approx(2 * 108 / 12 / (9 + 1 / 128))
+    assert wave_factor(1, 1, 108) == 108 * 128**2
+
+
+def test_layout() -> None:
+    layout = Layout(data=4, tensor=2, pipeline=4, devices_per_node=8)
+    assert (layout.num_ranks, layout.ranks_per_node) == (32, 8)
+    assert (layout.data_group.per_node, layout.data_group.nodes) == (4, 1)
+    assert layout.crosses(0, 1)
+    wide = Layout(data=16, tensor=8, pipeline=1, devices_per_node=8)
+    assert (wide.data_group.per_node, wide.data_group.nodes) == (1, 16)
+    assert not Layout(data=1, tensor=2, pipeline=4, devices_per_node=8).crosses(0, 3)
+    assert not Layout(data=2, tensor=2, pipeline=4, devices_per_node=8).crosses(0, 1)
+    assert Layout(data=2, tensor=2, pipeline=4, devices_per_node=8).crosses(1, 2)
+
+
+@given(st.integers(1, 8), st.integers(1, 20))
+def test_1f1b(num_stages: int, num_micro_batches: int) -> None:
+    order = list(issue_order(num_stages, num_micro_batches))
+    assert len(order) == len(set(order)) == 2 * num_stages * num_micro_batches
+    position = {item: i for i, item in enumerate(order)}
+    for (op, stage, micro_batch), i in position.items():
+        sender = stage - 1 if op is Op.FORWARD else stage + 1
+        assert sender < 0 or sender >= num_stages or position[op, sender, micro_batch] < i
+        if op is Op.BACKWARD:
+            assert position[Op.FORWARD, stage, micro_batch] < i
+    for stage in range(num_stages):
+        mine = [(op, micro_batch) for op, other, micro_batch in order if other == stage]
+        assert mine == list(one_f_one_b(num_stages - stage, num_micro_batches))
+        held = list(itertools.accumulate(1 if op is Op.FORWARD else -1 for op, _ in mine))
+        assert max(held) == min(num_stages - stage, num_micro_batches)
+
+
+def pipelined(
+    num_stages: int, num_micro_batches: int, name: str = "demo-llama", num_layers: int = 0, **options: object
+) -> tuple[tuple[Unit, ...], Decisions, Schedule]:
+    model_units = share(name, 1, num_layers=num_layers or num_stages)
+    options = {"pipeline_parallel": num_stages, "num_micro_batches": num_micro_batches, **options}
+    decisions = decide(model_units, Place.GPU, reduce_start="step", **options)
+    return stages(model_units, decisions), decisions, lower(model_units, decisions, asynchronous=True)
+
+
+@given(st.integers(2, 6), st.integers(1, 12))
+@settings(deadline=None, max_examples=30)
+def test_bubble_of_equal_stages_is_that_of_the_textbook(num_stages: int, num_micro_batches: int) -> None:
+    """Forward 1 s, backward 2 s, all else free: the bubble is (p - 1) / m of the work, exactly."""
+    _, _, schedule = pipelined(num_stages, num_micro_batches)
+    durations_s = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0}
+    prices = [Price(0.0, durations_s.get(task.op, 0.0)) for task in schedule.tasks]
+    timeline = run(schedule, prices, dict.fromkeys(Resource, 1.0), 3)
+    work_s = 3.0 * num_micro_batches
+    assert timeline.period_s(1) / work_s - 1 == pytest.approx((num_stages - 1) / num_micro_batches, abs=1e-9)
+
+
+def test_uneven_layers_and_refusals() -> None:
+    merged, decisions, _ = pipelined(3, 2, num_layers=5)
+    layers = [len({spec.name.split(".")[2] for spec in unit.parameters if ".layers." in spec.name}) for unit in merged]
+    assert layers == [2, 2, 1]
+    with pytest.raises(ValueError, match="5 layers cannot be dealt to 6 pipeline stages"):
+        pipelined(6, 1, num_layers=5)
+    with pytest.raises(ValueError, match="zero_stage 2 with pipeline_parallel 3"):
+        pipelined(3, 1, data_parallel=2, zero_stage=2)
+    with pytest.raises(ValueError, match="needs reduce_start 'step'"):
+        Decisions.model_validate(decisions.model_dump() | {"reduce_start": "backward"})
+    with pytest.raises(ValueError, match="keeps everything on the devices"):
+        decide(share("demo-llama", 1), Place.CPU, pipeline_parallel=2, reduce_start="step")
+
+
+@pytest.mark.parametrize("name", ["demo-llama", "gpt2"])
+def test_stages_hold_and_run_all_of_the_model(name: str) -> None:
+    model_units = share(name, 1, num_layers=4)
+    merged, _, schedule = pipelined(4, 3, name, num_layers=4)
+    tied = {spec for unit in model_units if unit.shared_units for spec in model_units[0].parameters[:1]}
+    owned = Counter(spec for unit in merged for spec in unit.parameters)
+    assert owned == Counter(spec for unit in model_units for spec in unit.parameters) + Counter(tied)
+    assert sum(flop(unit.forward) for unit in merged) == sum(flop(unit.forward) for unit in model_units)
+    exchanged = [task for task in schedule.tasks if task.op is Op.SEND and task.lane is Lane.COLLECTIVE]
+    assert [(task.stage, task.num_bytes) for task in exchanged] == [
+        (stage, 2 * spec.num_params) for stage in (0, 3) for spec in tied
+    ]
+
+
+def test_only_what_other_stages_computed_moves_and_nobody_steps_early() -> None:
+    """Every forward waits for the send of the stage before, every update for the norm over all stages."""
+    merged, _, schedule = pipelined(3, 2, data_parallel=2)
+    tasks = schedule.tasks
+    by_key = {(t.op, t.lane, t.stage, t.micro_batch): t for t in tasks}
+    reached: dict[int, set[int]] = defaultdict(set)
+    for task in tasks:
+        reached[task.index] = set(task.after).union(*(reached[i] for i in task.after))
+    for task in tasks:
+        if task.op is Op.FORWARD and task.stage:
+            assert by_key[Op.SEND, Lane.SEND, task.stage - 1, task.micro_batch].index in reached[task.index]
+        if task.op is Op.BACKWARD and task.stage < 2:
+            assert by_key[Op.SEND, Lane.SEND_BACK, task.stage + 1, task.micro_batch].index in reached[task.index]
+        if task.op is Op.UPDATE:
+            last = {t.index for t in tasks if t.op is Op.BACKWARD and t.micro_batch == 1}
+            assert last <= reached[task.index]
+            start = by_key[Op.FORWARD, Lane.COMPUTE, task.stage, 0]
+            assert task.index in start.after_previous
+    scattered = sum(t.num_bytes for t in tasks if t.op is Op.SCATTER)
+    assert scattered == 2 * 2 * sum(unit.num_params for unit in merged)  # all-reduce of bf16
+    assert Schedule.from_json(schedule.to_json()) == schedule
+
+
+def test_peak_memory_is_that_of_the_fullest_stage() -> None:
+    """The first stage holds the activations of as many micro-batches as there are stages, the last of one."""
+    merged, decisions, schedule = pipelined(4, 8, num_layers=8)
+    cost = CostModel(machine(devices_per_node=4), merged, BF16, 1, 1, 4)
+    simulation = run_until_steady(schedule, cost)
+    peak = memory_use(simulation.timeline, simulation.steady)[Tier.GPU].peak_bytes
+    alone = []
+    for stage in range(4):
+        buffers = tuple(
+            dataclasses.replace(b, num_bytes=b.num_bytes if b.stage == stage else 0) for b in schedule.buffers
+        )
+        only = dataclasses.replace(simulation.timeline, schedule=dataclasses.replace(schedule, buffers=buffers))
+        alone.append(memory_use(only, simulation.steady)[Tier.GPU].peak_bytes)
+    assert peak == max(alone)
+    assert alone[1] > alone[2]  # equal layers, but one micro-batch more in flight
+    assert alone[1] - alone[2] == pytest.approx(merged[1].saved_bytes, rel=1e-6)
+    assert decisions.pipeline_parallel == schedule.num_stages == 4
+
+
+def test_sends_cross_the_slower_fabric_between_nodes() -> None:
+    merged, _, _ = pipelined(4, 1)
+    profile = machine(devices_per_node=2)
+    assert profile.intra_node is not None
+    assert profile.inter_node is not None
+    cost = CostModel(profile, merged, BF16, 1, 1, 4)
+    for stage, fabric in ((0, profile.intra_node), (1, profile.inter_node), (2, profile.intra_node)):
+        send = Task(0, Lane.SEND, Op.SEND, Phase.FORWARD, num_bytes=10**9, stage=stage)
+        price = cost.price(send)
+        assert (price.latency_s, price.duration_s) == (fabric.latency_s.value, 10**9 / fabric.bytes_per_s.value)
+
+
+def test_decisions_say_nothing_new_unless_something_new_was_decided() -> None:
+    plain = decide(share("demo-llama", 1))
+    assert not {"tensor_parallel", "pipeline_parallel", "reduce_start"} & plain.model_dump().keys()
+    _, decisions, _ = pipelined(2, 1, tensor_parallel=2)
+    assert Decisions.model_validate_json(decisions.model_dump_json()) == decisions
+    assert not decisions.executable
