@@ -15,6 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hwprofiles.paths import number, quantities, replace
+from hwprofiles.quantity import Provenance
+from hwprofiles.registry import load_profile, save_profile
+from planner.fitting import fitted_paths
 from ullage.cli import main as ullage
 
 HERE = Path(__file__).parent
@@ -37,6 +41,18 @@ class Fitting:
     file: str
     fit_on: tuple[str, ...]
     parameters: tuple[str, ...]
+
+
+def every(step: int, first: int, hardware: str) -> tuple[str, ...]:
+    """Return the ids of every so many in-memory runs of a machine, sorted so that each kind of run is among them."""
+    cases = json.loads((HERE / "parallel_training.json").read_text())["cases"]
+
+    def key(case: dict[str, Any]) -> tuple[int, ...]:
+        model, parallel, batch = case["model"], case["parallel"], case["batch"]
+        degrees = (parallel["pipeline_parallel"], parallel["data_parallel"])
+        return (model["hidden_size"], parallel["tensor_parallel"], batch["micro_batch"], *degrees, model["num_layers"])
+
+    return tuple(case["id"] for case in sorted((c for c in cases if c["hardware"] == hardware), key=key)[first::step])
 
 
 FITTINGS = (
@@ -65,6 +81,13 @@ FITTINGS = (
             "host_link.pageable_down_bytes_per_s",
         ),
     ),
+    Fitting(
+        "a100x8-nvlink",
+        "parallel_training",
+        every(4, 0, "a100x8-nvlink"),
+        ("device.elementwise", "device.issue_s", "device.exchange_s", "intra_node.latency_s"),
+    ),
+    Fitting("a100-cluster", "parallel_training", every(4, 1, "a100-cluster"), ("inter_node.bytes_per_s",)),
     Fitting(
         "h100x4-56core-nvme",
         "nvme_offload",
@@ -120,6 +143,10 @@ FITTINGS = (
 )
 
 
+# The servers of the cluster are those of the other machine: what was fitted to one holds for the others.
+SAME_SERVERS = ("a100x8-nvlink", "a100-cluster")
+
+
 def call(*arguments: str) -> dict[str, Any]:
     """Run ``ullage`` with ``--json`` and return what it printed."""
     out = io.StringIO()
@@ -131,12 +158,28 @@ def call(*arguments: str) -> dict[str, Any]:
     return result
 
 
+def packaged(profile: str) -> Path:
+    """Return where a built-in profile lives."""
+    return ROOT / "hwprofiles" / "data" / f"{profile}.json"
+
+
+def inherit() -> None:
+    """Give the cluster what was fitted to one server."""
+    server, cluster = (load_profile(str(packaged(name))) for name in SAME_SERVERS)
+    of_server = quantities(server)
+    shared = {path: number(of_server[path]) for path in fitted_paths(server)}
+    source = f"the same devices and software as in {server.name}: its value, fitted to runs on one server"
+    provenance = Provenance(origin="fitted", source=source)
+    save_profile(replace(cluster, shared, provenance), packaged(cluster.name))
+
+
 def fit(fitting: Fitting) -> dict[str, Any]:
     """Fit one profile and write it where it is packaged."""
+    if fitting.profile == SAME_SERVERS[1]:
+        inherit()
     arguments = ["calibrate", "--from-runs", str(HERE / f"{fitting.file}.json"), "--profile", fitting.profile]
     arguments += ["--fit-on", *fitting.fit_on, "--parameters", *fitting.parameters]
-    path = ROOT / "hwprofiles" / "data" / f"{fitting.profile}.json"
-    return call(*arguments, "--output", str(path))
+    return call(*arguments, "--output", str(packaged(fitting.profile)))
 
 
 def main() -> int:
