@@ -127,6 +127,8 @@ class Decisions(Frozen):
         gradient_path: how gradients leave the device.
         max_prefetch_params: a unit of more parameters is gathered only when it is reached, and the next backward waits
             for the reduction of its gradient; ``None``: gathers run as far ahead as slots allow, reductions behind.
+        max_reuse_params: what is gathered is released at once if more parameters than that are used before it is needed
+            again (DeepSpeed's reuse distance); ``None``: only when its slot is needed.
         module_hooks: Python hooks around every module gather and release its parameters (DeepSpeed ZeRO-3).
         loop: the training script's own work between iterations counts too (logging, data, waiting for the device), as
             published times include it.
@@ -156,6 +158,7 @@ class Decisions(Frozen):
     host_update: HostUpdate = HostUpdate.FUSED
     gradient_path: GradientPath = GradientPath.ONCE
     max_prefetch_params: Annotated[int, Field(ge=0)] | None = None
+    max_reuse_params: Annotated[int, Field(ge=0)] | None = None
     module_hooks: bool = False
     loop: bool = False
     device_buffer_bytes: Annotated[int, Field(ge=0)] = 0
@@ -219,7 +222,7 @@ class Decisions(Frozen):
             self.gradient_path is GradientPath.ONCE
             and self.host_update is HostUpdate.FUSED
             and not (self.module_hooks or self.loop or self.device_buffer_bytes)
-            and self.max_prefetch_params is None
+            and self.max_prefetch_params is self.max_reuse_params is None
             and self.reduce_start == "backward"
             and self.tensor_parallel == self.pipeline_parallel == 1
             and not self.uses_storage

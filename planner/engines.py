@@ -267,6 +267,8 @@ _AFTER_BACKWARD = {"overlap_next_forward": False}
 _REDUCE_BUCKET_PARAMS = 500_000_000
 # DeepSpeed's default ``stage3_prefetch_bucket_size``.
 _PREFETCH_BUCKET_PARAMS = 50_000_000
+# DeepSpeed's default ``stage3_max_reuse_distance``.
+_MAX_REUSE_PARAMS = 1_000_000_000
 # DeepSpeed's default ``stage3_max_live_parameters``: gathered parameters are kept until there are so many.
 _MAX_LIVE_PARAMS = 1_000_000_000
 
@@ -278,6 +280,7 @@ def _deepspeed(setup: Setup, gradient_path: GradientPath) -> dict[str, Any]:
         "overlap_next_forward": False,
         "host_update": HostUpdate.DEEPSPEED,
         "max_prefetch_params": _PREFETCH_BUCKET_PARAMS,
+        "max_reuse_params": _MAX_REUSE_PARAMS,
         "module_hooks": True,
         "num_param_slots": _num_live_segments(setup),
         "gradient_path": gradient_path,

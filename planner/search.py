@@ -183,6 +183,7 @@ def _driven_by_us(setup: Setup, decisions: Decisions) -> Decisions:
             "host_update": HostUpdate.FUSED,
             "gradient_path": GradientPath.ONCE,
             "max_prefetch_params": None,
+            "max_reuse_params": None,
             "module_hooks": False,
             "device_buffer_bytes": 0,
             "update_start": "backward" if early else "step",

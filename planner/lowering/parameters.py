@@ -62,22 +62,32 @@ def parameters(program: Program) -> None:
     first_fill: dict[int, str] = {}
     reads: dict[int, list[str]] = defaultdict(list)  # of parameters on NVMe, by the slot that they are on the way to
     start = program.spine[0].key
+    passed = 0  # parameters used so far
+    used_at: dict[str, int] = {}
     for draft in list(compute_drafts(program)):
         for name in (draft.unit, *units[draft.unit].shared_units):
             slot = slots.of_unit.get(name)
             if slot is None:
                 continue
             held, used = occupant.get(slot, ("", ""))
-            if held != name:
+            if held != name or _released(program, passed - used_at[name]):
                 filled = _fill(program, units[name], slot, draft, after=used or None, anchor=used or start)
                 draft.after.append(filled[-1])
                 if program.drafts[filled[0]].op is Op.READ:
                     reads[slot].append(filled.pop(0))
                 first_fill.setdefault(slot, filled[0])
             occupant[slot] = (name, draft.key)
+            passed += units[name].num_params
+            used_at[name] = passed
     for slot, key in first_fill.items():
         program.drafts[key].after_previous.append(occupant[slot][1])
     _bound_reads(program, reads)
+
+
+def _released(program: Program, num_params: int) -> bool:
+    """Return whether what was gathered is given up before it is needed again, so many parameters later."""
+    limit = program.decisions.max_reuse_params
+    return gathers(program) and limit is not None and num_params > limit
 
 
 def _bound_reads(program: Program, reads: dict[int, list[str]]) -> None:

@@ -59,6 +59,8 @@ def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> Decisions:
         "update_order": draw(st.sampled_from(["forward", "backward"])),
         "update_start": "step" if clip else draw(st.sampled_from(["step", "backward"])),
         "overlap_next_forward": draw(st.booleans()),
+        "max_prefetch_params": draw(st.sampled_from([None, 0, 400_000])),
+        "max_reuse_params": draw(st.sampled_from([None, 0, 400_000])),
         "host_update": draw(st.sampled_from(HostUpdate)),
         "gradient_path": draw(st.sampled_from(GradientPath)),
         "clip": clip,
