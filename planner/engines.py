@@ -263,8 +263,10 @@ def swappable(setup: Setup) -> list[str]:
 
 _ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute")
 _AFTER_BACKWARD = {"overlap_next_forward": False}
-# DeepSpeed's default ``reduce_bucket_size``: gradients are copied into one buffer of so many before they are reduced.
+# DeepSpeed's default ``reduce_bucket_size``: gradients are copied into one buffer of so many before they are reduced,
+# and ``reduce_scatter_coalesced`` makes its flat input from that (``runtime/comm/coalesced_collectives.py``).
 _REDUCE_BUCKET_PARAMS = 500_000_000
+_NUM_REDUCE_BUFFERS = 2
 # DeepSpeed's default ``stage3_prefetch_bucket_size``.
 _PREFETCH_BUCKET_PARAMS = 50_000_000
 # DeepSpeed's default ``stage3_max_reuse_distance``.
@@ -274,7 +276,7 @@ _MAX_LIVE_PARAMS = 1_000_000_000
 
 
 def _deepspeed(setup: Setup, gradient_path: GradientPath) -> dict[str, Any]:
-    bucket_bytes = _REDUCE_BUCKET_PARAMS * setup.precision.weight_bytes
+    bucket_bytes = _NUM_REDUCE_BUFFERS * _REDUCE_BUCKET_PARAMS * setup.precision.weight_bytes
     return {
         "device_buffer_bytes": bucket_bytes if setup.data_parallel > 1 else 0,
         "overlap_next_forward": False,
