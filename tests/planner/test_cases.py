@@ -172,7 +172,7 @@ def test_in_memory_cases_at_every_zero_stage(zero_stage, all_reduced):
 
 UNSUPPORTED = {
     "need 8 devices": {"parallel__tensor_parallel": 2},
-    "zero_stage is 3": {"parallel__pipeline_parallel": 4},
+    "parallel.pipeline_parallel is 4": {"parallel__pipeline_parallel": 4},
     "offload.optimizer is pfs": {"offload__optimizer": "pfs"},
     "offload.params is nvme": {"offload__params": "nvme"},
     "precision is fp8": {"precision": "fp8"},

@@ -236,9 +236,7 @@ def test_sends_cross_the_slower_fabric_between_nodes() -> None:
         assert (price.latency_s, price.duration_s) == (fabric.latency_s.value, 10**9 / fabric.bytes_per_s.value)
 
 
-def test_decisions_say_nothing_new_unless_something_new_was_decided() -> None:
-    plain = decide(share("demo-llama", 1))
-    assert not {"tensor_parallel", "pipeline_parallel", "reduce_start"} & plain.model_dump().keys()
+def test_decisions_survive_json_and_are_not_executed() -> None:
     _, decisions, _ = pipelined(2, 1, tensor_parallel=2)
     assert Decisions.model_validate_json(decisions.model_dump_json()) == decisions
     assert not decisions.executable

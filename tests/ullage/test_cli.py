@@ -27,7 +27,8 @@ REQUEST = {
     "--device-memory",
 }
 FLAGS = {
-    "calibrate": {"--quick", "--name", "--output", "--device-memory", "--json"},
+    "calibrate": {"--quick", "--name", "--output", "--device-memory", "--json"}
+    | {"--from-runs", "--profile", "--fit-on", "--parameters", "--bounds"},
     "plan": {*REQUEST, "--budget", "--output", "--json"},
     "execute": {"plan", "--iterations", "--text", "--seed", "--lr", "--output-dir", "--json", "--device"},
     "simulate": {*REQUEST, "plan", "--engine", "--iterations", "--trace", "--figure", "--text", "--json"},

@@ -102,9 +102,10 @@ def _summaries(checked: Sequence[Checked]) -> list[dict[str, Any]]:
     groups = {f"file {path.name}": [c for c in checked if c.file == path] for path in {c.file: None for c in checked}}
     for name in dict.fromkeys(c.case.hardware for c in checked):
         groups[f"hardware {name}"] = [c for c in checked if c.case.hardware == name]
-    for name, fitted in (("fitted to", True), ("not fitted to", False)):
-        groups[name] = [c for c in checked if c.fitted is fitted]
     groups["all"] = list(checked)
+    for name, members in list(groups.items()):
+        if any(c.fitted for c in members):
+            groups[f"{name}, not fitted to"] = [c for c in members if not c.fitted]
     return [
         {"group": group, "quantity": metric.value, "num_cases": len(errors), **_statistics(errors)}
         for group, members in groups.items()
