@@ -83,7 +83,7 @@ def draw_published() -> None:
         axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), title=title, xlabel="measured")
         axes.set_aspect("equal")
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_locator(LogLocator(subs=(1,) if high > 1000 * low else (1, 2, 5)))
             axis.set_major_formatter(StrMethodFormatter("{x:g}"))
             axis.set_minor_formatter(NullFormatter())
         axes.spines[["top", "right"]].set_visible(False)
