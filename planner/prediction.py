@@ -9,7 +9,7 @@ from planner.decisions import Decisions, Frozen
 from planner.graph import Unit
 from planner.schedule import MemoryClass, Schedule, Tier
 from planner.simulate.machine import Simulation
-from planner.timeline import Phases, Timeline, memory_use
+from planner.timeline import Phases, Timeline, fullest, memory_use
 
 
 class TierMemory(Frozen):
@@ -123,7 +123,7 @@ def always_held(schedule: Schedule, cost: CostModel) -> dict[Tier, int]:
         if buffer.first is None:
             ranks = 1 if buffer.tier is Tier.GPU else cost.ranks_per_node
             held[buffer.tier, buffer.stage] += buffer.num_bytes * ranks
-    return {tier: max(n for (other, _), n in held.items() if other is tier) for tier in Tier}
+    return fullest(held, lambda num_bytes: num_bytes)
 
 
 def _seconds(phases: Phases) -> dict[str, float]:
