@@ -15,6 +15,7 @@ real allocator keeps a pool for each, so that reserved is a lower estimate where
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Hashable, Sequence
 
 from planner.schedule import Tier
@@ -41,6 +42,14 @@ class AllocatorUse:
     requested_bytes: int
     allocated_bytes: int
     reserved_bytes: int
+
+    def highest(self, other: "AllocatorUse") -> "AllocatorUse":
+        """Return the higher of each number."""
+        return AllocatorUse(
+            max(self.requested_bytes, other.requested_bytes),
+            max(self.allocated_bytes, other.allocated_bytes),
+            max(self.reserved_bytes, other.reserved_bytes),
+        )
 
     @property
     def fragmentation(self) -> float:
@@ -116,11 +125,8 @@ class CachingAllocator:
         self._used[key] = (block, num_bytes)
         self.requested_bytes += num_bytes
         self.allocated_bytes += block.num_bytes
-        self.peak = AllocatorUse(
-            max(self.peak.requested_bytes, self.requested_bytes),
-            max(self.peak.allocated_bytes, self.allocated_bytes),
-            max(self.peak.reserved_bytes, self.reserved_bytes),
-        )
+        now = AllocatorUse(self.requested_bytes, self.allocated_bytes, self.reserved_bytes)
+        self.peak = self.peak.highest(now)
 
     def free(self, key: Hashable) -> None:
         """Give back what :meth:`allocate` held under a name, if it held anything."""
@@ -175,7 +181,7 @@ class CachingAllocator:
 
 
 def replay(timeline: Timeline, iteration: int, capacity_bytes: int, num_iterations: int = 3) -> AllocatorUse:
-    """Return what the device's allocator needs for a steady iteration's buffers: of pipeline stages, the most.
+    """Return what the device's allocator needs for a steady iteration's buffers: over pipeline stages, the most of each.
 
     The iteration is repeated, because segments that the first one leaves behind are what the next one finds.
 
@@ -191,7 +197,7 @@ def replay(timeline: Timeline, iteration: int, capacity_bytes: int, num_iteratio
     for stage in range(timeline.schedule.num_stages):
         own = [(buffer.num_bytes, held) for buffer, held in spans if buffer.stage == stage]
         peaks.append(_replay(own, period_s, capacity_bytes, num_iterations))
-    return max(peaks, key=lambda peak: peak.reserved_bytes)
+    return functools.reduce(AllocatorUse.highest, peaks)
 
 
 def _replay(
