@@ -24,10 +24,9 @@ from executor.memory import Arena, MeasuredMemory
 from executor.optimizer import AdamWParams, WorkerTeam, warm_up
 from executor.state import ModelState, ParameterState, UnitState
 from planner.decisions import Decisions, Place
-from planner.graph import Unit
+from planner.graph import Unit, segments
 from planner.loop import Loop, OutOfOrderError
 from planner.lowering import lower
-from planner.lowering.compute import segments
 from planner.schedule import Lane, Op, Task, Tier
 from planner.timeline import Timeline
 

@@ -181,7 +181,7 @@ class CachingAllocator:
 
 
 def replay(timeline: Timeline, iteration: int, capacity_bytes: int, num_iterations: int = 3) -> AllocatorUse:
-    """Return what the device's allocator needs for a steady iteration's buffers: over pipeline stages, the most of each.
+    """Return what a device's allocator needs for a steady iteration's buffers: of pipeline stages, the most.
 
     The iteration is repeated, because segments that the first one leaves behind are what the next one finds.
 

@@ -8,12 +8,14 @@ import dataclasses
 import itertools
 from collections.abc import Hashable, Iterable, Iterator
 from enum import IntEnum
+from typing import Self
 
 from hwprofiles.profile import Dtype, Fabric, HardwareProfile
 from hwprofiles.quantity import Curve, Quantity
 from planner.decisions import Decisions, Precision
 from planner.graph import Attention, Elementwise, Gemm, Kernel, Unit
 from planner.layout import Group, Layout
+from planner.lowering import stages
 from planner.models.kernels import Collective, flop, num_kernels
 from planner.schedule import Lane, Op, Schedule, Task
 
@@ -100,6 +102,16 @@ class CostModel:
         self._ranks_per_uplink = min(self.ranks_per_node, profile.devices_per_uplink())
         self._kernels: dict[int, tuple[float, float]] = {}  # by identity: equal layers share their kernels
         self._prices: dict[tuple[Hashable, ...], Price] = {}
+
+    @classmethod
+    def of(cls, profile: HardwareProfile, units: tuple[Unit, ...], decisions: Decisions) -> Self:
+        """Return the prices for what :func:`planner.lowering.lower` makes of these units and decisions.
+
+        Raises:
+            ValueError: there are fewer layers than pipeline stages.
+        """
+        degrees = (decisions.data_parallel, decisions.tensor_parallel, decisions.pipeline_parallel)
+        return cls(profile, stages(units, decisions), decisions.precision, *degrees)
 
     @property
     def asynchronous(self) -> bool:

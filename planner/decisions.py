@@ -246,6 +246,10 @@ class Decisions(Frozen):
         """Return the sizes of a unit's subgroups on one rank, in order; ``num_params`` counts the whole unit."""
         return subgroups(self.shard_params(num_params), self.subgroup_params)
 
+    def placed_pieces(self, unit: str, num_params: int) -> tuple[tuple[int, Place], ...]:
+        """Return size and place of each of a unit's subgroups on one rank, in order."""
+        return tuple(zip(self.piece_params(num_params), self.units[unit].update, strict=True))
+
 
 def subgroups(num_params: int, subgroup_params: int) -> tuple[int, ...]:
     """Return the sizes of the subgroups that some parameters are cut into: all full but the last."""

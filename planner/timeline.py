@@ -60,9 +60,15 @@ class Phases:
     loop_s: float = 0.0
 
     @property
+    def by_phase(self) -> dict[Phase, float]:
+        """The same by phase, in their order."""
+        seconds = (self.forward_s, self.backward_s, self.update_s, self.loop_s)
+        return dict(zip(Phase, seconds, strict=True))
+
+    @property
     def iteration_s(self) -> float:
         """Seconds for the whole iteration."""
-        return self.forward_s + self.backward_s + self.update_s + self.loop_s
+        return sum(self.by_phase.values())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -147,7 +153,7 @@ class Timeline:
         totals = dict.fromkeys(Phase, 0.0)
         for stretch in self.stretches(iteration):
             totals[stretch.phase] += stretch.end_s - stretch.start_s
-        return Phases(totals[Phase.FORWARD], totals[Phase.BACKWARD], totals[Phase.UPDATE], totals[Phase.LOOP])
+        return Phases(*totals.values())
 
     def busy_s(self, iteration: int) -> dict[Lane, float]:
         """Return the seconds each lane was occupied by tasks of one iteration: in the stage where that is most."""

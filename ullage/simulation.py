@@ -134,7 +134,7 @@ def _name(engine: str, setting: str | None) -> str:
 
 def _subject_of(plan: Plan, engine: str, decisions: Decisions) -> Subject:
     units = plan.units()
-    cost = CostModel(plan.hardware, units, decisions.precision, decisions.data_parallel)
+    cost = CostModel.of(plan.hardware, units, decisions)
     return Subject(engine, plan.model, plan.hardware, Workload(units, plan.seq_len), decisions, cost)
 
 

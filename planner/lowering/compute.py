@@ -1,9 +1,8 @@
 """Passes for what computes: forward, recompute and backward, and the host's own time to issue them."""
 
-import itertools
 from collections.abc import Iterator
 
-from planner.graph import Unit
+from planner.graph import segments
 from planner.lowering import pipeline
 from planner.lowering.program import Draft, Program
 from planner.models.kernels import num_kernels
@@ -70,11 +69,6 @@ def launch(program: Program) -> None:
             issue.after = [key for key in draft.after if program.drafts[key].op is Op.FLUSH]
         draft.after.append(issue.key)
         program.before[draft.key].append(program.add(issue))
-
-
-def segments(units: tuple[Unit, ...]) -> list[list[Unit]]:
-    """Return the units grouped by segment, in forward order."""
-    return [list(group) for _, group in itertools.groupby(units, key=lambda unit: unit.segment)]
 
 
 def compute_drafts(program: Program) -> Iterator[Draft]:

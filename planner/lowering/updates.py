@@ -27,9 +27,7 @@ def updates(program: Program) -> None:
     blocker: str | None = None
     for position, unit in order if forward else reversed(order):
         done: list[str] = []
-        for piece, (num_params, place) in enumerate(
-            zip(decisions.piece_params(unit.num_params), decisions.units[unit.name].update, strict=True)
-        ):
+        for piece, (num_params, place) in enumerate(decisions.placed_pieces(unit.name, unit.num_params)):
             ready = _ready(program, unit, place)
             if place is Place.CPU:
                 updated = _on_cpu(program, unit, piece, num_params, ready + ([blocker] if blocker else []))
