@@ -46,7 +46,7 @@ class Resource(IntEnum):
     NVME_READ = 7  # bytes/s
     NVME_WRITE = 8
     NVME = 9  # both directions together
-    STORE = 10  # bytes/s to where checkpoints are written
+    PFS = 10  # bytes/s to the file system that all nodes share
     INTERPRETER = 11  # the Python interpreter of the training process: capacity 1
 
 
@@ -79,6 +79,7 @@ class CostModel:
         pipeline_parallel: stages that share the layers.
 
     Attributes:
+        num_ranks, ranks_per_node: of the whole job, and of a full node; each has one device.
         warnings: sentences about readings outside the measured range, in order of appearance.
     """
 
@@ -97,6 +98,7 @@ class CostModel:
         self._dtype: Dtype = precision.weights
         self._dtype_bytes = precision.weight_bytes
         self._layout = Layout(data_parallel, tensor_parallel, pipeline_parallel, profile.devices_per_node)
+        self.num_ranks = self._layout.num_ranks
         self.ranks_per_node = self._layout.ranks_per_node
         # Ranks behind one switch copy at the same time, so that all their bytes cross its uplink.
         self._ranks_per_uplink = min(self.ranks_per_node, profile.devices_per_uplink())
@@ -130,7 +132,7 @@ class CostModel:
             Resource.LINK_UP: link.up.best_rate_per_s() / self._ranks_per_uplink,
             Resource.LINK: link.both_bytes_per_s.value / self._ranks_per_uplink,
             Resource.FABRIC: 1.0,
-            Resource.STORE: 1.0,  # nothing is written but checkpoints: see planner.checkpoints.costs
+            Resource.PFS: 1.0,  # only checkpoints are written there: see planner.checkpoints.costs
             Resource.INTERPRETER: 1.0,
             **self._storage_capacities(),
         }

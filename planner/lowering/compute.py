@@ -1,5 +1,6 @@
 """Passes for what computes: forward, recompute and backward, and the host's own time to issue them."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from planner.graph import segments
@@ -25,9 +26,13 @@ def compute(program: Program) -> None:
         pipeline.compute(program)
     else:
         _compute_in_turn(program)
-    num_tensors = sum(len(unit.parameters) for unit in program.units)
-    # The caller waits for the norm, and goes through all parameters, before it turns to the next iteration.
-    step = Draft("step", Lane.LAUNCH, Op.STEP, Phase.UPDATE, num_tensors=num_tensors, after=[program.spine[-1].key])
+    tensors = Counter[int]()
+    for unit in program.units:
+        tensors[program.stage_of[unit.name]] += len(unit.parameters)
+    # The caller waits for the norm, and goes through all its parameters, before it turns to the next iteration. Stages
+    # do so at the same time.
+    step = Draft("step", Lane.LAUNCH, Op.STEP, Phase.UPDATE, after=[program.spine[-1].key])
+    step.num_tensors = max(tensors.values())
     program.spine[0].after_previous.append(step.key)
     program.tail.append(program.add(step))
     if decisions.loop:

@@ -157,7 +157,7 @@ def test_capacities_are_one_ranks_share() -> None:
     cost = model(machine(devices_per_node=4), ranks=8)
     assert cost.ranks_per_node == 4
     expected = uses(DEVICE=1, CORES=2, DRAM=2.5e10, LINK_DOWN=2e10, LINK_UP=2e10, LINK=3e10, FABRIC=1)
-    expected |= uses(NVME_READ=2e9, NVME_WRITE=1e9, NVME=3e9, STORE=1, INTERPRETER=1)
+    expected |= uses(NVME_READ=2e9, NVME_WRITE=1e9, NVME=3e9, PFS=1, INTERPRETER=1)
     assert cost.capacities() == expected
     assert model(machine(devices_per_node=4), ranks=2).capacities()[Resource.CORES] == 4
 

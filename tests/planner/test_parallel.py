@@ -228,6 +228,13 @@ def test_peak_memory_is_that_of_the_fullest_stage() -> None:
     assert decisions.pipeline_parallel == schedule.num_stages == 4
 
 
+def test_stages_step_at_the_same_time() -> None:
+    """The host goes through the parameters of one rank, not of all stages one after another."""
+    merged, _, schedule = pipelined(3, 2, "gpt2", num_layers=7)
+    (step,) = (task for task in schedule.tasks if task.op is Op.STEP)
+    assert step.num_tensors == max(len(unit.parameters) for unit in merged)
+
+
 @pytest.fixture(scope="module")
 def deep() -> Timeline:
     """A pipeline whose first and last stage have most to move and to hold."""

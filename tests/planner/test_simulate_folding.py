@@ -129,9 +129,9 @@ def whole(profile: HardwareProfile, cost: CostModel) -> tuple[list[Capacity], di
         Resource.LINK_UP: (link.up.best_rate_per_s(), on_uplink),
         Resource.LINK: (link.both_bytes_per_s.value, on_uplink),
         Resource.FABRIC: (1.0, 1),
-        Resource.STORE: (1.0, 1),
-        Resource.INTERPRETER: (1.0, 1),
     }
+    # What these schedules do not use, drives and what writes checkpoints, is the rank's own.
+    rows |= {r: (amount, 1) for r, amount in cost.capacities().items() if r not in rows}
     return [rows[r][0] for r in Resource], {r: rows[r][1] for r in Resource}
 
 
