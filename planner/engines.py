@@ -338,5 +338,5 @@ POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {
     "twin-flow": twin_flow,
     "interleaved": interleaved,
 }
-# Those that need NVMe; not every machine has it.
+# Those that need NVMe, which not every machine has: simulated when asked for, not tried by a search.
 STORAGE_POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {"zero-infinity": zero_infinity, "ratel": ratel}
