@@ -454,8 +454,9 @@ def _check(decisions: Decisions) -> None:
         )
     if not decisions.executable:
         raise ValueError(
-            f"policy {decisions.policy} models another engine's gradient path or unfused update; it can be simulated "
-            "but not executed: set gradient_path to 'once' and host_update to 'fused'"
+            f"policy {decisions.policy} models another engine, which can be simulated but not executed: plan again, or "
+            "set gradient_path to 'once' and host_update to 'fused', and leave out module_hooks, loop, "
+            "device_buffer_bytes, max_prefetch_params and max_reuse_params"
         )
 
 
