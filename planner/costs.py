@@ -398,6 +398,11 @@ def wave_factor(m: int, n: int, multiprocessors: int) -> float:
 
 
 def total_flop(units: Iterable[Unit], decisions: Decisions) -> float:
-    """Return the FLOP that one rank's iteration needs, without recomputation (the model FLOP of MFU)."""
+    """Return the FLOP that one rank's iteration needs, without recomputation (the model FLOP of MFU).
+
+    Args:
+        units: of the whole model, or of one tensor-parallel rank's share.
+        decisions: how many micro-batches; of pipeline stages the mean is taken.
+    """
     kernels = itertools.chain.from_iterable((*unit.forward, *unit.backward) for unit in units)
-    return decisions.num_micro_batches * flop(kernels)
+    return decisions.num_micro_batches * flop(kernels) / decisions.pipeline_parallel

@@ -230,6 +230,11 @@ class Decisions(Frozen):
         """Whether anything lives on NVMe, or activations leave the device."""
         return any(u.params == "nvme" or u.offloads or Place.NVME in u.update for u in self.units.values())
 
+    @property
+    def num_devices(self) -> int:
+        """All ranks, each with one device."""
+        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+
     def gathers_ahead(self, num_params: int) -> bool:
         """Return whether collectives of a unit of so many parameters run beside computing."""
         return self.max_prefetch_params is None or num_params <= self.max_prefetch_params

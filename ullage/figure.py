@@ -63,7 +63,7 @@ def draw(seen: Iteration) -> Figure:
     processors.set_xlabel("seconds since the iteration began")
     subject = seen.subject
     figure.suptitle(
-        f"{subject.model.name} by {subject.engine} on {subject.decisions.data_parallel} device(s) of "
+        f"{subject.model.name} by {subject.engine} on {subject.decisions.num_devices} device(s) of "
         f"{subject.hardware.name}: {si(seen.period_s, 's')} per iteration, simulated, one rank",
         x=0.01,
         ha="left",

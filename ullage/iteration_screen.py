@@ -41,7 +41,7 @@ def _summary(seen: Iteration) -> dict[str, str]:
     present = _phases(seen)
     decided = subject.decisions
     return {
-        "schedule": f"{subject.model.name} on {decided.data_parallel} device(s) of {subject.hardware.name} by "
+        "schedule": f"{subject.model.name} on {decided.num_devices} device(s) of {subject.hardware.name} by "
         f"{subject.engine}: {len(timeline.schedule.tasks)} tasks, iteration {seen.simulation.steady + 1} of "
         f"{timeline.num_iterations}",
         "iteration": f"{si(seen.period_s, 's')}, {subject.workload.tokens(decided) / seen.period_s:,.0f} tokens/s",

@@ -249,4 +249,5 @@ def test_total_flop_counts_no_recomputation() -> None:
     setup = Setup(UNITS, num_micro_batches=3)
     keep, recompute = POLICIES["gpu-only"](setup)
     assert total_flop(UNITS, keep) == total_flop(UNITS, recompute)
+    assert total_flop(UNITS, keep.model_copy(update={"pipeline_parallel": 2})) == total_flop(UNITS, keep) / 2
     assert total_flop(UNITS, keep) == 3 * sum(unit.forward_flop + unit.backward_flop for unit in UNITS)
