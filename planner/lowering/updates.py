@@ -171,7 +171,7 @@ def _gate(program: Program, unit: Unit, position: int, done: list[str]) -> None:
     if not decisions.overlap_next_forward:
         start = program.spine[0]
         gated = [*program.before[start.key], start]  # what is fetched or gathered before it included
-        if decisions.units[unit.name].params == "nvme":  # read ahead of what it waits to be copied for
+        if unit.name in program.first_use:  # what is read, or fetched for a gather, may be ahead of its user
             gated.append(program.drafts[program.first_use[unit.name][1]])
         for draft in gated:
             draft.after_previous += done

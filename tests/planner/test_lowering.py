@@ -62,6 +62,15 @@ BROKEN = {
     "zero-2": decide(DENSE, Place.CPU, data_parallel=2, zero_stage=2),
     "zero-3": decide(DENSE, Place.CPU, data_parallel=2, zero_stage=3),
     "zero-3, fetched": decide(DENSE, Place.CPU, data_parallel=2, zero_stage=3, params="host"),
+    "zero-3, fetched when it is reached": decide(
+        DENSE,
+        Place.CPU,
+        data_parallel=2,
+        zero_stage=3,
+        params="host",
+        max_prefetch_params=0,
+        overlap_next_forward=False,
+    ),
     "nvme": decide(DENSE, Place.NVME, params="nvme", num_nvme_slots=1, num_param_slots=1),
     "nvme, shared buffers": decide(DENSE, Place.NVME, clip=False, num_nvme_slots=2, subgroup_params=1_000_000),
     "nvme, deepspeed": decide(
