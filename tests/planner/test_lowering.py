@@ -62,15 +62,6 @@ BROKEN = {
     "zero-2": decide(DENSE, Place.CPU, data_parallel=2, zero_stage=2),
     "zero-3": decide(DENSE, Place.CPU, data_parallel=2, zero_stage=3),
     "zero-3, fetched": decide(DENSE, Place.CPU, data_parallel=2, zero_stage=3, params="host"),
-    "zero-3, fetched when it is reached": decide(
-        DENSE,
-        Place.CPU,
-        data_parallel=2,
-        zero_stage=3,
-        params="host",
-        max_prefetch_params=0,
-        overlap_next_forward=False,
-    ),
     "nvme": decide(DENSE, Place.NVME, params="nvme", num_nvme_slots=1, num_param_slots=1),
     "nvme, shared buffers": decide(DENSE, Place.NVME, clip=False, num_nvme_slots=2, subgroup_params=1_000_000),
     "nvme, deepspeed": decide(
@@ -135,6 +126,15 @@ def _orders(schedule: Schedule) -> set[tuple[int, int]]:
     """Return what is ordered within the second of two iterations, and from the first to the second."""
     before, count = ordered_by_rules(schedule, 2), range(len(schedule.tasks))
     return {(i, a, b) for a in count for b in count for i in (0, 1) if before((i, a), (1, b))}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_is_fetched_for_a_late_gather_is_updated(overlap: bool) -> None:
+    """Its gather waits until the caller is there, but the fetch before it does not."""
+    options = {"params": "host", "data_parallel": 2, "zero_stage": 3, "max_prefetch_params": 0}
+    decisions = decide(DENSE, Place.CPU, overlap_next_forward=overlap, **options)
+    schedule = lower(DENSE, decisions, asynchronous=False)
+    assert violations(schedule, DENSE, decisions, ordered_by_rules(schedule)) == []
 
 
 def test_lanes_are_first_in_first_out() -> None:
