@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from planner.decisions import Decisions
-from planner.graph import Unit
-from planner.lowering.compute import segments
+from planner.graph import Unit, segments
 
 
 class BindingError(ValueError):

@@ -24,10 +24,9 @@ from executor.memory import Arena, MeasuredMemory
 from executor.optimizer import AdamWParams, WorkerTeam, warm_up
 from executor.state import ModelState, ParameterState, UnitState
 from planner.decisions import Decisions, Place
-from planner.graph import Unit
+from planner.graph import Unit, segments
 from planner.loop import Loop, OutOfOrderError
 from planner.lowering import lower
-from planner.lowering.compute import segments
 from planner.schedule import Lane, Op, Task, Tier
 from planner.timeline import Timeline
 
@@ -455,8 +454,9 @@ def _check(decisions: Decisions) -> None:
         )
     if not decisions.executable:
         raise ValueError(
-            f"policy {decisions.policy} models another engine's gradient path or unfused update; it can be simulated "
-            "but not executed: set gradient_path to 'once' and host_update to 'fused'"
+            f"policy {decisions.policy} models another engine, which can be simulated but not executed: plan again, or "
+            "set gradient_path to 'once' and host_update to 'fused', and leave out module_hooks, loop, "
+            "device_buffer_bytes, max_prefetch_params and max_reuse_params"
         )
 
 

@@ -5,7 +5,6 @@ same float, and no optional field that is empty. Files are written in it and dig
 """
 
 import difflib
-import hashlib
 import json
 import os
 import platform
@@ -105,11 +104,6 @@ def canonical_json(profile: HardwareProfile) -> str:
     """Return the canonical form of ``profile``: equal profiles, equal text."""
     data = profile.model_dump(mode="json", exclude_none=True)
     return json.dumps(data, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def profile_digest(profile: HardwareProfile) -> str:
-    """Return the SHA-256 of the canonical form, in hexadecimal."""
-    return hashlib.sha256(canonical_json(profile).encode()).hexdigest()
 
 
 def save_profile(profile: HardwareProfile, path: Path) -> None:

@@ -15,7 +15,8 @@ real allocator keeps a pool for each, so that reserved is a lower estimate where
 
 import bisect
 import dataclasses
-from collections.abc import Hashable
+import functools
+from collections.abc import Hashable, Sequence
 
 from planner.schedule import Tier
 from planner.timeline import Timeline, buffer_spans
@@ -41,6 +42,14 @@ class AllocatorUse:
     requested_bytes: int
     allocated_bytes: int
     reserved_bytes: int
+
+    def highest(self, other: "AllocatorUse") -> "AllocatorUse":
+        """Return the higher of each number."""
+        return AllocatorUse(
+            max(self.requested_bytes, other.requested_bytes),
+            max(self.allocated_bytes, other.allocated_bytes),
+            max(self.reserved_bytes, other.reserved_bytes),
+        )
 
     @property
     def fragmentation(self) -> float:
@@ -116,11 +125,8 @@ class CachingAllocator:
         self._used[key] = (block, num_bytes)
         self.requested_bytes += num_bytes
         self.allocated_bytes += block.num_bytes
-        self.peak = AllocatorUse(
-            max(self.peak.requested_bytes, self.requested_bytes),
-            max(self.peak.allocated_bytes, self.allocated_bytes),
-            max(self.peak.reserved_bytes, self.reserved_bytes),
-        )
+        now = AllocatorUse(self.requested_bytes, self.allocated_bytes, self.reserved_bytes)
+        self.peak = self.peak.highest(now)
 
     def free(self, key: Hashable) -> None:
         """Give back what :meth:`allocate` held under a name, if it held anything."""
@@ -175,7 +181,7 @@ class CachingAllocator:
 
 
 def replay(timeline: Timeline, iteration: int, capacity_bytes: int, num_iterations: int = 3) -> AllocatorUse:
-    """Return what the device's allocator needs for a steady iteration's buffers.
+    """Return what a device's allocator needs for a steady iteration's buffers: of pipeline stages, the most.
 
     The iteration is repeated, because segments that the first one leaves behind are what the next one finds.
 
@@ -185,24 +191,33 @@ def replay(timeline: Timeline, iteration: int, capacity_bytes: int, num_iteratio
         capacity_bytes: of the device.
         num_iterations: how often it is repeated.
     """
-    allocator = CachingAllocator(capacity_bytes)
+    spans = [(buffer, held) for buffer, held in buffer_spans(timeline, iteration) if buffer.tier is Tier.GPU]
     period_s = timeline.period_s(iteration)
-    events: list[
-        tuple[float, float, bool, int, int, int]
-    ] = []  # period, moment in it, taken?, repetition, buffer, size
-    for number, (buffer, held) in enumerate(buffer_spans(timeline, iteration)):
-        if buffer.tier is not Tier.GPU:
-            continue
+    peaks = []
+    for stage in range(timeline.schedule.num_stages):
+        own = [(buffer.num_bytes, held) for buffer, held in spans if buffer.stage == stage]
+        peaks.append(_replay(own, period_s, capacity_bytes, num_iterations))
+    return functools.reduce(AllocatorUse.highest, peaks)
+
+
+def _replay(
+    spans: Sequence[tuple[int, tuple[float, float] | None]], period_s: float, capacity_bytes: int, num_iterations: int
+) -> AllocatorUse:
+    """Return what one device needs for buffers, each its bytes and from when to when it is held (``None``: always)."""
+    allocator = CachingAllocator(capacity_bytes)
+    # Period, moment in it, taken?, repetition, buffer, size.
+    events: list[tuple[float, float, bool, int, int, int]] = []
+    for number, (num_bytes, held) in enumerate(spans):
         if held is None:
-            allocator.allocate((0, number), buffer.num_bytes)
+            allocator.allocate((0, number), num_bytes)
         elif held[1] > held[0] and period_s > 0:
             for taken, moment_s in ((True, held[0]), (False, held[1])):
                 later, within_s = divmod(moment_s, period_s)  # equal moments must stay equal in every repetition
-                events += [(i + later, within_s, taken, i, number, buffer.num_bytes) for i in range(num_iterations)]
+                events += [(i + later, within_s, taken, i, number, num_bytes) for i in range(num_iterations)]
     # At one instant what ends is freed before what begins is taken, as everywhere (False sorts first).
-    for _, _, taken, i, number, num_bytes in sorted(events):
+    for _, _, taken, i, number, size in sorted(events):
         if taken:
-            allocator.allocate((i, number), num_bytes)
+            allocator.allocate((i, number), size)
         else:
             allocator.free((i, number))
     return allocator.peak

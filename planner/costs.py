@@ -6,14 +6,17 @@ are divided by the number of ranks on the node, and updates of all ranks run at 
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from enum import IntEnum
+from typing import Self
 
-from hwprofiles.profile import Dtype, Fabric, HardwareProfile
+from hwprofiles.profile import Dtype, HardwareProfile
 from hwprofiles.quantity import Curve, Quantity
 from planner.decisions import Decisions, Precision
+from planner.fabrics import Fabrics
 from planner.graph import Attention, Elementwise, Gemm, Kernel, Unit
-from planner.layout import Group, Layout
+from planner.layout import Layout
+from planner.lowering import stages
 from planner.models.kernels import Collective, flop, num_kernels
 from planner.schedule import Lane, Op, Schedule, Task
 
@@ -44,7 +47,7 @@ class Resource(IntEnum):
     NVME_READ = 7  # bytes/s
     NVME_WRITE = 8
     NVME = 9  # both directions together
-    STORE = 10  # bytes/s to where checkpoints are written
+    PFS = 10  # bytes/s to the file system that all nodes share
     INTERPRETER = 11  # the Python interpreter of the training process: capacity 1
 
 
@@ -77,6 +80,7 @@ class CostModel:
         pipeline_parallel: stages that share the layers.
 
     Attributes:
+        num_ranks, ranks_per_node: of the whole job, and of a full node; each has one device.
         warnings: sentences about readings outside the measured range, in order of appearance.
     """
 
@@ -95,11 +99,23 @@ class CostModel:
         self._dtype: Dtype = precision.weights
         self._dtype_bytes = precision.weight_bytes
         self._layout = Layout(data_parallel, tensor_parallel, pipeline_parallel, profile.devices_per_node)
+        self._fabrics = Fabrics(profile, self._layout)
+        self.num_ranks = self._layout.num_ranks
         self.ranks_per_node = self._layout.ranks_per_node
         # Ranks behind one switch copy at the same time, so that all their bytes cross its uplink.
         self._ranks_per_uplink = min(self.ranks_per_node, profile.devices_per_uplink())
         self._kernels: dict[int, tuple[float, float]] = {}  # by identity: equal layers share their kernels
         self._prices: dict[tuple[Hashable, ...], Price] = {}
+
+    @classmethod
+    def of(cls, profile: HardwareProfile, units: tuple[Unit, ...], decisions: Decisions) -> Self:
+        """Return the prices for what :func:`planner.lowering.lower` makes of these units and decisions.
+
+        Raises:
+            ValueError: there are fewer layers than pipeline stages.
+        """
+        degrees = (decisions.data_parallel, decisions.tensor_parallel, decisions.pipeline_parallel)
+        return cls(profile, stages(units, decisions), decisions.precision, *degrees)
 
     @property
     def asynchronous(self) -> bool:
@@ -118,7 +134,7 @@ class CostModel:
             Resource.LINK_UP: link.up.best_rate_per_s() / self._ranks_per_uplink,
             Resource.LINK: link.both_bytes_per_s.value / self._ranks_per_uplink,
             Resource.FABRIC: 1.0,
-            Resource.STORE: 1.0,  # nothing is written but checkpoints: see planner.checkpoints.costs
+            Resource.PFS: 1.0,  # only checkpoints are written there: see planner.checkpoints.costs
             Resource.INTERPRETER: 1.0,
             **self._storage_capacities(),
         }
@@ -332,57 +348,26 @@ class CostModel:
         return Price(0.0, duration_s, uses)
 
     def _collective(self, task: Task) -> Price:
-        """Price a ring collective: each rank sends and receives all but its own share.
-
-        The slower of both levels sets the pace (bus bandwidth of NCCL's rings, see ``doc/PERFORMANCE.md`` of
-        https://github.com/NVIDIA/nccl-tests).
-        """
-        latency_s = duration_s = 0.0
+        """Price a collective over the ranks that share the data; each level's bytes cross what it is made of."""
+        rings = self._fabrics.rings(self._layout.data_group, task.num_bytes)
+        duration_s = max((ring.time_s for ring in rings), default=0.0)
         uses: list[tuple[Resource, float]] = [(Resource.FABRIC, 1.0)]
-        for fabric, size, num_bytes in self._levels(self._layout.data_group, task.num_bytes):
-            latency_s += fabric.latency_s.value
-            time_s = _ring_s(num_bytes, size, fabric)
-            duration_s = max(duration_s, time_s)
-            if fabric.via_host_link and time_s > 0:
-                rate = num_bytes / time_s
+        for ring in rings:
+            if ring.fabric.via_host_link and ring.time_s > 0:
                 best = self.profile.host_link.down.best_rate_per_s() / self._ranks_per_uplink
-                uses += [(Resource.LINK_DOWN, min(rate, best))]
-        return Price(latency_s, duration_s, tuple(sorted(uses)))
+                uses += [(Resource.LINK_DOWN, min(ring.num_bytes / ring.time_s, best))]
+        return Price(sum(ring.fabric.latency_s.value for ring in rings), duration_s, tuple(sorted(uses)))
 
     def _inside_unit_s(self, kernel: Collective) -> float:
         """Return the time of a collective over tensor-parallel ranks, which the unit's next kernel waits for."""
-        levels = list(self._levels(self._layout.tensor_group, kernel.num_bytes * kernel.num_passes))
-        latency_s = sum(fabric.latency_s.value for fabric, _, _ in levels)
-        return latency_s + max((_ring_s(num_bytes, size, fabric) for fabric, size, num_bytes in levels), default=0.0)
-
-    def _levels(self, group: Group, num_bytes: float) -> Iterator[tuple[Fabric, int, float]]:
-        """Yield fabric, ranks of the ring and what each of them sends there: inside a node, then between nodes.
-
-        One ring goes through all ranks. It enters each node once, over the NICs of its devices together.
-        """
-        size = group.per_node * group.nodes
-        if group.per_node > 1:
-            assert self.profile.intra_node is not None  # several devices per node have one
-            yield self.profile.intra_node, size, num_bytes
-        if group.nodes > 1:
-            yield self._between_nodes(), size, num_bytes / group.per_node
-
-    def _between_nodes(self) -> Fabric:
-        if (fabric := self.profile.inter_node) is None:
-            profile, ranks = self.profile, self._layout.num_ranks
-            raise ValueError(
-                f"profile {profile.name} has no inter_node fabric, but {ranks} devices need "
-                f"{-(-ranks // profile.devices_per_node)} nodes; add inter_node to the profile or ask for at most "
-                f"{profile.devices_per_node} devices"
-            )
-        return fabric
+        rings = self._fabrics.rings(self._layout.tensor_group, kernel.num_bytes * kernel.num_passes)
+        return sum(ring.fabric.latency_s.value for ring in rings) + max((ring.time_s for ring in rings), default=0.0)
 
     def _send(self, task: Task) -> Price:
         """Price one rank's transfer to another stage; the outer stages exchange the gradient of tied embeddings."""
         last = self._layout.pipeline - 1
         to = {Lane.SEND: task.stage + 1, Lane.SEND_BACK: task.stage - 1}.get(task.lane, last - task.stage)
-        fabric = self._between_nodes() if self._layout.crosses(task.stage, to) else self.profile.intra_node
-        assert fabric is not None
+        fabric = self._fabrics.between(task.stage, to)
         return Price(fabric.latency_s.value, task.num_bytes / fabric.bytes_per_s.value, ((Resource.FABRIC, 1.0),))
 
     def _read(self, curve: Curve, size: float, what: str) -> float:
@@ -412,11 +397,12 @@ def wave_factor(m: int, n: int, multiprocessors: int) -> float:
     return waves * multiprocessors * _TILE**2 / (m * n)
 
 
-def _ring_s(num_bytes: float, size: int, fabric: Fabric) -> float:
-    return num_bytes * (size - 1) / size / fabric.bytes_per_s.value
-
-
 def total_flop(units: Iterable[Unit], decisions: Decisions) -> float:
-    """Return the FLOP that one rank's iteration needs, without recomputation (the model FLOP of MFU)."""
+    """Return the FLOP that one rank's iteration needs, without recomputation (the model FLOP of MFU).
+
+    Args:
+        units: of the whole model, or of one tensor-parallel rank's share.
+        decisions: how many micro-batches; of pipeline stages the mean is taken.
+    """
     kernels = itertools.chain.from_iterable((*unit.forward, *unit.backward) for unit in units)
-    return decisions.num_micro_batches * flop(kernels)
+    return decisions.num_micro_batches * flop(kernels) / decisions.pipeline_parallel

@@ -173,33 +173,34 @@ def _slowed(timeline: Timeline, begin_s: float, step: Step, price: Price, demand
     extra_s = (end_s - start_s) - (price.latency_s + price.duration_s)
     if extra_s <= _ROUNDING * end_s or not price.uses:
         return step
+    stage = timeline.schedule.tasks[step.task].stage
     shared = max(
         (resource for resource, _ in price.uses),
-        key=lambda r: demand.share(r, begin_s + step.start_s, begin_s + step.end_s),
+        key=lambda r: demand.share(r, stage, begin_s + step.start_s, begin_s + step.end_s),
     )
     return dataclasses.replace(step, slowed_s=extra_s * step.length_s / (end_s - start_s), shared=shared)
 
 
 class _Demand:
-    """How much of every resource is used, on average over any stretch of time."""
+    """How much of every resource is used, on average over any stretch of time; each pipeline stage has its own."""
 
     def __init__(self, timeline: Timeline, prices: Sequence[Price], capacities: Mapping[Resource, float]) -> None:
         self._capacities = capacities
-        self._used: dict[Resource, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]] = {}
-        users: dict[Resource, list[tuple[int, float]]] = defaultdict(list)
-        for task, price in enumerate(prices):
+        self._used: dict[tuple[Resource, int], tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]] = {}
+        users: dict[tuple[Resource, int], list[tuple[int, float]]] = defaultdict(list)
+        for task, price in zip(timeline.schedule.tasks, prices, strict=True):
             for resource, rate in price.uses:
-                users[resource].append((task, rate * price.duration_s))
-        for resource, using in users.items():
+                users[resource, task.stage].append((task.index, rate * price.duration_s))
+        for key, using in users.items():
             amounts = np.tile([amount for _, amount in using], timeline.num_iterations)
             columns = [task for task, _ in using]
-            self._used[resource] = _cumulative(
+            self._used[key] = _cumulative(
                 timeline.start_s[:, columns].ravel(), timeline.end_s[:, columns].ravel(), amounts
             )
 
-    def share(self, resource: Resource, start_s: float, end_s: float) -> float:
-        """Return the used share of a resource's capacity from one moment to another."""
-        times_s, amounts = self._used[resource]
+    def share(self, resource: Resource, stage: int, start_s: float, end_s: float) -> float:
+        """Return the used share of a resource's capacity in a stage from one moment to another."""
+        times_s, amounts = self._used[resource, stage]
         used = np.interp(end_s, times_s, amounts) - np.interp(start_s, times_s, amounts)
         return float(used) / (self._capacities[resource] * (end_s - start_s))
 

@@ -233,6 +233,11 @@ class Decisions(Frozen):
         """Whether anything lives on NVMe, or activations leave the device."""
         return any(u.params == "nvme" or u.offloads or Place.NVME in u.update for u in self.units.values())
 
+    @property
+    def num_devices(self) -> int:
+        """All ranks, each with one device."""
+        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+
     def gathers_ahead(self, num_params: int) -> bool:
         """Return whether collectives of a unit of so many parameters run beside computing."""
         return self.max_prefetch_params is None or num_params <= self.max_prefetch_params
@@ -248,6 +253,10 @@ class Decisions(Frozen):
     def piece_params(self, num_params: int) -> tuple[int, ...]:
         """Return the sizes of a unit's subgroups on one rank, in order; ``num_params`` counts the whole unit."""
         return subgroups(self.shard_params(num_params), self.subgroup_params)
+
+    def placed_pieces(self, unit: str, num_params: int) -> tuple[tuple[int, Place], ...]:
+        """Return size and place of each of a unit's subgroups on one rank, in order."""
+        return tuple(zip(self.piece_params(num_params), self.units[unit].update, strict=True))
 
 
 def subgroups(num_params: int, subgroup_params: int) -> tuple[int, ...]:

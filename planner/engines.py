@@ -78,16 +78,15 @@ def zero_offload_blocking(setup: Setup) -> Iterator[Decisions]:
 def twin_flow(setup: Setup, fractions: Sequence[float] = TWIN_FLOW_FRACTIONS) -> Iterator[Decisions]:
     """ZeRO-Offload++: the first subgroups are updated on the device, a fraction of the parameters on the CPU."""
     total = num_subgroups(setup)
+
+    def place(first_on_cpu: int, i: int) -> Place:
+        return Place.GPU if i < first_on_cpu else Place.CPU
+
     for fraction in fractions:
-        first_cpu = total - round(total * fraction)
+        chosen = functools.partial(place, total - round(total * fraction))
         for activations in _ACTIVATIONS:
-            yield _decide(
-                setup,
-                "twin-flow",
-                activations,
-                lambda i, first_cpu=first_cpu: Place.GPU if i < first_cpu else Place.CPU,  # type: ignore[misc]
-                **_deepspeed(setup, GradientPath.ZERO3_ASYNC),
-            )
+            options = _deepspeed(setup, GradientPath.ZERO3_ASYNC)
+            yield _decide(setup, "twin-flow", activations, chosen, **options)
 
 
 def interleaved(
@@ -343,5 +342,5 @@ POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {
     "twin-flow": twin_flow,
     "interleaved": interleaved,
 }
-# Those that need NVMe; not every machine has it.
+# Those that need NVMe, which not every machine has: simulated when asked for, not tried by a search.
 STORAGE_POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {"zero-infinity": zero_infinity, "ratel": ratel}

@@ -113,59 +113,82 @@ def fit(
         CaseError: a run cannot be expressed.
     """
     start = _start(profile, paths)
-    bounds = {
-        path: (ranges or {}).get(path, (value / DEFAULT_RANGE, value * DEFAULT_RANGE)) for path, value in start.items()
-    }
-    for path, (low, high) in bounds.items():
-        if not 0 < low < high or not low <= start[path] <= high:
-            raise FitError(
-                f"{path}: {start[path]:g} must lie between the bounds {low:g} and {high:g}, which must be positive; "
-                "widen them"
-            )
+    bounds = _bounds(start, ranges or {})
     for case in cases:
         case.check()
-    measured = [(case, metric, value) for case in cases for metric, value in _timed(case)]
-    if len(paths) > MAX_PARAMETERS or RESIDUALS_PER_PARAMETER * len(paths) > len(measured):
+    misfit = _Misfit(profile, cases, paths, source, progress)
+    num_measured = len(misfit.measured)
+    if len(paths) > MAX_PARAMETERS or RESIDUALS_PER_PARAMETER * len(paths) > num_measured:
         raise FitError(
-            f"{len(paths)} quantities cannot be fitted to {len(measured)} measured values of {len(cases)} runs: at "
+            f"{len(paths)} quantities cannot be fitted to {num_measured} measured values of {len(cases)} runs: at "
             f"most {MAX_PARAMETERS}, and {RESIDUALS_PER_PARAMETER} values for each; fit fewer, or to more runs"
         )
-    provenance = Provenance(origin="fitted", source=source, runs=tuple(case.id for case in cases))
-    simulated = 0
-
-    def at(logs: npt.NDArray[np.float64]) -> HardwareProfile:
-        return replace(profile, dict(zip(paths, np.exp(logs).tolist(), strict=True)), provenance)
-
-    def residuals(logs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        nonlocal simulated
-        candidate = at(logs)
-        outcomes = {case.id: case.predict(candidate) for case in cases}
-        simulated += len(cases)
-        if progress:
-            progress(simulated)
-        return np.array([math.log(outcomes[case.id].values[metric] / value) for case, metric, value in measured])
-
     lows, highs = (np.log([bounds[path][side] for path in paths]) for side in (0, 1))
     solution = least_squares(
-        residuals,
+        misfit,
         np.clip(np.log([start[path] for path in paths]), lows + 1e-9, highs - 1e-9),
         bounds=(lows, highs),
-        jac=functools.partial(_jacobian, residuals, lows=lows, highs=highs),
+        jac=functools.partial(_jacobian, misfit, lows=lows, highs=highs),
         x_scale=1.0,
         ftol=1e-4,
         xtol=1e-3,
         max_nfev=25,
     )
     errors = _standard_errors(np.asarray(solution.jac), solution.fun, paths)
+    keys = ((case.id, metric) for case, metric, _ in misfit.measured)
     return Fit(
-        profile=at(solution.x),
+        profile=misfit.profile_at(solution.x),
         fitted=tuple(
             Fitted(path, start[path], math.exp(x), *bounds[path], error)
             for path, x, error in zip(paths, solution.x, errors, strict=True)
         ),
-        residuals={(case.id, metric): float(r) for (case, metric, _), r in zip(measured, solution.fun, strict=True)},
-        num_simulations=simulated,
+        residuals=dict(zip(keys, solution.fun.tolist(), strict=True)),
+        num_simulations=misfit.num_simulations,
     )
+
+
+class _Misfit:
+    """The residuals as a function of the unknowns; see [Note: Fitting].
+
+    Attributes:
+        measured: case, metric and measured value of each residual.
+        num_simulations: runs simulated so far.
+    """
+
+    def __init__(
+        self,
+        profile: HardwareProfile,
+        cases: Sequence[Case],
+        paths: Sequence[str],
+        source: str,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self.measured = [(case, metric, value) for case in cases for metric, value in _timed(case)]
+        self.num_simulations = 0
+        self._profile, self._cases, self._paths, self._progress = profile, cases, paths, progress
+        self._provenance = Provenance(origin="fitted", source=source, runs=tuple(case.id for case in cases))
+
+    def profile_at(self, logs: npt.NDArray[np.float64]) -> HardwareProfile:
+        """Return the profile with the unknowns, given as logarithms."""
+        return replace(self._profile, dict(zip(self._paths, np.exp(logs).tolist(), strict=True)), self._provenance)
+
+    def __call__(self, logs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        outcomes = predictions(self.profile_at(logs), self._cases)
+        self.num_simulations += len(self._cases)
+        if self._progress:
+            self._progress(self.num_simulations)
+        return np.array([math.log(outcomes[case.id].values[metric] / value) for case, metric, value in self.measured])
+
+
+def _bounds(start: Mapping[str, float], ranges: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    bounds = {path: ranges.get(path, (value / DEFAULT_RANGE, value * DEFAULT_RANGE)) for path, value in start.items()}
+    for path, (low, high) in bounds.items():
+        if not 0 < low < high or not low <= start[path] <= high:
+            raise FitError(
+                f"{path}: {start[path]:g} must lie between the bounds {low:g} and {high:g}, which must be positive; "
+                "widen them"
+            )
+    return bounds
 
 
 def _start(profile: HardwareProfile, paths: Sequence[str]) -> dict[str, float]:

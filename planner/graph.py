@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from collections.abc import Iterable
 
 import networkx as nx
 
@@ -32,6 +33,7 @@ __all__ = [
     "Pattern",
     "Unit",
     "build_graph",
+    "segments",
     "units",
 ]
 
@@ -106,11 +108,6 @@ class Unit:
     def remake(self) -> Kernels:
         """Kernels that run again in backward if activations are offloaded: the elementwise ones of a recompute."""
         return tuple(kernel for kernel in self.recompute if isinstance(kernel, Elementwise))
-
-    @property
-    def recompute_skips(self) -> Kernels:
-        """Kernels of the forward that :attr:`recompute` leaves out."""
-        return self.forward[len(self.recompute) :]
 
     @functools.cached_property
     def num_modules(self) -> int:
@@ -200,3 +197,8 @@ def units(graph: "nx.DiGraph[str]") -> tuple[Unit, ...]:
         owned = tuple(spec for operator in members for spec in operator.parameters)
         result.append(Unit(name, members[0].segment, members, owned, tuple(shared)))
     return tuple(result)
+
+
+def segments(units: Iterable[Unit]) -> list[list[Unit]]:
+    """Return units grouped by segment, in forward order."""
+    return [list(group) for _, group in itertools.groupby(units, key=lambda unit: unit.segment)]

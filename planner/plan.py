@@ -85,9 +85,14 @@ class Plan(Frozen):
         return self.model_copy(update={"content_digest": self.digest()})
 
     def units(self) -> tuple[Unit, ...]:
-        """Return the model's units for this plan's micro-batch."""
+        """Return the model's units for this plan's micro-batch, or one tensor-parallel rank's share of them."""
         decisions = self.decisions
-        batch = Batch(decisions.micro_batch, self.seq_len, decisions.precision.weight_bytes)
+        batch = Batch(
+            decisions.micro_batch,
+            self.seq_len,
+            decisions.precision.weight_bytes,
+            tensor_parallel=decisions.tensor_parallel,
+        )
         return units(build_graph(self.model, batch))
 
     def schedule(self) -> Schedule:

@@ -9,7 +9,7 @@ from planner.decisions import Decisions, Frozen
 from planner.graph import Unit
 from planner.schedule import MemoryClass, Schedule, Tier
 from planner.simulate.machine import Simulation
-from planner.timeline import Phases, Timeline, memory_use
+from planner.timeline import Timeline, fullest, memory_use
 
 
 class TierMemory(Frozen):
@@ -35,7 +35,7 @@ class Prediction(Frozen):
     """One steady iteration, as the simulator sees it.
 
     Attributes:
-        forward_s, backward_s, update_s, iteration_s: see :class:`planner.timeline.Phases`.
+        forward_s, backward_s, update_s, loop_s, iteration_s: see :class:`planner.timeline.Phases`.
         tokens_per_s: over all devices.
         model_flop_per_s: per device, without recomputation.
         memory: peaks by tier.
@@ -48,6 +48,7 @@ class Prediction(Frozen):
     forward_s: float
     backward_s: float
     update_s: float
+    loop_s: float
     iteration_s: float
     tokens_per_s: float
     model_flop_per_s: float
@@ -80,7 +81,8 @@ def predict(workload: Workload, decisions: Decisions, cost: CostModel, simulatio
     timeline, steady = simulation.timeline, simulation.steady
     phases = simulation.phases
     return Prediction(
-        **_seconds(phases),
+        **{f"{phase}_s": seconds for phase, seconds in phases.by_phase.items()},
+        iteration_s=phases.iteration_s,
         tokens_per_s=workload.tokens(decisions) / phases.iteration_s,
         model_flop_per_s=total_flop(workload.units, decisions) / phases.iteration_s,
         memory=memory_peaks(timeline, steady, cost),
@@ -123,13 +125,4 @@ def always_held(schedule: Schedule, cost: CostModel) -> dict[Tier, int]:
         if buffer.first is None:
             ranks = 1 if buffer.tier is Tier.GPU else cost.ranks_per_node
             held[buffer.tier, buffer.stage] += buffer.num_bytes * ranks
-    return {tier: max(n for (other, _), n in held.items() if other is tier) for tier in Tier}
-
-
-def _seconds(phases: Phases) -> dict[str, float]:
-    return {
-        "forward_s": phases.forward_s,
-        "backward_s": phases.backward_s,
-        "update_s": phases.update_s,
-        "iteration_s": phases.iteration_s,
-    }
+    return fullest(held, lambda num_bytes: num_bytes)

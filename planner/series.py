@@ -5,6 +5,7 @@ mean rate while it runs, so that the area under a rate is exactly what was moved
 """
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.schedule import Lane
-from planner.timeline import Span, Timeline
+from planner.timeline import Timeline, fullest
 
 Values = npt.NDArray[np.float64]
 
@@ -25,7 +26,14 @@ PROCESSORS: Mapping[str, frozenset[Lane]] = {
 # Lanes whose bytes cross no link: a pass over host memory stays in it.
 _NO_LINK = frozenset({*PROCESSORS["gpu"], *PROCESSORS["cpu"], Lane.LAUNCH})
 # Lanes that share a link with another one; every other lane is a link by itself.
-_SAME_LINK = {Lane.STATE_IN: Lane.H2D, Lane.STATE_OUT: Lane.D2H}
+_SAME_LINK = {
+    Lane.STATE_IN: Lane.H2D,
+    Lane.ACTIVATION_IN: Lane.H2D,
+    Lane.STATE_OUT: Lane.D2H,
+    Lane.ACTIVATION_OUT: Lane.D2H,
+    Lane.NVME_STATE_IN: Lane.NVME_READ,
+    Lane.NVME_STATE_OUT: Lane.NVME_WRITE,
+}
 
 
 class Flow(NamedTuple):
@@ -90,33 +98,38 @@ def link_of(lane: Lane) -> Lane | None:
 def traffic(timeline: Timeline, iteration: int) -> dict[Lane, Series]:
     """Return the bytes/s that one steady iteration moves over every link, as the schedule counts bytes.
 
-    What crosses into the next iteration is folded back, as in :func:`planner.timeline.memory_use`.
+    What crosses into the next iteration is folded back, as in :func:`planner.timeline.memory_use`. Of pipeline stages,
+    each link shows the one that moves most.
     """
-    flows: dict[Lane, list[Flow]] = {}
-    for link, flow in link_flows(timeline, timeline.of_iteration(iteration)):
-        flows.setdefault(link, []).append(flow)
     begin_s, period_s = timeline.begin_s(iteration), timeline.period_s(iteration)
-    return {link: series(_folded(flows[link], begin_s, period_s), period_s) for link in Lane if link in flows}
-
-
-def link_flows(timeline: Timeline, spans: Iterable[Span]) -> Iterator[tuple[Lane, Flow]]:
-    """Yield what each execution moves over its link; what takes no time at all is left out."""
-    for span in spans:
+    flows: dict[tuple[Lane, int], list[Flow]] = defaultdict(list)
+    for span in timeline.of_iteration(iteration):
         task = timeline.schedule.tasks[span.task]
-        link = link_of(task.lane)
-        if link is not None and task.num_bytes and span.end_s > span.start_s:
-            yield link, Flow(span.start_s, span.end_s, task.num_bytes / (span.end_s - span.start_s))
+        link, length_s = link_of(task.lane), span.end_s - span.start_s
+        if link is not None and task.num_bytes and length_s > 0:  # what takes no time at all has no rate
+            flows[link, task.stage].append(Flow(span.start_s, span.end_s, task.num_bytes / length_s))
+    found = {key: series(_folded(listed, begin_s, period_s), period_s) for key, listed in flows.items()}
+    largest = fullest(found, lambda moved: moved.integral)
+    return {link: largest[link] for link in Lane if link in largest}
 
 
 def busy(timeline: Timeline, iteration: int) -> dict[str, Series]:
-    """Return for each of :data:`PROCESSORS` 1 while any of its lanes runs and 0 while none does, folded as above."""
+    """Return for each of :data:`PROCESSORS` 1 while any of its lanes runs and 0 while none does, folded as above.
+
+    Of pipeline stages, each shows the one that is busiest.
+    """
     begin_s, period_s = timeline.begin_s(iteration), timeline.period_s(iteration)
+    flows: dict[tuple[str, int], list[Flow]] = {(name, 0): [] for name in PROCESSORS}
+    for span in timeline.of_iteration(iteration):
+        task = timeline.schedule.tasks[span.task]
+        for name, lanes in PROCESSORS.items():
+            if task.lane in lanes:
+                flows.setdefault((name, task.stage), []).append(Flow(span.start_s, span.end_s, 1.0))
     result = {}
-    for name, lanes in PROCESSORS.items():
-        spans = (s for s in timeline.of_iteration(iteration) if timeline.schedule.tasks[s.task].lane in lanes)
-        counted = series(_folded((Flow(s.start_s, s.end_s, 1.0) for s in spans), begin_s, period_s), period_s)
-        result[name] = dataclasses.replace(counted, values=np.minimum(counted.values.round(), 1.0))
-    return result
+    for key, listed in flows.items():
+        counted = series(_folded(listed, begin_s, period_s), period_s)
+        result[key] = dataclasses.replace(counted, values=np.minimum(counted.values.round(), 1.0))
+    return fullest(result, lambda counted: counted.integral)
 
 
 def series(flows: Iterable[Flow], period_s: float) -> Series:

@@ -4,8 +4,8 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Self
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,9 @@ import numpy.typing as npt
 from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Tier
 
 Seconds = npt.NDArray[np.float64]
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
 
 _COMPUTE = {
     Op.FORWARD: Phase.FORWARD,
@@ -57,9 +60,15 @@ class Phases:
     loop_s: float = 0.0
 
     @property
+    def by_phase(self) -> dict[Phase, float]:
+        """The same by phase, in their order."""
+        seconds = (self.forward_s, self.backward_s, self.update_s, self.loop_s)
+        return dict(zip(Phase, seconds, strict=True))
+
+    @property
     def iteration_s(self) -> float:
         """Seconds for the whole iteration."""
-        return self.forward_s + self.backward_s + self.update_s + self.loop_s
+        return sum(self.by_phase.values())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,7 +153,7 @@ class Timeline:
         totals = dict.fromkeys(Phase, 0.0)
         for stretch in self.stretches(iteration):
             totals[stretch.phase] += stretch.end_s - stretch.start_s
-        return Phases(totals[Phase.FORWARD], totals[Phase.BACKWARD], totals[Phase.UPDATE], totals[Phase.LOOP])
+        return Phases(*totals.values())
 
     def busy_s(self, iteration: int) -> dict[Lane, float]:
         """Return the seconds each lane was occupied by tasks of one iteration: in the stage where that is most."""
@@ -152,10 +161,21 @@ class Timeline:
         for span in self.of_iteration(iteration):
             task = self.schedule.tasks[span.task]
             busy[task.lane, task.stage] += span.end_s - span.start_s
-        return {
-            lane: max(seconds for (other, _), seconds in busy.items() if other is lane)
-            for lane in dict.fromkeys(lane for lane, _ in busy)
-        }
+        return fullest(busy, lambda seconds: seconds)
+
+
+def fullest(values: Mapping[tuple[_Key, int], _Value], size: Callable[[_Value], float]) -> dict[_Key, _Value]:
+    """Return for each key its value in the pipeline stage where that is largest.
+
+    Args:
+        values: by key and stage.
+        size: what is compared; of equals the first is taken.
+    """
+    found: dict[_Key, _Value] = {}
+    for (key, _), value in values.items():
+        if key not in found or size(value) > size(found[key]):
+            found[key] = value
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -191,11 +211,8 @@ def memory_use(timeline: Timeline, iteration: int) -> dict[Tier, MemoryUse]:
             start_s, end_s = held
             changes.extend(_fold(start_s, max(end_s, start_s), period_s, buffer.num_bytes, buffer.memory_class))
     uses = {key: _accumulate(changes) for key, changes in events.items()}
-    return {
-        tier: max((use for (other, _), use in uses.items() if other is tier), key=lambda use: use.peak_bytes)
-        for tier in Tier
-        if any(other is tier for other, _ in uses)
-    }
+    found = fullest(uses, lambda use: use.peak_bytes)
+    return {tier: found[tier] for tier in Tier if tier in found}
 
 
 def buffer_spans(timeline: Timeline, iteration: int) -> Iterator[tuple[Buffer, tuple[float, float] | None]]:

@@ -3,7 +3,8 @@
 The format is Google's "Trace Event Format": a JSON object whose ``traceEvents`` are slices (``X``), counters (``C``)
 and names (``M``); times are microseconds. Every timeline is a process. Its tracks are the phases, then the lanes;
 where executions of one lane overlap, as those of a measured run may, each flow gets a track of its own, because
-slices of one track must nest. Counters are memory by class, GB/s of every link, and who is busy.
+slices of one track must nest. Counters are memory by class, GB/s of every link, and who is busy. Tracks and counters
+of a pipeline say which stage they belong to.
 """
 
 import gzip
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hwprofiles.files import write_whole
-from planner.schedule import Lane, Task
+from planner.schedule import Lane, Task, Tier
 from planner.series import PROCESSORS, link_of
 from planner.timeline import Span, Timeline
 
@@ -99,8 +100,12 @@ def _flows(process: int, timeline: Timeline, spans: Sequence[Span], zero_s: floa
         for number in range(len(free_ns)):
             track += 1
             name = f"{lane} {number + 1}" if number else lane.value
-            yield from _track(process, track, f"{name} of stage {stage}" if timeline.schedule.num_stages > 1 else name)
+            yield from _track(process, track, name + _of_stage(timeline, stage))
         yield from slices
+
+
+def _of_stage(timeline: Timeline, stage: int) -> str:
+    return f" of stage {stage}" if timeline.schedule.num_stages > 1 else ""
 
 
 def _task(process: int, track: int, task: Task, iteration: int, start_ns: int, end_ns: int) -> Event:
@@ -131,54 +136,58 @@ def _slice(
 
 def _memory(process: int, timeline: Timeline, zero_s: float) -> Iterator[Event]:
     """Yield one counter per tier, with one series per class; a buffer whose task never ran is left out."""
-    changes: dict[str, dict[int, dict[str, int]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(int)))
+    changes: dict[tuple[Tier, int], dict[int, dict[str, int]]]
+    changes = defaultdict(lambda: defaultdict(lambda: defaultdict(int)))
     starts_s, ends_s = timeline.start_s - zero_s, timeline.end_s - zero_s
     for buffer in timeline.schedule.buffers:
-        tier = changes[buffer.tier]
+        held_on = changes[buffer.tier, buffer.stage]
         if buffer.first is None or buffer.last is None:
-            tier[0][buffer.memory_class] += buffer.num_bytes
+            held_on[0][buffer.memory_class] += buffer.num_bytes
             continue
         carried = 1 if buffer.last < buffer.first else 0
         for iteration in range(timeline.num_iterations):
             start_s = float(starts_s[iteration, buffer.first])
             if not math.isnan(start_s):  # it ran
-                tier[_ns(start_s)][buffer.memory_class] += buffer.num_bytes
+                held_on[_ns(start_s)][buffer.memory_class] += buffer.num_bytes
                 later = iteration + carried
                 end_s = float(ends_s[later, buffer.last]) if later < timeline.num_iterations else start_s
                 if end_s > start_s:
-                    tier[_ns(end_s)][buffer.memory_class] -= buffer.num_bytes
-    for tier_name, by_time in sorted(changes.items()):
+                    held_on[_ns(end_s)][buffer.memory_class] -= buffer.num_bytes
+    for (tier, stage), by_time in sorted(changes.items()):
         held = dict.fromkeys(sorted({name for change in by_time.values() for name in change}), 0)
         for time_ns, change in sorted(by_time.items()):
             for name, num_bytes in change.items():
                 held[name] += num_bytes
-            yield _counter(process, f"{tier_name} memory (bytes)", time_ns, dict(held))
+            yield _counter(process, f"{tier} memory (bytes){_of_stage(timeline, stage)}", time_ns, dict(held))
 
 
 def _traffic(process: int, timeline: Timeline, spans: Sequence[Span], zero_s: float) -> Iterator[Event]:
     """Yield one counter per link: the GB/s of all that crosses it, each execution at its mean rate."""
-    rates: dict[Lane, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    rates: dict[tuple[int, Lane], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:
         task = timeline.schedule.tasks[span.task]
         link = link_of(task.lane)
         start_ns, end_ns = _ns(span.start_s - zero_s), _ns(span.end_s - zero_s)
         if link is not None and task.num_bytes and end_ns > start_ns:
             rate = task.num_bytes / (end_ns - start_ns)  # bytes per ns are GB/s
-            rates[link][start_ns] += rate
-            rates[link][end_ns] -= rate
-    for link in Lane:
+            rates[task.stage, link][start_ns] += rate
+            rates[task.stage, link][end_ns] -= rate
+    for stage, link in itertools.product(range(timeline.schedule.num_stages), Lane):
         rate = 0.0
-        for time_ns, change in sorted(rates.get(link, {}).items()):
+        for time_ns, change in sorted(rates.get((stage, link), {}).items()):
             rate += change
-            yield _counter(process, f"{link} (GB/s)", time_ns, {"GB/s": max(round(rate, 6), 0.0)})
+            name = f"{link} (GB/s){_of_stage(timeline, stage)}"
+            yield _counter(process, name, time_ns, {"GB/s": max(round(rate, 6), 0.0)})
 
 
 def _busy(process: int, timeline: Timeline, spans: Sequence[Span], zero_s: float) -> Iterator[Event]:
     """Yield one counter per processor: 1 while any of its lanes runs."""
-    for name, lanes in PROCESSORS.items():
+    tasks = timeline.schedule.tasks
+    for stage, (name, lanes) in itertools.product(range(timeline.schedule.num_stages), PROCESSORS.items()):
         changes: dict[int, int] = defaultdict(int)
         for span in spans:
-            if timeline.schedule.tasks[span.task].lane in lanes and span.end_s > span.start_s:
+            task = tasks[span.task]
+            if task.stage == stage and task.lane in lanes and span.end_s > span.start_s:
                 changes[_ns(span.start_s - zero_s)] += 1
                 changes[_ns(span.end_s - zero_s)] -= 1
         running, shown = 0, None
@@ -186,7 +195,7 @@ def _busy(process: int, timeline: Timeline, spans: Sequence[Span], zero_s: float
             running += change
             if (now := int(running > 0)) != shown:
                 shown = now
-                yield _counter(process, f"{name} busy", time_ns, {"busy": now})
+                yield _counter(process, f"{name} busy{_of_stage(timeline, stage)}", time_ns, {"busy": now})
 
 
 def _counter(process: int, name: str, time_ns: int, values: Mapping[str, float]) -> Event:

@@ -1,13 +1,14 @@
 """Predicted against measured: time by phase and lane, memory by tier."""
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from rich.console import Group, RenderableType
 
-from planner.schedule import Tier
+from planner.schedule import Phase, Tier
 from planner.timeline import Timeline
 from ullage.console import table
 from ullage.formatting import si, signed_percent
@@ -41,7 +42,7 @@ class Comparison:
     """Predicted against measured.
 
     Attributes:
-        phases: forward, backward, update and iteration.
+        phases: those that the schedule has, and the iteration.
         lanes: seconds that each lane is busy in one iteration.
         memory: peak bytes of each tier.
         num_iterations: measured iterations that the medians are taken over.
@@ -95,15 +96,12 @@ def compare(
     def median_s(read: Callable[[Timeline, int], float]) -> float:
         return statistics.median(read(measured, i) for i in iterations)
 
-    phases = tuple(
-        Row(name, read(predicted, steady), median_s(read), "s")
-        for name, read in (
-            ("forward", lambda timeline, i: timeline.phases(i).forward_s),
-            ("backward", lambda timeline, i: timeline.phases(i).backward_s),
-            ("update", lambda timeline, i: timeline.phases(i).update_s),
-            ("iteration", Timeline.period_s),
-        )
-    )
+    present = {task.phase for task in predicted.schedule.tasks}
+    reads: dict[str, Callable[[Timeline, int], float]] = {
+        phase.value: functools.partial(_phase_s, phase) for phase in Phase if phase in present
+    }
+    reads["iteration"] = Timeline.period_s
+    phases = tuple(Row(name, read(predicted, steady), median_s(read), "s") for name, read in reads.items())
     expected_s = predicted.busy_s(steady)
     seen_s = [measured.busy_s(i) for i in iterations]
     lanes = tuple(
@@ -116,6 +114,10 @@ def compare(
         if tier in predicted_memory or tier in measured_memory
     )
     return Comparison(phases, lanes, memory, len(iterations))
+
+
+def _phase_s(phase: Phase, timeline: Timeline, iteration: int) -> float:
+    return timeline.phases(iteration).by_phase[phase]
 
 
 def render_comparison(comparison: Comparison) -> RenderableType:

@@ -37,7 +37,12 @@ _MEMORY_COLOURS = {
 _OTHER_COLOURS = ("#cc79a7", "#999999", "#f0e442", "#000000")
 _DIRECTIONS = {Lane.H2D: (1, "#0072b2", "host to GPU"), Lane.D2H: (-1, "#d55e00", "GPU to host")}
 _BUSY = {"gpu": ("#0072b2", "-", "GPU computes"), "cpu": ("#d55e00", "--", "CPU updates")}
-_PHASE_SHADES = {Phase.FORWARD: "#e4ebf3", Phase.BACKWARD: "#ffffff", Phase.UPDATE: "#eeeeee"}
+_PHASE_SHADES = {
+    Phase.FORWARD: "#e4ebf3",
+    Phase.BACKWARD: "#ffffff",
+    Phase.UPDATE: "#eeeeee",
+    Phase.LOOP: "#f6f0e2",
+}
 _SIZE_INCHES = (10.0, 7.0)
 _MIN_LABELLED = 0.09  # of the period: a narrower stretch has no room for its name
 # Lines are means over this part of the period, as a sampling monitor would show them; behind them is every single task.
@@ -58,7 +63,7 @@ def draw(seen: Iteration) -> Figure:
     processors.set_xlabel("seconds since the iteration began")
     subject = seen.subject
     figure.suptitle(
-        f"{subject.model.name} by {subject.engine} on {subject.decisions.data_parallel} device(s) of "
+        f"{subject.model.name} by {subject.engine} on {subject.decisions.num_devices} device(s) of "
         f"{subject.hardware.name}: {si(seen.period_s, 's')} per iteration, simulated, one rank",
         x=0.01,
         ha="left",

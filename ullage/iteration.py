@@ -118,6 +118,11 @@ class Iteration:
         told = list(self.subject.cost.warnings)
         if not self.simulation.converged:
             told.append("the simulated iteration is not known to repeat itself exactly; times are of one of several")
+        if self.simulation.cycle > 1:
+            told.append(
+                f"iterations repeat every {self.simulation.cycle}: this is one of those, their mean is "
+                f"{si(self.simulation.period_s, 's')}"
+            )
         use, capacity_bytes = self.allocator, self.peaks[Tier.GPU].capacity_bytes
         if use is not None and use.allocated_bytes <= capacity_bytes < use.reserved_bytes:
             told.append(
@@ -180,12 +185,7 @@ class Iteration:
             "hardware": self.subject.hardware.name,
             "fits": not self.missing,
             "verdict": {"binds": self.verdict, "helps": self.relief, "sharing": self.sharing, "misses": self.missing},
-            "phases_s": {
-                "forward": self.phases.forward_s,
-                "backward": self.phases.backward_s,
-                "update": self.phases.update_s,
-                "iteration": period_s,
-            },
+            "phases_s": {**{phase.value: s for phase, s in self.phases.by_phase.items()}, "iteration": period_s},
             "stretches": [{"phase": s.phase, "start_s": s.start_s, "end_s": s.end_s} for s in self.stretches],
             "busy_s": {lane.value: seconds for lane, seconds in self.busy_s.items()},
             "busy_over_time": {

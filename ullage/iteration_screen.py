@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from rich.table import Table
 
-from planner.schedule import Lane
+from planner.schedule import Lane, Phase
 from ullage.console import console, facts, table
 from ullage.formatting import percent, si, sparkline
 from ullage.iteration import Iteration, most_held
@@ -37,19 +37,25 @@ def iteration_screen(seen: Iteration) -> None:
 
 
 def _summary(seen: Iteration) -> dict[str, str]:
-    phases, subject, timeline = seen.phases, seen.subject, seen.simulation.timeline
-    shares = {"forward": phases.forward_s, "backward": phases.backward_s, "update": phases.update_s}
+    subject, timeline = seen.subject, seen.simulation.timeline
+    present = _phases(seen)
     decided = subject.decisions
     return {
-        "schedule": f"{subject.model.name} on {decided.data_parallel} device(s) of {subject.hardware.name} by "
+        "schedule": f"{subject.model.name} on {decided.num_devices} device(s) of {subject.hardware.name} by "
         f"{subject.engine}: {len(timeline.schedule.tasks)} tasks, iteration {seen.simulation.steady + 1} of "
         f"{timeline.num_iterations}",
         "iteration": f"{si(seen.period_s, 's')}, {subject.workload.tokens(decided) / seen.period_s:,.0f} tokens/s",
-        **{name: f"{si(s, 's')} ({percent(s / seen.period_s)})" for name, s in shares.items()},
+        **{p: f"{si(s, 's')} ({percent(s / seen.period_s)})" for p, s in seen.phases.by_phase.items() if p in present},
         "verdict": seen.verdict,
         "would help": seen.relief,
         **({"sharing": seen.sharing} if seen.sharing else {}),
     }
+
+
+def _phases(seen: Iteration) -> list[Phase]:
+    """Return the phases that the schedule has; ``loop`` only published runs."""
+    present = {task.phase for task in seen.simulation.timeline.schedule.tasks}
+    return [phase for phase in Phase if phase in present]
 
 
 def _lanes(seen: Iteration) -> Table:
@@ -81,7 +87,7 @@ def _charts(seen: Iteration, num_columns: int) -> Iterator[list[str]]:
     phases = "".join(phase[0] for phase in seen.phase_columns(num_columns))
     yield [
         f"over the iteration, 0 to {si(seen.period_s, 's')}",
-        _line("phase", phases, "f forward, b backward, u update"),
+        _line("phase", phases, ", ".join(f"{phase[0]} {phase}" for phase in _phases(seen))),
         _line("critical", "".join(letters[lane] for lane in seen.critical_columns(num_columns))),
         " " * (_LABEL_COLUMNS + 2) + ", ".join(f"{letter} {lane}" for lane, letter in letters.items()),
     ]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from hwprofiles.profile import HardwareProfile
 from planner.costs import CostModel
 from planner.decisions import Decisions
-from planner.engines import POLICIES, Setup, interleaved, twin_flow
+from planner.engines import POLICIES, STORAGE_POLICIES, Setup, interleaved, twin_flow
 from planner.lowering import lower
 from planner.models.config import ModelConfig
 from planner.plan import Plan
@@ -17,6 +17,7 @@ from planner.search import Scorer, search
 from planner.simulate.machine import Simulation, run, run_until_steady
 
 OURS = "ullage"
+ENGINES = POLICIES | STORAGE_POLICIES
 
 # Enough for the change of one lane to show in every iteration that follows.
 _ITERATIONS_OF_A_CHANGE = 6
@@ -107,7 +108,7 @@ def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Dec
 
     Args:
         plan: says what is trained, and where.
-        engine: name of a policy, or ``ullage`` for the plan's own decisions.
+        engine: name of a policy (of :data:`ENGINES`), or ``ullage`` for the plan's own decisions.
         setting: what the policy leaves to its user: the fraction that the CPU updates (``twin-flow``) or the stride
             (``interleaved``). ``None``: the best that :mod:`planner.engines` tries.
 
@@ -121,10 +122,10 @@ def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Dec
 
 
 def _best(engine: str, setting: str | None, setup: Setup, scorer: Scorer) -> Decisions:
-    if engine not in POLICIES:
-        names = ", ".join((OURS, *POLICIES)) if engine != OURS else "twin-flow, interleaved"
+    if engine not in ENGINES:
+        names = ", ".join((OURS, *ENGINES)) if engine != OURS else "twin-flow, interleaved"
         raise ValueError(f"no engine {engine!r} takes {'that setting' if setting else 'part'}; choose one of {names}")
-    policy = POLICIES[engine] if setting is None else _with_setting(engine, setting)
+    policy = ENGINES[engine] if setting is None else _with_setting(engine, setting)
     return min(map(scorer.score, policy(setup)), key=lambda candidate: candidate.order).decisions
 
 
@@ -134,7 +135,7 @@ def _name(engine: str, setting: str | None) -> str:
 
 def _subject_of(plan: Plan, engine: str, decisions: Decisions) -> Subject:
     units = plan.units()
-    cost = CostModel(plan.hardware, units, decisions.precision, decisions.data_parallel)
+    cost = CostModel.of(plan.hardware, units, decisions)
     return Subject(engine, plan.model, plan.hardware, Workload(units, plan.seq_len), decisions, cost)
 
 

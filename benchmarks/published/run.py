@@ -1,7 +1,7 @@
 """Fit the profiles of published machines to a stated minority of their runs, and predict all of them.
 
-Writes the fitted profiles to hwprofiles/data (unless --no-fit), all predictions with their errors to
-benchmarks/results/published.json, and the plot of predicted against measured to docs/published.svg.
+Writes the fitted profiles to hwprofiles/data (unless --no-fit), and all predictions with their errors to
+benchmarks/results/published.json, which ``python docs/figures.py`` plots.
 
 Usage: python benchmarks/published/run.py [--no-fit] [--only PROFILE ...]
 """

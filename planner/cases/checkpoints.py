@@ -128,7 +128,7 @@ class CheckpointCase(Case):
                 every=checkpoint.every_iterations,
                 buffer_bytes=buffer_bytes,
             )
-            costs = CheckpointCosts(CostModel(profile, (), BF16, self.gpus), engine, self.gpus, "pfs")
+            costs = CheckpointCosts(CostModel(profile, (), BF16, self.gpus), engine, "pfs")
             prices = costs.prices(made, training)
         except ValueError as error:
             raise CaseError(f"case {self.id}: {error}") from error

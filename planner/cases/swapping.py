@@ -83,8 +83,7 @@ class SwappingCase(Case):
             return run_until_steady(lower(setup.units, decisions, asynchronous=cost.asynchronous), cost)
 
         def iteration_s(count: int) -> float:
-            simulation = simulate(count)
-            return simulation.timeline.phases(simulation.steady).iteration_s
+            return simulate(count).period_s
 
         best = lowest(iteration_s, len(swappable(setup)))
         (decisions,) = ratel(setup, (best,), num_on_host)

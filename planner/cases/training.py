@@ -12,7 +12,7 @@ from planner.costs import CostModel
 from planner.decisions import BF16, Decisions, GradientPath
 from planner.engines import Setup, gpu_only, interleaved, twin_flow, zero_infinity, zero_offload
 from planner.graph import Batch, Unit, build_graph, units
-from planner.lowering import lower, stages
+from planner.lowering import lower
 from planner.models.config import ModelConfig
 from planner.models.registry import model_from_case
 from planner.models.sharding import share
@@ -176,14 +176,7 @@ class TrainingCase(Case):
             )
         model_units, setup = setup_of(self)
         decisions = decide(self, setup)
-        cost = CostModel(
-            profile,
-            stages(model_units, decisions),
-            decisions.precision,
-            decisions.data_parallel,
-            decisions.tensor_parallel,
-            decisions.pipeline_parallel,
-        )
+        cost = CostModel.of(profile, model_units, decisions)
         simulation = run_until_steady(lower(model_units, decisions, asynchronous=cost.asynchronous), cost)
         phases = simulation.phases
         peaks = memory_peaks(simulation.timeline, simulation.steady, cost)

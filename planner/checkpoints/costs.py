@@ -22,26 +22,24 @@ class CheckpointCosts:
     """Prices a run with checkpoints.
 
     Args:
-        cost: of training, and of copies.
+        cost: of training, and of copies; says how many ranks save.
         policy: the engine.
-        num_ranks: processes that save, each with one device; a node's worth of them on each node.
         store: where to: the disk of each node, or the file system that all share.
 
     Raises:
         ValueError: the profile lacks the store, or a rate that the engine needs.
     """
 
-    def __init__(self, cost: CostModel, policy: CheckpointPolicy, num_ranks: int, store: StoreName) -> None:
+    def __init__(self, cost: CostModel, policy: CheckpointPolicy, store: StoreName) -> None:
         self._cost = cost
         self._policy = policy
-        self._num_ranks = num_ranks
-        self._ranks_per_node = min(num_ranks, cost.profile.devices_per_node)
         self._store = self._storage(store)
+        self._is_shared = store == "pfs"
         self._training = cost.capacities()
 
     def capacities(self) -> dict[Resource, float]:
         """Return what one rank has of every resource."""
-        return self._training | {Resource.STORE: self._share_bytes_per_s()}
+        return self._training | ({Resource.PFS: self._share_bytes_per_s()} if self._is_shared else {})
 
     def prices(self, run: Run, training: Sequence[Price]) -> list[Price]:
         """Return the price of every task of a run.
@@ -70,7 +68,7 @@ class CheckpointCosts:
         match task.op:
             case Op.CREATE:
                 create = self._store.create_s
-                price = Price(create.value * self._num_ranks if create else 0.0, 0.0)
+                price = Price(create.value * self._cost.num_ranks if create else 0.0, 0.0)
             case Op.TOUCH:
                 price = self._on_cores(task.num_bytes, self._rate("fresh_bytes_per_s"), 1)
             case Op.WRITE:
@@ -80,17 +78,25 @@ class CheckpointCosts:
         return dataclasses.replace(price, weight=self._policy.weight)
 
     def _write(self, num_bytes: int) -> Price:
-        """Price a write: the slowest of the node's disk or network, the job's share, and what prepares the bytes."""
+        """Price a write: the slowest of the node's disk or network, the job's share, and what prepares the bytes.
+
+        Drives of the node are those that optimizer state and activations use too.
+        """
         policy, writers = self._policy, self._policy.num_writers
         duration_s = max(
-            self._store.write.time_s(num_bytes * self._ranks_per_node), num_bytes / self._share_bytes_per_s()
+            self._store.write.time_s(num_bytes * self._cost.ranks_per_node), num_bytes / self._share_bytes_per_s()
         )
         if policy.serialises:
             duration_s = max(duration_s, num_bytes / (writers * self._rate("serialise_bytes_per_s")))
         if policy.hashes:
             duration_s = max(duration_s, num_bytes / (writers * HASH_BYTES_PER_S))
         price = self._on_cores(num_bytes, num_bytes / duration_s, writers)
-        uses = (*price.uses, (Resource.STORE, num_bytes / duration_s))
+        rate = num_bytes / duration_s
+        if self._is_shared:
+            uses = (*price.uses, (Resource.PFS, rate))
+        else:
+            both = min(rate, self._training[Resource.NVME])
+            uses = (*price.uses, (Resource.NVME_WRITE, rate), (Resource.NVME, both))
         if policy.holds_interpreter:
             uses = (*uses, (Resource.INTERPRETER, 1.0))
         return dataclasses.replace(price, uses=uses)
@@ -103,9 +109,9 @@ class CheckpointCosts:
 
     def _share_bytes_per_s(self) -> float:
         """Return what one rank writes while all do."""
-        share = self._store.write.best_rate_per_s() / self._ranks_per_node
+        share = self._store.write.best_rate_per_s() / self._cost.ranks_per_node
         job = self._store.job_write_bytes_per_s
-        return share if job is None else min(share, job.value / self._num_ranks)
+        return share if job is None else min(share, job.value / self._cost.num_ranks)
 
     def _storage(self, name: StoreName) -> Storage:
         storage = self._cost.profile.nvme if name == "nvme" else self._cost.profile.pfs

@@ -66,7 +66,15 @@ def state_of(schedule: Schedule, *, num_replicas: int = 1) -> tuple[Shard, ...]:
     Args:
         schedule: one iteration.
         num_replicas: ranks that hold the same state (data parallelism that shards nothing); each saves its part.
+
+    Raises:
+        ValueError: some of it lives on NVMe, from where it would have to be read first.
     """
+    if swapped := next((task for task in schedule.tasks if task.op is Op.SWAP_OUT), None):
+        raise ValueError(
+            f"optimizer state of {swapped.unit} lives on nvme, and checkpoints are only lowered for what is on the "
+            "device or the host; place it there"
+        )
     stored = {(task.unit, task.piece): task.index for task in schedule.tasks if task.op is Op.STORE}
     shards = []
     for task in schedule.tasks:

@@ -7,9 +7,9 @@ machine. So the executor lowers a plan by itself and runs exactly what was simul
 from collections.abc import Callable
 
 from planner.decisions import Decisions
-from planner.graph import Unit
+from planner.graph import Unit, segments
 from planner.lowering.activations import activations
-from planner.lowering.compute import compute, launch, segments
+from planner.lowering.compute import compute, launch
 from planner.lowering.gradients import gradients
 from planner.lowering.memory import memory
 from planner.lowering.parameters import Slots, assign_slots, parameters

@@ -6,8 +6,8 @@ at most ``num_activation_slots`` segments ahead of what leaves, and what comes b
 Buffers on the host that only pass activations on to NVMe, or from there, are as many.
 """
 
-from planner.graph import Unit
-from planner.lowering.compute import AGAIN, segments
+from planner.graph import Unit, segments
+from planner.lowering.compute import AGAIN
 from planner.lowering.program import Draft, Program
 from planner.schedule import Lane, Op, Phase
 

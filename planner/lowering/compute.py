@@ -1,9 +1,9 @@
 """Passes for what computes: forward, recompute and backward, and the host's own time to issue them."""
 
-import itertools
+from collections import Counter
 from collections.abc import Iterator
 
-from planner.graph import Unit
+from planner.graph import segments
 from planner.lowering import pipeline
 from planner.lowering.program import Draft, Program
 from planner.models.kernels import num_kernels
@@ -26,9 +26,13 @@ def compute(program: Program) -> None:
         pipeline.compute(program)
     else:
         _compute_in_turn(program)
-    num_tensors = sum(len(unit.parameters) for unit in program.units)
-    # The caller waits for the norm, and goes through all parameters, before it turns to the next iteration.
-    step = Draft("step", Lane.LAUNCH, Op.STEP, Phase.UPDATE, num_tensors=num_tensors, after=[program.spine[-1].key])
+    tensors = Counter[int]()
+    for unit in program.units:
+        tensors[program.stage_of[unit.name]] += len(unit.parameters)
+    # The caller waits for the norm, and goes through all its parameters, before it turns to the next iteration. Stages
+    # do so at the same time.
+    step = Draft("step", Lane.LAUNCH, Op.STEP, Phase.UPDATE, after=[program.spine[-1].key])
+    step.num_tensors = max(tensors.values())
     program.spine[0].after_previous.append(step.key)
     program.tail.append(program.add(step))
     if decisions.loop:
@@ -70,11 +74,6 @@ def launch(program: Program) -> None:
             issue.after = [key for key in draft.after if program.drafts[key].op is Op.FLUSH]
         draft.after.append(issue.key)
         program.before[draft.key].append(program.add(issue))
-
-
-def segments(units: tuple[Unit, ...]) -> list[list[Unit]]:
-    """Return the units grouped by segment, in forward order."""
-    return [list(group) for _, group in itertools.groupby(units, key=lambda unit: unit.segment)]
 
 
 def compute_drafts(program: Program) -> Iterator[Draft]:

@@ -2,7 +2,7 @@
 
 import itertools
 
-from planner.decisions import GradientPath, Place
+from planner.decisions import GradientPath
 from planner.graph import Unit
 from planner.lowering.compute import compute_drafts
 from planner.lowering.pipeline import exchange_tied, exchanged
@@ -49,19 +49,6 @@ def gradients(program: Program) -> None:
         program.drafts["clip"].after += [summed(program, unit) for unit in program.units if unit.num_params]
 
 
-def flushed_params(program: Program, unit: Unit) -> int:
-    """Return how many of a unit's parameters (on one rank) have their gradient flushed to the host."""
-    decisions = program.decisions
-    return placed_params(program, unit, *(place for place in Place if decisions.flushes(place)))
-
-
-def placed_params(program: Program, unit: Unit, *places: Place) -> int:
-    """Return how many of a unit's parameters (on one rank) are updated at some places."""
-    pieces = program.decisions.piece_params(unit.num_params)
-    decided = program.decisions.units[unit.name].update
-    return sum(n for n, place in zip(pieces, decided, strict=True) if place in places)
-
-
 def gradient_ready(program: Program, unit: Unit) -> str:
     """Return the key of the task after which a unit's summed gradient is on the device."""
     last = program.decisions.num_micro_batches - 1
@@ -79,7 +66,7 @@ def _reduce(program: Program, unit: Unit, backward: Draft) -> str:
     """Add the collective over the ranks; return the key after which this micro-batch's gradient is final."""
     decisions = program.decisions
     # Where whole gradients pile up on the device, ranks need to agree only once, after the last micro-batch.
-    piles_up = decisions.zero_stage < 2 and not flushed_params(program, unit)
+    piles_up = decisions.zero_stage < 2 and not program.flushed_params(unit)
     last = backward.micro_batch == decisions.num_micro_batches - 1
     if decisions.data_parallel == 1 or (piles_up and not (last and decisions.reduce_start == "backward")):
         return backward.key
@@ -94,7 +81,7 @@ def _reduce_at_step(program: Program) -> None:
     exchange_tied(program)
     ends = {program.stage_of[draft.unit]: draft.key for draft in compute_drafts(program)}
     for unit in reversed(program.units):
-        if unit.num_params and program.decisions.data_parallel > 1 and not flushed_params(program, unit):
+        if unit.num_params and program.decisions.data_parallel > 1 and not program.flushed_params(unit):
             scatter = _scatter(program, unit, program.decisions.num_micro_batches - 1)
             if scatter.key not in program.drafts:
                 exchange = exchanged(unit)
@@ -114,7 +101,7 @@ def _scatter(program: Program, unit: Unit, micro_batch: int) -> Draft:
 def _flush(program: Program, unit: Unit, backward: Draft, ready: str) -> str | None:
     """Add the copies of one micro-batch's gradient to the host; return the key of the last one."""
     decisions = program.decisions
-    num_params = flushed_params(program, unit)
+    num_params = program.flushed_params(unit)
     if not num_params:
         return None
     blocking = decisions.gradient_path is GradientPath.ZERO3_BLOCKING

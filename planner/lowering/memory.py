@@ -1,13 +1,12 @@
 """The pass that states who holds how many bytes of which tier, and when."""
 
 from planner.decisions import SPILLED_BYTES_PER_PARAM, STATE_BYTES_PER_PARAM, GradientPath, Place
-from planner.graph import Unit
+from planner.graph import Unit, segments
 from planner.lowering.activations import evicts
-from planner.lowering.compute import AGAIN, compute_drafts, segments
-from planner.lowering.gradients import flushed_params, placed_params
+from planner.lowering.compute import AGAIN, compute_drafts
 from planner.lowering.parameters import assign_slots, gathers
 from planner.lowering.program import Program
-from planner.lowering.storage import nvme_params, spilled_bytes, written_weight_bytes
+from planner.lowering.storage import spilled_bytes, written_weight_bytes
 from planner.schedule import MemoryClass, Op, Tier
 
 
@@ -52,17 +51,17 @@ def _parameters(program: Program) -> None:
         if decisions.units[unit.name].params == "nvme":
             program.hold(Tier.NVME, MemoryClass.PARAMETERS, written_weight_bytes(program, unit) * shard, unit.name)
         else:
-            updated = placed_params(program, unit, Place.CPU, Place.NVME)
+            updated = program.placed_params(unit, Place.CPU, Place.NVME)
             host = shard if decisions.units[unit.name].params == "host" else updated
-            served = nvme_params(program, unit) if decisions.precision.master_is_weight else host
+            served = program.placed_params(unit, Place.NVME) if decisions.precision.master_is_weight else host
             program.hold(Tier.HOST, MemoryClass.PARAMETERS, weight_bytes * served, unit.name)
 
 
 def _optimizer(program: Program, unit: Unit) -> None:
     shard = program.decisions.shard_params(unit.num_params)
-    host = placed_params(program, unit, Place.CPU, Place.STREAM, Place.NVME)
+    host = program.placed_params(unit, Place.CPU, Place.STREAM, Place.NVME)
     resident_bytes = STATE_BYTES_PER_PARAM - (4 if program.decisions.precision.master_is_weight else 0)
-    nvme = nvme_params(program, unit)
+    nvme = program.placed_params(unit, Place.NVME)
     program.hold(Tier.HOST, MemoryClass.OPTIMIZER, STATE_BYTES_PER_PARAM * (host - nvme), unit.name)
     program.hold(Tier.NVME, MemoryClass.OPTIMIZER, STATE_BYTES_PER_PARAM * nvme, unit.name)
     program.hold(Tier.GPU, MemoryClass.OPTIMIZER, resident_bytes * (shard - host), unit.name)
@@ -71,11 +70,11 @@ def _optimizer(program: Program, unit: Unit) -> None:
 def _gradients(program: Program, unit: Unit, maker: str) -> None:
     decisions = program.decisions
     weight_bytes = decisions.precision.weight_bytes
-    host = flushed_params(program, unit)
+    host = program.flushed_params(unit)
     resident = decisions.shard_params(unit.num_params) - host
     if decisions.gradient_path is not GradientPath.ONCE:
         # DeepSpeed's flat buffer for what the device updates is allocated once, before training.
-        fixed = placed_params(program, unit, Place.GPU)
+        fixed = program.placed_params(unit, Place.GPU)
         program.hold(Tier.GPU, MemoryClass.GRADIENTS, weight_bytes * fixed, f"{unit.name} buffer")
         resident -= fixed
     made: str | None = None  # since when whole gradients of this rank pile up
@@ -105,7 +104,10 @@ def _gradients(program: Program, unit: Unit, maker: str) -> None:
 def _host_gradients(program: Program, unit: Unit, bytes_per_param: int) -> None:
     """Hold the host's gradients: always, unless they are spilled and one micro-batch makes them whole."""
     decisions = program.decisions
-    host, spilled = flushed_params(program, unit), nvme_params(program, unit) if decisions.spill_gradients else 0
+    host, spilled = (
+        program.flushed_params(unit),
+        program.placed_params(unit, Place.NVME) if decisions.spill_gradients else 0,
+    )
     program.hold(Tier.NVME, MemoryClass.GRADIENTS, SPILLED_BYTES_PER_PARAM * spilled, unit.name)
     ends: tuple[str, ...] = ()
     if decisions.num_micro_batches == 1:
@@ -134,7 +136,7 @@ def _state_slots(program: Program) -> None:
     streamed = [
         n
         for unit in program.units
-        for n, place in zip(decisions.piece_params(unit.num_params), decisions.units[unit.name].update, strict=True)
+        for n, place in decisions.placed_pieces(unit.name, unit.num_params)
         if place is Place.STREAM
     ]
     gradient_bytes = decisions.precision.weight_bytes if decisions.flushes(Place.STREAM) else 0
@@ -149,7 +151,7 @@ def _nvme_slots(program: Program) -> None:
     sizes = [
         n * (STATE_BYTES_PER_PARAM + spilled_bytes(program) + written_weight_bytes(program, unit))
         for unit in program.units
-        for n, place in zip(decisions.piece_params(unit.num_params), decisions.units[unit.name].update, strict=True)
+        for n, place in decisions.placed_pieces(unit.name, unit.num_params)
         if place is Place.NVME
     ]
     for slot in range(min(decisions.num_nvme_slots, len(sizes))):

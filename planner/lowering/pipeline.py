@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from planner.decisions import Decisions, Place, UnitDecision
-from planner.graph import Unit
+from planner.graph import Unit, segments
 from planner.lowering.program import Draft, Program
 from planner.models.kernels import Collective, Kernels
 from planner.models.operators import Operator, Pattern
@@ -37,8 +37,8 @@ def stages(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ...]:
     num_stages = decisions.pipeline_parallel
     if num_stages == 1:
         return units
-    segments = [list(group) for _, group in itertools.groupby(units, key=lambda unit: unit.segment)]
-    layers = [i for i, segment in enumerate(segments) if segment[0].recompute]
+    parts = segments(units)
+    layers = [i for i, part in enumerate(parts) if part[0].recompute]
     if len(layers) < num_stages:
         raise ValueError(
             f"{len(layers)} layers cannot be dealt to {num_stages} pipeline stages; choose a pipeline_parallel of at "
@@ -46,10 +46,10 @@ def stages(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ...]:
         )
     share, rest = divmod(len(layers), num_stages)
     firsts = [layers[stage * share + min(stage, rest)] for stage in range(1, num_stages)]
-    bounds = [0, *firsts, len(segments)]
+    bounds = [0, *firsts, len(parts)]
     specs = {spec.name: spec for unit in units for spec in unit.parameters}
     return tuple(
-        _merge(segments[begin:end], stage, decisions, specs)
+        _merge(parts[begin:end], stage, decisions, specs)
         for stage, (begin, end) in enumerate(itertools.pairwise(bounds))
     )
 
@@ -67,12 +67,12 @@ def stage_decisions(merged: tuple[Unit, ...], decisions: Decisions) -> Decisions
     return decisions.model_copy(update={"units": chosen, "overlap_next_forward": True})
 
 
-def _merge(segments: list[list[Unit]], stage: int, decisions: Decisions, specs: dict[str, ParameterSpec]) -> Unit:
-    """Return one unit that stands for some segments; it has a copy of what it shares with another stage."""
+def _merge(parts: list[list[Unit]], stage: int, decisions: Decisions, specs: dict[str, ParameterSpec]) -> Unit:
+    """Return one unit that stands for some segments (``parts``); it has a copy of what it shares with another stage."""
     forward: Kernels = ()
     backward: Kernels = ()
     saved_bytes = workspace_bytes = 0
-    for segment in segments:
+    for segment in parts:
         recompute = decisions.units[segment[0].name].activations == "recompute"
         kept_bytes = sum(unit.saved_bytes for unit in segment)
         inside_bytes = max(unit.workspace_bytes for unit in segment)
@@ -82,7 +82,7 @@ def _merge(segments: list[list[Unit]], stage: int, decisions: Decisions, specs: 
         backward = again + tuple(k for unit in reversed(segment) for k in unit.backward) + backward
         saved_bytes += segment[0].activation_output_bytes if recompute else kept_bytes
         workspace_bytes = max(workspace_bytes, inside_bytes + (kept_bytes if recompute else 0))
-    members = [unit for segment in segments for unit in segment]
+    members = [unit for segment in parts for unit in segment]
     hidden_bytes = next(unit for unit in members if unit.recompute).activation_output_bytes
     if decisions.tensor_parallel > 1:
         gather: Kernels = (Collective(hidden_bytes, decisions.tensor_parallel, num_passes=1),)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from collections import defaultdict
 
-from planner.decisions import Decisions
+from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
 
@@ -79,6 +79,15 @@ class Program:
         """The pipeline stage of each unit, by name."""
         pipelined = self.decisions.pipeline_parallel > 1  # units are then stages
         return {unit.name: stage if pipelined else 0 for stage, unit in enumerate(self.units)}
+
+    def placed_params(self, unit: Unit, *places: Place) -> int:
+        """Return how many of a unit's parameters (on one rank) are updated at some places."""
+        pieces = self.decisions.placed_pieces(unit.name, unit.num_params)
+        return sum(num_params for num_params, place in pieces if place in places)
+
+    def flushed_params(self, unit: Unit) -> int:
+        """Return how many of a unit's parameters (on one rank) have their gradient flushed to the host."""
+        return self.placed_params(unit, *(place for place in Place if self.decisions.flushes(place)))
 
     def add(self, draft: Draft) -> Draft:
         """Make a draft known by its key, give it the stage of its unit, and return it."""

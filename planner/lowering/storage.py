@@ -14,13 +14,6 @@ from planner.schedule import Lane, Op, Phase
 NUM_SPILL_SLOTS = 20
 
 
-def nvme_params(program: Program, unit: Unit) -> int:
-    """Return how many of a unit's parameters (on one rank) have their optimizer state on NVMe."""
-    pieces = program.decisions.piece_params(unit.num_params)
-    places = program.decisions.units[unit.name].update
-    return sum(n for n, place in zip(pieces, places, strict=True) if place is Place.NVME)
-
-
 def written_weight_bytes(program: Program, unit: Unit) -> int:
     """Return the bytes per parameter of updated weights that are written to NVMe beside the state."""
     decisions = program.decisions
@@ -36,7 +29,7 @@ def spilled_bytes(program: Program) -> int:
 
 def spill(program: Program, unit: Unit, backward: Draft, flushed: str, spilled: list[str]) -> None:
     """Write the gradient of the last micro-batch, the sum of all, to NVMe; ``spilled`` lists the writes so far."""
-    num_params = nvme_params(program, unit)
+    num_params = program.placed_params(unit, Place.NVME)
     last = backward.micro_batch == program.decisions.num_micro_batches - 1
     if not (program.decisions.spill_gradients and num_params and last):
         return

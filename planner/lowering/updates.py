@@ -27,9 +27,7 @@ def updates(program: Program) -> None:
     blocker: str | None = None
     for position, unit in order if forward else reversed(order):
         done: list[str] = []
-        for piece, (num_params, place) in enumerate(
-            zip(decisions.piece_params(unit.num_params), decisions.units[unit.name].update, strict=True)
-        ):
+        for piece, (num_params, place) in enumerate(decisions.placed_pieces(unit.name, unit.num_params)):
             ready = _ready(program, unit, place)
             if place is Place.CPU:
                 updated = _on_cpu(program, unit, piece, num_params, ready + ([blocker] if blocker else []))
@@ -173,7 +171,7 @@ def _gate(program: Program, unit: Unit, position: int, done: list[str]) -> None:
     if not decisions.overlap_next_forward:
         start = program.spine[0]
         gated = [*program.before[start.key], start]  # what is fetched or gathered before it included
-        if decisions.units[unit.name].params == "nvme":  # read ahead of what it waits to be copied for
+        if unit.name in program.first_use:  # what is read, or fetched for a gather, may be ahead of its user
             gated.append(program.drafts[program.first_use[unit.name][1]])
         for draft in gated:
             draft.after_previous += done

@@ -115,11 +115,6 @@ def all_reduce(num_bytes: int, num_ranks: int, count: int = 1) -> Kernels:
     return (Collective(num_bytes, num_ranks, count=count),) if num_ranks > 1 else ()
 
 
-def elementwise_bytes(kernels: Kernels) -> int:
-    """Return the bytes that elementwise kernels read and write."""
-    return sum(kernel.num_bytes * kernel.count for kernel in kernels if isinstance(kernel, Elementwise))
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
     """What one operator runs and holds.

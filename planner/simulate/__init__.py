@@ -1,14 +1,14 @@
 """Simulation of a schedule in virtual time, with fluid sharing of resources."""
 
-from planner.simulate.kernel import Simulation, simulate, solve_speeds
+from planner.simulate.kernel import TaskTimes, simulate, solve_speeds
 from planner.simulate.reference import max_min_speeds, simulate_reference
 from planner.simulate.system import FluidSystem, FluidTask, StuckError, fold_capacity
 
 __all__ = [
     "FluidSystem",
     "FluidTask",
-    "Simulation",
     "StuckError",
+    "TaskTimes",
     "fold_capacity",
     "max_min_speeds",
     "simulate",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Simulation:
+class TaskTimes:
     """When every task of a system ran.
 
     Attributes:
@@ -32,7 +32,7 @@ class Simulation:
         return float(self.end_s.max(initial=0.0))
 
 
-def simulate(system: FluidSystem) -> Simulation:
+def simulate(system: FluidSystem) -> TaskTimes:
     """Run a system in virtual time.
 
     Raises:
@@ -45,7 +45,7 @@ def simulate(system: FluidSystem) -> Simulation:
     start_s, end_s = state.tasks.start_s, state.tasks.end_s
     if state.counts[compiled.ENDED] < system.num_tasks:
         raise system.never_ends(int(np.argmax((end_s < 0) & (start_s >= 0))))
-    return Simulation(start_s, end_s, num_events)
+    return TaskTimes(start_s, end_s, num_events)
 
 
 def solve_speeds(system: FluidSystem, running: Sequence[int]) -> Floats:

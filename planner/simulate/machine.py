@@ -5,17 +5,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from planner.costs import CostModel, Price, Resource
 from planner.loop import Loop
-from planner.schedule import Lane, Schedule, Task
+from planner.schedule import Lane, Phase, Schedule, Task
 from planner.simulate.kernel import simulate
 from planner.simulate.steady import find_cycle
-from planner.simulate.system import Capacity, FluidSystem, capacity_rows
+from planner.simulate.system import Capacity, FluidSystem, Ints, capacity_rows, pointers
 from planner.timeline import Phases, Timeline
-
-Indices = npt.NDArray[np.int64]
 
 Capacities = Mapping[Resource, Capacity]
 
@@ -49,9 +46,8 @@ class Simulation:
     @property
     def phases(self) -> Phases:
         """Phases of an iteration, the mean over the cycle."""
-        phases = [self.timeline.phases(i) for i in self._iterations]
-        names = [field.name for field in dataclasses.fields(Phases)]
-        return Phases(**{name: sum(getattr(p, name) for p in phases) / self.cycle for name in names})
+        phases = [self.timeline.phases(i).by_phase for i in self._iterations]
+        return Phases(*(sum(seconds[phase] for seconds in phases) / self.cycle for phase in Phase))
 
     @property
     def _iterations(self) -> range:
@@ -100,7 +96,7 @@ class SimulatedMachine:
             weight=np.tile(np.array([price.weight for price in prices]), num_iterations),
             pred_ptr=pred_ptr,
             pred=pred.astype(np.int32),
-            use_ptr=_pointers(np.tile(np.array([len(price.uses) for price in prices]), num_iterations)),
+            use_ptr=pointers(np.tile(np.array([len(price.uses) for price in prices]), num_iterations)),
             use_resource=np.tile(
                 np.fromiter((s * len(Resource) + r for s, (r, _) in uses), np.int32, len(uses)), num_iterations
             ),
@@ -113,7 +109,7 @@ class SimulatedMachine:
             task_name=lambda i: tasks[i % len(tasks)].name,
         )
 
-    def _predecessors(self, num_iterations: int) -> tuple[Indices, Indices]:
+    def _predecessors(self, num_iterations: int) -> tuple[Ints, Ints]:
         """Return CSR pointers and indices; the first iteration has no previous one to wait for."""
         tasks = self._schedule.tasks
         count = len(tasks)
@@ -123,19 +119,15 @@ class SimulatedMachine:
         later = np.concatenate([first, previous - count])[np.argsort(owner, kind="stable")]
         again = range(1, num_iterations)
         return (
-            _pointers(np.concatenate([first_counts, np.tile(first_counts + previous_counts, len(again))])),
+            pointers(np.concatenate([first_counts, np.tile(first_counts + previous_counts, len(again))])),
             np.concatenate([first, *(later + count * iteration for iteration in again)]),
         )
 
 
-def _flatten(rows: Sequence[Sequence[int]]) -> tuple[Indices, Indices]:
+def _flatten(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
     """Return all entries one after another, and the number in each row."""
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
     return np.fromiter(itertools.chain.from_iterable(rows), np.int64, counts.sum()), counts
-
-
-def _pointers(counts: Indices) -> Indices:
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
 def run(schedule: Schedule, prices: Sequence[Price], capacities: Capacities, num_iterations: int) -> Timeline:

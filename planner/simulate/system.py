@@ -150,9 +150,9 @@ class FluidSystem:
             latency_s=np.array([task.latency_s for task in listed]),
             duration_s=np.array([task.duration_s for task in listed]),
             weight=np.array([task.weight for task in listed]),
-            pred_ptr=_pointers([len(task.after) for task in listed]),
+            pred_ptr=pointers([len(task.after) for task in listed]),
             pred=np.array([p for task in listed for p in task.after], dtype=np.int32),
-            use_ptr=_pointers([len(use) for use in uses]),
+            use_ptr=pointers([len(use) for use in uses]),
             use_resource=np.array([r for r, _ in flat], dtype=np.int32),
             use_rate=np.array([rate for _, rate in flat]),
             capacity=capacity_rows(capacity, resource_names),
@@ -298,7 +298,8 @@ def fold_capacity(capacity: Capacity, num_ranks: int) -> Capacity:
     return [capacity[min(count - 1, last)] / num_ranks for count in users]
 
 
-def _pointers(sizes: Sequence[int]) -> Ints:
+def pointers(sizes: Sequence[int] | Ints) -> Ints:
+    """Return int64[n + 1]: where each of n rows begins if they are laid one after another, and where the last ends."""
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 

@@ -131,9 +131,10 @@ def test_a_plan_for_several_devices():
             prepare(TASK, decide(TASK, KEEP).model_copy(update={degree: 2}))
 
 
-def test_a_plan_that_models_another_engine():
-    with pytest.raises(ValueError, match="host_update"):
-        prepare(TASK, decide(TASK, KEEP, host_update=HostUpdate.DEEPSPEED))
+@pytest.mark.parametrize("change", [{"host_update": HostUpdate.DEEPSPEED}, {"module_hooks": True}, {"loop": True}])
+def test_a_plan_that_models_another_engine(change):
+    with pytest.raises(ValueError, match=f"another engine.* {next(iter(change))}"):
+        prepare(TASK, decide(TASK, KEEP, **change))
 
 
 @pytest.mark.parametrize("change", [{"update": (Place.NVME,)}, {"activations": "offload"}])

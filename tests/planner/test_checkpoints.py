@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from cases import cases, decide, random_prices, small_units
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.profile import HardwareProfile
@@ -24,10 +24,10 @@ from planner.checkpoints import (
     with_checkpoints,
 )
 from planner.checkpoints.policy import BlocksUntil, Gate, Staging
-from planner.costs import CostModel, Price
+from planner.costs import CostModel, Price, Resource
 from planner.decisions import BF16, Place
 from planner.lowering import lower
-from planner.schedule import MemoryClass, Op, Schedule, Task, Tier
+from planner.schedule import Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
 from planner.simulate.machine import run
 from planner.timeline import Timeline, memory_use
 
@@ -72,7 +72,7 @@ def simulated(
     made: Run, prices: list[Price], engine: CheckpointPolicy, profile: HardwareProfile, num_ranks: int, **options
 ) -> tuple[Run, Timeline, RunTimes]:
     cost = options.pop("cost", None) or CostModel(profile, (), BF16, num_ranks)
-    costs = CheckpointCosts(cost, engine, num_ranks, options.pop("store", "pfs"))
+    costs = CheckpointCosts(cost, engine, options.pop("store", "pfs"))
     timeline = run(made.schedule, costs.prices(made, prices), costs.capacities(), 1)
     return made, timeline, times(made, timeline)
 
@@ -243,7 +243,7 @@ def test_what_is_in_flight_is_waited_for():
 
 def test_training_goes_on_at_the_weight_of_the_policy():
     made, _, _ = Job(policy("ullage")).simulate()
-    costs = CheckpointCosts(CostModel(POLARIS, (), BF16, 8), policy("ullage"), 8, "pfs")
+    costs = CheckpointCosts(CostModel(POLARIS, (), BF16, 8), policy("ullage"), "pfs")
     prices = costs.prices(made, [Price(0.0, 1.0)] * 3)
     weights = {number >= 0: price.weight for number, price in zip(made.checkpoint, prices, strict=True)}
     assert weights == {True: 1 / 16, False: 1.0}
@@ -256,6 +256,7 @@ def test_training_goes_on_at_the_weight_of_the_policy():
 @given(cases(), engines, st.integers(1, 2), st.integers(1, 2), st.integers(0, 2**32 - 1))
 def test_any_lowered_iteration_takes_checkpoints(case, engine, every, more, seed):
     """At any prices: one state, saved whole, after it has changed and before it changes again."""
+    assume(not on_nvme(case))
     state, num_iterations = state_of(case.schedule), every + more
     made = with_checkpoints(
         case.schedule, engine, state, num_iterations=num_iterations, every=every, buffer_bytes=10**8
@@ -284,9 +285,14 @@ def test_any_lowered_iteration_takes_checkpoints(case, engine, every, more, seed
                 assert max(end_s[t.index] for t in copies) <= start_s[changes]
 
 
+def on_nvme(case) -> bool:
+    return any(Place.NVME in decided.update for decided in case.decisions.units.values())
+
+
 @SLOW
 @given(cases())
 def test_a_run_without_checkpoints_is_the_iterations_one_after_another(case):
+    assume(not on_nvme(case))
     made = with_checkpoints(
         case.schedule, policy("ullage"), state_of(case.schedule), num_iterations=3, every=4, buffer_bytes=10**9
     )
@@ -303,7 +309,27 @@ def lowered(place: Place, **options) -> tuple[Schedule, CostModel, list[Price]]:
     return schedule, cost, cost.prices(schedule)
 
 
-@pytest.mark.parametrize("place", Place)
+def test_state_on_nvme_is_refused():
+    schedule, *_ = lowered(Place.NVME)
+    with pytest.raises(ValueError, match="lives on nvme"):
+        state_of(schedule)
+
+
+def test_checkpoints_share_the_drives_with_training():
+    """A checkpoint on the drives of the node has no drives of its own."""
+    cost = CostModel(POLARIS, small_units(), BF16, 1)
+    costs = CheckpointCosts(cost, policy("deepspeed"), "nvme")
+    job = Job(policy("deepspeed"), num_ranks=1)
+    made, *_ = job.simulate()
+    training = [Price(0.0, 1.0)] * 3
+    write = next(p for p, t in zip(costs.prices(made, training), made.schedule.tasks, strict=True) if t.op is Op.WRITE)
+    evict = cost.price(Task(0, Lane.NVME_WRITE, Op.EVICT, Phase.FORWARD, num_bytes=GB))
+    shared = {resource for resource, _ in write.uses} & {resource for resource, _ in evict.uses}
+    assert {Resource.NVME_WRITE, Resource.NVME} <= shared
+    assert costs.capacities() == cost.capacities()
+
+
+@pytest.mark.parametrize("place", [place for place in Place if place is not Place.NVME])
 def test_state_is_that_of_the_model_and_where_it_was_decided(place):
     schedule, *_ = lowered(place)
     state = state_of(schedule)

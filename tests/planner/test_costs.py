@@ -157,7 +157,7 @@ def test_capacities_are_one_ranks_share() -> None:
     cost = model(machine(devices_per_node=4), ranks=8)
     assert cost.ranks_per_node == 4
     expected = uses(DEVICE=1, CORES=2, DRAM=2.5e10, LINK_DOWN=2e10, LINK_UP=2e10, LINK=3e10, FABRIC=1)
-    expected |= uses(NVME_READ=2e9, NVME_WRITE=1e9, NVME=3e9, STORE=1, INTERPRETER=1)
+    expected |= uses(NVME_READ=2e9, NVME_WRITE=1e9, NVME=3e9, PFS=1, INTERPRETER=1)
     assert cost.capacities() == expected
     assert model(machine(devices_per_node=4), ranks=2).capacities()[Resource.CORES] == 4
 
@@ -249,4 +249,5 @@ def test_total_flop_counts_no_recomputation() -> None:
     setup = Setup(UNITS, num_micro_batches=3)
     keep, recompute = POLICIES["gpu-only"](setup)
     assert total_flop(UNITS, keep) == total_flop(UNITS, recompute)
+    assert total_flop(UNITS, keep.model_copy(update={"pipeline_parallel": 2})) == total_flop(UNITS, keep) / 2
     assert total_flop(UNITS, keep) == 3 * sum(unit.forward_flop + unit.backward_flop for unit in UNITS)

@@ -128,6 +128,15 @@ def _orders(schedule: Schedule) -> set[tuple[int, int]]:
     return {(i, a, b) for a in count for b in count for i in (0, 1) if before((i, a), (1, b))}
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_is_fetched_for_a_late_gather_is_updated(overlap: bool) -> None:
+    """Its gather waits until the caller is there, but the fetch before it does not."""
+    options = {"params": "host", "data_parallel": 2, "zero_stage": 3, "max_prefetch_params": 0}
+    decisions = decide(DENSE, Place.CPU, overlap_next_forward=overlap, **options)
+    schedule = lower(DENSE, decisions, asynchronous=False)
+    assert violations(schedule, DENSE, decisions, ordered_by_rules(schedule)) == []
+
+
 def test_lanes_are_first_in_first_out() -> None:
     decisions = BROKEN["cpu, overlapped"]
     schedule = lower(DENSE, decisions, asynchronous=False)

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import machine
 
+from planner.allocator import replay
 from planner.costs import CostModel, Price, Resource, wave_factor
+from planner.critical import critical_steps, slowed
 from planner.decisions import BF16, Decisions, Place
 from planner.graph import Batch, Collective, Gemm, Pattern, Unit, build_graph, units
 from planner.layout import Layout
@@ -19,8 +21,10 @@ from planner.lowering.pipeline import issue_order, one_f_one_b
 from planner.models import ModelConfigError, resolve_model
 from planner.models.kernels import flop
 from planner.schedule import Lane, Op, Phase, Schedule, Task, Tier
+from planner.series import PROCESSORS, busy, traffic
 from planner.simulate.machine import run, run_until_steady
-from planner.timeline import memory_use
+from planner.timeline import Timeline, memory_use
+from planner.trace import chrome_trace
 
 KERNELS = ("transformers", "megatron")
 
@@ -222,6 +226,57 @@ def test_peak_memory_is_that_of_the_fullest_stage() -> None:
     assert alone[1] > alone[2]  # equal layers, but one micro-batch more in flight
     assert alone[1] - alone[2] == pytest.approx(merged[1].saved_bytes, rel=1e-6)
     assert decisions.pipeline_parallel == schedule.num_stages == 4
+
+
+def test_stages_step_at_the_same_time() -> None:
+    """The host goes through the parameters of one rank, not of all stages one after another."""
+    merged, _, schedule = pipelined(3, 2, "gpt2", num_layers=7)
+    (step,) = (task for task in schedule.tasks if task.op is Op.STEP)
+    assert step.num_tensors == max(len(unit.parameters) for unit in merged)
+
+
+@pytest.fixture(scope="module")
+def deep() -> Timeline:
+    """A pipeline whose first and last stage have most to move and to hold."""
+    merged, _, schedule = pipelined(3, 4, "gpt2", num_layers=3, data_parallel=2)
+    return run_until_steady(schedule, CostModel(machine(devices_per_node=8), merged, BF16, 2, 1, 3)).timeline
+
+
+def test_what_is_seen_of_a_pipeline_is_that_of_one_rank(deep: Timeline) -> None:
+    """Traffic, busy shares and the allocator's memory: of the stage where that is most, never of all together."""
+    tasks, period_s = deep.schedule.tasks, deep.period_s(1)
+    for lane in (Lane.SEND, Lane.SEND_BACK, Lane.COLLECTIVE):
+        moved = Counter[int]()
+        for task in tasks:
+            moved[task.stage] += task.num_bytes if task.lane is lane else 0
+        assert traffic(deep, 1)[lane].integral == pytest.approx(max(moved.values()))
+    computing = busy(deep, 1)["gpu"].integral
+    assert deep.busy_s(1)[Lane.COMPUTE] * 0.999 <= computing <= period_s
+    at_work = [task.index for task in tasks if task.lane in PROCESSORS["gpu"]]
+    assert (deep.end_s[1, at_work] - deep.start_s[1, at_work]).sum() > 1.5 * computing
+    held_bytes = memory_use(deep, 1)[Tier.GPU].peak_bytes
+    assert replay(deep, 1, 10**12).requested_bytes == held_bytes
+    counters = {e["name"] for e in chrome_trace({"x": deep})["traceEvents"] if e["ph"] == "C"}
+    assert {f"{what} of stage {stage}" for what in ("gpu memory (bytes)", "gpu busy") for stage in range(3)} <= counters
+
+
+def test_stages_are_short_of_their_own_resources() -> None:
+    """Two stages compute at once, and each has a device: neither slows the other, so something else is named."""
+    tasks = (
+        Task(0, Lane.COMPUTE, Op.FORWARD, Phase.FORWARD, "a"),
+        Task(1, Lane.COMPUTE, Op.FORWARD, Phase.FORWARD, "b", stage=1),
+        Task(2, Lane.GPU_UPDATE, Op.UPDATE, Phase.UPDATE, "b", stage=1, num_params=1),
+        Task(3, Lane.D2H, Op.FLUSH, Phase.BACKWARD, "b", stage=1),
+        Task(4, Lane.H2D, Op.UPLOAD, Phase.UPDATE, "b", stage=1, after=(1, 3)),
+    )
+    first = dataclasses.replace(tasks[0], after_previous=(4,))
+    uses = {2: ((Resource.DEVICE, 0.3), (Resource.LINK_UP, 0.4)), 3: ((Resource.DEVICE, 0.3), (Resource.LINK_UP, 1.0))}
+    prices = [Price(0.0, 1.0, uses.get(i, ((Resource.DEVICE, 0.3),))) for i in range(5)]
+    prices[0], prices[4] = Price(0.0, 1.0, ((Resource.DEVICE, 1.0),)), Price(0.0, 1.0)
+    schedule, capacities = Schedule((first, *tasks[1:])), dict.fromkeys(Resource, 1.0)
+    timeline = run(schedule, prices, capacities, 3)
+    found = slowed(timeline, 1, critical_steps(timeline, 1), prices, capacities)
+    assert {(step.task, step.shared) for step in found if step.slowed_s} == {(3, Resource.LINK_UP)}
 
 
 def test_sends_cross_the_slower_fabric_between_nodes() -> None:

@@ -87,6 +87,17 @@ def test_a_processor_is_busy_or_not(case: Case, seed: int) -> None:
             assert found.integral >= max(lanes) * (1 - 1e-6)
 
 
+def test_lanes_of_one_link_are_seen_together() -> None:
+    """PCIe is crossed by parameters, gradients, state and activations, the drives by state and the rest."""
+    links = {
+        Lane.H2D: {Lane.H2D, Lane.STATE_IN, Lane.ACTIVATION_IN},
+        Lane.D2H: {Lane.D2H, Lane.STATE_OUT, Lane.ACTIVATION_OUT},
+        Lane.NVME_READ: {Lane.NVME_READ, Lane.NVME_STATE_IN},
+        Lane.NVME_WRITE: {Lane.NVME_WRITE, Lane.NVME_STATE_OUT},
+    }
+    assert {link: {lane for lane in Lane if link_of(lane) is link} for link in links} == links
+
+
 def test_what_crosses_into_the_next_iteration_is_folded_back() -> None:
     tasks = (
         Task(0, Lane.COMPUTE, Op.FORWARD, Phase.FORWARD, "a"),

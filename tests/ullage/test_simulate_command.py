@@ -1,3 +1,4 @@
+import dataclasses
 import gzip
 import json
 import subprocess
@@ -6,12 +7,16 @@ import sys
 import numpy as np
 import pytest
 
-from planner.engines import POLICIES
+from hwprofiles.registry import load_profile, save_profile
+from planner.costs import CostModel
+from planner.engines import POLICIES, STORAGE_POLICIES
+from planner.prediction import predict
 from planner.schedule import MemoryClass, Tier
 from planner.timeline import MemoryUse
 from ullage.cli import main
 from ullage.figure import draw
 from ullage.iteration import Iteration, most_held
+from ullage.iteration_screen import iteration_screen
 from ullage.simulation import engine_decisions, planned, simulate
 
 
@@ -76,6 +81,45 @@ def test_an_engine_needs_no_plan(plan, plan_path, plan_args, capsys):
     assert ours["fits"]
     engines_s = [row.iteration_s for row in plan.engines if row.fits]
     assert ours["phases_s"]["iteration"] <= min(engines_s) * 1.001
+
+
+@pytest.mark.parametrize("engine", STORAGE_POLICIES)
+def test_engines_that_need_drives_can_be_asked_for(engine, plan_path, tmp_path, capsys):
+    found = shown(capsys, plan_path, "--engine", engine, "--figure", tmp_path / "f.svg", "--trace", tmp_path / "t.json")
+    assert {"nvme-read", "nvme-write"} & found["traffic"].keys()
+    assert found["memory"]["nvme"]["peak_bytes"] > 0
+    # Whatever crosses PCIe is seen there: no lane of its own beside it.
+    assert found["traffic"].keys() <= {"h2d", "d2h", "nvme-read", "nvme-write"}
+    assert main(["simulate", str(plan_path), "--engine", engine]) == 0
+    assert "nvme memory of one rank" in capsys.readouterr().out
+
+
+def test_engines_that_need_drives_are_refused_without_any(tiny_model, tmp_path, capsys):
+    profile = load_profile("rtx-4090").model_copy(update={"name": "no-drives", "nvme": None})
+    save_profile(profile, tmp_path / "no-drives.json")
+    arguments = ["simulate", "--model", str(tiny_model), "--hardware", str(tmp_path / "no-drives.json")]
+    assert main([*arguments, "--engine", "zero-infinity"]) == 2
+    assert "no-drives has no nvme; add it, or place nothing there" in capsys.readouterr().err
+
+
+def test_the_scripts_own_time_is_shown_where_it_is_a_task(plan, capsys):
+    """No plan has it, published runs do: it must add up, and be drawn."""
+    subject = planned(plan, "zero-offload")
+    machine = load_profile("a100x4-40g")
+    decisions = subject.decisions.model_copy(update={"loop": True})
+    cost = CostModel.of(machine, subject.workload.units, decisions)
+    seen = Iteration.of(looping := dataclasses.replace(subject, decisions=decisions, cost=cost), looping.simulate())
+    told = seen.to_json()["phases_s"]
+    assert told["loop"] == pytest.approx(machine.device.loop_s.value)
+    assert sum(told.values()) == pytest.approx(2 * told["iteration"])
+    prediction = predict(subject.workload, decisions, cost, seen.simulation)
+    parts_s = (prediction.forward_s, prediction.backward_s, prediction.update_s, prediction.loop_s)
+    assert sum(parts_s) == pytest.approx(prediction.iteration_s)
+    iteration_screen(seen)
+    text = capsys.readouterr().out
+    assert "\nloop " in text
+    assert "u update, l loop" in text
+    assert draw(seen).axes
 
 
 def test_what_does_not_fit_is_shown_and_said(tiny_model, capsys):

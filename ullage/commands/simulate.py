@@ -4,14 +4,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from planner.engines import POLICIES
 from planner.plan import load_plan
 from planner.trace import chrome_trace, write_trace
 from ullage.arguments import positive_int
 from ullage.commands import Subparsers, command_parser
 from ullage.iteration import Iteration
 from ullage.request import add_request_options, given_options, request_of
-from ullage.simulation import OURS, Subject, planned, requested
+from ullage.simulation import ENGINES, OURS, Subject, planned, requested
 
 FIGURE_SUFFIXES = (".svg", ".png", ".html")
 EXIT_DOES_NOT_FIT = 1
@@ -39,7 +38,7 @@ def add_parser(subparsers: Subparsers) -> None:
         nargs="+",
         default=[OURS],
         metavar=("NAME", "SETTING"),
-        help=f"whose decisions: {OURS} (the plan's own, or those that `ullage plan` finds), {', '.join(POLICIES)}; the "
+        help=f"whose decisions: {OURS} (the plan's own, or those that `ullage plan` finds), {', '.join(ENGINES)}; the "
         "setting is the fraction that the CPU updates (twin-flow) or the stride (interleaved), by default the best one",
     )
     parser.add_argument("--iterations", type=positive_int, metavar="N", help="how many (default: until they repeat)")
