@@ -181,12 +181,14 @@ class _Misfit:
 
 
 def _bounds(start: Mapping[str, float], ranges: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    if strange := [path for path in ranges if path not in start]:
+        raise FitError(f"bounds are given for {strange[0]}, which is not fitted; fit it too, or leave them out")
     bounds = {path: ranges.get(path, (value / DEFAULT_RANGE, value * DEFAULT_RANGE)) for path, value in start.items()}
     for path, (low, high) in bounds.items():
-        if not 0 < low < high or not low <= start[path] <= high:
+        if not 0 < low < high < math.inf or not low <= start[path] <= high:
             raise FitError(
-                f"{path}: {start[path]:g} must lie between the bounds {low:g} and {high:g}, which must be positive; "
-                "widen them"
+                f"{path}: {start[path]:g} must lie between the bounds {low:g} and {high:g}, which must be positive and "
+                "finite; correct them"
             )
     return bounds
 
@@ -196,6 +198,8 @@ def _start(profile: HardwareProfile, paths: Sequence[str]) -> dict[str, float]:
     if not paths:
         raise FitError(f"{profile.name} has no fitted quantity; name those to fit, out of {', '.join(known)}")
     for path in paths:
+        if paths.count(path) > 1:
+            raise FitError(f"{path} is named {paths.count(path)} times; name each quantity once")
         if path not in known:
             raise FitError(f"{profile.name} has no quantity {path!r}; it has {', '.join(known)}")
         if number(known[path]) <= 0:

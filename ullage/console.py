@@ -21,7 +21,8 @@ def console(*, stderr: bool = False) -> Console:
     """Return a console on stdout or stderr; without a terminal lines have 120 columns and no colour."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPED_WIDTH
-    return _PipeConsole(stderr=stderr, width=width, highlight=False)
+    # What is printed is text: a name like [x] or :key: stays as it is.
+    return _PipeConsole(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
 def table(title: str, *columns: str, num_text: int = 1) -> Table:

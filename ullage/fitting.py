@@ -9,11 +9,15 @@ from typing import Any
 
 from hwprofiles.paths import number, quantities
 from hwprofiles.registry import load_profile, save_profile
-from planner.cases import Case, CaseError, Metric, load_cases
+from planner.cases import Case, CaseError, Metric, load_cases, repeated_id
 from planner.fitting import Fit, FitError, fit, fitted_paths, predictions
 from ullage.progress import progress_bar
 
 Errors = dict[Metric, list[float]]
+
+
+# Options that say how to fit, and those that say how to measure.
+FITS, MEASURES = ("profile", "fit_on", "parameters", "bounds"), ("quick", "name", "device_memory")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--fit-on",
         nargs="+",
-        default=["*"],
         metavar="PATTERN",
         help="ids of the cases to fit to, as in '*-dp1-*'; the others are only predicted (default: all)",
     )
@@ -38,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bounds",
         nargs="+",
         type=parse_bounds,
-        default=[],
         metavar="QUANTITY=LOW:HIGH",
         help="bounds in the quantity's own unit (default: an eighth to eight times its present value)",
     )
@@ -67,13 +69,17 @@ def run(args: argparse.Namespace) -> int:
         raise FitError(f"--output {path}: give the name of a file in a folder that is there")
     profile = load_profile(args.profile)
     cases = [case for file in args.from_runs for case in load_cases(file) if case.hardware == profile.name]
-    chosen = [case for case in cases if any(fnmatch.fnmatchcase(case.id, pattern) for pattern in args.fit_on)]
+    if repeated := repeated_id(cases):
+        raise CaseError(f"case {repeated}: id is that of two cases in the files given; give each its own")
+    patterns = args.fit_on or ["*"]
+    chosen = [case for case in cases if any(fnmatch.fnmatchcase(case.id, pattern) for pattern in patterns)]
     if not chosen:
         raise CaseError(
-            f"no case of {profile.name} in {', '.join(map(str, args.from_runs))} matches {' '.join(args.fit_on)}; "
+            f"no case of {profile.name} in {', '.join(map(str, args.from_runs))} matches {' '.join(patterns)}; "
             "choose another --profile or --fit-on"
         )
-    others = [case for case in cases if case not in chosen]
+    ids = {case.id for case in chosen}
+    others = [case for case in cases if case.id not in ids]
     for case in others:
         case.check()  # before any work
     paths = args.parameters or fitted_paths(profile)
@@ -83,11 +89,11 @@ def run(args: argparse.Namespace) -> int:
             chosen,
             paths,
             source=f"least squares on runs of {', '.join(file.name for file in args.from_runs)}",
-            ranges=dict(args.bounds),
+            ranges=_ranges(args.bounds or []),
             progress=lambda count: show(f"{count} runs simulated", 0, 0),
         )
-    save_profile(result.profile, path)
     groups = {"fitted": errors(result, chosen), "not fitted": errors(result, others)}
+    save_profile(result.profile, path)  # last, so that whatever stops the rest leaves nothing behind
     if args.json:
         from ullage.console import write_json  # noqa: PLC0415 - slow to import
 
@@ -95,6 +101,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(result, chosen, groups, path)
     return 0
+
+
+def _ranges(bounds: Sequence[tuple[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Return bounds by quantity."""
+    ranges = dict(bounds)
+    if len(ranges) < len(bounds):
+        raise FitError(f"--bounds {' '.join(path for path, _ in bounds)}: give each quantity one pair of bounds")
+    return ranges
 
 
 def errors(result: Fit, cases: Sequence[Case]) -> Errors:

@@ -6,6 +6,6 @@ the cases that happen to be easy would say nothing.
 """
 
 from planner.cases.base import Case, CaseError, Metric, Outcome
-from planner.cases.files import load_cases
+from planner.cases.files import load_cases, repeated_id
 
-__all__ = ["Case", "CaseError", "Metric", "Outcome", "load_cases"]
+__all__ = ["Case", "CaseError", "Metric", "Outcome", "load_cases", "repeated_id"]

@@ -2,6 +2,8 @@
 
 import abc
 import dataclasses
+import math
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -9,9 +11,12 @@ from pydantic import ConfigDict, Field
 
 from hwprofiles.profile import HardwareProfile
 from planner.decisions import Frozen
+from planner.prediction import TierMemory
+from planner.schedule import Tier
 
-Number = Annotated[int, Field(ge=1)]
-Amount = Annotated[float, Field(gt=0)]
+# Whatever a run counts or measures, in whatever unit, lies well within: beyond, products would no longer be numbers.
+Number = Annotated[int, Field(ge=1, le=10**15)]
+Amount = Annotated[float, Field(ge=1e-12, le=1e15)]
 
 Unit = Literal["s", "B", "B/s", "FLOP/s"]
 
@@ -67,6 +72,16 @@ class Outcome:
     warnings: tuple[str, ...] = ()
 
 
+def shortages(case_id: str, memory: Mapping[Tier, TierMemory]) -> Iterator[str]:
+    """Yield a warning for each tier that a run is predicted to overfill: it ran, so the prediction is wrong there."""
+    for tier, used in memory.items():
+        if used.missing_bytes:
+            yield (
+                f"case {case_id} is predicted to hold {used.peak_bytes / 1e9:.1f} GB of {tier} memory, where there are "
+                f"{used.capacity_bytes / 1e9:.1f} GB: as it ran, something about it is not as it is simulated"
+            )
+
+
 class Case(Strict, abc.ABC):
     """One published run.
 
@@ -92,10 +107,31 @@ class Case(Strict, abc.ABC):
             CaseError: naming the first field that cannot.
         """
 
-    @abc.abstractmethod
     def predict(self, profile: HardwareProfile) -> Outcome:
         """Simulate the case on a machine.
 
         Raises:
-            CaseError: the case cannot be expressed, or not on this machine.
+            CaseError: the case cannot be expressed, or not on this machine; whatever says so, it names the case.
+        """
+        self.check()
+        try:
+            outcome = self._predict(profile)
+        except CaseError:
+            raise
+        except ValueError as error:
+            raise CaseError(f"case {self.id}: {error}") from error
+        for metric in self.measurements():
+            if not 0 < (value := outcome.values[metric]) < math.inf:
+                raise CaseError(
+                    f"case {self.id}: {metric.value} is measured, but predicted as {value:g}: nothing of the kind "
+                    "happens in such a run; leave it out of measured"
+                )
+        return outcome
+
+    @abc.abstractmethod
+    def _predict(self, profile: HardwareProfile) -> Outcome:
+        """Simulate a case that was checked.
+
+        Raises:
+            ValueError: it cannot be expressed on this machine.
         """

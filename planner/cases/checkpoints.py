@@ -6,9 +6,9 @@ CheckFreq stops a 7B run for 7.5 s by its throughput, while end to end every che
 torchsnapshot's 4.2 s are what it adds as long as checkpoints do not overlap, but not at every iteration (6.1 s).
 """
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from hwprofiles.profile import HardwareProfile
 from planner.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict
@@ -71,7 +71,7 @@ class CheckpointCase(Case):
     gpus: Number
     checkpoint: Checkpoint
     phases_s: PhaseTimes
-    iterations: Annotated[int, Field(ge=1)] | None = None
+    iterations: Number | None = None
     measured: MeasuredCheckpoints
 
     def measurements(self) -> dict[Metric, float]:
@@ -91,10 +91,10 @@ class CheckpointCase(Case):
         if self.measured.end_to_end_s is not None and self.iterations is None:
             raise CaseError(f"case {self.id}: end_to_end_s is of a whole run; give its number of iterations")
 
-    def predict(self, profile: HardwareProfile) -> Outcome:
+    def _predict(self, profile: HardwareProfile) -> Outcome:
         """Lower the run with its engine, and simulate it; see [Note: Blocking]."""
-        self.check()
-        if self.gpus // self.nodes != profile.devices_per_node and self.nodes > 1:
+        per_node = self.gpus // self.nodes
+        if per_node > profile.devices_per_node or (per_node < profile.devices_per_node and self.nodes > 1):
             raise CaseError(
                 f"case {self.id}: gpus is {self.gpus} on {self.nodes} nodes, but {profile.name} has "
                 f"{profile.devices_per_node} devices per node; name another profile"

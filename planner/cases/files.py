@@ -1,7 +1,8 @@
-"""Files of cases: JSON with ``schema_version`` 1 and a list ``cases``."""
+"""Files of cases: JSON with ``schema_version`` 1, a list ``cases`` and, if wanted, ``title`` and ``note``."""
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,20 @@ from planner.cases.checkpoints import CheckpointCase
 from planner.cases.swapping import SwappingCase
 from planner.cases.training import TrainingCase
 
-# The field that tells a kind of case from the others.
-_KINDS: Mapping[str, type[Case]] = {"checkpoint": CheckpointCase, "ssds": SwappingCase}
+_KINDS: tuple[type[Case], ...] = (SwappingCase, CheckpointCase, TrainingCase)
+_FIELDS = ("schema_version", "title", "note", "cases")
 
 
 def load_cases(path: Path) -> tuple[Case, ...]:
     """Read a file of cases.
 
     Raises:
-        CaseError: it is not such a file, or a case has an unknown, missing or wrong field.
+        CaseError: it is not such a file, a case has an unknown, missing or wrong field, or two have the same id.
         OSError: it cannot be read.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
         raise CaseError(f"{path} is not JSON ({error}); give a file of cases") from error
     version = data.get("schema_version") if isinstance(data, dict) else None
     entries = data.get("cases") if isinstance(data, dict) else None
@@ -33,12 +34,35 @@ def load_cases(path: Path) -> tuple[Case, ...]:
         raise CaseError(
             f"{path} is no file of cases of schema_version 1 (found {version!r}); it needs that and a list 'cases'"
         )
-    return tuple(_parse(path, position, entry) for position, entry in enumerate(entries))
+    if unknown := sorted(set(data) - set(_FIELDS)):
+        raise CaseError(f"{path}: {unknown[0]}: such a field is not known; it may have {', '.join(_FIELDS)}")
+    cases = tuple(_parse(path, position, entry) for position, entry in enumerate(entries))
+    if repeated := repeated_id(cases):
+        raise CaseError(f"{path}: case {repeated}: id is that of two cases, but must be of one; give each its own")
+    return cases
+
+
+def repeated_id(cases: Sequence[Case]) -> str | None:
+    """Return an id that several cases have, if there is one."""
+    counts = Counter(case.id for case in cases)
+    return next((name for name, count in counts.items() if count > 1), None)
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, of which Python would keep only the last of two values."""
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise ValueError(f"field {name!r} is given twice in one object")
+        fields[name] = value
+    return fields
 
 
 def _parse(path: Path, position: int, entry: Any) -> Case:
     name = entry.get("id", f"number {position}") if isinstance(entry, dict) else f"number {position}"
-    kind = next((kind for field, kind in _KINDS.items() if isinstance(entry, dict) and field in entry), TrainingCase)
+    fields = set(entry) if isinstance(entry, dict) else set()
+    # The kind that knows most of the fields, so that one that is missing or misspelt is named as such.
+    kind = max(_KINDS, key=lambda kind: len(fields & set(kind.model_fields)))
     try:
         return kind.model_validate(entry)
     except ValidationError as error:
@@ -46,5 +70,11 @@ def _parse(path: Path, position: int, entry: Any) -> Case:
         details = error.errors(include_url=False)
         first = min(details, key=lambda detail: (detail["type"] != "extra_forbidden", len(detail["loc"])))
         field = ".".join(str(part) for part in first["loc"]) or "the case"
-        rule = "such a field cannot be predicted from" if first["type"] == "extra_forbidden" else first["msg"]
+        rule = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            rule = "such a field cannot be predicted from"
+        elif first["type"] == "model_type":
+            rule = "must be an object with fields of its own"
+        elif isinstance(first["input"], (str, int, float)):
+            rule += f", not {str(first['input'])[:40]!r}"
         raise CaseError(f"{path}: case {name}: {field}: {rule}; correct the case, or leave it out") from error

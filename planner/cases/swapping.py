@@ -7,13 +7,13 @@ from typing import Annotated
 from pydantic import Field
 
 from hwprofiles.profile import HardwareProfile
-from planner.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict
+from planner.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict, shortages
 from planner.costs import CostModel, total_flop
 from planner.engines import Setup, ratel, swappable
 from planner.graph import Batch, build_graph, units
 from planner.lowering import lower
 from planner.models.registry import model_from_case
-from planner.prediction import always_held, capacities
+from planner.prediction import always_held, capacities, memory_peaks
 from planner.schedule import Tier
 from planner.simulate.machine import Simulation, run_until_steady
 
@@ -64,9 +64,8 @@ class SwappingCase(Case):
                 f"case {self.id}: model is {self.model!r}, whose sizes are unknown; it may be {', '.join(MODEL_SIZES)}"
             )
 
-    def predict(self, profile: HardwareProfile) -> Outcome:
+    def _predict(self, profile: HardwareProfile) -> Outcome:
         """Swap as many activations as the simulator finds best, and simulate that until iterations repeat."""
-        self.check()
         if profile.devices_per_node != 1:
             raise CaseError(
                 f"case {self.id}: it ran on one device, but {profile.name} has {profile.devices_per_node} per node; "
@@ -88,7 +87,9 @@ class SwappingCase(Case):
         best = lowest(iteration_s, len(swappable(setup)))
         (decisions,) = ratel(setup, (best,), num_on_host)
         rate = total_flop(setup.units, decisions) / iteration_s(best)
-        return Outcome({Metric.COMPUTE_RATE: rate}, simulate(best).converged, tuple(cost.warnings))
+        found = simulate(best)
+        warnings = (*cost.warnings, *shortages(self.id, memory_peaks(found.timeline, found.steady, cost)))
+        return Outcome({Metric.COMPUTE_RATE: rate}, found.converged, warnings)
 
     def _with_drives(self, profile: HardwareProfile) -> HardwareProfile:
         nvme = profile.nvme

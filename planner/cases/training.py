@@ -7,18 +7,23 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError
 
 from hwprofiles.profile import HardwareProfile
-from planner.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict
+from planner.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict, shortages
 from planner.costs import CostModel
 from planner.decisions import BF16, Decisions, GradientPath
 from planner.engines import Setup, gpu_only, interleaved, twin_flow, zero_infinity, zero_offload
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
 from planner.models.config import ModelConfig
-from planner.models.registry import model_from_case
+from planner.models.parameters import num_parameters
+from planner.models.registry import DEFAULT_POSITIONS, model_from_case
 from planner.models.sharding import share
 from planner.prediction import memory_peaks
 from planner.schedule import Tier
 from planner.simulate.machine import run_until_steady
+
+# Of one iteration: more would take minutes to simulate, and say nothing new.
+_MAX_PASSES = 100_000
+_MAX_SUBGROUPS = 20_000
 
 
 class Model(Strict):
@@ -137,11 +142,47 @@ class TrainingCase(Case):
                 f"case {self.id}: parallel.pipeline_parallel is {parallel.pipeline_parallel}, but there are "
                 f"{self.model.num_layers} layers to deal to the stages; correct it"
             )
+        self._check_nodes(ranks)
         self.share()
         if self.batch.global_batch % (self.batch.micro_batch * data_parallel):
             raise CaseError(
                 f"case {self.id}: batch.global_batch is {self.batch.global_batch}, but must be a multiple of "
                 f"micro_batch {self.batch.micro_batch} times data_parallel {data_parallel}; correct it"
+            )
+        self._check_size()
+
+    def _check_nodes(self, ranks: int) -> None:
+        """Check that ranks fill one node after the other; see [Note: Layout] in :mod:`planner.layout`."""
+        parallel = self.parallel
+        needed = -(-ranks // parallel.gpus_per_node)
+        if parallel.nodes > needed:
+            raise CaseError(
+                f"case {self.id}: parallel.nodes is {parallel.nodes}, but {ranks} ranks fill {needed} of "
+                f"them with {parallel.gpus_per_node} devices each; state how many were used"
+            )
+        tensor_parallel, per_node = parallel.tensor_parallel, parallel.gpus_per_node
+        if needed > 1 and per_node % tensor_parallel and tensor_parallel % per_node:
+            raise CaseError(
+                f"case {self.id}: parallel.tensor_parallel is {tensor_parallel}, which on nodes of {per_node} devices "
+                "spreads some groups of ranks over two nodes and others not; choose one that divides the other"
+            )
+
+    def _check_size(self) -> None:
+        """Check that one iteration can be walked: every micro-batch's passes and every subgroup is a task."""
+        stages, num_micro_batches = self.parallel.pipeline_parallel, _num_micro_batches(self)
+        passes = num_micro_batches * (stages if stages > 1 else self.model.num_layers)
+        if passes > _MAX_PASSES:
+            raise CaseError(
+                f"case {self.id}: batch.global_batch {self.batch.global_batch} makes {num_micro_batches} micro-batches "
+                f"and {passes} passes through layers or stages, more than {_MAX_PASSES}; predict a smaller one, as "
+                "time grows in proportion"
+            )
+        config, _ = self.share()
+        subgroups = num_parameters(config) // (self.engine.subgroup_params * self.parallel.data_parallel)
+        if subgroups > _MAX_SUBGROUPS:
+            raise CaseError(
+                f"case {self.id}: engine.subgroup_params is {self.engine.subgroup_params}, which makes {subgroups} "
+                f"subgroups per rank, more than {_MAX_SUBGROUPS}; state a larger one"
             )
 
     def share(self) -> tuple[ModelConfig, Batch]:
@@ -151,6 +192,8 @@ class TrainingCase(Case):
             CaseError: the sizes contradict one another, or do not divide evenly.
         """
         sizes = self.model.model_dump(exclude_none=True, exclude={"flash_attention"})
+        if self.model.max_positions is None:  # at least as many as it was trained on
+            sizes["max_positions"] = max(DEFAULT_POSITIONS, self.batch.seq_len)
         batch = Batch(
             self.batch.micro_batch,
             self.batch.seq_len,
@@ -166,9 +209,8 @@ class TrainingCase(Case):
             raise CaseError(f"case {self.id}: model: {error}") from error
         return config, batch
 
-    def predict(self, profile: HardwareProfile) -> Outcome:
+    def _predict(self, profile: HardwareProfile) -> Outcome:
         """Lower what the case's engine did, and simulate it until iterations repeat."""
-        self.check()
         if self.parallel.gpus_per_node != profile.devices_per_node:
             raise CaseError(
                 f"case {self.id}: parallel.gpus_per_node is {self.parallel.gpus_per_node}, but {profile.name} has "
@@ -187,7 +229,8 @@ class TrainingCase(Case):
             Metric.ITERATION: phases.iteration_s,
             Metric.PEAK_GPU: float(peaks[Tier.GPU].peak_bytes),
         }
-        return Outcome(values, simulation.converged, tuple(cost.warnings))
+        warnings = (*cost.warnings, *shortages(self.id, peaks))
+        return Outcome(values, simulation.converged, warnings)
 
 
 def setup_of(case: TrainingCase) -> tuple[tuple[Unit, ...], Setup]:
@@ -222,7 +265,8 @@ def decide(case: TrainingCase, setup: Setup) -> Decisions:
             dict(decisions) | {"units": units, "loop": True, "tensor_parallel": case.parallel.tensor_parallel}
         )
     except ValidationError as error:
-        raise CaseError(f"case {case.id}: offload.params: {error.errors()[0]['msg']}") from error
+        rule = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise CaseError(f"case {case.id}: offload.params: {rule}") from error
 
 
 def _engine(case: TrainingCase, setup: Setup) -> Decisions:

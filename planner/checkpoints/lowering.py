@@ -16,10 +16,11 @@ from planner.checkpoints.policy import BlocksUntil, CheckpointPolicy, Gate, Stag
 from planner.decisions import STATE_BYTES_PER_PARAM
 from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
 
+_TASKS_PER_CHUNK = 3  # memory is touched, copied to, written: no engine does more
 # A clone in host memory is read once and written once.
 _CLONE_PASSES = 2
-# Of one checkpoint: more would say nothing new, and take for ever.
-_MAX_CHUNKS = 10_000
+# Of one checkpoint, and of a run: more would say nothing new, and take for ever.
+_MAX_CHUNKS, _MAX_TASKS = 10_000, 300_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,6 +124,14 @@ def with_checkpoints(
                 f"the schedule has tasks 0 to {len(schedule.tasks) - 1}, and sizes cannot be negative"
             )
     builder = _Builder(schedule, policy, tuple(state), buffer_bytes)
+    num_checkpoints = num_iterations // every
+    num_tasks = num_iterations * len(schedule.tasks) + num_checkpoints * builder.num_chunks * _TASKS_PER_CHUNK
+    if num_tasks > _MAX_TASKS:
+        raise ValueError(
+            f"{num_iterations} iterations with {num_checkpoints} checkpoints of {builder.num_chunks} chunks are "
+            f"{num_tasks} tasks, more than {_MAX_TASKS}; ask for fewer iterations, as they repeat, or for more host "
+            f"memory than {buffer_bytes} B"
+        )
     for iteration in range(1, num_iterations + 1):
         builder.iterate()
         if iteration % every == 0:
@@ -151,9 +160,11 @@ class _Builder:
         if (num_chunks := sum(-(-shard.num_bytes // chunk_bytes) for shard in state)) > _MAX_CHUNKS:
             raise ValueError(
                 f"a checkpoint of {sum(shard.num_bytes for shard in state)} B in chunks of {chunk_bytes} B has "
-                f"{num_chunks} of them, more than {_MAX_CHUNKS}; give it more host memory than {buffer_bytes} B"
+                f"{num_chunks} of them, more than {_MAX_CHUNKS}; give it more host memory than {buffer_bytes} B or "
+                "save less"
             )
         self._chunks = tuple(_cut(state, chunk_bytes))
+        self.num_chunks = num_chunks
         self._ring = _Ring(buffer_bytes) if policy.bounded else None
         self._tasks: list[Task] = []
         self._origin: list[int] = []

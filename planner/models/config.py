@@ -7,8 +7,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Family = Literal["opt", "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
 Mlp = Literal["relu", "gelu", "gelu_new", "swiglu"]
 Norm = Literal["layernorm", "rmsnorm"]
-Size = Annotated[int, Field(gt=0, strict=True)]
-Count = Annotated[int, Field(ge=0, strict=True)]
+# Far beyond any model; products of them are still numbers, and every layer is a unit of its own.
+Size = Annotated[int, Field(gt=0, le=10**9, strict=True)]
+Count = Annotated[int, Field(ge=0, le=10**9, strict=True)]
+MAX_LAYERS = 2_000
 
 
 class ModelConfigError(ValueError):
@@ -45,7 +47,7 @@ class ModelConfig(BaseModel):
 
     name: Annotated[str, Field(min_length=1)]
     family: Family
-    num_layers: Size
+    num_layers: Annotated[Size, Field(le=MAX_LAYERS)]
     hidden_size: Size
     ffn_hidden_size: Size
     num_attention_heads: Size

@@ -12,6 +12,9 @@ from planner.models.config import ModelConfig, ModelConfigError, UnknownModelErr
 from planner.models.huggingface import build, from_hf_config
 from planner.models.parameters import num_parameters
 
+# Learned positions of a published run's model that are not recorded.
+DEFAULT_POSITIONS = 2048
+
 
 def resolve_model(text: str) -> ModelConfig:
     """Return the model that ``text`` names.
@@ -45,7 +48,7 @@ def model_from_case(case: Mapping[str, Any]) -> ModelConfig:
     """Return the model of a published run.
 
     ``num_key_value_heads`` groups share heads of ``hidden_size / num_attention_heads``. GPT-2's learned positions
-    are not recorded: 2048 unless ``max_positions`` says otherwise.
+    are not recorded: ``DEFAULT_POSITIONS`` unless ``max_positions`` says otherwise.
 
     Args:
         case: ``name``, ``architecture`` (llama or gpt2), ``num_layers``, ``hidden_size``, ``ffn_hidden_size``,
@@ -63,7 +66,7 @@ def model_from_case(case: Mapping[str, Any]) -> ModelConfig:
     if missing := [key for key in (*keys, "bias") if key not in case]:
         raise ModelConfigError(f"{name}: {missing[0]} is missing; add that field to the case")
     bias = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), case["bias"])
-    fields = {key: case[key] for key in keys} | bias | {"max_positions": case.get("max_positions", 2048)}
+    fields = {key: case[key] for key in keys} | bias | {"max_positions": case.get("max_positions", DEFAULT_POSITIONS)}
     config = build(fields, name, family)
     stated = case.get("num_params")
     if stated is not None and (found := num_parameters(config)) != stated:

@@ -43,6 +43,12 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, write, print. Nothing is written before all is measured."""
+    others = fitting.MEASURES if args.from_runs else fitting.FITS
+    if given := [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]:
+        rule = (
+            "measures, and --from-runs does not" if args.from_runs else "says how to fit, which needs --from-runs CASES"
+        )
+        raise ValueError(f"{given[0]} {rule}; leave it out, or correct the rest")
     if args.from_runs:
         return fitting.run(args)
     from hwprofiles.calibrate import CalibrationOptions, calibrate  # noqa: PLC0415 - torch

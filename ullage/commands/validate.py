@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.cases import Case, CaseError, Metric, Outcome, load_cases
 from planner.fitting import fitted_runs
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     """Predict all cases, print errors, apply thresholds."""
     chosen = [
         (path, case)
-        for path in args.files
+        for path in dict.fromkeys(args.files)
         for case in load_cases(path)
         if args.hardware in {None, case.hardware} and fnmatch.fnmatchcase(case.id, args.case or "*")
     ]
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         raise CaseError("no case is left; choose another --hardware or --case")
     for _, case in chosen:
         case.check()  # before any work
-    profiles = {name: load_profile(name) for name in {case.hardware for _, case in chosen}}
+    profiles = _profiles(case for _, case in chosen)
     fitted = {name: fitted_runs(profile) for name, profile in profiles.items()}
     checked = [
         Checked(path, case, case.predict(profiles[case.hardware]), case.id in fitted[case.hardware])
@@ -97,9 +98,23 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
+def _profiles(cases: Iterable[Case]) -> dict[str, HardwareProfile]:
+    """Return the profiles of the cases' machines by what the cases call them."""
+    profiles: dict[str, HardwareProfile] = {}
+    for case in cases:
+        if case.hardware not in profiles:
+            try:
+                profiles[case.hardware] = load_profile(case.hardware)
+            except ValueError as error:
+                raise CaseError(f"case {case.id}: hardware: {error}") from error
+    return profiles
+
+
 def _summaries(checked: Sequence[Checked]) -> list[dict[str, Any]]:
     """Return mean, median and worst absolute error of each quantity, by file, by machine, and of all together."""
-    groups = {f"file {path.name}": [c for c in checked if c.file == path] for path in {c.file: None for c in checked}}
+    files = list(dict.fromkeys(c.file for c in checked))
+    unique = len({path.name for path in files}) == len(files)
+    groups = {f"file {path.name if unique else path}": [c for c in checked if c.file == path] for path in files}
     for name in dict.fromkeys(c.case.hardware for c in checked):
         groups[f"hardware {name}"] = [c for c in checked if c.case.hardware == name]
     groups["all"] = list(checked)
@@ -160,6 +175,9 @@ def _print(checked: Sequence[Checked], summaries: Sequence[dict[str, Any]], fail
         sizes = (percent(row_[name]) for name in ("mean", "median", "worst"))
         errors.add_row(row_["group"], row_["quantity"], str(row_["num_cases"]), *sizes)
     out.print(errors)
+    for item in checked:
+        if not item.outcome.converged:
+            out.print(f"warning: case {item.case.id} never repeats its iteration; read is the last one", soft_wrap=True)
     for warning in dict.fromkeys(text for item in checked for text in item.outcome.warnings):
         out.print(f"warning: {warning}", markup=False, soft_wrap=True)
     for failure in failures:
