@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT := out
 
-.PHONY: demo test bench clean
+.PHONY: demo test fuzz bench clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11") if sys.version_info < (3, 11) else None'
@@ -26,6 +26,13 @@ test: $(VENV)/ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest
+
+# Property tests only, with examples that were never tried before.
+ROUNDS ?= 10
+fuzz: $(VENV)/ready
+	for round in $$(seq $(ROUNDS)); do \
+		$(BIN)/python -m pytest -q -m hypothesis --hypothesis-profile=fuzz || exit 1; \
+	done
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/simulator/run.py
