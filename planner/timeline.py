@@ -183,7 +183,7 @@ class MemoryUse:
     """Bytes held on one tier over one iteration.
 
     Attributes:
-        times_s: when the amounts change, since the beginning of the iteration.
+        times_s: 0, then when the amounts change, since the beginning of the iteration.
         num_bytes: amount held from each of those times on, by class.
         peak_bytes: highest sum over all classes.
         peak_by_class: what each class holds at that moment.
@@ -210,7 +210,8 @@ def memory_use(timeline: Timeline, iteration: int) -> dict[Tier, MemoryUse]:
         else:
             start_s, end_s = held
             changes.extend(_fold(start_s, max(end_s, start_s), period_s, buffer.num_bytes, buffer.memory_class))
-    uses = {key: _accumulate(changes) for key, changes in events.items()}
+    # The first amount is that of the beginning, also where nothing is held then.
+    uses = {key: _accumulate([(0.0, 0, changes[0][2]), *changes]) for key, changes in events.items()}
     found = fullest(uses, lambda use: use.peak_bytes)
     return {tier: found[tier] for tier in Tier if tier in found}
 

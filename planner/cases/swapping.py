@@ -17,7 +17,8 @@ from planner.prediction import always_held, capacities, memory_peaks
 from planner.schedule import Tier
 from planner.simulate.machine import Simulation, run_until_steady
 
-# Layers, heads and hidden size of the models of LoHan (arXiv 2403.06504, table of evaluated models), by their names.
+# The published data give names only. These are the layers, heads and hidden sizes that GPT-like models of such names
+# usually have (GPT-3's, arXiv 2005.14165, table 2.1, and its like): assumed, as are vocabulary and length below.
 MODEL_SIZES: dict[str, tuple[int, int, int]] = {
     "6b": (28, 32, 4096),
     "13b": (40, 40, 5120),

@@ -138,3 +138,11 @@ def test_memory_of_a_schedule_returns_to_where_it_began(case: Case, seed: int) -
         assert len(use.times_s) == len(set(use.times_s))
         assert use.times_s[0] == 0.0
         assert 0.0 <= use.times_s[-1] <= simulated.period_s(1)
+
+
+def test_memory_that_is_empty_when_an_iteration_begins_starts_with_zero() -> None:
+    buffers = [Buffer(Tier.HOST, MemoryClass.GRADIENTS, 100, "late", 1, 1)]
+    late = timeline(compute(Op.FORWARD, Op.BACKWARD), [[(0.0, 1.0), (1.0, 2.0)], [(2.0, 3.0), (3.0, 4.0)]], buffers)
+    use = memory_use(late, 0)[Tier.HOST]
+    assert use.times_s == (0.0, 1.0)
+    assert use.num_bytes[MemoryClass.GRADIENTS] == (0, 100)
