@@ -1,4 +1,4 @@
-"""How long does planning take, whole process, second run? ``python benchmarks/planner.py``."""
+"""How long does planning take, whole process, second run? ``python benchmarks/planning/speed.py``."""
 
 import json
 import os
@@ -28,13 +28,13 @@ def main() -> None:
                 elapsed_s = time.perf_counter() - begin_s
             rows.append({"request": " ".join(request), "process_s": round(elapsed_s, 3)})
     result = {
-        "command": "python benchmarks/planner.py",
+        "command": "python benchmarks/planning/speed.py",
         "machine": platform.machine(),
         "num_cores": os.cpu_count(),
         "python": platform.python_version(),
         "rows": rows,
     }
-    output = Path(__file__).parent / "results" / "planner.json"
+    output = Path(__file__).parents[1] / "results" / "planning_speed.json"
     output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(rows, indent=1))
 
