@@ -33,12 +33,14 @@ def machine(
     nvme_bytes: float = 1e15,
     nvme_both: float | None = None,
     nvme_drives: int | None = 4,
+    flop_per_s: float = 1e14,
+    issue_s: float = 1e-5,
 ) -> HardwareProfile:
     """Return a machine: 1e14 FLOP/s, links of 2e10 B/s (3e10 both ways), DRAM of 1e11 B/s, 8 cores (4 update).
 
     Its NVMe has 4 drives, which read 8e9 and write 4e9 B/s.
     """
-    speed = {"bf16": rate(1e14, "flop"), "fp32": rate(5e13, "flop")}
+    speed = {"bf16": rate(flop_per_s, "flop"), "fp32": rate(flop_per_s / 2, "flop")}
     device = Device(
         name="round",
         kind=kind,  # type: ignore[arg-type]
@@ -50,7 +52,7 @@ def machine(
         attention=speed,  # type: ignore[arg-type]
         elementwise=rate(1e12, "bytes"),
         optimizer=rate(gpu_params_per_s, "params"),
-        issue_s=quantity(1e-5 if kind == "gpu" else 0.0, "s"),
+        issue_s=quantity(issue_s if kind == "gpu" else 0.0, "s"),
     )
     host = Host(
         name="round",

@@ -1,0 +1,1 @@
+"""How fast any schedule could be at best: conditions, the solver, and certificates that need no solver."""

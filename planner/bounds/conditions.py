@@ -1,0 +1,508 @@
+"""What every schedule of a model on a machine must satisfy, as linear conditions on what is decided.
+
+[Note: Necessary conditions] Nothing here describes a good schedule. Each row is a consequence of the rules that the
+simulator walks by, so that the least iteration time under all rows is a lower bound for every schedule:
+
+- *work*: a lane does one task after another, and a resource gives no more than it has, so an iteration lasts at least
+  as long as either needs for its work;
+- *windows*: with clipping no update starts before all gradients are where they are updated, and a unit's forward waits
+  for its update. So between the last backward of unit j and the next forward of unit i there must be time for the
+  gradients of units 0..j to leave, and then for the updates of units 0..i to be made and brought back, while between
+  the forward of i and the backward of j the device computes all that lies there. This holds in whatever order updates
+  are made: of units 0..i one is last, and from its forward on the device still has to compute at least as much.
+  Without clipping the window of units 0..i begins when the backward of i ends;
+- *memory*: at the backward of each unit the device holds at least what stays there, the activations of all segments
+  before it, the unit's own activations, workspace, gradient and parameters, and what was kept gathered;
+- *rates* are the best that a curve reaches; what a subgroup takes is what the cheapest of its unit takes per parameter.
+
+A decision that is yes or no becomes a fraction, so the bound is also one for mixtures that nobody can run.
+Variables (``U`` a unit, ``S`` a segment): ``U:gpu|stream|cpu|nvme`` shares of its updates, ``U:host``, ``U:onnvme``
+where its parameters are, ``U:fills`` how often they come, ``S:recompute|offload|evict`` what happens to activations.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from planner.bounds.program import LinearProgram, Sum
+from planner.costs import CostModel, Resource
+from planner.decisions import STATE_BYTES_PER_PARAM, Decisions, Place
+from planner.graph import Unit, segments
+from planner.models.kernels import num_kernels
+from planner.prediction import capacities
+from planner.schedule import Lane, Op, Phase, Task, Tier
+
+TIME = "iteration_s"
+OVERRUN = "overrun"
+# Windows end at so many units, and begin at so many, evenly spaced: each is a row.
+_NUM_ENDS, _NUM_BEGINNINGS = 24, 8
+_COMPUTE = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.RECOMPUTE: "recompute", Op.REMAKE: "remake"}
+_AGAIN = (("recompute", Op.RECOMPUTE), ("offload", Op.REMAKE), ("evict", Op.REMAKE))
+
+Key = Lane | Resource
+Load = dict[Key, Sum]
+
+
+@dataclasses.dataclass(frozen=True)
+class Space:
+    """What is decided already, the same for all schedules that are compared.
+
+    Attributes:
+        units: the model's units for one micro-batch, in forward order.
+        given: all global decisions, without units: batch, precision, degrees, ZeRO stage, clipping, subgroups.
+        storage: whether state and parameters may be on NVMe, and activations leave the device.
+    """
+
+    units: tuple[Unit, ...]
+    given: Decisions
+    storage: bool = False
+
+
+def conditions(space: Space, cost: CostModel, limit_s: float, *, soft: bool = False) -> LinearProgram:
+    """Return the conditions of an iteration that takes at most ``limit_s``.
+
+    Args:
+        space: what is compared.
+        cost: prices of tasks, and the machine.
+        limit_s: schedules that take longer are of no interest.
+        soft: minimise by what fraction memory is overrun, rather than time; see :data:`OVERRUN`.
+    """
+    return _Conditions(space, cost, limit_s, soft=soft).program
+
+
+class _Conditions:
+    """Builds the program, a group of rows at a time."""
+
+    def __init__(self, space: Space, cost: CostModel, limit_s: float, *, soft: bool) -> None:
+        self.units, self.given, self.storage = space.units, space.given, space.storage
+        self.cost, self.limit_s = cost, limit_s
+        self.segments = segments(space.units)
+        self.weight_bytes = self.given.precision.weight_bytes
+        self.repeats = self.given.num_micro_batches
+        self.ranks = self.given.data_parallel
+        self.gathers = self.ranks > 1 and self.given.zero_stage == 3
+        self.regathers = self.ranks > 1 and self.given.zero_stage in {1, 2}
+        self.capacity: dict[Key, float] = dict.fromkeys(Lane, 1.0)
+        self.capacity |= dict(cost.capacities().items())
+        self.program = LinearProgram(OVERRUN if soft else TIME)
+        self.program.variable(TIME, 0.0, limit_s)
+        self.overrun = Sum((self.program.variable(OVERRUN, 0.0, 1e6), 1.0)) if soft else Sum()
+        self.total: Load = defaultdict(Sum)
+        for unit in self.units:
+            if unit.num_params:
+                self._place(unit)
+        for segment in self.segments:
+            if segment[0].recompute:
+                self._activations(segment)
+        self._work()
+        self._windows()
+        self._memory()
+
+    # -- what is decided ------------------------------------------------------------------------------------------
+
+    def _place(self, unit: Unit) -> None:
+        program, name = self.program, unit.name
+        places = [place for place in Place if self._stores(place is Place.NVME)]
+        shares = Sum(*((program.variable(f"{name}:{place}"), 1.0) for place in places))
+        program.at_least(f"{name}: updated somewhere", shares, Sum(("", 1.0)), equal=True)
+        away = self._away(unit)
+        if self.given.zero_stage not in {1, 2} or self.ranks == 1:
+            for where in ("host", "onnvme"):
+                if self._stores(where == "onnvme"):
+                    away[program.variable(f"{name}:{where}")] = 1.0
+            # What is updated on the device, or comes from the host, stays there.
+            program.at_least(f"{name}: resident where updated", Sum(("", 1.0)), Sum((f"{name}:gpu", 1.0)).plus(away))
+            if self._stores(nvme=True):
+                program.at_least(f"{name}: state on NVMe too", Sum((f"{name}:nvme", 1.0)), Sum((f"{name}:onnvme", 1.0)))
+        # Uploads, of what the host updates and the device keeps.
+        upload = Sum((program.variable(f"{name}:upload"), 1.0))
+        program.at_least(f"{name}: uploaded unless fetched", upload, self._on_host(unit).plus(away, -1.0))
+        self._fills(unit, away)
+
+    def _fills(self, unit: Unit, away: Sum) -> None:
+        """Count how often parameters that are not resident come: before every use that they were not kept for."""
+        program, name = self.program, unit.name
+        need = Sum(("", 1.0)) if self.gathers else away
+        if not need:
+            return
+        uses = 2.0 * self.repeats
+        kept = Sum()
+        for gap, count in self._gaps():
+            kept[program.variable(f"{name}:kept {gap}")] = count
+            program.at_least(f"{name}: kept {gap}", need, Sum((f"{name}:kept {gap}", 1.0)))
+        fills = Sum((program.variable(f"{name}:fills", 0.0, uses), 1.0))
+        program.at_least(f"{name}: comes for every use", fills, Sum().plus(need, uses).plus(kept, -1.0))
+        program.at_least(f"{name}: comes once at least", fills, need)
+        if self.gathers and away:
+            fetches = Sum((program.variable(f"{name}:fetches", 0.0, uses), 1.0))
+            program.at_least(f"{name}: fetched for every use", fetches, Sum().plus(away, uses).plus(kept, -1.0))
+            program.at_least(f"{name}: fetched once at least", fetches, away)
+
+    def _gaps(self) -> list[tuple[str, float]]:
+        """Return between which uses parameters may be kept, and how often that is: means over micro-batches."""
+        earlier = self.repeats - 1.0
+        return [("at last", 1.0), *([("before", earlier), ("between", earlier)] if earlier else [])]
+
+    def _activations(self, segment: Sequence[Unit]) -> None:
+        name = segment[0].segment
+        ways = [way for way, _ in _AGAIN if way == "recompute" or self.storage]
+        ways = [way for way in ways if way != "evict" or self._stores(nvme=True)]
+        chosen = Sum(*((self.program.variable(f"{name}:{way}"), 1.0) for way in ways))
+        if len(ways) > 1:
+            self.program.at_least(f"{name}: activations one way", Sum(("", 1.0)), chosen)
+
+    def _stores(self, nvme: bool) -> bool:
+        return not nvme or (self.storage and self.cost.profile.nvme is not None)
+
+    def _away(self, unit: Unit) -> Sum:
+        names = [f"{unit.name}:{where}" for where in ("host", "onnvme")]
+        return Sum(*((name, 1.0) for name in names if name in self.program.boxes))
+
+    def _on_host(self, unit: Unit) -> Sum:
+        """Return the share of a unit's updates that the host makes."""
+        names = [f"{unit.name}:{place}" for place in (Place.CPU, Place.NVME)]
+        return Sum(*((name, 1.0) for name in names if name in self.program.boxes))
+
+    # -- what it takes --------------------------------------------------------------------------------------------
+
+    def _charge(self, load: Load, task: Task, by: Sum) -> None:
+        """Add a task of known size to what its lane and resources do, as often as ``by`` says."""
+        price = self.cost.price(task)
+        load[task.lane].plus(by, price.latency_s + price.duration_s)
+        for resource, rate in price.uses:
+            load[resource].plus(by, rate * price.duration_s)
+
+    def _charge_update(self, load: Load, unit: Unit, lane: Lane, by: Sum) -> None:
+        """Add the update of a unit, at what its cheapest subgroup takes per parameter."""
+        shard = self.given.shard_params(unit.num_params)
+        for key, cheapest in self._cheapest(unit, lane).items():
+            load[key].plus(by, cheapest * shard)
+
+    def _cheapest(self, unit: Unit, lane: Lane) -> dict[Key, float]:
+        found: dict[Key, float] = {}
+        for size in set(self.given.piece_params(unit.num_params)):
+            load: Load = defaultdict(Sum)
+            self._charge(load, Task(0, lane, Op.UPDATE, Phase.UPDATE, unit.name, num_params=size), Sum(("", 1.0)))
+            for key, amount in load.items():
+                found[key] = min(found.get(key, float("inf")), amount[""] / size)
+        return found
+
+    def _charge_copy(self, load: Load, direction: Resource, num_bytes: float, by: Sum) -> None:
+        """Add bytes that cross the host link, in copies of whatever size."""
+        link = self.cost.profile.host_link
+        best = self.capacity[direction]
+        load[direction].plus(by, num_bytes)
+        load[Resource.LINK].plus(by, num_bytes)
+        load[Resource.DRAM].plus(by, num_bytes * min(1.0, self.capacity[Resource.DRAM] / best))
+        load[Resource.CORES].plus(by, num_bytes / best * link.num_cores_per_copy.value)
+
+    def _charge_storage(self, load: Load, direction: Resource, num_bytes: float, by: Sum) -> None:
+        best = self.capacity[direction]
+        load[direction].plus(by, num_bytes)
+        for resource in (Resource.NVME, Resource.DRAM):
+            load[resource].plus(by, num_bytes * min(1.0, self.capacity[resource] / best))
+
+    def _computing(self, unit: Unit, op: Op) -> Load:
+        """Return what one pass through a unit takes, the host's issuing included."""
+        load: Load = defaultdict(Sum)
+        kernels = getattr(unit, _COMPUTE[op])
+        self._charge(load, Task(0, Lane.COMPUTE, op, Phase.BACKWARD, unit.name), Sum(("", 1.0)))
+        if self.cost.asynchronous:
+            issue = Task(0, Lane.LAUNCH, Op.ISSUE, Phase.BACKWARD, num_kernels=num_kernels(kernels))
+            self._charge(load, issue, Sum(("", 1.0)))
+        return load
+
+    def _pass(self, unit: Unit, op: Op, by: Sum) -> None:
+        for key, amount in self._computing(unit, op).items():
+            self.total[key].plus(by, amount[""])
+
+    def _gather(self, load: Load, unit: Unit, by: Sum) -> None:
+        num_bytes = self.weight_bytes * unit.num_params
+        self._charge(load, Task(0, Lane.COLLECTIVE, Op.GATHER, Phase.FORWARD, num_bytes=num_bytes), by)
+
+    def _scatter(self, load: Load, unit: Unit, by: Sum) -> None:
+        num_bytes = self.weight_bytes * unit.num_params * (2 if self.given.zero_stage == 0 else 1)
+        self._charge(load, Task(0, Lane.COLLECTIVE, Op.SCATTER, Phase.BACKWARD, num_bytes=num_bytes), by)
+
+    # -- rows -----------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """An iteration lasts as long as each lane and resource needs for its work."""
+        total, every = self.total, Sum(("", float(self.repeats)))
+        for unit in self.units:
+            self._pass(unit, Op.FORWARD, every)
+            self._pass(unit, Op.BACKWARD, every)
+            if unit.num_params:
+                self._work_of(unit)
+        for segment in self.segments:
+            for way, op in _AGAIN:
+                if (name := f"{segment[0].segment}:{way}") not in self.program.boxes:
+                    continue
+                by = Sum((name, float(self.repeats)))
+                for unit in segment:
+                    self._pass(unit, op, by)
+                    if way != "recompute":
+                        self._charge_copy(total, Resource.LINK_UP, unit.swap_bytes, by)
+                        self._charge_copy(total, Resource.LINK_DOWN, unit.swap_bytes, by)
+                    if way == "evict":
+                        self._charge_storage(total, Resource.NVME_WRITE, unit.swap_bytes, by)
+                        self._charge_storage(total, Resource.NVME_READ, unit.swap_bytes, by)
+        num_tensors = sum(len(unit.parameters) for unit in self.units)
+        step = Task(0, Lane.LAUNCH, Op.STEP, Phase.UPDATE, num_tensors=num_tensors)
+        self._charge(total, step, Sum(("", 1.0)))
+        for key, load in total.items():
+            terms = Sum().plus(load, 1.0 / self.capacity[key])
+            self.program.at_least(f"work: {_word(key)}", Sum((TIME, 1.0)), terms)
+
+    def _work_of(self, unit: Unit) -> None:
+        """Add what a unit's parameters, gradients and updates take in an iteration."""
+        total, name = self.total, unit.name
+        shard = self.given.shard_params(unit.num_params)
+        self._updates(total, unit)
+        self._charge_copy(total, Resource.LINK_DOWN, self.weight_bytes * shard, Sum((f"{name}:upload", 1.0)))
+        by = Sum().plus(self._on_host(unit), float(self.repeats))
+        self._charge_copy(total, Resource.LINK_UP, self.weight_bytes * shard, by)
+        streamed = Sum((f"{name}:{Place.STREAM}", 1.0))
+        self._charge_copy(total, Resource.LINK_UP, STATE_BYTES_PER_PARAM * shard, streamed)
+        if self.ranks > 1:
+            # Where whole gradients pile up on the device, they are added up once.
+            resident = Sum((f"{name}:{Place.GPU}", 1.0), (f"{name}:{Place.STREAM}", 1.0))
+            rest = self.repeats - 1.0
+            often = Sum(("", float(self.repeats))).plus(resident if self.given.zero_stage < 2 else {}, -rest)
+            self._scatter(total, unit, often)
+        if self.regathers:
+            self._gather(total, unit, Sum(("", 1.0)))
+        if self.gathers:
+            self._gather(total, unit, Sum((f"{name}:fills", 1.0)))
+        fetched = next((v for v in (f"{name}:fetches", f"{name}:fills") if v in self.program.boxes), None)
+        if fetched and (away := self._away(unit)):
+            fetch = Task(0, Lane.H2D, Op.FETCH, Phase.FORWARD, num_bytes=self.weight_bytes * shard)
+            self._charge(total, fetch, Sum((fetched, 1.0)))
+            if (name := f"{unit.name}:onnvme") in away:
+                self._charge_storage(total, Resource.NVME_READ, self.weight_bytes * shard, Sum((name, 1.0)))
+        if (name := f"{unit.name}:{Place.NVME}") in self.program.boxes:
+            for direction in (Resource.NVME_READ, Resource.NVME_WRITE):
+                self._charge_storage(total, direction, STATE_BYTES_PER_PARAM * shard, Sum((name, 1.0)))
+
+    def _updates(self, load: Load, unit: Unit) -> None:
+        """Add the update itself, and the state that is streamed in for it."""
+        self._charge_update(load, unit, Lane.CPU, self._on_host(unit))
+        streamed = Sum((f"{unit.name}:{Place.STREAM}", 1.0))
+        self._charge_update(load, unit, Lane.GPU_UPDATE, Sum((f"{unit.name}:{Place.GPU}", 1.0)).plus(streamed))
+        shard = self.given.shard_params(unit.num_params)
+        self._charge_copy(load, Resource.LINK_DOWN, STATE_BYTES_PER_PARAM * shard, streamed)
+
+    def _windows(self) -> None:
+        """Updates and what surrounds them fit between the last backward and the next forward."""
+        leaving = [self._leaving(unit) for unit in self.units]
+        returning = [self._returning(unit) for unit in self.units]
+        forward_s, backward_s, again = [], [], []
+        for unit in self.units:
+            forward_s.append(self._computing(unit, Op.FORWARD)[Lane.COMPUTE][""])
+            backward_s.append(self._computing(unit, Op.BACKWARD)[Lane.COMPUTE][""])
+            ways = [
+                (f"{unit.segment}:{way}", op) for way, op in _AGAIN if f"{unit.segment}:{way}" in self.program.boxes
+            ]
+            again.append(Sum(*((name, self._computing(unit, op)[Lane.COMPUTE][""]) for name, op in ways)))
+        everything = Sum(("", self.repeats * (sum(forward_s) + sum(backward_s))))
+        again_s = self._chain("again", again)
+        if again_s:
+            everything[again_s[-1]] += float(self.repeats)
+
+        def between(end: int, begin: int) -> Sum:
+            """Return what is computed from the first forward of ``end`` to the last backward of ``begin``."""
+            rest = Sum().plus(everything).plus({"": sum(forward_s[:end]) + sum(backward_s[:begin])}, -1.0)
+            return rest.plus({again_s[begin - 1]: 1.0}, -1.0) if begin and again_s else rest
+
+        if not self.given.clip:
+            both = [_added(out, back) for out, back in zip(leaving, returning, strict=True)]
+            spans = self._longest("update", both)
+            for i in _spread(len(self.units), _NUM_ENDS):
+                needs = between(i, i).plus({spans[i]: 1.0})
+                self.program.at_least(f"window: updates of units 0 to {i}", Sum((TIME, 1.0)), needs)
+            return
+        after, before = self._longest("update", returning), self._longest("leave", leaving)
+        for i in _spread(len(self.units), _NUM_ENDS):
+            for j in _spread(len(self.units), _NUM_BEGINNINGS):
+                needs = between(i, j).plus({after[i]: 1.0, before[j]: 1.0})
+                name = f"window: updates of units 0 to {i} once gradients of 0 to {j} have left"
+                self.program.at_least(name, Sum((TIME, 1.0)), needs)
+
+    def _leaving(self, unit: Unit) -> Load:
+        """Return what gradients of one micro-batch take to where they are updated."""
+        load: Load = defaultdict(Sum)
+        if unit.num_params:
+            num_bytes = self.weight_bytes * self.given.shard_params(unit.num_params)
+            self._charge_copy(load, Resource.LINK_UP, num_bytes, self._on_host(unit))
+            if self.ranks > 1:
+                self._scatter(load, unit, Sum(("", 1.0)))
+        return load
+
+    def _returning(self, unit: Unit) -> Load:
+        """Return what the update takes, and what it changed takes to where it is used next."""
+        load: Load = defaultdict(Sum)
+        if unit.num_params:
+            self._updates(load, unit)
+            num_bytes = self.weight_bytes * self.given.shard_params(unit.num_params)
+            self._charge_copy(load, Resource.LINK_DOWN, num_bytes, self._on_host(unit))
+            if self.gathers or self.regathers:
+                self._gather(load, unit, Sum(("", 1.0)))
+        return load
+
+    def _longest(self, what: str, loads: Sequence[Load]) -> list[str]:
+        """Return, for units 0 to each, a variable that is at least the time any lane or resource needs for them."""
+        found = [self.program.variable(f"{what} of 0 to {i}", 0.0, self.limit_s) for i in range(len(loads))]
+        keys = sorted({key for load in loads for key in load}, key=_word)
+        for key in keys:
+            if key is Resource.DEVICE:  # computes meanwhile
+                continue
+            scaled = [Sum().plus(load.get(key, {}), 1.0 / self.capacity[key]) for load in loads]
+            for i, variable in enumerate(self._chain(f"{what} by {_word(key)}", scaled)):
+                self.program.at_least(f"{what} of 0 to {i} by {_word(key)}", Sum((found[i], 1.0)), Sum((variable, 1.0)))
+        return found
+
+    def _chain(self, what: str, amounts: Iterable[Sum], high: float | None = None) -> list[str]:
+        """Return variables for the running sums of some expressions."""
+        chain: list[str] = []
+        for i, amount in enumerate(amounts):
+            variable = self.program.variable(f"{what}, 0 to {i}", 0.0, self.limit_s if high is None else high)
+            so_far = Sum().plus(amount).plus({chain[-1]: 1.0} if chain else {})
+            self.program.at_least(f"{what}, 0 to {i}", Sum((variable, 1.0)), so_far, equal=True)
+            chain.append(variable)
+        return chain
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def _memory(self) -> None:
+        capacity = capacities(self.cost)
+        self._device_memory(float(capacity[Tier.GPU]))
+        host, nvme = Sum(), Sum()
+        for unit in (unit for unit in self.units if unit.num_params):
+            shard = self.given.shard_params(unit.num_params)
+            name, updated = unit.name, Sum((f"{unit.name}:{Place.CPU}", 1.0))
+            host.plus(updated, (STATE_BYTES_PER_PARAM + self.weight_bytes) * shard)  # and its gradient
+            host[f"{name}:{Place.STREAM}"] += STATE_BYTES_PER_PARAM * shard
+            on_nvme = Sum((f"{name}:{Place.NVME}", 1.0)) if self._stores(nvme=True) else Sum()
+            nvme.plus(on_nvme, float(STATE_BYTES_PER_PARAM * shard))
+            if not self.given.precision.master_is_weight:
+                served = Sum((f"{name}:upload", 1.0))
+                served.plus({f"{name}:host": 1.0} if f"{name}:host" in self.program.boxes else {})
+                host.plus(served, float(self.weight_bytes * shard))
+        ranks = self.cost.ranks_per_node
+        for tier, held in ((Tier.HOST, host), (Tier.NVME, nvme)):
+            if capacity[tier] and held:
+                room = Sum(("", 1.0)).plus(self.overrun)
+                self.program.at_least(f"memory: {tier}", room, Sum().plus(held, ranks / capacity[tier]))
+
+    def _device_memory(self, capacity: float) -> None:
+        """At the backward of every unit the device holds all of this."""
+        program, scale = self.program, 1.0 / capacity
+        most = 1e9  # of a capacity: no limit
+        always = program.variable("always held", 0.0, most)
+        program.at_least("always held", Sum((always, 1.0)), Sum().plus(self._always(), scale), equal=True)
+        before = [Sum().plus(self._kept(segment), scale) for segment in self.segments]
+        kept = self._chain("activations", before, most)
+        whole = [Sum(("", self.weight_bytes * unit.num_params * scale)) for unit in self.units]
+        resident = self._chain(
+            "resident gradients", (self._resident_gradient(unit, scale) for unit in self.units), most
+        )
+        last = self._chain("gathered at last", self._weighted("at last", whole), most)
+        earlier = self._chain("gathered before", self._weighted("before", whole), most) if self.repeats > 1 else []
+        later = self._chain("gathered between", self._weighted("between", whole), most) if self.repeats > 1 else []
+        position = 0
+        for number, segment in enumerate(self.segments):
+            inside = 0.0
+            for unit in segment:
+                inside += unit.saved_bytes
+                held = Sum((always, 1.0)).plus({kept[number - 1]: 1.0} if number else {})
+                held[""] += (inside + unit.workspace_bytes + self.weight_bytes * unit.num_params) * scale
+                if f"{segment[0].segment}:recompute" in program.boxes:
+                    held[f"{segment[0].segment}:recompute"] += segment[0].activation_output_bytes * scale
+                needed = Sum(("", 1.0)) if self.gathers else self._away(unit)
+                if unit.num_params:
+                    held.plus(needed, whole[position][""])
+                name = f"memory: device at the backward of {unit.name}"
+                gradients = Sum()  # of units behind it; of all others, if there were micro-batches before
+                if self.given.clip:
+                    gradients.plus({resident[-1]: 1.0, resident[position]: -1.0})
+                if self.given.clip and self.repeats > 1 and position:
+                    gradients[resident[position - 1]] += 1.0
+                in_the_end = Sum().plus(held).plus(gradients)
+                in_the_end.plus({last[position - 1]: 1.0} if position else {})
+                program.at_least(name, Sum(("", 1.0)).plus(self.overrun), in_the_end)
+                if self.repeats > 1:
+                    held.plus({earlier[position - 1]: 1.0} if position else {})
+                    held.plus({later[-1]: 1.0, later[position]: -1.0})
+                    program.at_least(f"{name}, earlier", Sum(("", 1.0)).plus(self.overrun), held)
+                position += 1
+
+    def _weighted(self, gap: str, whole: Sequence[Sum]) -> Iterable[Sum]:
+        for unit, amount in zip(self.units, whole, strict=True):
+            name = f"{unit.name}:kept {gap}"
+            yield Sum((name, amount[""])) if name in self.program.boxes else Sum()
+
+    def _resident_gradient(self, unit: Unit, scale: float) -> Sum:
+        name, shard = f"{unit.name}:{Place.GPU}", self.given.shard_params(unit.num_params)
+        return Sum((name, self.weight_bytes * shard * scale)) if unit.num_params else Sum()
+
+    def _always(self) -> Sum:
+        """Return the bytes of parameters, state and slots for state that never leave the device."""
+        held = Sum()
+        state_bytes = STATE_BYTES_PER_PARAM - (4 if self.given.precision.master_is_weight else 0)
+        slot = self.program.variable("state slot", 0.0, 1e15)
+        held[slot] += 1.0
+        for unit in (unit for unit in self.units if unit.num_params):
+            shard = self.given.shard_params(unit.num_params)
+            resident = self.weight_bytes * (shard if self.gathers else unit.num_params)
+            held.plus(Sum(("", 1.0)).plus(self._away(unit), -1.0), float(resident))
+            held[f"{unit.name}:{Place.GPU}"] += float(state_bytes * shard)
+            # The largest of the subgroups that are streamed is no smaller than their mean.
+            mean = shard / len(self.given.piece_params(unit.num_params))
+            streamed = Sum((f"{unit.name}:{Place.STREAM}", STATE_BYTES_PER_PARAM * mean))
+            self.program.at_least(f"{unit.name}: fits the state slot", Sum((slot, 1.0)), streamed)
+        return held
+
+    def _kept(self, segment: Sequence[Unit]) -> Sum:
+        """Return the bytes of a segment's activations while a later one computes backward."""
+        saved, name = float(sum(unit.saved_bytes for unit in segment)), segment[0].segment
+        held = Sum(("", saved))
+        for way, _ in _AGAIN:
+            if (variable := f"{name}:{way}") in self.program.boxes:
+                rest = float(segment[0].activation_output_bytes) if way == "recompute" else 0.0
+                held[variable] = rest - saved
+        return held
+
+
+def _added(one: Load, other: Load) -> Load:
+    total: Load = defaultdict(Sum)
+    for load in (one, other):
+        for key, amount in load.items():
+            total[key].plus(amount)
+    return total
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Return at most so many of the numbers below ``count``, evenly spaced, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
+
+
+def _word(key: Key) -> str:
+    return key.value if isinstance(key, Lane) else f"resource {key.name.lower()}"
+
+
+def decided(program: LinearProgram, units: Sequence[Unit], decisions: Decisions) -> LinearProgram:
+    """Return the conditions on schedules that place everything as some decisions do."""
+    fixed: dict[str, float] = {}
+    for unit in units:
+        choice = decisions.units[unit.name]
+        pieces = decisions.placed_pieces(unit.name, unit.num_params)
+        for place in Place:
+            share = sum(size for size, where in pieces if where is place) / max(sum(size for size, _ in pieces), 1)
+            fixed[f"{unit.name}:{place}"] = share
+        fixed[f"{unit.name}:host"] = float(choice.params == "host")
+        fixed[f"{unit.name}:onnvme"] = float(choice.params == "nvme")
+        way = {"offload-nvme": "evict"}.get(choice.activations, choice.activations)
+        fixed |= {f"{unit.segment}:{other}": float(other == way) for other, _ in _AGAIN}
+    return program.within({name: (value, value) for name, value in fixed.items() if name in program.boxes})

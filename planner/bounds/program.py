@@ -1,0 +1,119 @@
+"""Linear programs in boxes, and what their dual vectors prove, in exact arithmetic.
+
+[Note: Dual bounds] For a minimum over ``low <= x <= high`` with rows ``a_i x >= b_i``, any multipliers ``y_i >= 0`` (of
+any sign where the row is an equation) give a lower bound that needs no solver to be believed (weak duality): no
+feasible x has ``y (b - A x) > 0``, so the objective is at least
+
+    sum_i y_i b_i  +  sum_j  min over [low_j, high_j] of (c_j - sum_i y_i a_ij) x_j
+
+Floats are exact rationals, and so is every step of the sum: :func:`bound` has no tolerance. A bad vector gives a bad
+bound, never a wrong one.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+
+class Sum(defaultdict[str, float]):
+    """A linear expression: coefficient by variable, and the constant by ``""``."""
+
+    def __init__(self, *terms: tuple[str, float]) -> None:
+        super().__init__(float)
+        for name, coefficient in terms:
+            self[name] += coefficient
+
+    def plus(self, other: Mapping[str, float], times: float = 1.0) -> "Sum":
+        """Add another expression to this one, and return this one."""
+        for name, coefficient in other.items():
+            self[name] += times * coefficient
+        return self
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """A condition: ``sum of terms >= least``, or ``==``.
+
+    Attributes:
+        name: what it says; what binds is told by it.
+        terms: coefficients, by variable.
+        least: the right-hand side.
+        equal: whether it is an equation.
+    """
+
+    name: str
+    terms: tuple[tuple[str, float], ...]
+    least: float
+    equal: bool = False
+
+
+class LinearProgram:
+    """The minimum of one variable under linear conditions.
+
+    Attributes:
+        objective: the variable.
+        boxes: lowest and highest value of every variable.
+        rows: the conditions, whose names differ.
+    """
+
+    def __init__(self, objective: str) -> None:
+        self.objective = objective
+        self.boxes: dict[str, tuple[float, float]] = {}
+        self.rows: list[Row] = []
+
+    def variable(self, name: str, low: float = 0.0, high: float = 1.0) -> str:
+        """Add a variable, and return its name."""
+        assert name not in self.boxes, name
+        self.boxes[name] = (low, high)
+        return name
+
+    def at_least(
+        self, name: str, large: Mapping[str, float], small: Mapping[str, float], *, equal: bool = False
+    ) -> None:
+        """Add the condition that one expression is at least another, or equals it."""
+        difference = Sum().plus(large).plus(small, -1.0)
+        least = -difference.pop("", 0.0)
+        terms = tuple((variable, a) for variable, a in difference.items() if a)
+        self.rows.append(Row(name, terms, least, equal))
+
+    def within(self, boxes: Mapping[str, tuple[float, float]]) -> "LinearProgram":
+        """Return the same program with other boxes for some variables."""
+        other = LinearProgram(self.objective)
+        other.boxes, other.rows = {**self.boxes, **boxes}, self.rows
+        return other
+
+
+def bound(program: LinearProgram, multipliers: Mapping[str, float]) -> Fraction:
+    """Return the lower bound of the objective that multipliers prove; see [Note: Dual bounds].
+
+    Args:
+        program: the conditions.
+        multipliers: by the name of the row; rows that are not named have 0.
+
+    Raises:
+        ValueError: a multiplier is of no row, or is negative where the row is no equation.
+    """
+    rows = {row.name: row for row in program.rows}
+    total = Fraction(0)
+    reduced: dict[str, Fraction] = defaultdict(Fraction)
+    reduced[program.objective] = Fraction(1)
+    for name, multiplier in multipliers.items():
+        row = rows.get(name)
+        if row is None:
+            raise ValueError(f"multiplier of {name!r}, which is no condition of this problem")
+        if multiplier < 0 and not row.equal:
+            raise ValueError(f"multiplier of {name!r} is {multiplier:g}, but must not be negative")
+        exact = Fraction(multiplier)
+        total += exact * Fraction(row.least)
+        for variable, a in row.terms:
+            reduced[variable] -= exact * Fraction(a)
+    for variable, cost in reduced.items():
+        low, high = program.boxes[variable]
+        total += cost * Fraction(low if cost >= 0 else high)
+    return total
+
+
+def binding(multipliers: Mapping[str, float], count: int = 3) -> Sequence[str]:
+    """Return the names of the conditions that matter most."""
+    return sorted(multipliers, key=lambda name: -abs(multipliers[name]))[:count]
