@@ -361,11 +361,13 @@ class _Conditions:
                 self.program.at_least(f"{what} of 0 to {i} by {_word(key)}", Sum((found[i], 1.0)), Sum((variable, 1.0)))
         return found
 
-    def _chain(self, what: str, amounts: Iterable[Sum], high: float | None = None) -> list[str]:
+    def _chain(self, what: str, amounts: Iterable[Sum]) -> list[str]:
         """Return variables for the running sums of some expressions."""
         chain: list[str] = []
+        high = 0.0
         for i, amount in enumerate(amounts):
-            variable = self.program.variable(f"{what}, 0 to {i}", 0.0, self.limit_s if high is None else high)
+            high += self.program.highest(amount)
+            variable = self.program.variable(f"{what}, 0 to {i}", 0.0, high)
             so_far = Sum().plus(amount).plus({chain[-1]: 1.0} if chain else {})
             self.program.at_least(f"{what}, 0 to {i}", Sum((variable, 1.0)), so_far, equal=True)
             chain.append(variable)
@@ -397,18 +399,16 @@ class _Conditions:
     def _device_memory(self, capacity: float) -> None:
         """At the backward of every unit the device holds all of this."""
         program, scale = self.program, 1.0 / capacity
-        most = 1e9  # of a capacity: no limit
-        always = program.variable("always held", 0.0, most)
-        program.at_least("always held", Sum((always, 1.0)), Sum().plus(self._always(), scale), equal=True)
+        held_always = self._always(scale)
+        always = program.variable("always held", 0.0, program.highest(held_always))
+        program.at_least("always held", Sum((always, 1.0)), held_always, equal=True)
         before = [Sum().plus(self._kept(segment), scale) for segment in self.segments]
-        kept = self._chain("activations", before, most)
+        kept = self._chain("activations", before)
         whole = [Sum(("", self.weight_bytes * unit.num_params * scale)) for unit in self.units]
-        resident = self._chain(
-            "resident gradients", (self._resident_gradient(unit, scale) for unit in self.units), most
-        )
-        last = self._chain("gathered at last", self._weighted("at last", whole), most)
-        earlier = self._chain("gathered before", self._weighted("before", whole), most) if self.repeats > 1 else []
-        later = self._chain("gathered between", self._weighted("between", whole), most) if self.repeats > 1 else []
+        resident = self._chain("resident gradients", (self._resident_gradient(unit, scale) for unit in self.units))
+        last = self._chain("gathered at last", self._weighted("at last", whole))
+        earlier = self._chain("gathered before", self._weighted("before", whole)) if self.repeats > 1 else []
+        later = self._chain("gathered between", self._weighted("between", whole)) if self.repeats > 1 else []
         position = 0
         for number, segment in enumerate(self.segments):
             inside = 0.0
@@ -445,20 +445,21 @@ class _Conditions:
         name, shard = f"{unit.name}:{Place.GPU}", self.given.shard_params(unit.num_params)
         return Sum((name, self.weight_bytes * shard * scale)) if unit.num_params else Sum()
 
-    def _always(self) -> Sum:
-        """Return the bytes of parameters, state and slots for state that never leave the device."""
+    def _always(self, scale: float) -> Sum:
+        """Return the share of memory of parameters, state and slots for state that never leave the device."""
         held = Sum()
         state_bytes = STATE_BYTES_PER_PARAM - (4 if self.given.precision.master_is_weight else 0)
-        slot = self.program.variable("state slot", 0.0, 1e15)
+        largest = max(self.given.shard_params(unit.num_params) for unit in self.units)
+        slot = self.program.variable("state slot", 0.0, STATE_BYTES_PER_PARAM * largest * scale)
         held[slot] += 1.0
         for unit in (unit for unit in self.units if unit.num_params):
             shard = self.given.shard_params(unit.num_params)
             resident = self.weight_bytes * (shard if self.gathers else unit.num_params)
-            held.plus(Sum(("", 1.0)).plus(self._away(unit), -1.0), float(resident))
-            held[f"{unit.name}:{Place.GPU}"] += float(state_bytes * shard)
+            held.plus(Sum(("", 1.0)).plus(self._away(unit), -1.0), resident * scale)
+            held[f"{unit.name}:{Place.GPU}"] += state_bytes * shard * scale
             # The largest of the subgroups that are streamed is no smaller than their mean.
             mean = shard / len(self.given.piece_params(unit.num_params))
-            streamed = Sum((f"{unit.name}:{Place.STREAM}", STATE_BYTES_PER_PARAM * mean))
+            streamed = Sum((f"{unit.name}:{Place.STREAM}", STATE_BYTES_PER_PARAM * mean * scale))
             self.program.at_least(f"{unit.name}: fits the state slot", Sum((slot, 1.0)), streamed)
         return held
 

@@ -77,6 +77,11 @@ class LinearProgram:
         terms = tuple((variable, a) for variable, a in difference.items() if a)
         self.rows.append(Row(name, terms, least, equal))
 
+    def highest(self, expression: Mapping[str, float]) -> float:
+        """Return the most that an expression can be, its variables being in their boxes."""
+        ends = ((a, self.boxes[name]) for name, a in expression.items() if name)
+        return expression.get("", 0.0) + sum(max(a * low, a * high) for a, (low, high) in ends)
+
     def within(self, boxes: Mapping[str, tuple[float, float]]) -> "LinearProgram":
         """Return the same program with other boxes for some variables."""
         other = LinearProgram(self.objective)
