@@ -208,8 +208,12 @@ def _descend(
     key: Key,
     max_simulations: int,
     tell: Callable[[Candidate], None] = lambda _: None,
+    first_step: float = 0.5,
 ) -> tuple[Mix, Candidate]:
-    """Pattern search for the least ``key``: move one count at a time by a step that halves when no move helps."""
+    """Pattern search for the least ``key``: move one count at a time by a step that halves when no move helps.
+
+    The first steps are a fraction ``first_step`` of all there is to move.
+    """
     limits = {
         "num_gpu": sum(len(pieces(setup, unit)) for unit in setup.units),
         "num_stream": sum(len(pieces(setup, unit)) for unit in setup.units),
@@ -218,12 +222,12 @@ def _descend(
         "num_slots": 4,
     }
     mix, best = start, scorer.score(mixed(setup, start))
-    steps = {name: max(limit // 2, 1) for name, limit in limits.items() if limit}
+    steps = {name: max(int(limit * first_step), 1) for name, limit in limits.items() if limit}
     while True:
         moved = False
         for name, step in steps.items():
             for delta in (step, -step):
-                value = min(max(getattr(mix, name) + delta, name == "num_slots"), limits[name])
+                value = min(max(getattr(mix, name) + delta, int(name == "num_slots")), limits[name])
                 trial = dataclasses.replace(mix, **{name: value})
                 if trial.num_gpu + trial.num_stream > limits["num_gpu"]:
                     trial = dataclasses.replace(trial, num_stream=limits["num_gpu"] - trial.num_gpu)

@@ -324,7 +324,7 @@ class _Conditions:
         after, before = self._longest("update", returning), self._longest("leave", leaving)
         for i in _spread(len(self.units), _NUM_ENDS):
             for j in _spread(len(self.units), _NUM_BEGINNINGS):
-                needs = between(i, j).plus({after[i]: 1.0, before[j]: 1.0})
+                needs = between(i, j).plus(Sum((after[i], 1.0), (before[j], 1.0)))
                 name = f"window: updates of units 0 to {i} once gradients of 0 to {j} have left"
                 self.program.at_least(name, Sum((TIME, 1.0)), needs)
 
@@ -424,7 +424,7 @@ class _Conditions:
                 name = f"memory: device at the backward of {unit.name}"
                 gradients = Sum()  # of units behind it; of all others, if there were micro-batches before
                 if self.given.clip:
-                    gradients.plus({resident[-1]: 1.0, resident[position]: -1.0})
+                    gradients.plus(Sum((resident[-1], 1.0), (resident[position], -1.0)))
                 if self.given.clip and self.repeats > 1 and position:
                     gradients[resident[position - 1]] += 1.0
                 in_the_end = Sum().plus(held).plus(gradients)
@@ -432,7 +432,7 @@ class _Conditions:
                 program.at_least(name, Sum(("", 1.0)).plus(self.overrun), in_the_end)
                 if self.repeats > 1:
                     held.plus({earlier[position - 1]: 1.0} if position else {})
-                    held.plus({later[-1]: 1.0, later[position]: -1.0})
+                    held.plus(Sum((later[-1], 1.0), (later[position], -1.0)))
                     program.at_least(f"{name}, earlier", Sum(("", 1.0)).plus(self.overrun), held)
                 position += 1
 

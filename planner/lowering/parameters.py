@@ -61,7 +61,8 @@ def parameters(program: Program) -> None:
     occupant: dict[int, tuple[str, str]] = {}  # slot -> unit in it, key of its latest use
     first_fill: dict[int, str] = {}
     reads: dict[int, list[str]] = defaultdict(list)  # of parameters on NVMe, by the slot that they are on the way to
-    start = program.spine[0].key
+    positions = {draft.key: position for position, draft in enumerate(program.spine)}
+    latest = -1  # behind what the latest fill was issued, as a position of the spine
     passed = 0  # parameters used so far
     used_at: dict[str, int] = {}
     for draft in list(compute_drafts(program)):
@@ -71,7 +72,11 @@ def parameters(program: Program) -> None:
                 continue
             held, used = occupant.get(slot, ("", ""))
             if held != name or _released(program, passed - used_at[name]):
-                filled = _fill(program, units[name], slot, draft, after=used or None, anchor=used or start)
+                # Lanes are first-in first-out, so fills are issued in the order of use: one whose slot is free early,
+                # but whose weights are updated late, would hold up all behind it.
+                latest = max(latest, positions.get(used, -1))
+                anchor = program.spine[latest].key if latest >= 0 else None
+                filled = _fill(program, units[name], slot, draft, after=used or None, anchor=anchor)
                 draft.after.append(filled[-1])
                 if program.drafts[filled[0]].op is Op.READ:
                     reads[slot].append(filled.pop(0))
@@ -99,8 +104,8 @@ def _bound_reads(program: Program, reads: dict[int, list[str]]) -> None:
         program.drafts[keys[0]].after_previous.append(fetches[-1])
 
 
-def _fill(program: Program, unit: Unit, slot: int, user: Draft, after: str | None, anchor: str) -> list[str]:
-    """Add the tasks that bring a unit into its slot for ``user``; return their keys."""
+def _fill(program: Program, unit: Unit, slot: int, user: Draft, after: str | None, anchor: str | None) -> list[str]:
+    """Add the tasks that bring a unit into its slot for ``user``, issued behind ``anchor``; return their keys."""
     decisions = program.decisions
     weight_bytes = decisions.precision.weight_bytes
     tasks: list[Draft] = []
@@ -118,7 +123,7 @@ def _fill(program: Program, unit: Unit, slot: int, user: Draft, after: str | Non
         tasks[0].after = [after]
     for previous, task in itertools.pairwise(tasks):
         task.after.append(previous.key)
-    where = program.behind[anchor] if after else program.before[anchor]
+    where = program.behind[anchor] if anchor else program.before[program.spine[0].key]
     if gathers(program) and not decisions.gathers_ahead(unit.num_params):  # not before the caller gets there
         where = program.before[user.key]
         position = program.spine.index(user)
