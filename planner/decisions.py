@@ -108,7 +108,7 @@ class Decisions(Frozen):
         tensor_parallel: ranks that share every layer, for each of those; the units are then one rank's share.
         pipeline_parallel: stages that share the layers, for each of those.
         zero_stage: what is sharded over them: 1, 2 optimizer state and gradients, 3 parameters too.
-        subgroup_params: parameters in one subgroup, the grain of the optimizer step.
+        subgroup_params: most parameters of one subgroup, the grain of the optimizer step.
         num_param_slots: slots in each ring that parameters are fetched or gathered into.
         num_state_slots: slots that streamed optimizer state passes through.
         num_nvme_slots: host buffers that optimizer state from NVMe passes through: 1 reads, updates and writes in turn,
@@ -260,6 +260,10 @@ class Decisions(Frozen):
 
 
 def subgroups(num_params: int, subgroup_params: int) -> tuple[int, ...]:
-    """Return the sizes of the subgroups that some parameters are cut into: all full but the last."""
-    full, rest = divmod(num_params, subgroup_params)
-    return (subgroup_params,) * full + ((rest,) if rest else ())
+    """Return the sizes of the subgroups that some parameters are cut into: as few as may be, and as equal as can be.
+
+    A short one at the end would take a slot of a ring, and turn in its queue, for next to nothing.
+    """
+    count = -(-num_params // subgroup_params)
+    size, longer = divmod(num_params, count) if count else (0, 0)
+    return (size + 1,) * longer + (size,) * (count - longer)

@@ -181,6 +181,7 @@ class Mix:
         num_keep: segments, from the last on, whose activations are kept.
         num_host: units, from the last on, whose parameters are fetched from the host for every use.
         num_slots: slots per ring of parameters.
+        num_state_slots: slots that streamed state passes through.
         zero_stage: what is sharded over devices.
     """
 
@@ -189,6 +190,7 @@ class Mix:
     num_keep: int
     num_host: int = 0
     num_slots: int = 2
+    num_state_slots: int = 2
     zero_stage: int = 0
 
 
@@ -223,6 +225,7 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
         zero_stage=mix.zero_stage,
         subgroup_params=setup.subgroup_params,
         num_param_slots=mix.num_slots,
+        num_state_slots=mix.num_state_slots,
         update_start="step" if setup.clip else "backward",
         update_order="forward" if setup.clip else "backward",
         clip=setup.clip,

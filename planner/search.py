@@ -7,11 +7,14 @@ The budget is a number of simulations, not of seconds: the same inputs give the 
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from planner.bounds.certificate import relax
+from planner.bounds.conditions import Space
 from planner.costs import UPDATE_BYTES_PER_PARAM, CostModel
-from planner.decisions import Decisions, GradientPath, HostUpdate
-from planner.engines import POLICIES, Mix, Setup, mixed, pieces
+from planner.decisions import Decisions, GradientPath, HostUpdate, Place
+from planner.engines import POLICIES, Mix, Setup, mixed, pieces, swappable
 from planner.lowering import lower
 from planner.prediction import Prediction, Workload, always_held, capacities, memory_peaks, predict
 from planner.schedule import Lane, Schedule, Tier
@@ -23,6 +26,10 @@ Key = Callable[["Candidate"], tuple[float, ...]]
 # A plan may be this much slower than the fastest found if it moves fewer bytes; how many simulations to look for one.
 _TIDY_SLOWER = 5e-3
 _TIDY_SIMULATIONS = 40
+# So near to what is possible at best, no further search is worth its time.
+_CLOSE = 5e-3
+# First steps of a descent, as fractions of all there is to move.
+_SMALL_STEP, _LARGE_STEP = 1 / 16, 1 / 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,17 +72,22 @@ class Outcome:
 
 
 class Scorer:
-    """Scores decisions by simulating their schedule; remembers what it has seen."""
+    """Scores decisions by simulating their schedule; remembers what it has seen.
+
+    Attributes:
+        cost: prices and machine.
+        num_simulations: schedules simulated so far.
+    """
 
     def __init__(self, workload: Workload, cost: CostModel) -> None:
         self.num_simulations = 0
         self._workload = workload
-        self._cost = cost
+        self.cost = cost
         self._seen: dict[str, Candidate] = {}
 
     def schedule(self, decisions: Decisions) -> Schedule:
         """Return the schedule of some decisions."""
-        return lower(self._workload.units, decisions, asynchronous=self._cost.asynchronous)
+        return lower(self._workload.units, decisions, asynchronous=self.cost.asynchronous)
 
     def score(self, decisions: Decisions) -> Candidate:
         """Return decisions with their predicted time, or rejected for lack of memory."""
@@ -86,11 +98,11 @@ class Scorer:
 
     def predict(self, decisions: Decisions) -> Prediction:
         """Return the full prediction of some decisions, simulated until steady."""
-        simulation = run_until_steady(self.schedule(decisions), self._cost)
-        return predict(self._workload, decisions, self._cost, simulation)
+        simulation = run_until_steady(self.schedule(decisions), self.cost)
+        return predict(self._workload, decisions, self.cost, simulation)
 
     def _score(self, decisions: Decisions) -> Candidate:
-        cost = self._cost
+        cost = self.cost
         schedule = self.schedule(decisions)
         capacity = capacities(cost)
         held = always_held(schedule, cost)
@@ -128,13 +140,23 @@ def search(setup: Setup, scorer: Scorer, max_simulations: int = 160, progress: P
         driven = [scorer.score(_driven_by_us(setup, candidate.decisions)) for candidate in engines.values()]
         best = _best([*driven, *(c for c in engines.values() if c.decisions.executable)])
         tell(best)
-        for start in _starts(setup):
-            mix, found = _descend(setup, scorer, start, lambda c: c.order, max_simulations, tell)
+        starts, bound_s = _starts(setup, scorer.cost)
+        limit = scorer.num_simulations
+        mix: Mix | None = None
+        for start in starts:
+            limit += max_simulations // len(starts)
+            if not best.missing_bytes and best.iteration_s <= max(start.bound_s, bound_s * (1 + _CLOSE)):
+                continue  # nothing that is worth the time can be found from there
+            trial, found = _descend(setup, scorer, start.mix, lambda c: c.order, limit, tell, start.first_step)
             if found.order < best.order:
-                # Equally fast is not equally good: what is hidden now may show when the model is off.
-                limit_s = _tolerance_s(found, engines.values())
-                _, best = _descend(setup, scorer, mix, _quieter(limit_s), scorer.num_simulations + _TIDY_SIMULATIONS)
+                mix, best = trial, found
                 tell(best)
+        if mix is not None:
+            # Equally fast is not equally good: what is hidden now may show when the model is off.
+            limit_s = _tolerance_s(best, engines.values())
+            tidy = scorer.num_simulations + _TIDY_SIMULATIONS
+            _, best = _descend(setup, scorer, mix, _quieter(limit_s), tidy)
+            tell(best)
         return Outcome(best, engines, scorer.num_simulations)
 
 
@@ -192,13 +214,54 @@ def _driven_by_us(setup: Setup, decisions: Decisions) -> Decisions:
     )
 
 
-def _starts(setup: Setup) -> Iterator[Mix]:
-    """Yield where descents start: everything on the CPU and recomputed, which needs the least device memory."""
-    stages = (2, 3) if setup.data_parallel > 1 else (0,)
-    for stage in stages:
-        yield Mix(num_gpu=0, num_stream=0, num_keep=0, zero_stage=stage)
+@dataclasses.dataclass(frozen=True)
+class _Start:
+    """Where a descent starts, how large its first steps are, and how fast anything of its ZeRO stage can be at best."""
+
+    mix: Mix
+    first_step: float
+    bound_s: float
+
+
+def _starts(setup: Setup, cost: CostModel) -> tuple[list[_Start], float]:
+    """Return where descents start, the most promising first, and how fast anything can be at best.
+
+    Every ZeRO stage is started from the mixture that is best under the necessary conditions, in small steps, and from
+    everything on the CPU and recomputed, which needs the least device memory, in large ones.
+    """
+    starts: list[_Start] = []
+    bounds_s: list[float] = []
+    for stage in (2, 3) if setup.data_parallel > 1 else (0,):
+        given = mixed(setup, Mix(0, 0, 0, zero_stage=stage)).model_copy(update={"units": {}})
+        solution = relax(Space(setup.units, given), cost).solution
+        bound_s = solution.value if solution else float("inf")
+        bounds_s.append(bound_s)
+        if solution:
+            starts.append(_Start(_rounded(setup, solution.values, stage), _SMALL_STEP, bound_s))
+        starts.append(_Start(Mix(num_gpu=0, num_stream=0, num_keep=0, zero_stage=stage), _LARGE_STEP, bound_s))
     # Parameters too may have to live on the host (their shards, if there are several ranks).
-    yield Mix(num_gpu=0, num_stream=0, num_keep=0, num_host=len(setup.units), zero_stage=stages[-1])
+    lowest = Mix(num_gpu=0, num_stream=0, num_keep=0, num_host=len(setup.units), zero_stage=stage)
+    starts.append(_Start(lowest, _LARGE_STEP, bounds_s[-1]))
+    starts.sort(key=lambda start: (start.first_step, start.bound_s))
+    return starts, min(bounds_s)
+
+
+def _rounded(setup: Setup, values: Mapping[str, float], zero_stage: int) -> Mix:
+    """Return the mix nearest to fractions of decisions; see :mod:`planner.bounds.conditions` for their names."""
+    counts = {unit.name: len(pieces(setup, unit)) for unit in setup.units}
+    placed = {
+        place: sum(values.get(f"{name}:{place}", 0.0) * count for name, count in counts.items()) for place in Place
+    }
+    segments = swappable(setup)
+    recomputed = sum(values.get(f"{segment}:recompute", 0.0) for segment in segments)
+    on_host = sum(values.get(f"{unit.name}:host", 0.0) for unit in setup.units)
+    return Mix(
+        num_gpu=math.floor(placed[Place.GPU]),
+        num_stream=min(round(placed[Place.STREAM]), sum(counts.values()) - math.floor(placed[Place.GPU])),
+        num_keep=math.floor(len(segments) - recomputed),
+        num_host=math.ceil(on_host),
+        zero_stage=zero_stage,
+    )
 
 
 def _descend(
@@ -208,7 +271,7 @@ def _descend(
     key: Key,
     max_simulations: int,
     tell: Callable[[Candidate], None] = lambda _: None,
-    first_step: float = 0.5,
+    first_step: float = _LARGE_STEP,
 ) -> tuple[Mix, Candidate]:
     """Pattern search for the least ``key``: move one count at a time by a step that halves when no move helps.
 
@@ -217,9 +280,10 @@ def _descend(
     limits = {
         "num_gpu": sum(len(pieces(setup, unit)) for unit in setup.units),
         "num_stream": sum(len(pieces(setup, unit)) for unit in setup.units),
-        "num_keep": len({unit.segment for unit in setup.units if unit.recompute}),
+        "num_keep": len(swappable(setup)),
         "num_host": len(setup.units) if start.zero_stage in {0, 3} else 0,
         "num_slots": 4,
+        "num_state_slots": 4,
     }
     mix, best = start, scorer.score(mixed(setup, start))
     steps = {name: max(int(limit * first_step), 1) for name, limit in limits.items() if limit}
@@ -227,7 +291,7 @@ def _descend(
         moved = False
         for name, step in steps.items():
             for delta in (step, -step):
-                value = min(max(getattr(mix, name) + delta, int(name == "num_slots")), limits[name])
+                value = min(max(getattr(mix, name) + delta, int(name.endswith("_slots"))), limits[name])
                 trial = dataclasses.replace(mix, **{name: value})
                 if trial.num_gpu + trial.num_stream > limits["num_gpu"]:
                     trial = dataclasses.replace(trial, num_stream=limits["num_gpu"] - trial.num_gpu)

@@ -4,8 +4,6 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import csr_array
 
 from planner.bounds.program import LinearProgram, Row
 
@@ -31,6 +29,8 @@ def solve(program: LinearProgram) -> Solution | None:
     Raises:
         RuntimeError: the solver failed.
     """
+    from scipy.optimize import linprog  # noqa: PLC0415 - takes a quarter of a second to import
+
     columns = {name: i for i, name in enumerate(program.boxes)}
     costs = np.zeros(len(columns))
     costs[columns[program.objective]] = 1.0
@@ -63,6 +63,8 @@ def solve(program: LinearProgram) -> Solution | None:
 
 
 def _matrix(rows: list[Row], columns: dict[str, int]) -> Any:  # the stubs of ``linprog`` know only dense ones
+    from scipy.sparse import csr_array  # noqa: PLC0415
+
     data, index, starts = [], [], [0]
     for row in rows:
         for variable, a in row.terms:

@@ -142,7 +142,7 @@ def test_interleaved_keeps_the_first_share_and_streams_every_kth(fraction, strid
 
 def test_subgroups_are_cut_within_units():
     decisions, _, sizes = decided(case(BLOCKING, engine__subgroup_params=7_000_000))
-    assert decisions.subgroup_params == max(sizes) == 7_000_000
+    assert decisions.subgroup_params == 7_000_000 >= max(sizes)
     assert sum(sizes) >= CASES[BLOCKING]["model"]["num_params"] / 4
 
 

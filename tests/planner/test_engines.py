@@ -1,5 +1,6 @@
 """Engine policies: what they place, and what follows from it on machines with round numbers."""
 
+import itertools
 import re
 from collections import Counter
 
@@ -156,7 +157,7 @@ def test_twin_flow_takes_longer_the_more_the_cpu_updates(name: str) -> None:
     profile = profile.model_copy(update={"device": profile.device.model_copy(update={"hook_s": None})})
     fractions = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     times_s = [iteration_s(profile, d) for d in list(twin_flow(setup(), fractions))[::2]]
-    assert times_s == sorted(times_s)
+    assert all(later > sooner * (1 - 1e-9) for sooner, later in itertools.pairwise(times_s))
     assert times_s[-1] > 1.2 * times_s[0]
 
 
