@@ -11,6 +11,7 @@ simulator walks by, so that the least iteration time under all rows is a lower b
   the forward of i and the backward of j the device computes all that lies there. This holds in whatever order updates
   are made: of units 0..i one is last, and from its forward on the device still has to compute at least as much.
   Without clipping the window of units 0..i begins when the backward of i ends;
+  State that is streamed in is stored again meanwhile, but for what the device has room for;
 - *memory*: at the backward of each unit the device holds at least what stays there, the activations of all segments
   before it, the unit's own activations, workspace, gradient and parameters, and what was kept gathered;
 - *rates* are the best that a curve reaches; what a subgroup takes is what the cheapest of its unit takes per parameter.
@@ -34,6 +35,7 @@ from planner.schedule import Lane, Op, Phase, Task, Tier
 
 TIME = "iteration_s"
 OVERRUN = "overrun"
+_STATE_SLOT = "state slot"
 # Windows end at so many units, and begin at so many, evenly spaced: each is a row.
 _NUM_ENDS, _NUM_BEGINNINGS = 24, 8
 _COMPUTE = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.RECOMPUTE: "recompute", Op.REMAKE: "remake"}
@@ -95,8 +97,8 @@ class _Conditions:
             if segment[0].recompute:
                 self._activations(segment)
         self._work()
-        self._windows()
         self._memory()
+        self._windows()
 
     # -- what is decided ------------------------------------------------------------------------------------------
 
@@ -344,7 +346,8 @@ class _Conditions:
         if unit.num_params:
             self._updates(load, unit)
             num_bytes = self.weight_bytes * self.given.shard_params(unit.num_params)
-            self._charge_copy(load, Resource.LINK_DOWN, num_bytes, self._on_host(unit))
+            comes = Sum((f"{unit.name}:upload", 1.0)).plus(self._away(unit))
+            self._charge_copy(load, Resource.LINK_DOWN, num_bytes, comes)
             if self.gathers or self.regathers:
                 self._gather(load, unit, Sum(("", 1.0)))
         return load
@@ -359,7 +362,23 @@ class _Conditions:
             scaled = [Sum().plus(load.get(key, {}), 1.0 / self.capacity[key]) for load in loads]
             for i, variable in enumerate(self._chain(f"{what} by {_word(key)}", scaled)):
                 self.program.at_least(f"{what} of 0 to {i} by {_word(key)}", Sum((found[i], 1.0)), Sum((variable, 1.0)))
+                if what == "update" and key in {Resource.LINK_UP, Resource.LINK, Resource.DRAM}:
+                    needs = Sum((variable, 1.0)).plus(self._stored(i), self._per_byte(Resource.LINK_UP, key))
+                    name = f"update of 0 to {i} by {_word(key)}, with what is stored"
+                    self.program.at_least(name, Sum((found[i], 1.0)), needs)
         return found
+
+    def _per_byte(self, direction: Resource, key: Key) -> float:
+        """Return the seconds of a resource that one byte across the host link takes."""
+        load: Load = defaultdict(Sum)
+        self._charge_copy(load, direction, 1.0, Sum(("", 1.0)))
+        return load[key][""] / self.capacity[key]
+
+    def _stored(self, last: int) -> Sum:
+        """Return the bytes of streamed state of units 0 to ``last`` that no longer fit on the device."""
+        memory = float(capacities(self.cost)[Tier.GPU])
+        held = Sum((f"streamed, 0 to {last}", memory), ("always held", memory), (_STATE_SLOT, -memory))
+        return held.plus({"": -memory})
 
     def _chain(self, what: str, amounts: Iterable[Sum]) -> list[str]:
         """Return variables for the running sums of some expressions."""
@@ -409,6 +428,13 @@ class _Conditions:
         last = self._chain("gathered at last", self._weighted("at last", whole))
         earlier = self._chain("gathered before", self._weighted("before", whole)) if self.repeats > 1 else []
         later = self._chain("gathered between", self._weighted("between", whole)) if self.repeats > 1 else []
+        shards = {unit.name: self.given.shard_params(unit.num_params) for unit in self.units}
+        streamed = (f"{unit.name}:{Place.STREAM}" if unit.num_params else "" for unit in self.units)
+        state = (
+            Sum((name, STATE_BYTES_PER_PARAM * shards[unit.name] * scale)) if name else Sum()
+            for name, unit in zip(streamed, self.units, strict=True)
+        )
+        self._chain("streamed", state)
         position = 0
         for number, segment in enumerate(self.segments):
             inside = 0.0
@@ -450,7 +476,7 @@ class _Conditions:
         held = Sum()
         state_bytes = STATE_BYTES_PER_PARAM - (4 if self.given.precision.master_is_weight else 0)
         largest = max(self.given.shard_params(unit.num_params) for unit in self.units)
-        slot = self.program.variable("state slot", 0.0, STATE_BYTES_PER_PARAM * largest * scale)
+        slot = self.program.variable(_STATE_SLOT, 0.0, STATE_BYTES_PER_PARAM * largest * scale)
         held[slot] += 1.0
         for unit in (unit for unit in self.units if unit.num_params):
             shard = self.given.shard_params(unit.num_params)
