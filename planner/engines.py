@@ -146,7 +146,7 @@ def ratel(setup: Setup, counts: Sequence[int] | None = None, num_on_host: int | 
         num_on_host: how many of those the host has room for; the first ones go on to NVMe. By default all stay there.
     """
     segments = swappable(setup)
-    tied = _tied(setup)
+    shared = tied(setup)
     streamed = _decide(
         dataclasses.replace(setup, clip=False),
         "ratel",
@@ -163,7 +163,7 @@ def ratel(setup: Setup, counts: Sequence[int] | None = None, num_on_host: int | 
         where |= dict.fromkeys(segments[:on_nvme], "offload-nvme")
         units = {
             unit.name: UnitDecision(
-                params="nvme" if unit.num_params and unit.name not in tied else "gpu",
+                params="nvme" if unit.num_params and unit.name not in shared else "gpu",
                 activations=where.get(unit.segment, streamed.units[unit.name].activations),
                 update=streamed.units[unit.name].update,
             )
@@ -202,7 +202,7 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
     that are updated on the device, keep their parameters there.
     """
     counts = [len(pieces(setup, unit)) for unit in setup.units]
-    fixed = _tied(setup)
+    fixed = tied(setup)
     places = list(_spread(sum(counts), mix.num_gpu, mix.num_stream))
     keep = set(swappable(setup)[::-1][: mix.num_keep])
     units: dict[str, UnitDecision] = {}
@@ -253,7 +253,7 @@ def _spread(total: int, num_gpu: int, num_stream: int) -> Iterator[Place]:
             yield Place.STREAM if (j + 1) * num_stream // rest > j * num_stream // rest else Place.CPU
 
 
-def _tied(setup: Setup) -> set[str]:
+def tied(setup: Setup) -> set[str]:
     """Return the units with a shared weight, which keep their parameters on the device."""
     return {name for unit in setup.units for name in (*unit.shared_units, *([unit.name] if unit.shared_units else []))}
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from hwprofiles.profile import HardwareProfile
+from planner.bounds.proof import Certificate
 from planner.decisions import Decisions, Frozen
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
@@ -15,7 +16,7 @@ from planner.models.config import ModelConfig
 from planner.prediction import Prediction, TierMemory
 from planner.schedule import Schedule, Tier
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 
 
 class PlanError(ValueError):
@@ -51,11 +52,12 @@ class Plan(Frozen):
         decisions: what was chosen; with the model and the batch it determines the schedule.
         prediction: what that is predicted to take.
         engines: what engine policies would take.
+        certificate: how fast any schedule could be at best, and what proves it.
         num_simulations: schedules that the search simulated.
         content_digest: SHA-256 of everything else, so that a change by hand is noticed.
     """
 
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     program_version: str
     model: ModelConfig
     seq_len: Annotated[int, Field(ge=1)]
@@ -63,6 +65,7 @@ class Plan(Frozen):
     decisions: Decisions
     prediction: Prediction
     engines: tuple[EngineRow, ...]
+    certificate: Certificate
     num_simulations: int
     content_digest: str = ""
 

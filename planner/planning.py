@@ -5,6 +5,9 @@ from collections.abc import Callable
 
 from hwprofiles import __version__
 from hwprofiles.profile import HardwareProfile
+from planner.bounds.certificate import certify, infeasible
+from planner.bounds.conditions import Space
+from planner.bounds.proof import Proof
 from planner.costs import CostModel
 from planner.decisions import BF16, Decisions, Place, Precision
 from planner.engines import Setup
@@ -72,7 +75,7 @@ class Request:
 
 
 def make_plan(
-    request: Request, max_simulations: int = 160, progress: Callable[[Candidate, int], None] | None = None
+    request: Request, max_simulations: int | None = None, progress: Callable[[Candidate, int], None] | None = None
 ) -> Plan:
     """Find the best plan for a request.
 
@@ -82,16 +85,21 @@ def make_plan(
     setup, workload, cost = prepare(request)
     scorer = Scorer(workload, cost)
     outcome = search(setup, scorer, max_simulations, progress)
+    best = outcome.best.decisions
+    space = Space(setup.units, best.model_copy(update={"units": {}}))
     if outcome.best.missing_bytes:
-        raise InfeasibleError(_shortfall(request, outcome.best, cost, setup.units))
+        proofs = infeasible(space, cost)
+        raise InfeasibleError(_shortfall(request, outcome.best, cost, setup.units, proofs))
+    prediction = scorer.predict(best)
     return Plan(
         program_version=__version__,
         model=request.model,
         seq_len=request.seq_len,
         hardware=request.hardware,
-        decisions=outcome.best.decisions,
-        prediction=scorer.predict(outcome.best.decisions),
+        decisions=best,
+        prediction=prediction,
         engines=tuple(_row(name, candidate, setup.units) for name, candidate in outcome.engines.items()),
+        certificate=certify(space, cost, best, prediction.iteration_s),
         num_simulations=outcome.num_simulations,
     ).sealed()
 
@@ -153,14 +161,19 @@ def _row(name: str, candidate: Candidate, units: tuple[Unit, ...]) -> EngineRow:
     )
 
 
-def _shortfall(request: Request, best: Candidate, cost: CostModel, units: tuple[Unit, ...]) -> str:
+def _shortfall(
+    request: Request, best: Candidate, cost: CostModel, units: tuple[Unit, ...], proofs: tuple[Proof, ...]
+) -> str:
     tier, missing = max(best.missing_bytes.items(), key=lambda item: item[1])
     shared = f"{tier.value} ({cost.ranks_per_node} device(s) per node)"
     where = request.hardware.device.name if tier is Tier.GPU else shared
+    least = min((proof.overrun or 0.0 for proof in proofs), default=0.0)
+    proven = f"it is proven that every schedule lacks at least {100 * least:.1f} % of some memory" if least else ""
     return (
         f"{request.model.name} does not fit on {request.num_devices} device(s) of {request.hardware.name}: the {where} "
         f"lacks {_gigabytes(missing)} beyond its {_gigabytes(capacities(cost)[tier])} even with the best plan found "
-        f"({describe(best.decisions, units)}); {_REMEDIES[tier]}"
+        f"({describe(best.decisions, units)}), and {proven or 'no proof that no other fits'}; "
+        f"{_REMEDIES[tier]}"
     )
 
 

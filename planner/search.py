@@ -7,14 +7,15 @@ The budget is a number of simulations, not of seconds: the same inputs give the 
 import contextlib
 import dataclasses
 import gc
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from planner.bounds.certificate import relax
 from planner.bounds.conditions import Space
 from planner.costs import UPDATE_BYTES_PER_PARAM, CostModel
-from planner.decisions import Decisions, GradientPath, HostUpdate, Place
-from planner.engines import POLICIES, Mix, Setup, mixed, pieces, swappable
+from planner.decisions import Decisions, GradientPath, HostUpdate, Place, UnitDecision
+from planner.engines import POLICIES, Mix, Setup, mixed, pieces, swappable, tied
 from planner.lowering import lower
 from planner.prediction import Prediction, Workload, always_held, capacities, memory_peaks, predict
 from planner.schedule import Lane, Schedule, Tier
@@ -27,7 +28,11 @@ Key = Callable[["Candidate"], tuple[float, ...]]
 _TIDY_SLOWER = 5e-3
 _TIDY_SIMULATIONS = 40
 # So near to what is possible at best, no further search is worth its time.
-_CLOSE = 5e-3
+_CLOSE = 1e-2
+# How much is simulated if nobody says: so many schedules, or more of them if they are small.
+_SIMULATIONS, _TASKS = 120, 200_000
+# The share of the budget that is kept for moving single units.
+_POLISH = 0.25
 # First steps of a descent, as fractions of all there is to move.
 _SMALL_STEP, _LARGE_STEP = 1 / 16, 1 / 2
 
@@ -120,13 +125,16 @@ class Scorer:
         )
 
 
-def search(setup: Setup, scorer: Scorer, max_simulations: int = 160, progress: Progress | None = None) -> Outcome:
+def search(
+    setup: Setup, scorer: Scorer, max_simulations: int | None = None, progress: Progress | None = None
+) -> Outcome:
     """Find decisions for a setup.
 
     Args:
         setup: what is asked for.
         scorer: scores candidates.
-        max_simulations: stop the local search after so many; the seeds are always scored.
+        max_simulations: stop the local search after so many; the seeds are always scored. By default as many as take a
+            second or two: schedules of small models have few tasks.
         progress: called with the best so far and the number of simulations.
     """
 
@@ -141,17 +149,29 @@ def search(setup: Setup, scorer: Scorer, max_simulations: int = 160, progress: P
         best = _best([*driven, *(c for c in engines.values() if c.decisions.executable)])
         tell(best)
         starts, bound_s = _starts(setup, scorer.cost)
-        limit = scorer.num_simulations
+        seeds = scorer.num_simulations
+        if max_simulations is None:
+            max_simulations = seeds + max(_SIMULATIONS, _TASKS // len(scorer.schedule(best.decisions).tasks))
+        room = max(max_simulations - seeds, 0)
         mix: Mix | None = None
-        for start in starts:
-            limit += max_simulations // len(starts)
+        for number, start in enumerate(starts):
+            # The more promising a start, the more of the budget; a part is always left for moving single units.
+            limit = seeds + int(room * (1 - _POLISH) * (1 - 0.5 ** (number + 1)))
             if not best.missing_bytes and best.iteration_s <= max(start.bound_s, bound_s * (1 + _CLOSE)):
                 continue  # nothing that is worth the time can be found from there
             trial, found = _descend(setup, scorer, start.mix, lambda c: c.order, limit, tell, start.first_step)
+            driven.append(found)
             if found.order < best.order:
                 mix, best = trial, found
                 tell(best)
-        if mix is not None:
+        # From other ends too, the best first, as far as the budget goes: single moves do not lead everywhere.
+        enough_s, limit = bound_s * (1 + _CLOSE), max(max_simulations, seeds)
+        ends = sorted(driven, key=lambda candidate: candidate.order)
+        for end in (best, *ends):
+            if best.missing_bytes or best.iteration_s > enough_s:
+                best = _best([best, _polish(setup, scorer, end, enough_s, limit)])
+        tell(best)
+        if mix is not None and best.decisions == mixed(setup, mix):
             # Equally fast is not equally good: what is hidden now may show when the model is off.
             limit_s = _tolerance_s(best, engines.values())
             tidy = scorer.num_simulations + _TIDY_SIMULATIONS
@@ -164,6 +184,89 @@ def _tolerance_s(found: Candidate, engines: Iterable[Candidate]) -> float:
     """Return how slow a tidier plan may be: a little slower than what was found, never slower than an engine."""
     fastest_s = min((engine.iteration_s for engine in engines if not engine.missing_bytes), default=float("inf"))
     return max(found.iteration_s, min(found.iteration_s * (1 + _TIDY_SLOWER), fastest_s))
+
+
+def _polish(
+    setup: Setup,
+    scorer: Scorer,
+    best: Candidate,
+    enough_s: float,
+    max_simulations: int,
+) -> Candidate:
+    """Move single units, one decision at a time, for as long as that helps and the budget lasts."""
+    moved, num_trials = not best.missing_bytes, 0
+    while moved:
+        moved = False
+        singles = _neighbours(setup, best.decisions)
+        pairs = (pair for one in _neighbours(setup, best.decisions) for pair in _neighbours(setup, one))
+        for trial in itertools.chain(singles, pairs):  # two at a time where the budget lasts: small models
+            num_trials += 1  # what is rejected before it is simulated takes time too
+            if max(num_trials, scorer.num_simulations) >= max_simulations or best.iteration_s <= enough_s:
+                return best
+            candidate = scorer.score(trial)
+            if candidate.order < best.order:
+                best, moved = candidate, True
+                break
+    return best
+
+
+def _neighbours(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
+    """Yield decisions that differ in one subgroup, one unit's parameters, one segment's activations, or an exchange.
+
+    Units far apart come first, so that a budget that does not last for all still looks everywhere.
+    """
+    resident = tied(setup)
+    sharded = decisions.data_parallel > 1 and decisions.zero_stage in {1, 2}
+    segments = {segment: [u for u in setup.units if u.segment == segment] for segment in swappable(setup)}
+    for unit in sorted(setup.units, key=lambda unit: _scattered(setup.units.index(unit), len(setup.units))):
+        old = decisions.units[unit.name]
+        changed: list[UnitDecision] = []
+        for piece, place in itertools.product(range(len(old.update)), (Place.GPU, Place.STREAM, Place.CPU)):
+            update = (*old.update[:piece], place, *old.update[piece + 1 :])
+            changed.append(old.model_copy(update={"update": update}))
+        changed.append(old.model_copy(update={"params": "host" if old.params == "gpu" else "gpu"}))
+        for new in changed:
+            fetched = new.fetched and (Place.GPU in new.update or unit.name in resident or sharded)
+            if new != old and unit.num_params and not fetched:
+                yield decisions.model_copy(update={"units": decisions.units | {unit.name: new}})
+        if unit.recompute and segments[unit.segment][0] is unit:
+            way = "keep" if old.activations == "recompute" else "recompute"
+            together = {
+                other.name: decisions.units[other.name].model_copy(update={"activations": way})
+                for other in segments[unit.segment]
+            }
+            yield decisions.model_copy(update={"units": decisions.units | together})
+    yield from _exchanges(setup, decisions)
+
+
+def _exchanges(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
+    """Yield decisions in which two units exchange where they are updated.
+
+    What the memory of a tier allows one of them, it allows the other. Their parameters are exchanged too, or those of
+    all units become resident.
+    """
+    resident = tied(setup)
+    for one, other in itertools.combinations((unit for unit in setup.units if unit.num_params), 2):
+        old = (decisions.units[one.name], decisions.units[other.name])
+        if old[0].update[0] is old[1].update[0]:
+            continue
+        for exchange_params in (True, False):
+            changed = {} if exchange_params else _all_resident(decisions)
+            for unit, own, there in ((one, *old), (other, *old[::-1])):
+                place = there.update[0]
+                stays = place is Place.GPU or unit.name in resident or not exchange_params
+                params = "gpu" if stays else there.params
+                changed[unit.name] = own.model_copy(update={"update": (place,) * len(own.update), "params": params})
+            yield decisions.model_copy(update={"units": decisions.units | changed})
+
+
+def _all_resident(decisions: Decisions) -> dict[str, UnitDecision]:
+    return {name: unit.model_copy(update={"params": "gpu"}) for name, unit in decisions.units.items()}
+
+
+def _scattered(position: int, count: int) -> float:
+    """Return a key that sorts neighbours far apart (multiples of the golden ratio)."""
+    return position * (math.sqrt(5) - 1) / 2 % 1 if count > 1 else 0.0
 
 
 def _quieter(limit_s: float) -> Key:

@@ -5,6 +5,7 @@ from pathlib import Path
 from rich.table import Table
 
 from planner.allocator import AllocatorUse
+from planner.bounds.proof import Certificate
 from planner.models.config import ModelConfig
 from planner.models.parameters import num_parameters
 from planner.plan import EngineRow, Plan
@@ -98,8 +99,19 @@ def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
         "speed": f"{seen.tokens_per_s:,.0f} tokens/s; {si(seen.model_flop_per_s, 'FLOP/s')} of the model per device, "
         f"{percent(mfu(plan))} of the best GEMM rate",
         "binds": binds(seen.critical_s, seen.iteration_s),
+        "best": gap_line(plan.certificate, seen.iteration_s),
         "placement": describe(decided, plan.units()),
     }
+
+
+def gap_line(certificate: Certificate, iteration_s: float) -> str:
+    """Return how far from the best a plan can be at most, and where that lies."""
+    schedule = iteration_s / certificate.placement_bound_s - 1
+    return (
+        f"within {percent(certificate.gap(iteration_s))} of what any schedule on device and host can do here "
+        f"({si(certificate.bound_s, 's')}, proven): {percent(certificate.placement_gap)} by placement, "
+        f"{percent(schedule)} by the schedule"
+    )
 
 
 def _fits(memory: dict[Tier, TierMemory]) -> str:

@@ -9,15 +9,13 @@ model, machine and batch, and adds up the proofs in exact arithmetic: neither Hi
 import dataclasses
 import math
 from fractions import Fraction
-from typing import Annotated
-
-from pydantic import Field
 
 from planner.bounds.conditions import OVERRUN, Space, conditions, decided
 from planner.bounds.program import LinearProgram, bound
+from planner.bounds.proof import Certificate, Proof
 from planner.bounds.solver import Solution, solve
 from planner.costs import CostModel
-from planner.decisions import Decisions, Frozen
+from planner.decisions import Decisions
 
 # Schedules that take longer than this many times a plan are of no interest; the limit keeps numbers near one.
 _LIMIT = 2.0
@@ -27,42 +25,6 @@ _NEVER_S = 1e9
 
 class CertificateError(ValueError):
     """A certificate that does not prove what it states."""
-
-
-class Proof(Frozen):
-    """What multipliers prove of all schedules of one ZeRO stage.
-
-    Attributes:
-        zero_stage: the stage.
-        bound_s: no iteration of it is faster; ``None`` if none fits in memory.
-        overrun: if none fits, the fraction of a tier by which memory is exceeded at least.
-        multipliers: of conditions, by name.
-    """
-
-    zero_stage: Annotated[int, Field(ge=0, le=3)]
-    bound_s: float | None = None
-    overrun: float | None = None
-    multipliers: dict[str, float]
-
-
-class Certificate(Frozen):
-    """How fast any schedule could be at best.
-
-    Attributes:
-        bound_s: no schedule of this model, batch and number of devices on this machine is faster.
-        placement_bound_s: nor is any that places everything as the plan does.
-        proofs: of ``bound_s``, one for every stage.
-        placement: multipliers that prove ``placement_bound_s``.
-    """
-
-    bound_s: float
-    placement_bound_s: float
-    proofs: tuple[Proof, ...]
-    placement: dict[str, float]
-
-    def gap(self, iteration_s: float) -> float:
-        """Return by what fraction an iteration is slower than the bound."""
-        return iteration_s / self.bound_s - 1
 
 
 @dataclasses.dataclass(frozen=True)

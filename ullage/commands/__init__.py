@@ -14,6 +14,7 @@ SUMMARIES = {
     "plan": "find the fastest way to train a model on some hardware",
     "execute": "run a plan",
     "simulate": "show one iteration of a plan or an engine in detail",
+    "verify": "check that a plan holds what it states",
     "compare": "compare a prediction with a run",
     "validate": "predict published runs, and show the errors",
     "models": "list the models that are known by name",

@@ -30,7 +30,10 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add_request_options(parser, model_required=True)
     parser.add_argument(
-        "--budget", type=positive_int, default=160, metavar="N", help="schedules to simulate in the search (160)"
+        "--budget",
+        type=positive_int,
+        metavar="N",
+        help="schedules to simulate in the search (what takes a second or two)",
     )
     parser.add_argument(
         "--output", type=Path, default=Path("plan.json"), metavar="PATH", help="where the plan goes (plan.json)"

@@ -1,0 +1,61 @@
+"""Checking a plan without trusting who made it: memory and time by simulation, the bound by exact arithmetic."""
+
+import dataclasses
+
+from planner.bounds.certificate import CertificateError, check
+from planner.bounds.conditions import Space
+from planner.costs import CostModel
+from planner.plan import Plan
+from planner.prediction import Prediction, Workload, predict
+from planner.simulate.machine import run_until_steady
+
+# Simulating is deterministic on one machine; elsewhere the last digits of sums may differ.
+_RELATIVE = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """What was found true of a plan.
+
+    Attributes:
+        prediction: as simulated again.
+        num_proofs: of the bound, one for every ZeRO stage.
+        num_multipliers: in all of them.
+    """
+
+    prediction: Prediction
+    num_proofs: int
+    num_multipliers: int
+
+
+def verify(plan: Plan) -> Verified:
+    """Check that a plan fits, takes what it says, and is as near to the best as it says.
+
+    The search, the solver and the numbers of the plan file are not believed: the schedule is simulated again, and the
+    proofs of the bound are added up in rational numbers over conditions that are built again.
+
+    Raises:
+        CertificateError: something that the plan states is not so.
+    """
+    units, decisions = plan.units(), plan.decisions
+    cost = CostModel.of(plan.hardware, units, decisions)
+    simulation = run_until_steady(plan.schedule(), cost)
+    found = predict(Workload(units, plan.seq_len), decisions, cost, simulation)
+    for tier, use in found.memory.items():
+        if use.missing_bytes:
+            raise CertificateError(
+                f"the plan needs {use.peak_bytes} bytes of {tier} memory, not {use.capacity_bytes}; plan again"
+            )
+        if (stated := plan.prediction.memory.get(tier)) != use:
+            peak = stated.peak_bytes if stated else None
+            raise CertificateError(
+                f"the plan states a peak of {peak} bytes of {tier} memory, but it is {use.peak_bytes}"
+            )
+    stated_s = plan.prediction.iteration_s
+    if abs(found.iteration_s - stated_s) > _RELATIVE * stated_s:
+        raise CertificateError(f"the plan states {stated_s!r} s per iteration, but it takes {found.iteration_s!r} s")
+    space = Space(units, decisions.model_copy(update={"units": {}}))
+    check(plan.certificate, space, cost, decisions, stated_s)
+    proofs = plan.certificate.proofs
+    count = sum(len(proof.multipliers) for proof in proofs) + len(plan.certificate.placement)
+    return Verified(found, len(proofs), count)

@@ -1,0 +1,184 @@
+"""A certificate is believed for its arithmetic alone, and small plans are compared with all that could be planned."""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import small_units
+from machines import machine
+
+from planner.bounds.certificate import CertificateError, certify, check, infeasible
+from planner.bounds.conditions import Space
+from planner.costs import CostModel
+from planner.decisions import Decisions, Place, UnitDecision
+from planner.engines import Setup, pieces, swappable
+from planner.models import resolve_model
+from planner.plan import Plan, PlanError, load_plan
+from planner.planning import InfeasibleError, Request, make_plan
+from planner.prediction import Workload
+from planner.search import Scorer, search
+from planner.verification import verify
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """A plan over two ranks, where every ZeRO stage needs a proof, and one of them that nothing fits."""
+    profile = machine(gpu_bytes=1.2e8, devices_per_node=2, cpu_params_per_s=2e8)
+    request = Request(
+        resolve_model("demo-llama"), profile, num_devices=2, seq_len=256, micro_batch=1, subgroup_params=10**6
+    )
+    return make_plan(request)
+
+
+def test_a_plan_holds_what_it_states(plan: Plan) -> None:
+    verified = verify(plan)
+    assert verified.num_proofs == 4
+    assert verified.prediction == plan.prediction
+    certificate = plan.certificate
+    assert 0 < certificate.bound_s <= certificate.placement_bound_s <= plan.prediction.iteration_s
+    assert certificate.gap(plan.prediction.iteration_s) < 0.5
+
+
+def proof(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the proof that the bound rests on."""
+    proofs = [p for p in data["certificate"]["proofs"] if "bound_s" in p]
+    return min(proofs, key=lambda p: p["bound_s"])
+
+
+def heaviest(multipliers: dict[str, float]) -> str:
+    return max(multipliers, key=lambda name: multipliers[name])
+
+
+def raised(data: dict[str, Any]) -> None:
+    """State a better bound than is proven, everywhere."""
+    for p in data["certificate"]["proofs"]:
+        if "bound_s" in p:
+            p["bound_s"] *= 1.01
+    data["certificate"]["bound_s"] *= 1.01
+
+
+def doubled(data: dict[str, Any]) -> None:
+    multipliers = proof(data)["multipliers"]
+    multipliers[heaviest(multipliers)] *= 2
+
+
+def negative(data: dict[str, Any]) -> None:
+    multipliers = proof(data)["multipliers"]
+    multipliers["work: resource device"] = -1.0
+
+
+def faster(data: dict[str, Any]) -> None:
+    data["prediction"]["iteration_s"] *= 0.99
+
+
+def smaller(data: dict[str, Any]) -> None:
+    data["prediction"]["memory"]["gpu"]["peak_bytes"] -= 1
+
+
+def more_memory_used(data: dict[str, Any]) -> None:
+    data["hardware"]["device"]["memory_bytes"]["value"] = data["prediction"]["memory"]["gpu"]["peak_bytes"] - 1
+
+
+TAMPERED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a better bound": (raised, "bound_s"),
+    "a bound above its proofs": (
+        lambda d: d["certificate"].update(bound_s=d["certificate"]["bound_s"] * 1.01),
+        "proofs",
+    ),
+    "another multiplier": (doubled, "multipliers prove"),
+    "a negative multiplier": (negative, "must not be negative"),
+    "a multiplier of nothing": (
+        lambda d: proof(d)["multipliers"].update({"luck": 1.0}),
+        "'luck', which is no condition",
+    ),
+    "a proof less": (lambda d: d["certificate"]["proofs"].pop(), "one proof for each of the ZeRO stages"),
+    "a bound of placement": (lambda d: d["certificate"].update(placement_bound_s=1e3), "placement_bound_s"),
+    "a faster iteration": (faster, "s per iteration, but it takes"),
+    "less memory": (smaller, "bytes of gpu memory, but it is"),
+    "a smaller machine": (more_memory_used, "bytes of gpu memory, not"),
+}
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_a_tampered_plan_is_rejected_even_with_a_new_digest(name: str, plan: Plan, tmp_path: Path) -> None:
+    change, message = TAMPERED[name]
+    data = json.loads(plan.to_json())
+    change(data)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match="changed after it was written"):
+        load_plan(path)
+    del data["content_digest"]
+    forged = Plan.model_validate(data).sealed()
+    with pytest.raises(CertificateError, match=message):
+        verify(forged)
+
+
+def test_what_cannot_fit_is_proven() -> None:
+    profile = machine(gpu_bytes=1e7, devices_per_node=2)
+    request = Request(resolve_model("demo-llama"), profile, num_devices=2, seq_len=256, micro_batch=1)
+    with pytest.raises(InfeasibleError, match=r"proven that every schedule lacks at least \d"):
+        make_plan(request)
+    units = small_units()
+    given = Decisions(policy="none", units={}, data_parallel=2)
+    space, roomy, tight = Space(units, given), machine(), machine(gpu_bytes=1e6)
+    assert not infeasible(space, CostModel(roomy, units, given.precision, 2))
+    assert len(infeasible(space, CostModel(tight, units, given.precision, 2))) == 4
+
+
+def all_decisions(setup: Setup) -> list[Decisions]:
+    """Return every placement of every unit of a tiny model, on device and host."""
+    choices = []
+    for unit in setup.units:
+        count = len(pieces(setup, unit))
+        rows = [("gpu", update) for update in itertools.product((Place.GPU, Place.STREAM, Place.CPU), repeat=count)]
+        if unit.num_params:
+            rows += [("host", update) for update in itertools.product((Place.STREAM, Place.CPU), repeat=count)]
+        choices.append(rows)
+    found = []
+    for chosen in itertools.product(*choices):
+        for keep in itertools.product((True, False), repeat=len(swappable(setup))):
+            kept = dict(zip(swappable(setup), keep, strict=True))
+            units = {
+                unit.name: UnitDecision(
+                    params=params, activations="keep" if kept.get(unit.segment, True) else "recompute", update=update
+                )
+                for unit, (params, update) in zip(setup.units, chosen, strict=True)
+            }
+            found.append(Decisions(policy="all", units=units, clip=setup.clip, subgroup_params=setup.subgroup_params))
+    return found
+
+
+SPEEDS = [1e8, 3e8, 1e9, 1e10]
+ROOMS = [0.3, 0.45, 0.6, 0.75, 0.9]
+
+
+def test_all_that_could_be_planned() -> None:
+    """Nothing beats the bound, and the search finds an optimum (to 2 %) in at least 95 of 100 instances."""
+    setup = Setup(small_units("demo-llama", 1), subgroup_params=10**9)
+    decisions = all_decisions(setup)
+    assert len(decisions) == 2 * 5**4
+    optimal = 0
+    for speed, room in itertools.product(SPEEDS, ROOMS):
+        free = machine(cpu_params_per_s=speed, flop_per_s=3e12)
+        everything = Scorer(Workload(setup.units, 64), CostModel(free, setup.units, setup.precision, 1))
+        most = everything.predict(decisions[0]).memory["gpu"].peak_bytes  # type: ignore[index]
+        profile = machine(cpu_params_per_s=speed, flop_per_s=3e12, gpu_bytes=room * most)
+        cost = CostModel(profile, setup.units, setup.precision, 1)
+        scorer = Scorer(Workload(setup.units, 64), cost)
+        scored = [scorer.score(one) for one in decisions]
+        best = min(scored, key=lambda candidate: candidate.order)
+        found = search(setup, scorer).best
+        if best.missing_bytes:
+            assert found.missing_bytes
+            optimal += 1
+            continue
+        optimal += not found.missing_bytes and found.iteration_s <= 1.02 * best.iteration_s
+        space = Space(setup.units, best.decisions.model_copy(update={"units": {}}))
+        certificate = certify(space, cost, best.decisions, best.iteration_s)
+        check(certificate, space, cost, best.decisions, best.iteration_s)
+        assert certificate.bound_s <= best.iteration_s * (1 + 1e-9)
+    assert optimal >= 0.95 * len(SPEEDS) * len(ROOMS)

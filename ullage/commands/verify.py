@@ -1,0 +1,68 @@
+"""``ullage verify``: check a plan without trusting who made it."""
+
+import argparse
+from pathlib import Path
+
+from planner.bounds.certificate import CertificateError
+from planner.plan import load_plan
+from planner.verification import verify
+from ullage.commands import Subparsers, command_parser
+from ullage.console import console, facts, write_json
+from ullage.formatting import percent, si
+
+EXIT_FAILED = 1
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of this command."""
+    parser = command_parser(
+        subparsers,
+        "verify",
+        run,
+        "Check a plan without trusting who made it: simulate it again, check that it fits in memory, and add up the\n"
+        "proofs of its lower bound in exact arithmetic. Exit code 1 if anything that it states is not so.",
+        """
+        ullage verify plan.json
+        ullage verify plan.json --json
+        """,
+    )
+    parser.add_argument("plan_file", type=Path, metavar="PLAN", help="what `ullage plan` wrote")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Verify and print."""
+    plan = load_plan(args.plan_file)
+    certificate, iteration_s = plan.certificate, plan.prediction.iteration_s
+    try:
+        verified = verify(plan)
+    except CertificateError as error:
+        if args.json:
+            write_json({"holds": False, "why": str(error)})
+        else:
+            console().print(f"does not hold: {error}", markup=False, soft_wrap=True)
+        return EXIT_FAILED
+    if args.json:
+        write_json(
+            {
+                "holds": True,
+                "iteration_s": verified.prediction.iteration_s,
+                "bound_s": certificate.bound_s,
+                "gap": certificate.gap(iteration_s),
+                "num_proofs": verified.num_proofs,
+                "num_multipliers": verified.num_multipliers,
+            }
+        )
+        return 0
+    lines = {
+        "holds": "yes",
+        "iteration": f"{si(verified.prediction.iteration_s, 's')}, simulated again",
+        "memory": ", ".join(
+            f"{si(use.peak_bytes, 'B')} of {si(use.capacity_bytes, 'B')} {tier}"
+            for tier, use in verified.prediction.memory.items()
+        ),
+        "bound": f"{si(certificate.bound_s, 's')}, by {verified.num_proofs} proof(s) with {verified.num_multipliers} "
+        f"multipliers, in exact arithmetic: within {percent(certificate.gap(iteration_s))} of the best",
+    }
+    console().print(facts(lines))
+    return 0
