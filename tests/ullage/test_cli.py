@@ -27,6 +27,7 @@ REQUEST = {
     "--device-memory",
 }
 FLAGS = {
+    "verify": {"plan_file", "--json"},
     "calibrate": {"--quick", "--name", "--output", "--device-memory", "--json"}
     | {"--from-runs", "--profile", "--fit-on", "--parameters", "--bounds"},
     "plan": {*REQUEST, "--budget", "--output", "--json"},
