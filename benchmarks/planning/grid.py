@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.progress import track
 
+from hwprofiles.files import write_whole
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
 from planner.planning import InfeasibleError, Request, make_plan
@@ -28,7 +29,7 @@ MODELS = (
     "opt-175b",
     "llama-3-8b",
     "llama-3-70b",
-    "qwen-2.5-7b",
+    "qwen2.5-7b",
     "mixtral-8x7b",
 )
 MACHINES = ("rtx-4090", "a100-40", "a100-80", "h100")
@@ -73,15 +74,15 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
         "planned": len(planned),
         "proven_infeasible": sum(c.get("proven", False) for c in cells),
         "not_found": sum(c.get("fits") is False and not c["proven"] for c in cells),
-        "median_gap": statistics.median(gaps),
-        "worst_gap": max(gaps),
+        "median_gap": statistics.median(gaps) if gaps else None,
+        "worst_gap": max(gaps, default=None),
         "gaps_above_15_percent": sum(gap > 0.15 for gap in gaps),
         "no_engine_fits": sum(c["best_engine"] is None for c in planned),
-        "least_engine_over_ours": min(ratios),
-        "median_engine_over_ours": statistics.median(ratios),
-        "most_engine_over_ours": max(ratios),
-        "median_plan_s": statistics.median(c["plan_s"] for c in planned),
-        "slowest_plan_s": max(c["plan_s"] for c in planned),
+        "least_engine_over_ours": min(ratios, default=None),
+        "median_engine_over_ours": statistics.median(ratios) if ratios else None,
+        "most_engine_over_ours": max(ratios, default=None),
+        "median_plan_s": statistics.median(c["plan_s"] for c in planned) if planned else None,
+        "slowest_plan_s": max((c["plan_s"] for c in planned), default=None),
     }
 
 
@@ -94,9 +95,9 @@ def main() -> None:
     todo = [key for key in keys if wanted in " ".join(map(str, key))]
     for key in track(todo, description="planning"):
         cells[key] = cell(*key)
-    ordered = [cells[key] for key in keys if key in cells]
-    result = {"command": "python benchmarks/planning/grid.py", "summary": summary(ordered), "cells": ordered}
-    OUTPUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        ordered = [cells[other] for other in keys if other in cells]
+        result = {"command": "python benchmarks/planning/grid.py", "summary": summary(ordered), "cells": ordered}
+        write_whole(OUTPUT, json.dumps(result, indent=1) + "\n")  # what is planned is kept, whatever comes next
     print(json.dumps(result["summary"], indent=1))
 
 

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hwprofiles.files import write_whole
-from planner.planning import make_plan
+from planner.planning import InfeasibleError, Request, make_plan
+from planner.remedies import what_would_fit
 from planner.search import Candidate
 from ullage.arguments import positive_int
 from ullage.commands import Subparsers, command_parser
+from ullage.formatting import si
 from ullage.request import add_request_options, request_of
 
 
@@ -46,8 +48,11 @@ def run(args: argparse.Namespace) -> int:
     if not args.output.absolute().parent.is_dir():
         raise ValueError(f"--output {args.output}: there is no such folder; make it first")  # not after the search
     request = request_of(args)
-    with _progress() as progress:
-        plan = make_plan(request, args.budget, progress)
+    try:
+        with _progress() as progress:
+            plan = make_plan(request, args.budget, progress)
+    except InfeasibleError as error:
+        raise InfeasibleError(f"{error}; {_remedies(request)}") from error
     text = plan.to_json()
     if args.json:
         write_whole(args.output, text)
@@ -58,6 +63,20 @@ def run(args: argparse.Namespace) -> int:
     write_whole(args.output, text)
     plan_screen(plan, args.output, default_hardware=args.hardware is None)
     return 0
+
+
+def _remedies(request: Request) -> str:
+    """Say with which changes a plan was found."""
+    from ullage.console import console  # noqa: PLC0415 - rich is slow to import
+
+    quiet = contextlib.nullcontext() if not sys.stderr.isatty() else None
+    with quiet or console(stderr=True).status("nothing fits; looking for what would"):
+        found = what_would_fit(request)
+    if not found:
+        return "nothing that was tried makes it fit"
+    return "a plan was found with " + ", or with ".join(
+        f"{remedy.words} ({si(remedy.iteration_s, 's')} per iteration before any search)" for remedy in found
+    )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,116 @@
+"""What would make an infeasible request fit: the smallest change of each kind that was planned and fits."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from planner.bounds.certificate import infeasible
+from planner.bounds.conditions import Space
+from planner.decisions import Decisions
+from planner.planning import InfeasibleError, Request, make_plan, prepare
+
+# What is sold: memory of one device, and of one host.
+_DEVICE_GB = (16, 24, 32, 40, 48, 80, 96, 141, 192, 288)
+_HOST_GIB = tuple(2**i for i in range(4, 15))
+_MOST_DEVICES = 64
+# Plans that are tried for each kind of change; what is proven not to fit is not counted.
+_TRIALS = 2
+# Whether it fits is what is asked, not how fast it could be.
+_SIMULATIONS = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Remedy:
+    """A change with which a plan was found.
+
+    Attributes:
+        words: what to change, as an option or in words.
+        iteration_s: what the plan takes, before any search for a better one.
+    """
+
+    words: str
+    iteration_s: float
+
+
+def what_would_fit(request: Request) -> tuple[Remedy, ...]:
+    """Return for every kind of change the smallest one that makes a request fit, if one does.
+
+    Where no single change does, each is tried together with the smallest micro-batch.
+    """
+    if found := _changes(request):
+        return found
+    *_, (words, smallest) = [("", request), *_smaller_micro_batch(request)]
+    return tuple(Remedy(f"{words} and {r.words}", r.iteration_s) for r in _changes(smallest)) if words else ()
+
+
+def _changes(request: Request) -> tuple[Remedy, ...]:
+    kinds = (_smaller_micro_batch, _more_devices, _larger_host, _larger_device)
+    return tuple(remedy for kind in kinds if (remedy := _first(kind(request))))
+
+
+def _first(changes: Iterator[tuple[str, Request]]) -> Remedy | None:
+    trials = 0
+    for words, changed in changes:
+        if trials == _TRIALS:
+            return None
+        if _is_proven_infeasible(changed):  # much faster than planning
+            continue
+        trials += 1
+        try:
+            plan = make_plan(changed, _SIMULATIONS)
+        except InfeasibleError:
+            continue
+        return Remedy(words, plan.prediction.iteration_s)
+    return None
+
+
+def _is_proven_infeasible(request: Request) -> bool:
+    setup, _, cost = prepare(request)
+    given = Decisions(
+        policy="none",
+        units={},
+        precision=setup.precision,
+        micro_batch=setup.micro_batch,
+        num_micro_batches=setup.num_micro_batches,
+        data_parallel=setup.data_parallel,
+        clip=setup.clip,
+        subgroup_params=setup.subgroup_params,
+    )
+    return bool(infeasible(Space(setup.units, given), cost))
+
+
+def _smaller_micro_batch(request: Request) -> Iterator[tuple[str, Request]]:
+    """Halve the micro-batch; accumulation keeps the batch what it was."""
+    size, repeats = request.micro_batch, request.num_micro_batches
+    while size % 2 == 0:
+        size, repeats = size // 2, repeats * 2
+        changed = dataclasses.replace(request, micro_batch=size, num_micro_batches=repeats)
+        yield f"--micro-batch {size} --accumulate {repeats}", changed
+
+
+def _more_devices(request: Request) -> Iterator[tuple[str, Request]]:
+    hardware = request.hardware
+    most = _MOST_DEVICES if hardware.inter_node else hardware.devices_per_node
+    count = request.num_devices * 2
+    while count <= most:
+        yield f"--gpus {count}", dataclasses.replace(request, num_devices=count)
+        count *= 2
+
+
+def _larger_device(request: Request) -> Iterator[tuple[str, Request]]:
+    for size in _DEVICE_GB:
+        if size * 1e9 > request.hardware.device.memory_bytes.value:
+            device = request.hardware.device
+            larger = device.memory_bytes.model_copy(update={"value": size * 1e9})
+            changed = device.model_copy(update={"memory_bytes": larger})
+            hardware = request.hardware.model_copy(update={"device": changed})
+            yield f"devices with {size} GB", dataclasses.replace(request, hardware=hardware)
+
+
+def _larger_host(request: Request) -> Iterator[tuple[str, Request]]:
+    host = request.hardware.host
+    for size in _HOST_GIB:
+        if size * 2**30 > host.memory_bytes.value:
+            larger = host.memory_bytes.model_copy(update={"value": float(size * 2**30)})
+            changed = host.model_copy(update={"memory_bytes": larger})
+            hardware = request.hardware.model_copy(update={"host": changed})
+            yield f"hosts with {size} GiB", dataclasses.replace(request, hardware=hardware)
