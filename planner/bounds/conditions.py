@@ -119,6 +119,13 @@ class _Conditions:
         # Uploads, of what the host updates and the device keeps.
         upload = Sum((program.variable(f"{name}:upload"), 1.0))
         program.at_least(f"{name}: uploaded unless fetched", upload, self._on_host(unit).plus(away, -1.0))
+        # The gradient of what is streamed stays on the device, or leaves and comes back with its state; new weights of
+        # what is streamed and not resident go to the host.
+        streamed = Sum((f"{name}:{Place.STREAM}", 1.0))
+        program.at_least(f"{name}: gradient stays", streamed, Sum((program.variable(f"{name}:stays"), 1.0)))
+        if away and not self.given.precision.master_is_weight:
+            back = Sum((program.variable(f"{name}:back"), 1.0))
+            program.at_least(f"{name}: new weights go back", back, Sum(("", -1.0)).plus(streamed).plus(away))
         self._fills(unit, away)
 
     def _fills(self, unit: Unit, away: Sum) -> None:
@@ -164,6 +171,17 @@ class _Conditions:
         """Return the share of a unit's updates that the host makes."""
         names = [f"{unit.name}:{place}" for place in (Place.CPU, Place.NVME)]
         return Sum(*((name, 1.0) for name in names if name in self.program.boxes))
+
+    def _leaves(self, unit: Unit) -> Sum:
+        """Return the share of a unit's gradient that leaves the device."""
+        return self._on_host(unit).plus(Sum((f"{unit.name}:{Place.STREAM}", 1.0), (f"{unit.name}:stays", -1.0)))
+
+    def _state_out(self, unit: Unit) -> Sum:
+        """Return the bytes of streamed state and new weights that are stored again."""
+        shard = self.given.shard_params(unit.num_params)
+        stored = Sum((f"{unit.name}:{Place.STREAM}", float(STATE_BYTES_PER_PARAM * shard)))
+        back = f"{unit.name}:back"
+        return stored.plus({back: float(self.weight_bytes * shard)} if back in self.program.boxes else {})
 
     # -- what it takes --------------------------------------------------------------------------------------------
 
@@ -262,10 +280,9 @@ class _Conditions:
         shard = self.given.shard_params(unit.num_params)
         self._updates(total, unit)
         self._charge_copy(total, Resource.LINK_DOWN, self.weight_bytes * shard, Sum((f"{name}:upload", 1.0)))
-        by = Sum().plus(self._on_host(unit), float(self.repeats))
+        by = Sum().plus(self._leaves(unit), float(self.repeats))
         self._charge_copy(total, Resource.LINK_UP, self.weight_bytes * shard, by)
-        streamed = Sum((f"{name}:{Place.STREAM}", 1.0))
-        self._charge_copy(total, Resource.LINK_UP, STATE_BYTES_PER_PARAM * shard, streamed)
+        self._charge_copy(total, Resource.LINK_UP, 1.0, self._state_out(unit))
         if self.ranks > 1:
             # Where whole gradients pile up on the device, they are added up once.
             resident = Sum((f"{name}:{Place.GPU}", 1.0), (f"{name}:{Place.STREAM}", 1.0))
@@ -293,6 +310,8 @@ class _Conditions:
         self._charge_update(load, unit, Lane.GPU_UPDATE, Sum((f"{unit.name}:{Place.GPU}", 1.0)).plus(streamed))
         shard = self.given.shard_params(unit.num_params)
         self._charge_copy(load, Resource.LINK_DOWN, STATE_BYTES_PER_PARAM * shard, streamed)
+        gradient = Sum((f"{unit.name}:{Place.STREAM}", 1.0), (f"{unit.name}:stays", -1.0))
+        self._charge_copy(load, Resource.LINK_DOWN, self.weight_bytes * shard, gradient)
 
     def _windows(self) -> None:
         """Updates and what surrounds them fit between the last backward and the next forward."""
@@ -335,7 +354,7 @@ class _Conditions:
         load: Load = defaultdict(Sum)
         if unit.num_params:
             num_bytes = self.weight_bytes * self.given.shard_params(unit.num_params)
-            self._charge_copy(load, Resource.LINK_UP, num_bytes, self._on_host(unit))
+            self._charge_copy(load, Resource.LINK_UP, num_bytes, self._leaves(unit))
             if self.ranks > 1:
                 self._scatter(load, unit, Sum(("", 1.0)))
         return load
@@ -428,12 +447,7 @@ class _Conditions:
         last = self._chain("gathered at last", self._weighted("at last", whole))
         earlier = self._chain("gathered before", self._weighted("before", whole)) if self.repeats > 1 else []
         later = self._chain("gathered between", self._weighted("between", whole)) if self.repeats > 1 else []
-        shards = {unit.name: self.given.shard_params(unit.num_params) for unit in self.units}
-        streamed = (f"{unit.name}:{Place.STREAM}" if unit.num_params else "" for unit in self.units)
-        state = (
-            Sum((name, STATE_BYTES_PER_PARAM * shards[unit.name] * scale)) if name else Sum()
-            for name, unit in zip(streamed, self.units, strict=True)
-        )
+        state = (Sum().plus(self._state_out(unit), scale) if unit.num_params else Sum() for unit in self.units)
         self._chain("streamed", state)
         position = 0
         for number, segment in enumerate(self.segments):
@@ -468,8 +482,10 @@ class _Conditions:
             yield Sum((name, amount[""])) if name in self.program.boxes else Sum()
 
     def _resident_gradient(self, unit: Unit, scale: float) -> Sum:
-        name, shard = f"{unit.name}:{Place.GPU}", self.given.shard_params(unit.num_params)
-        return Sum((name, self.weight_bytes * shard * scale)) if unit.num_params else Sum()
+        if not unit.num_params:
+            return Sum()
+        num_bytes = self.weight_bytes * self.given.shard_params(unit.num_params) * scale
+        return Sum((f"{unit.name}:{Place.GPU}", num_bytes), (f"{unit.name}:stays", num_bytes))
 
     def _always(self, scale: float) -> Sum:
         """Return the share of memory of parameters, state and slots for state that never leave the device."""
