@@ -48,12 +48,18 @@ def figures() -> dict[str, str]:
     """Return every figure of the README, from the committed result files."""
     errors = [f"{100 * error:+.1f} %" for error in result("demo.json")["iteration_errors"]]
     simulator = result("simulator_vs_simpy.json")["full_model"]
+    grid = result("planning_grid.json")["summary"]
     adamw = [row["ours_over_torch"] for row in result("cpu_adamw.json")["results"] if row["num_threads"] == 1]
     return {
         **{row: row for row in published_rows()},
         "demo_errors": ", ".join(errors),
         "ratio_lanes": f"{simulator['kernel_over_simpy_lanes']:.0f}",
         "ratio_resources": f"{simulator['kernel_over_simpy_resources']:.0f}",
+        "grid": f"{grid['planned']} planned, {grid['proven_infeasible']} proven infeasible, "
+        f"{grid['not_found']} neither",
+        "gaps": f"{100 * grid['median_gap']:.1f} % at the median, {100 * grid['worst_gap']:.1f} % at worst",
+        "engines": f"{grid['median_engine_over_ours']:.2f} at the median, {grid['least_engine_over_ours']:.2f} to "
+        f"{grid['most_engine_over_ours']:.2f}",
         "adamw_low": f"{min(adamw):.1f}",
         "adamw_high": f"{max(adamw):.1f}",
     }
