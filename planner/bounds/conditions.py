@@ -25,11 +25,11 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from planner.bounds.loads import Key, Load, Loads
 from planner.bounds.program import LinearProgram, Sum
 from planner.costs import CostModel, Resource
 from planner.decisions import STATE_BYTES_PER_PARAM, Decisions, Place
 from planner.graph import Unit, segments
-from planner.models.kernels import num_kernels
 from planner.prediction import capacities
 from planner.schedule import Lane, Op, Phase, Task, Tier
 
@@ -38,11 +38,7 @@ OVERRUN = "overrun"
 _STATE_SLOT = "state slot"
 # Windows end at so many units, and begin at so many, evenly spaced: each is a row.
 _NUM_ENDS, _NUM_BEGINNINGS = 24, 8
-_COMPUTE = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.RECOMPUTE: "recompute", Op.REMAKE: "remake"}
 _AGAIN = (("recompute", Op.RECOMPUTE), ("offload", Op.REMAKE), ("evict", Op.REMAKE))
-
-Key = Lane | Resource
-Load = dict[Key, Sum]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +80,7 @@ class _Conditions:
         self.ranks = self.given.data_parallel
         self.gathers = self.ranks > 1 and self.given.zero_stage == 3
         self.regathers = self.ranks > 1 and self.given.zero_stage in {1, 2}
-        self.capacity: dict[Key, float] = dict.fromkeys(Lane, 1.0)
-        self.capacity |= dict(cost.capacities().items())
+        self.loads = Loads(cost, self.given)
         self.program = LinearProgram(OVERRUN if soft else TIME)
         self.program.variable(TIME, 0.0, limit_s)
         self.overrun = Sum((self.program.variable(OVERRUN, 0.0, 1e6), 1.0)) if soft else Sum()
@@ -183,67 +178,6 @@ class _Conditions:
         back = f"{unit.name}:back"
         return stored.plus({back: float(self.weight_bytes * shard)} if back in self.program.boxes else {})
 
-    # -- what it takes --------------------------------------------------------------------------------------------
-
-    def _charge(self, load: Load, task: Task, by: Sum) -> None:
-        """Add a task of known size to what its lane and resources do, as often as ``by`` says."""
-        price = self.cost.price(task)
-        load[task.lane].plus(by, price.latency_s + price.duration_s)
-        for resource, rate in price.uses:
-            load[resource].plus(by, rate * price.duration_s)
-
-    def _charge_update(self, load: Load, unit: Unit, lane: Lane, by: Sum) -> None:
-        """Add the update of a unit, at what its cheapest subgroup takes per parameter."""
-        shard = self.given.shard_params(unit.num_params)
-        for key, cheapest in self._cheapest(unit, lane).items():
-            load[key].plus(by, cheapest * shard)
-
-    def _cheapest(self, unit: Unit, lane: Lane) -> dict[Key, float]:
-        found: dict[Key, float] = {}
-        for size in set(self.given.piece_params(unit.num_params)):
-            load: Load = defaultdict(Sum)
-            self._charge(load, Task(0, lane, Op.UPDATE, Phase.UPDATE, unit.name, num_params=size), Sum(("", 1.0)))
-            for key, amount in load.items():
-                found[key] = min(found.get(key, float("inf")), amount[""] / size)
-        return found
-
-    def _charge_copy(self, load: Load, direction: Resource, num_bytes: float, by: Sum) -> None:
-        """Add bytes that cross the host link, in copies of whatever size."""
-        link = self.cost.profile.host_link
-        best = self.capacity[direction]
-        load[direction].plus(by, num_bytes)
-        load[Resource.LINK].plus(by, num_bytes)
-        load[Resource.DRAM].plus(by, num_bytes * min(1.0, self.capacity[Resource.DRAM] / best))
-        load[Resource.CORES].plus(by, num_bytes / best * link.num_cores_per_copy.value)
-
-    def _charge_storage(self, load: Load, direction: Resource, num_bytes: float, by: Sum) -> None:
-        best = self.capacity[direction]
-        load[direction].plus(by, num_bytes)
-        for resource in (Resource.NVME, Resource.DRAM):
-            load[resource].plus(by, num_bytes * min(1.0, self.capacity[resource] / best))
-
-    def _computing(self, unit: Unit, op: Op) -> Load:
-        """Return what one pass through a unit takes, the host's issuing included."""
-        load: Load = defaultdict(Sum)
-        kernels = getattr(unit, _COMPUTE[op])
-        self._charge(load, Task(0, Lane.COMPUTE, op, Phase.BACKWARD, unit.name), Sum(("", 1.0)))
-        if self.cost.asynchronous:
-            issue = Task(0, Lane.LAUNCH, Op.ISSUE, Phase.BACKWARD, num_kernels=num_kernels(kernels))
-            self._charge(load, issue, Sum(("", 1.0)))
-        return load
-
-    def _pass(self, unit: Unit, op: Op, by: Sum) -> None:
-        for key, amount in self._computing(unit, op).items():
-            self.total[key].plus(by, amount[""])
-
-    def _gather(self, load: Load, unit: Unit, by: Sum) -> None:
-        num_bytes = self.weight_bytes * unit.num_params
-        self._charge(load, Task(0, Lane.COLLECTIVE, Op.GATHER, Phase.FORWARD, num_bytes=num_bytes), by)
-
-    def _scatter(self, load: Load, unit: Unit, by: Sum) -> None:
-        num_bytes = self.weight_bytes * unit.num_params * (2 if self.given.zero_stage == 0 else 1)
-        self._charge(load, Task(0, Lane.COLLECTIVE, Op.SCATTER, Phase.BACKWARD, num_bytes=num_bytes), by)
-
     # -- rows -----------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
@@ -262,56 +196,60 @@ class _Conditions:
                 for unit in segment:
                     self._pass(unit, op, by)
                     if way != "recompute":
-                        self._charge_copy(total, Resource.LINK_UP, unit.swap_bytes, by)
-                        self._charge_copy(total, Resource.LINK_DOWN, unit.swap_bytes, by)
+                        self.loads.copy(total, Resource.LINK_UP, unit.swap_bytes, by)
+                        self.loads.copy(total, Resource.LINK_DOWN, unit.swap_bytes, by)
                     if way == "evict":
-                        self._charge_storage(total, Resource.NVME_WRITE, unit.swap_bytes, by)
-                        self._charge_storage(total, Resource.NVME_READ, unit.swap_bytes, by)
+                        self.loads.storage(total, Resource.NVME_WRITE, unit.swap_bytes, by)
+                        self.loads.storage(total, Resource.NVME_READ, unit.swap_bytes, by)
         num_tensors = sum(len(unit.parameters) for unit in self.units)
         step = Task(0, Lane.LAUNCH, Op.STEP, Phase.UPDATE, num_tensors=num_tensors)
-        self._charge(total, step, Sum(("", 1.0)))
+        self.loads.charge(total, step, Sum(("", 1.0)))
         for key, load in total.items():
-            terms = Sum().plus(load, 1.0 / self.capacity[key])
+            terms = Sum().plus(load, 1.0 / self.loads.capacity[key])
             self.program.at_least(f"work: {_word(key)}", Sum((TIME, 1.0)), terms)
+
+    def _pass(self, unit: Unit, op: Op, by: Sum) -> None:
+        for key, amount in self.loads.computing(unit, op).items():
+            self.total[key].plus(by, amount[""])
 
     def _work_of(self, unit: Unit) -> None:
         """Add what a unit's parameters, gradients and updates take in an iteration."""
         total, name = self.total, unit.name
         shard = self.given.shard_params(unit.num_params)
         self._updates(total, unit)
-        self._charge_copy(total, Resource.LINK_DOWN, self.weight_bytes * shard, Sum((f"{name}:upload", 1.0)))
+        self.loads.copy(total, Resource.LINK_DOWN, self.weight_bytes * shard, Sum((f"{name}:upload", 1.0)))
         by = Sum().plus(self._leaves(unit), float(self.repeats))
-        self._charge_copy(total, Resource.LINK_UP, self.weight_bytes * shard, by)
-        self._charge_copy(total, Resource.LINK_UP, 1.0, self._state_out(unit))
+        self.loads.copy(total, Resource.LINK_UP, self.weight_bytes * shard, by)
+        self.loads.copy(total, Resource.LINK_UP, 1.0, self._state_out(unit))
         if self.ranks > 1:
             # Where whole gradients pile up on the device, they are added up once.
             resident = Sum((f"{name}:{Place.GPU}", 1.0), (f"{name}:{Place.STREAM}", 1.0))
             rest = self.repeats - 1.0
             often = Sum(("", float(self.repeats))).plus(resident if self.given.zero_stage < 2 else {}, -rest)
-            self._scatter(total, unit, often)
+            self.loads.scatter(total, unit, often)
         if self.regathers:
-            self._gather(total, unit, Sum(("", 1.0)))
+            self.loads.gather(total, unit, Sum(("", 1.0)))
         if self.gathers:
-            self._gather(total, unit, Sum((f"{name}:fills", 1.0)))
+            self.loads.gather(total, unit, Sum((f"{name}:fills", 1.0)))
         fetched = next((v for v in (f"{name}:fetches", f"{name}:fills") if v in self.program.boxes), None)
         if fetched and (away := self._away(unit)):
             fetch = Task(0, Lane.H2D, Op.FETCH, Phase.FORWARD, num_bytes=self.weight_bytes * shard)
-            self._charge(total, fetch, Sum((fetched, 1.0)))
+            self.loads.charge(total, fetch, Sum((fetched, 1.0)))
             if (name := f"{unit.name}:onnvme") in away:
-                self._charge_storage(total, Resource.NVME_READ, self.weight_bytes * shard, Sum((name, 1.0)))
+                self.loads.storage(total, Resource.NVME_READ, self.weight_bytes * shard, Sum((name, 1.0)))
         if (name := f"{unit.name}:{Place.NVME}") in self.program.boxes:
             for direction in (Resource.NVME_READ, Resource.NVME_WRITE):
-                self._charge_storage(total, direction, STATE_BYTES_PER_PARAM * shard, Sum((name, 1.0)))
+                self.loads.storage(total, direction, STATE_BYTES_PER_PARAM * shard, Sum((name, 1.0)))
 
     def _updates(self, load: Load, unit: Unit) -> None:
         """Add the update itself, and the state that is streamed in for it."""
-        self._charge_update(load, unit, Lane.CPU, self._on_host(unit))
+        self.loads.update(load, unit, Lane.CPU, self._on_host(unit))
         streamed = Sum((f"{unit.name}:{Place.STREAM}", 1.0))
-        self._charge_update(load, unit, Lane.GPU_UPDATE, Sum((f"{unit.name}:{Place.GPU}", 1.0)).plus(streamed))
+        self.loads.update(load, unit, Lane.GPU_UPDATE, Sum((f"{unit.name}:{Place.GPU}", 1.0)).plus(streamed))
         shard = self.given.shard_params(unit.num_params)
-        self._charge_copy(load, Resource.LINK_DOWN, STATE_BYTES_PER_PARAM * shard, streamed)
+        self.loads.copy(load, Resource.LINK_DOWN, STATE_BYTES_PER_PARAM * shard, streamed)
         gradient = Sum((f"{unit.name}:{Place.STREAM}", 1.0), (f"{unit.name}:stays", -1.0))
-        self._charge_copy(load, Resource.LINK_DOWN, self.weight_bytes * shard, gradient)
+        self.loads.copy(load, Resource.LINK_DOWN, self.weight_bytes * shard, gradient)
 
     def _windows(self) -> None:
         """Updates and what surrounds them fit between the last backward and the next forward."""
@@ -319,12 +257,12 @@ class _Conditions:
         returning = [self._returning(unit) for unit in self.units]
         forward_s, backward_s, again = [], [], []
         for unit in self.units:
-            forward_s.append(self._computing(unit, Op.FORWARD)[Lane.COMPUTE][""])
-            backward_s.append(self._computing(unit, Op.BACKWARD)[Lane.COMPUTE][""])
+            forward_s.append(self.loads.computing(unit, Op.FORWARD)[Lane.COMPUTE][""])
+            backward_s.append(self.loads.computing(unit, Op.BACKWARD)[Lane.COMPUTE][""])
             ways = [
                 (f"{unit.segment}:{way}", op) for way, op in _AGAIN if f"{unit.segment}:{way}" in self.program.boxes
             ]
-            again.append(Sum(*((name, self._computing(unit, op)[Lane.COMPUTE][""]) for name, op in ways)))
+            again.append(Sum(*((name, self.loads.computing(unit, op)[Lane.COMPUTE][""]) for name, op in ways)))
         everything = Sum(("", self.repeats * (sum(forward_s) + sum(backward_s))))
         again_s = self._chain("again", again)
         if again_s:
@@ -354,9 +292,9 @@ class _Conditions:
         load: Load = defaultdict(Sum)
         if unit.num_params:
             num_bytes = self.weight_bytes * self.given.shard_params(unit.num_params)
-            self._charge_copy(load, Resource.LINK_UP, num_bytes, self._leaves(unit))
+            self.loads.copy(load, Resource.LINK_UP, num_bytes, self._leaves(unit))
             if self.ranks > 1:
-                self._scatter(load, unit, Sum(("", 1.0)))
+                self.loads.scatter(load, unit, Sum(("", 1.0)))
         return load
 
     def _returning(self, unit: Unit) -> Load:
@@ -366,9 +304,9 @@ class _Conditions:
             self._updates(load, unit)
             num_bytes = self.weight_bytes * self.given.shard_params(unit.num_params)
             comes = Sum((f"{unit.name}:upload", 1.0)).plus(self._away(unit))
-            self._charge_copy(load, Resource.LINK_DOWN, num_bytes, comes)
+            self.loads.copy(load, Resource.LINK_DOWN, num_bytes, comes)
             if self.gathers or self.regathers:
-                self._gather(load, unit, Sum(("", 1.0)))
+                self.loads.gather(load, unit, Sum(("", 1.0)))
         return load
 
     def _longest(self, what: str, loads: Sequence[Load]) -> list[str]:
@@ -378,20 +316,14 @@ class _Conditions:
         for key in keys:
             if key is Resource.DEVICE:  # computes meanwhile
                 continue
-            scaled = [Sum().plus(load.get(key, {}), 1.0 / self.capacity[key]) for load in loads]
+            scaled = [Sum().plus(load.get(key, {}), 1.0 / self.loads.capacity[key]) for load in loads]
             for i, variable in enumerate(self._chain(f"{what} by {_word(key)}", scaled)):
                 self.program.at_least(f"{what} of 0 to {i} by {_word(key)}", Sum((found[i], 1.0)), Sum((variable, 1.0)))
                 if what == "update" and key in {Resource.LINK_UP, Resource.LINK, Resource.DRAM}:
-                    needs = Sum((variable, 1.0)).plus(self._stored(i), self._per_byte(Resource.LINK_UP, key))
+                    needs = Sum((variable, 1.0)).plus(self._stored(i), self.loads.per_byte(Resource.LINK_UP, key))
                     name = f"update of 0 to {i} by {_word(key)}, with what is stored"
                     self.program.at_least(name, Sum((found[i], 1.0)), needs)
         return found
-
-    def _per_byte(self, direction: Resource, key: Key) -> float:
-        """Return the seconds of a resource that one byte across the host link takes."""
-        load: Load = defaultdict(Sum)
-        self._charge_copy(load, direction, 1.0, Sum(("", 1.0)))
-        return load[key][""] / self.capacity[key]
 
     def _stored(self, last: int) -> Sum:
         """Return the bytes of streamed state of units 0 to ``last`` that no longer fit on the device."""

@@ -1,0 +1,97 @@
+"""What lanes and resources do for a task, as linear expressions in how often it is done."""
+
+from collections import defaultdict
+
+from planner.bounds.program import Sum
+from planner.costs import CostModel, Resource
+from planner.decisions import Decisions
+from planner.graph import Unit
+from planner.models.kernels import num_kernels
+from planner.schedule import Lane, Op, Phase, Task
+
+_COMPUTE = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.RECOMPUTE: "recompute", Op.REMAKE: "remake"}
+
+Key = Lane | Resource
+Load = dict[Key, Sum]
+
+
+class Loads:
+    """Prices of tasks, by lane (seconds) and resource (amounts).
+
+    Args:
+        cost: the prices.
+        given: all global decisions.
+
+    Attributes:
+        capacity: seconds per second of every lane, amount per second of every resource.
+    """
+
+    def __init__(self, cost: CostModel, given: Decisions) -> None:
+        self.cost, self.given = cost, given
+        self.weight_bytes = given.precision.weight_bytes
+        self.capacity: dict[Key, float] = dict.fromkeys(Lane, 1.0)
+        self.capacity |= dict(cost.capacities().items())
+
+    def charge(self, load: Load, task: Task, by: Sum) -> None:
+        """Add a task of known size to what its lane and resources do, as often as ``by`` says."""
+        price = self.cost.price(task)
+        load[task.lane].plus(by, price.latency_s + price.duration_s)
+        for resource, rate in price.uses:
+            load[resource].plus(by, rate * price.duration_s)
+
+    def update(self, load: Load, unit: Unit, lane: Lane, by: Sum) -> None:
+        """Add the update of a unit, at what its cheapest subgroup takes per parameter."""
+        shard = self.given.shard_params(unit.num_params)
+        for key, cheapest in self._cheapest(unit, lane).items():
+            load[key].plus(by, cheapest * shard)
+
+    def _cheapest(self, unit: Unit, lane: Lane) -> dict[Key, float]:
+        found: dict[Key, float] = {}
+        for size in set(self.given.piece_params(unit.num_params)):
+            load: Load = defaultdict(Sum)
+            self.charge(load, Task(0, lane, Op.UPDATE, Phase.UPDATE, unit.name, num_params=size), Sum(("", 1.0)))
+            for key, amount in load.items():
+                found[key] = min(found.get(key, float("inf")), amount[""] / size)
+        return found
+
+    def copy(self, load: Load, direction: Resource, num_bytes: float, by: Sum) -> None:
+        """Add bytes that cross the host link, in copies of whatever size."""
+        link = self.cost.profile.host_link
+        best = self.capacity[direction]
+        load[direction].plus(by, num_bytes)
+        load[Resource.LINK].plus(by, num_bytes)
+        load[Resource.DRAM].plus(by, num_bytes * min(1.0, self.capacity[Resource.DRAM] / best))
+        load[Resource.CORES].plus(by, num_bytes / best * link.num_cores_per_copy.value)
+
+    def storage(self, load: Load, direction: Resource, num_bytes: float, by: Sum) -> None:
+        """Add bytes that are read from NVMe or written to it, in pieces of whatever size."""
+        best = self.capacity[direction]
+        load[direction].plus(by, num_bytes)
+        for resource in (Resource.NVME, Resource.DRAM):
+            load[resource].plus(by, num_bytes * min(1.0, self.capacity[resource] / best))
+
+    def computing(self, unit: Unit, op: Op) -> Load:
+        """Return what one pass through a unit takes, the host's issuing included."""
+        load: Load = defaultdict(Sum)
+        kernels = getattr(unit, _COMPUTE[op])
+        self.charge(load, Task(0, Lane.COMPUTE, op, Phase.BACKWARD, unit.name), Sum(("", 1.0)))
+        if self.cost.asynchronous:
+            issue = Task(0, Lane.LAUNCH, Op.ISSUE, Phase.BACKWARD, num_kernels=num_kernels(kernels))
+            self.charge(load, issue, Sum(("", 1.0)))
+        return load
+
+    def gather(self, load: Load, unit: Unit, by: Sum) -> None:
+        """Add a collective that gathers a unit's parameters."""
+        num_bytes = self.weight_bytes * unit.num_params
+        self.charge(load, Task(0, Lane.COLLECTIVE, Op.GATHER, Phase.FORWARD, num_bytes=num_bytes), by)
+
+    def scatter(self, load: Load, unit: Unit, by: Sum) -> None:
+        """Add a collective that adds up a unit's gradient over the ranks: to shards, or to all of it in stage 0."""
+        num_bytes = self.weight_bytes * unit.num_params * (2 if self.given.zero_stage == 0 else 1)
+        self.charge(load, Task(0, Lane.COLLECTIVE, Op.SCATTER, Phase.BACKWARD, num_bytes=num_bytes), by)
+
+    def per_byte(self, direction: Resource, key: Key) -> float:
+        """Return the seconds of a resource that one byte across the host link takes."""
+        load: Load = defaultdict(Sum)
+        self.copy(load, direction, 1.0, Sum(("", 1.0)))
+        return load[key][""] / self.capacity[key]
