@@ -74,7 +74,7 @@ def saved(draw: st.DrawFn) -> dict[str, Any]:
     case["nodes"] = draw(st.sampled_from([1, 2, 5, 64]))
     case["gpus"] = 4 * case["nodes"]
     case["checkpoint"] |= {
-        "bytes_total_gb": draw(st.floats(1, 5000)),
+        "bytes_total_gb": case["nodes"] * draw(st.floats(1, 150)),
         "every_iterations": draw(st.integers(1, 20)),
         "host_buffer_gb_per_node": draw(st.sampled_from([8, 64, 256])),
     }
