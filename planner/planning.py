@@ -86,7 +86,7 @@ def make_plan(
     scorer = Scorer(workload, cost)
     outcome = search(setup, scorer, max_simulations, progress)
     best = outcome.best.decisions
-    space = Space(setup.units, best.model_copy(update={"units": {}}))
+    space = Space.of(setup.units, best)
     if outcome.best.missing_bytes:
         proofs = infeasible(space, cost)
         raise InfeasibleError(_shortfall(request, outcome.best, cost, setup.units, proofs))

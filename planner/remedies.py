@@ -1,11 +1,13 @@
 """What would make an infeasible request fit: the smallest change of each kind that was planned and fits."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from hwprofiles.paths import number, quantities, replace
+from hwprofiles.quantity import Provenance
 from planner.bounds.certificate import infeasible
 from planner.bounds.conditions import Space
-from planner.decisions import Decisions
+from planner.engines import Mix, mixed
 from planner.planning import InfeasibleError, Request, make_plan, prepare
 
 # What is sold: memory of one device, and of one host.
@@ -14,6 +16,7 @@ _HOST_GIB = tuple(2**i for i in range(4, 15))
 _MOST_DEVICES = 64
 # Plans that are tried for each kind of change; what is proven not to fit is not counted.
 _TRIALS = 2
+_ASKED = Provenance(origin="assumed", source="a size that is sold")
 # Whether it fits is what is asked, not how fast it could be.
 _SIMULATIONS = 1
 
@@ -65,17 +68,7 @@ def _first(changes: Iterator[tuple[str, Request]]) -> Remedy | None:
 
 def _is_proven_infeasible(request: Request) -> bool:
     setup, _, cost = prepare(request)
-    given = Decisions(
-        policy="none",
-        units={},
-        precision=setup.precision,
-        micro_batch=setup.micro_batch,
-        num_micro_batches=setup.num_micro_batches,
-        data_parallel=setup.data_parallel,
-        clip=setup.clip,
-        subgroup_params=setup.subgroup_params,
-    )
-    return bool(infeasible(Space(setup.units, given), cost))
+    return bool(infeasible(Space.of(setup.units, mixed(setup, Mix(0, 0, 0))), cost))
 
 
 def _smaller_micro_batch(request: Request) -> Iterator[tuple[str, Request]]:
@@ -97,20 +90,19 @@ def _more_devices(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _larger_device(request: Request) -> Iterator[tuple[str, Request]]:
-    for size in _DEVICE_GB:
-        if size * 1e9 > request.hardware.device.memory_bytes.value:
-            device = request.hardware.device
-            larger = device.memory_bytes.model_copy(update={"value": size * 1e9})
-            changed = device.model_copy(update={"memory_bytes": larger})
-            hardware = request.hardware.model_copy(update={"device": changed})
-            yield f"devices with {size} GB", dataclasses.replace(request, hardware=hardware)
+    sizes = {f"devices with {size} GB": size * 1e9 for size in _DEVICE_GB}
+    return _larger(request, "device.memory_bytes", sizes)
 
 
 def _larger_host(request: Request) -> Iterator[tuple[str, Request]]:
-    host = request.hardware.host
-    for size in _HOST_GIB:
-        if size * 2**30 > host.memory_bytes.value:
-            larger = host.memory_bytes.model_copy(update={"value": float(size * 2**30)})
-            changed = host.model_copy(update={"memory_bytes": larger})
-            hardware = request.hardware.model_copy(update={"host": changed})
-            yield f"hosts with {size} GiB", dataclasses.replace(request, hardware=hardware)
+    sizes = {f"hosts with {size} GiB": float(size * 2**30) for size in _HOST_GIB}
+    return _larger(request, "host.memory_bytes", sizes)
+
+
+def _larger(request: Request, path: str, sizes: Mapping[str, float]) -> Iterator[tuple[str, Request]]:
+    """Replace a capacity of the machine by those of ``sizes``, by what they are called, that are above it."""
+    has = number(quantities(request.hardware)[path])
+    for words, size in sizes.items():
+        if size > has:
+            hardware = replace(request.hardware, {path: size}, _ASKED)
+            yield words, dataclasses.replace(request, hardware=hardware)

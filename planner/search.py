@@ -218,7 +218,7 @@ def _neighbours(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
     resident = tied(setup)
     sharded = decisions.data_parallel > 1 and decisions.zero_stage in {1, 2}
     segments = {segment: [u for u in setup.units if u.segment == segment] for segment in swappable(setup)}
-    for unit in sorted(setup.units, key=lambda unit: _scattered(setup.units.index(unit), len(setup.units))):
+    for _, unit in sorted(enumerate(setup.units), key=lambda numbered: _scattered(numbered[0])):
         old = decisions.units[unit.name]
         changed: list[UnitDecision] = []
         for piece, place in itertools.product(range(len(old.update)), (Place.GPU, Place.STREAM, Place.CPU)):
@@ -264,9 +264,9 @@ def _all_resident(decisions: Decisions) -> dict[str, UnitDecision]:
     return {name: unit.model_copy(update={"params": "gpu"}) for name, unit in decisions.units.items()}
 
 
-def _scattered(position: int, count: int) -> float:
+def _scattered(position: int) -> float:
     """Return a key that sorts neighbours far apart (multiples of the golden ratio)."""
-    return position * (math.sqrt(5) - 1) / 2 % 1 if count > 1 else 0.0
+    return position * (math.sqrt(5) - 1) / 2 % 1
 
 
 def _quieter(limit_s: float) -> Key:
@@ -335,8 +335,7 @@ def _starts(setup: Setup, cost: CostModel) -> tuple[list[_Start], float]:
     starts: list[_Start] = []
     bounds_s: list[float] = []
     for stage in (2, 3) if setup.data_parallel > 1 else (0,):
-        given = mixed(setup, Mix(0, 0, 0, zero_stage=stage)).model_copy(update={"units": {}})
-        solution = relax(Space(setup.units, given), cost).solution
+        solution = relax(Space.of(setup.units, mixed(setup, Mix(0, 0, 0, zero_stage=stage))), cost)
         bound_s = solution.value if solution else float("inf")
         bounds_s.append(bound_s)
         if solution:

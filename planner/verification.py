@@ -54,7 +54,7 @@ def verify(plan: Plan) -> Verified:
     stated_s = plan.prediction.iteration_s
     if abs(found.iteration_s - stated_s) > _RELATIVE * stated_s:
         raise CertificateError(f"the plan states {stated_s!r} s per iteration, but it takes {found.iteration_s!r} s")
-    space = Space(units, decisions.model_copy(update={"units": {}}))
+    space = Space.of(units, decisions)
     check(plan.certificate, space, cost, decisions, stated_s)
     proofs = plan.certificate.proofs
     count = sum(len(proof.multipliers) for proof in proofs) + len(plan.certificate.placement)

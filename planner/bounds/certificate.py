@@ -27,21 +27,6 @@ class CertificateError(ValueError):
     """A certificate that does not prove what it states."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Relaxed:
-    """The best mixture of decisions of one ZeRO stage.
-
-    Attributes:
-        space: what is compared.
-        program: its conditions.
-        solution: the optimum, or ``None`` if nothing fits within the limit of time.
-    """
-
-    space: Space
-    program: LinearProgram
-    solution: Solution | None
-
-
 def spaces(space: Space) -> tuple[Space, ...]:
     """Return the spaces of all ZeRO stages that make sense for some number of ranks."""
     stages = (0, 1, 2, 3) if space.given.data_parallel > 1 else (0,)
@@ -49,10 +34,9 @@ def spaces(space: Space) -> tuple[Space, ...]:
     return tuple(dataclasses.replace(space, given=space.given.model_copy(update=option)) for option in options)
 
 
-def relax(space: Space, cost: CostModel, limit_s: float = _NEVER_S) -> Relaxed:
-    """Solve the conditions of a space."""
-    program = conditions(space, cost, limit_s)
-    return Relaxed(space, program, solve(program))
+def relax(space: Space, cost: CostModel) -> Solution | None:
+    """Return the best mixture of decisions of one ZeRO stage, or ``None`` if nothing fits in memory."""
+    return solve(conditions(space, cost, _NEVER_S))
 
 
 def certify(space: Space, cost: CostModel, decisions: Decisions, iteration_s: float) -> Certificate:
@@ -66,8 +50,7 @@ def certify(space: Space, cost: CostModel, decisions: Decisions, iteration_s: fl
     """
     limit_s = _LIMIT * iteration_s
     proofs = tuple(_prove(one, cost, limit_s) for one in spaces(space))
-    own = dataclasses.replace(space, given=decisions.model_copy(update={"units": {}}))
-    program = decided(conditions(own, cost, limit_s), space.units, decisions)
+    program = _placed(space, cost, decisions, limit_s)
     solution = solve(program)
     assert solution is not None, "the plan itself satisfies the conditions"
     bound_s = min(proof.bound_s for proof in proofs if proof.bound_s is not None)
@@ -104,8 +87,7 @@ def check(certificate: Certificate, space: Space, cost: CostModel, decisions: De
         raise CertificateError(
             f"bound_s is {certificate.bound_s!r}, but the proofs are of {min(bounds, default=None)!r}"
         )
-    own = dataclasses.replace(space, given=decisions.model_copy(update={"units": {}}))
-    program = decided(conditions(own, cost, _LIMIT * iteration_s), space.units, decisions)
+    program = _placed(space, cost, decisions, _LIMIT * iteration_s)
     stated, proven = certificate.placement_bound_s, _exactly(program, certificate.placement)
     if Fraction(stated) > max(proven, Fraction(certificate.bound_s)):
         raise CertificateError(f"placement_bound_s is {stated!r}, but only {float(proven)!r} is proven")
@@ -132,23 +114,22 @@ def check_proof(proof: Proof, space: Space, cost: CostModel, limit_s: float) -> 
         )
 
 
+def _placed(space: Space, cost: CostModel, decisions: Decisions, limit_s: float) -> LinearProgram:
+    """Return the conditions on schedules that place everything as a plan does."""
+    own = Space.of(space.units, decisions, storage=space.storage)
+    return decided(conditions(own, cost, limit_s), space.units, decisions)
+
+
 def _prove(space: Space, cost: CostModel, limit_s: float) -> Proof:
     program = conditions(space, cost, limit_s)
     solution = solve(program)
-    stage = space.given.zero_stage
-    if solution is not None:
-        return Proof(zero_stage=stage, bound_s=_proven(program, solution.multipliers), multipliers=solution.multipliers)
-    if proof := _does_not_fit(space, cost):
-        return proof
-    # It fits, but not within the limit: no multipliers are needed to say that it is no faster than what fits there.
-    relaxed = relax(space, cost)
-    assert relaxed.solution is not None
-    program = conditions(space, cost, limit_s)
-    return Proof(
-        zero_stage=stage,
-        bound_s=_proven(program, relaxed.solution.multipliers),
-        multipliers=relaxed.solution.multipliers,
-    )
+    if solution is None:
+        if proof := _does_not_fit(space, cost):
+            return proof
+        solution = relax(space, cost)  # it fits, but not within the limit: what is proven without one is above it
+        assert solution is not None
+    multipliers = solution.multipliers
+    return Proof(zero_stage=space.given.zero_stage, bound_s=_proven(program, multipliers), multipliers=multipliers)
 
 
 def _does_not_fit(space: Space, cost: CostModel) -> Proof | None:

@@ -24,6 +24,7 @@ where its parameters are, ``U:fills`` how often they come, ``S:recompute|offload
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 from planner.bounds.loads import Key, Load, Loads
 from planner.bounds.program import LinearProgram, Sum
@@ -54,6 +55,11 @@ class Space:
     units: tuple[Unit, ...]
     given: Decisions
     storage: bool = False
+
+    @classmethod
+    def of(cls, units: tuple[Unit, ...], decisions: Decisions, *, storage: bool = False) -> Self:
+        """Return the space in which some decisions place everything: all that they decide for no unit is given."""
+        return cls(units, decisions.model_copy(update={"units": {}}), storage)
 
 
 def conditions(space: Space, cost: CostModel, limit_s: float, *, soft: bool = False) -> LinearProgram:

@@ -12,7 +12,7 @@ bound, never a wrong one.
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fractions import Fraction
 
 
@@ -117,8 +117,3 @@ def bound(program: LinearProgram, multipliers: Mapping[str, float]) -> Fraction:
         low, high = program.boxes[variable]
         total += cost * Fraction(low if cost >= 0 else high)
     return total
-
-
-def binding(multipliers: Mapping[str, float], count: int = 3) -> Sequence[str]:
-    """Return the names of the conditions that matter most."""
-    return sorted(multipliers, key=lambda name: -abs(multipliers[name]))[:count]
