@@ -199,16 +199,18 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
 
     Resident state goes to the units whose deadline is nearest, the first in forward order; streamed subgroups are
     spread evenly among those that the CPU updates, so that both sides stay busy. Units with a shared weight, and those
-    that are updated on the device, keep their parameters there.
+    that are updated on the device, keep their parameters there. What is very small always does: anywhere else it would
+    take a turn, and a slot, for next to nothing.
     """
-    counts = [len(pieces(setup, unit)) for unit in setup.units]
+    large = max(unit.num_params for unit in setup.units) * _SMALL
+    counts = [len(pieces(setup, unit)) if unit.num_params > large else 0 for unit in setup.units]
     fixed = tied(setup)
     places = list(_spread(sum(counts), mix.num_gpu, mix.num_stream))
     keep = set(swappable(setup)[::-1][: mix.num_keep])
     units: dict[str, UnitDecision] = {}
     offset = 0
     for position, (unit, count) in enumerate(zip(setup.units, counts, strict=True)):
-        update = tuple(places[offset : offset + count])
+        update = tuple(places[offset : offset + count]) if count else (Place.GPU,) * len(pieces(setup, unit))
         offset += count
         late = position >= len(setup.units) - mix.num_host
         host = late and unit.num_params > 0 and unit.name not in fixed and Place.GPU not in update
@@ -264,6 +266,8 @@ def swappable(setup: Setup) -> list[str]:
 
 
 _ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute")
+# Units of at most this share of the largest one's parameters are very small.
+_SMALL = 1e-2
 _AFTER_BACKWARD = {"overlap_next_forward": False}
 # DeepSpeed's default ``reduce_bucket_size``: gradients are copied into one buffer of so many before they are reduced,
 # and ``reduce_scatter_coalesced`` makes its flat input from that (``runtime/comm/coalesced_collectives.py``).

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import networkx as nx
 
+from planner.models import experts
 from planner.models.config import ModelConfig
 from planner.models.ends import embedding_operators, head_operators
 from planner.models.kernels import Attention, Collective, Elementwise, Gemm, Kernel, Kernels, flop
@@ -43,7 +44,7 @@ class Unit:
     """The grain of placement and transfer: neighbouring operators whose parameters move as one.
 
     Attributes:
-        name: ``embed``, ``layers.3.attn``, ``layers.3.mlp`` or ``head``.
+        name: ``embed``, ``layers.3.attn``, ``layers.3.mlp``, ``layers.3.experts.5`` or ``head``.
         segment: what is recomputed as a whole: the decoder layer; ``embed`` and ``head`` never are.
         operators: in forward order.
         parameters: in order of use.
@@ -102,7 +103,8 @@ class Unit:
         What the last one makes is the next unit's input; all else is made again from these by :attr:`remake`.
         """
         products = [operator for operator in self.operators if flop(operator.forward)]
-        return self.activation_output_bytes + sum(operator.output_bytes for operator in products[:-1])
+        made = sum(operator.output_bytes for operator in products[:-1])
+        return self.activation_output_bytes + made + sum(operator.between_bytes for operator in products)
 
     @functools.cached_property
     def remake(self) -> Kernels:
@@ -127,7 +129,7 @@ class Unit:
     @functools.cached_property
     def activation_output_bytes(self) -> int:
         """The hidden state it hands on: what a recomputed segment right after it must keep as its input."""
-        hidden = [operator for operator in self.operators if operator.kind != "rotary"]
+        hidden = [operator for operator in self.operators if operator.kind not in {"rotary", "router", "dispatch"}]
         return hidden[-1].output_bytes
 
 
@@ -141,6 +143,7 @@ def build_graph(config: ModelConfig, batch: Batch) -> "nx.DiGraph[str]":
             ``batch.tensor_parallel`` ranks.
     """
     _check_positions(config, batch)
+    experts.check(config, batch)
     config = share(config, batch)
     graph: nx.DiGraph[str] = nx.DiGraph()
     specs = {spec.name: spec for spec in parameters(config)}
@@ -150,11 +153,12 @@ def build_graph(config: ModelConfig, batch: Batch) -> "nx.DiGraph[str]":
     rotary = next((operator for operator in first if operator.kind == "rotary"), None)
     if rotary is not None:
         graph.add_node(rotary.name, operator=rotary)
-    kinds = {config.has_experts(layer) for layer in range(config.num_layers)}
-    parts = {kind: layer_parts(config, batch, experts=kind) for kind in kinds}
+    parts: dict[tuple[object, ...], tuple[Part, ...]] = {}  # equal layers share their kernels
     for layer in range(config.num_layers):
-        chosen = parts[config.has_experts(layer)]
-        hidden = _add_layer(graph, config, layer, chosen, hidden)
+        kind = (config.has_experts(layer), experts.load_of(batch, layer))
+        if kind not in parts:
+            parts[kind] = layer_parts(config, batch, layer)
+        hidden = _add_layer(graph, config, layer, parts[kind], hidden)
     _add_chain(graph, head_operators(config, batch, specs), hidden)
     return graph
 

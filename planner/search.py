@@ -9,12 +9,13 @@ import dataclasses
 import gc
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from planner.bounds.certificate import relax
-from planner.bounds.conditions import Space
+from planner.bounds.conditions import NEVER_S, ROOM, Space, conditions
+from planner.bounds.solver import solve
 from planner.costs import UPDATE_BYTES_PER_PARAM, CostModel
-from planner.decisions import Decisions, GradientPath, HostUpdate, Place, UnitDecision
+from planner.decisions import STATE_BYTES_PER_PARAM, Decisions, GradientPath, HostUpdate, Place, UnitDecision
 from planner.engines import POLICIES, Mix, Setup, mixed, pieces, swappable, tied
 from planner.lowering import lower
 from planner.prediction import Prediction, Workload, always_held, capacities, memory_peaks, predict
@@ -33,8 +34,12 @@ _CLOSE = 1e-2
 _SIMULATIONS, _TASKS = 120, 200_000
 # The share of the budget that is kept for moving single units.
 _POLISH = 0.25
+# Mixtures that are tried until one fills memory this far, as near as that.
+_NUM_FITS, _FULL, _FITTED = 4, 0.995, 4e-3
+# Slots of parameters and of streamed state that are tried with them.
+_SLOTS = ((2, 2), (2, 3), (3, 3))
 # First steps of a descent, as fractions of all there is to move.
-_SMALL_STEP, _LARGE_STEP = 1 / 16, 1 / 2
+_SMALL_STEP, _LARGE_STEP = 1 / 32, 1 / 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +52,8 @@ class Candidate:
         missing_bytes: by tier, how much memory is lacking (empty if it fits).
         overload: the same as fractions of the tiers' capacities, added up; plus 1 if it was rejected before simulating.
         traffic_bytes: what crosses links and host memory in an iteration, hidden or not.
+        filled: by tier, the peak as a fraction of the capacity; what is always held if it was not simulated.
+        busy_s: seconds that each lane is occupied.
     """
 
     decisions: Decisions
@@ -54,6 +61,8 @@ class Candidate:
     missing_bytes: dict[Tier, int]
     overload: float = 0.0
     traffic_bytes: int = 0
+    filled: dict[Tier, float] = dataclasses.field(default_factory=dict)
+    busy_s: dict[Lane, float] = dataclasses.field(default_factory=dict)
 
     @property
     def order(self) -> tuple[float, float]:
@@ -114,14 +123,17 @@ class Scorer:
         # What a machine has none of is refused by name where it is priced.
         missing = {tier: n - capacity[tier] for tier, n in held.items() if n > capacity[tier] > 0}
         if missing:  # no need to simulate; what is missing is a lower bound, so it must not pass for the better of two
-            return Candidate(decisions, float("inf"), missing, 1 + _overload(missing, capacity))
+            filled = {tier: num_bytes / capacity[tier] for tier, num_bytes in held.items() if num_bytes}
+            return Candidate(decisions, float("inf"), missing, 1 + _overload(missing, capacity), filled=filled)
         self.num_simulations += 1
         simulation = run_until_steady(schedule, cost, quick=True)
         timeline, steady = simulation.timeline, simulation.steady
         peaks = memory_peaks(timeline, steady, cost)
         missing = {tier: use.missing_bytes for tier, use in peaks.items() if use.missing_bytes}
+        filled = {tier: use.peak_bytes / capacity[tier] for tier, use in peaks.items() if use.peak_bytes}
+        overload, traffic_bytes = _overload(missing, capacity), _traffic_bytes(schedule)
         return Candidate(
-            decisions, timeline.period_s(steady), missing, _overload(missing, capacity), _traffic_bytes(schedule)
+            decisions, timeline.period_s(steady), missing, overload, traffic_bytes, filled, timeline.busy_s(steady)
         )
 
 
@@ -148,7 +160,7 @@ def search(
         driven = [scorer.score(_driven_by_us(setup, candidate.decisions)) for candidate in engines.values()]
         best = _best([*driven, *(c for c in engines.values() if c.decisions.executable)])
         tell(best)
-        starts, bound_s = _starts(setup, scorer.cost)
+        starts, bound_s = _starts(setup, scorer)
         seeds = scorer.num_simulations
         if max_simulations is None:
             max_simulations = seeds + max(_SIMULATIONS, _TASKS // len(scorer.schedule(best.decisions).tasks))
@@ -156,7 +168,7 @@ def search(
         mix: Mix | None = None
         for number, start in enumerate(starts):
             # The more promising a start, the more of the budget; a part is always left for moving single units.
-            limit = seeds + int(room * (1 - _POLISH) * (1 - 0.5 ** (number + 1)))
+            limit = seeds + int(room * (1 - _POLISH) * (1 - 0.3 ** (number + 1)))
             if not best.missing_bytes and best.iteration_s <= max(start.bound_s, bound_s * (1 + _CLOSE)):
                 continue  # nothing that is worth the time can be found from there
             trial, found = _descend(setup, scorer, start.mix, lambda c: c.order, limit, tell, start.first_step)
@@ -326,7 +338,7 @@ class _Start:
     bound_s: float
 
 
-def _starts(setup: Setup, cost: CostModel) -> tuple[list[_Start], float]:
+def _starts(setup: Setup, scorer: Scorer) -> tuple[list[_Start], float]:
     """Return where descents start, the most promising first, and how fast anything can be at best.
 
     Every ZeRO stage is started from the mixture that is best under the necessary conditions, in small steps, and from
@@ -335,17 +347,55 @@ def _starts(setup: Setup, cost: CostModel) -> tuple[list[_Start], float]:
     starts: list[_Start] = []
     bounds_s: list[float] = []
     for stage in (2, 3) if setup.data_parallel > 1 else (0,):
-        solution = relax(Space.of(setup.units, mixed(setup, Mix(0, 0, 0, zero_stage=stage))), cost)
-        bound_s = solution.value if solution else float("inf")
+        space = Space.of(setup.units, mixed(setup, Mix(0, 0, 0, zero_stage=stage)))
+        mix, bound_s = _relaxed(setup, scorer, space, stage)
         bounds_s.append(bound_s)
-        if solution:
-            starts.append(_Start(_rounded(setup, solution.values, stage), _SMALL_STEP, bound_s))
+        if mix:
+            starts.append(_Start(mix, _SMALL_STEP, bound_s))
         starts.append(_Start(Mix(num_gpu=0, num_stream=0, num_keep=0, zero_stage=stage), _LARGE_STEP, bound_s))
     # Parameters too may have to live on the host (their shards, if there are several ranks).
     lowest = Mix(num_gpu=0, num_stream=0, num_keep=0, num_host=len(setup.units), zero_stage=stage)
     starts.append(_Start(lowest, _LARGE_STEP, bounds_s[-1]))
     starts.sort(key=lambda start: (start.first_step, start.bound_s))
     return starts, min(bounds_s)
+
+
+def _relaxed(setup: Setup, scorer: Scorer, space: Space, stage: int) -> tuple[Mix | None, float]:
+    """Return the mix nearest to the best mixture of decisions that fits, and how fast anything can be at best.
+
+    The conditions know nothing of slots and of what is held for a moment only. So a mixture is simulated, and by as
+    much as it overruns a memory, or leaves it empty, the next one is allowed less of it, or more.
+    """
+    program = conditions(space, scorer.cost, NEVER_S)
+    if (relaxed := solve(program)) is None:
+        return None, float("inf")
+    # Schedules of ours send the gradients of all that is streamed to the host.
+    program = program.within({name: (0.0, 0.0) for name in program.boxes if name.endswith(":stays")})
+    room = dict.fromkeys(ROOM, 1.0)
+    best: tuple[tuple[float, float], Mix] | None = None
+    together = _most_alike(setup)
+    for num_slots, num_state_slots in (*_SLOTS, *([(together, 3)] if together > _SLOTS[-1][0] else [])):
+        for _ in range(_NUM_FITS):
+            solution = solve(program.within({ROOM[tier]: (share, share) for tier, share in room.items()}))
+            if solution is None:
+                break
+            mix = _rounded(setup, solution.values, stage)
+            mix = dataclasses.replace(mix, num_slots=num_slots, num_state_slots=num_state_slots)
+            found = scorer.score(mixed(setup, mix))
+            if best is None or found.order < best[0]:
+                best = found.order, mix
+            before = dict(room)
+            for tier, share in found.filled.items():
+                room[tier] = min(max(room[tier] + (_FULL - share), room[tier] / 2), 1.0)
+            if all(abs(room[tier] - before[tier]) < _FITTED for tier in room):
+                break
+    return best[1] if best else None, relaxed.value
+
+
+def _most_alike(setup: Setup) -> int:
+    """Return the most units of one size in a segment: with as many slots, recomputation leaves them for backward."""
+    sizes = Counter((unit.segment, unit.num_params) for unit in setup.units if unit.num_params)
+    return max(sizes.values())
 
 
 def _rounded(setup: Setup, values: Mapping[str, float], zero_stage: int) -> Mix:
@@ -366,6 +416,25 @@ def _rounded(setup: Setup, values: Mapping[str, float], zero_stage: int) -> Mix:
     )
 
 
+def _lacking(setup: Setup, found: Candidate) -> int:
+    """Return the resident subgroups that would have to go for a candidate to fit on the device, if that is all."""
+    if set(found.missing_bytes) != {Tier.GPU}:
+        return 0
+    sizes = [num_params for unit in setup.units for num_params in pieces(setup, unit)]
+    return math.ceil(found.missing_bytes[Tier.GPU] * len(sizes) / (STATE_BYTES_PER_PARAM * sum(sizes)))
+
+
+def _balanced(mix: Mix, found: Candidate, num_subgroups: int) -> Mix:
+    """Return the mix in which the host and the streams would end their updates together, at the rates they had."""
+    on_cpu = num_subgroups - mix.num_gpu - mix.num_stream
+    cpu_s = found.busy_s.get(Lane.CPU, 0.0)
+    stream_s = max((found.busy_s.get(lane, 0.0) for lane in (Lane.STATE_IN, Lane.STATE_OUT)), default=0.0)
+    if not (on_cpu and mix.num_stream and cpu_s and stream_s):
+        return mix
+    moved = round((cpu_s - stream_s) / (cpu_s / on_cpu + stream_s / mix.num_stream))
+    return dataclasses.replace(mix, num_stream=mix.num_stream + moved)
+
+
 def _descend(
     setup: Setup,
     scorer: Scorer,
@@ -384,12 +453,21 @@ def _descend(
         "num_stream": sum(len(pieces(setup, unit)) for unit in setup.units),
         "num_keep": len(swappable(setup)),
         "num_host": len(setup.units) if start.zero_stage in {0, 3} else 0,
-        "num_slots": 4,
+        "num_slots": max(4, _most_alike(setup)),
         "num_state_slots": 4,
     }
     mix, best = start, scorer.score(mixed(setup, start))
-    steps = {name: max(int(limit * first_step), 1) for name, limit in limits.items() if limit}
+    steps = {
+        name: 1 if name.endswith("slots") else max(int(limit * first_step), 1)
+        for name, limit in limits.items()
+        if limit
+    }
     while True:
+        if (trial := _balanced(mix, best, limits["num_gpu"])) != mix:
+            candidate = scorer.score(mixed(setup, trial))
+            if key(candidate) < key(best):
+                mix, best = trial, candidate
+                tell(best)
         moved = False
         for name, step in steps.items():
             for delta in (step, -step):
@@ -398,6 +476,9 @@ def _descend(
                 if trial.num_gpu + trial.num_stream > limits["num_gpu"]:
                     trial = dataclasses.replace(trial, num_stream=limits["num_gpu"] - trial.num_gpu)
                 candidate = scorer.score(mixed(setup, trial))
+                if name != "num_gpu" and not best.missing_bytes and (lacking := _lacking(setup, candidate)):
+                    trial = dataclasses.replace(trial, num_gpu=max(trial.num_gpu - lacking, 0))
+                    candidate = scorer.score(mixed(setup, trial))
                 if key(candidate) < key(best):
                     mix, best, moved = trial, candidate, True
                     tell(best)

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from fractions import Fraction
 
-from planner.bounds.conditions import OVERRUN, Space, conditions, decided
+from planner.bounds.conditions import NEVER_S, OVERRUN, Space, conditions, decided
 from planner.bounds.program import LinearProgram, bound
 from planner.bounds.proof import Certificate, Proof
 from planner.bounds.solver import Solution, solve
@@ -19,8 +19,6 @@ from planner.decisions import Decisions
 
 # Schedules that take longer than this many times a plan are of no interest; the limit keeps numbers near one.
 _LIMIT = 2.0
-# Where nothing fits, time does not matter; any limit will do that no iteration reaches.
-_NEVER_S = 1e9
 
 
 class CertificateError(ValueError):
@@ -32,11 +30,6 @@ def spaces(space: Space) -> tuple[Space, ...]:
     stages = (0, 1, 2, 3) if space.given.data_parallel > 1 else (0,)
     options = ({"zero_stage": stage} for stage in stages)
     return tuple(dataclasses.replace(space, given=space.given.model_copy(update=option)) for option in options)
-
-
-def relax(space: Space, cost: CostModel) -> Solution | None:
-    """Return the best mixture of decisions of one ZeRO stage, or ``None`` if nothing fits in memory."""
-    return solve(conditions(space, cost, _NEVER_S))
 
 
 def certify(space: Space, cost: CostModel, decisions: Decisions, iteration_s: float) -> Certificate:
@@ -104,7 +97,7 @@ def check_proof(proof: Proof, space: Space, cost: CostModel, limit_s: float) -> 
     if (proof.bound_s is None) == (proof.overrun is None):
         raise CertificateError(f"the proof of ZeRO stage {proof.zero_stage} must state either bound_s or overrun")
     fits = proof.bound_s is not None
-    program = conditions(space, cost, limit_s if fits else _NEVER_S, soft=not fits)
+    program = conditions(space, cost, limit_s if fits else NEVER_S, soft=not fits)
     proven, stated = _exactly(program, proof.multipliers), proof.bound_s if fits else proof.overrun
     assert stated is not None
     if Fraction(stated) > proven or (not fits and proven <= 0):
@@ -126,14 +119,14 @@ def _prove(space: Space, cost: CostModel, limit_s: float) -> Proof:
     if solution is None:
         if proof := _does_not_fit(space, cost):
             return proof
-        solution = relax(space, cost)  # it fits, but not within the limit: what is proven without one is above it
+        solution = solve(conditions(space, cost, NEVER_S))  # it fits, but not within the limit: what is proven without one is above it
         assert solution is not None
     multipliers = solution.multipliers
     return Proof(zero_stage=space.given.zero_stage, bound_s=_proven(program, multipliers), multipliers=multipliers)
 
 
 def _does_not_fit(space: Space, cost: CostModel) -> Proof | None:
-    program = conditions(space, cost, _NEVER_S, soft=True)
+    program = conditions(space, cost, NEVER_S, soft=True)
     solution = solve(program)
     assert solution is not None, "memory may be overrun by any amount"
     overrun = _proven(program, solution.multipliers)

@@ -36,6 +36,10 @@ from planner.schedule import Lane, Op, Phase, Task, Tier
 
 TIME = "iteration_s"
 OVERRUN = "overrun"
+# The share of a tier's memory that may be used: a variable, always 1, so that a search can ask for less.
+ROOM = {Tier.GPU: "room on the device", Tier.HOST: "room on the host", Tier.NVME: "room on NVMe"}
+# A limit that no iteration reaches.
+NEVER_S = 1e9
 _STATE_SLOT = "state slot"
 # Windows end at so many units, and begin at so many, evenly spaced: each is a row.
 _NUM_ENDS, _NUM_BEGINNINGS = 24, 8
@@ -90,6 +94,8 @@ class _Conditions:
         self.program = LinearProgram(OVERRUN if soft else TIME)
         self.program.variable(TIME, 0.0, limit_s)
         self.overrun = Sum((self.program.variable(OVERRUN, 0.0, 1e6), 1.0)) if soft else Sum()
+        for room in ROOM.values():
+            self.program.variable(room, 1.0, 1.0)
         self.total: Load = defaultdict(Sum)
         for unit in self.units:
             if unit.num_params:
@@ -369,12 +375,12 @@ class _Conditions:
         ranks = self.cost.ranks_per_node
         for tier, held in ((Tier.HOST, host), (Tier.NVME, nvme)):
             if capacity[tier] and held:
-                room = Sum(("", 1.0)).plus(self.overrun)
+                room = Sum((ROOM[tier], 1.0)).plus(self.overrun)
                 self.program.at_least(f"memory: {tier}", room, Sum().plus(held, ranks / capacity[tier]))
 
     def _device_memory(self, capacity: float) -> None:
         """At the backward of every unit the device holds all of this."""
-        program, scale = self.program, 1.0 / capacity
+        program, scale, room = self.program, 1.0 / capacity, ROOM[Tier.GPU]
         held_always = self._always(scale)
         always = program.variable("always held", 0.0, program.highest(held_always))
         program.at_least("always held", Sum((always, 1.0)), held_always, equal=True)
@@ -407,11 +413,11 @@ class _Conditions:
                     gradients[resident[position - 1]] += 1.0
                 in_the_end = Sum().plus(held).plus(gradients)
                 in_the_end.plus({last[position - 1]: 1.0} if position else {})
-                program.at_least(name, Sum(("", 1.0)).plus(self.overrun), in_the_end)
+                program.at_least(name, Sum((room, 1.0)).plus(self.overrun), in_the_end)
                 if self.repeats > 1:
                     held.plus({earlier[position - 1]: 1.0} if position else {})
                     held.plus(Sum((later[-1], 1.0), (later[position], -1.0)))
-                    program.at_least(f"{name}, earlier", Sum(("", 1.0)).plus(self.overrun), held)
+                    program.at_least(f"{name}, earlier", Sum((room, 1.0)).plus(self.overrun), held)
                 position += 1
 
     def _weighted(self, gap: str, whole: Sequence[Sum]) -> Iterable[Sum]:

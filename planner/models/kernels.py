@@ -10,7 +10,7 @@ Megatron's lists (:mod:`planner.models.megatron`) differ where its fused kernels
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Self
+from typing import Literal, Self
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,19 +74,21 @@ class Elementwise:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective inside a unit, over the ranks that share its operators (tensor parallelism).
+    """A collective inside a unit, over the ranks that share its operators.
 
     Attributes:
-        num_bytes: the whole tensor that every rank has in the end.
+        num_bytes: the whole tensor that every rank has in the end; of an all-to-all what each rank has.
         num_ranks: ranks of the group.
         num_passes: times that a ring carries it round: 2 for an all-reduce, 1 for an all-gather.
         count: how often it runs.
+        kind: over tensor-parallel ranks in a ``ring``, or an ``all-to-all`` of expert-parallel ones.
     """
 
     num_bytes: int
     num_ranks: int
     num_passes: int = 2
     count: int = 1
+    kind: Literal["ring", "all-to-all"] = "ring"
 
 
 Kernel = Gemm | Attention | Elementwise | Collective

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Literal
 
-from planner.models import megatron, work
+from planner.models import experts, megatron, work
 from planner.models.config import ModelConfig
-from planner.models.kernels import Attention, Kernels, Work, all_reduce, each, flop
+from planner.models.kernels import Attention, Collective, Kernels, Work, all_reduce, each, flop
 from planner.models.parameters import ParameterSpec, layer_path, layer_shapes
 
 
@@ -32,6 +32,10 @@ class Batch:
         flash_attention: fused attention (``sdpa``), otherwise ``eager``.
         tensor_parallel: ranks that share every layer; the graph is then that of one of them.
         kernels: whose implementation runs; see [Note: Kernel lists].
+        expert_parallel: ranks that share every bank of experts; the graph is that of the one with most to do.
+        expert_units: units that a rank's share of a bank falls into, at most.
+        expert_load: shares of all visits that go to each expert, one row for all layers or one for each; empty if
+            they are equal.
     """
 
     micro_batch: int
@@ -40,9 +44,12 @@ class Batch:
     flash_attention: bool = True
     tensor_parallel: int = 1
     kernels: Literal["transformers", "megatron"] = "transformers"
+    expert_parallel: int = 1
+    expert_units: int = 1
+    expert_load: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch", "seq_len", "tensor_parallel"):
+        for name in ("micro_batch", "seq_len", "tensor_parallel", "expert_parallel", "expert_units"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} is {value}, but must be at least 1; give a positive number")
         if self.dtype_bytes not in {2, 4}:
@@ -74,6 +81,7 @@ class Operator:
         output_bytes: what it hands on.
         shared_parameters: names of parameters of other operators that it uses too (tied embeddings).
         num_skipped: kernels at the end of ``forward`` that recomputation does not reach.
+        between_bytes: what its products hand to each other, which elementwise kernels cannot make again.
     """
 
     name: str
@@ -89,6 +97,7 @@ class Operator:
     workspace_bytes: int
     shared_parameters: tuple[str, ...] = ()
     num_skipped: int = 0
+    between_bytes: int = 0
 
     @property
     def num_params(self) -> int:
@@ -112,9 +121,10 @@ class Part:
 
     Attributes:
         name: path within the layer.
-        unit: ``attn`` or ``mlp``.
+        unit: ``attn``, ``mlp`` or ``experts.3``.
         modules: modules that own its parameters, in order of use.
         sources: parts that feed it; ``""`` is the layer's input and ``"rotary"`` the rotary factors.
+        experts: the first and the number of those whose parameters it owns, of those that its modules hold.
     """
 
     name: str
@@ -126,6 +136,8 @@ class Part:
     modules: tuple[str, ...]
     sources: tuple[str, ...]
     num_skipped: int = 0
+    between_bytes: int = 0
+    experts: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -168,7 +180,7 @@ def _names(config: ModelConfig) -> _Names:
     )
 
 
-def layer_parts(config: ModelConfig, batch: Batch, *, experts: bool) -> tuple[Part, ...]:
+def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ...]:
     """Return the operators of one decoder layer in order of execution."""
     names, hidden_bytes = _names(config), batch.num_tokens * config.hidden_size * batch.dtype_bytes
     before = config.norm_before
@@ -184,10 +196,13 @@ def layer_parts(config: ModelConfig, batch: Batch, *, experts: bool) -> tuple[Pa
         parts.append(norm(names.first_norm, "attn", names.output))
     middle = names.output if before else names.first_norm
     if before:
-        parts.append(norm(names.second_norm, "mlp", middle))
+        apart = config.has_experts(layer) and batch.expert_units > 1
+        parts.append(norm(names.second_norm, "attn" if apart else "mlp", middle))
     source = names.second_norm if before else middle
     parts += (
-        _expert_parts(config, batch, source, middle) if experts else _mlp_parts(config, batch, names, source, middle)
+        _expert_parts(config, batch, layer, source, middle)
+        if config.has_experts(layer)
+        else _mlp_parts(config, batch, names, source, middle)
     )
     if batch.is_megatron:
         pass  # its reentrant checkpoints run a layer's whole forward again
@@ -237,6 +252,17 @@ def sum_input_gradient(batch: Batch, width: int) -> Work:
     It is the last thing in backward, so this comes first.
     """
     return Work((), all_reduce(batch.num_tokens * width * batch.dtype_bytes, batch.tensor_parallel))
+
+
+def exchange(batch: Batch, num_bytes: int) -> Work:
+    """Return the exchange of tokens among ranks that share a bank of experts, and of their gradients.
+
+    What arrives is sorted by rank, and put into the order of experts (or back).
+    """
+    if batch.expert_parallel == 1:
+        return Work()
+    swap = (Collective(num_bytes, batch.expert_parallel, kind="all-to-all"), *each(num_bytes, 2))
+    return Work(swap, swap)
 
 
 def _residual(batch: Batch, width: int, *, has_dropout: bool) -> Work:
@@ -327,22 +353,49 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, sk
     yield Part(names.down, "down", "mlp", Pattern.ROW, down, rows * hidden * e, (names.down,), (names.activation, skip))
 
 
-def _expert_parts(config: ModelConfig, batch: Batch, source: str, skip: str) -> Iterable[Part]:
+def _expert_parts(config: ModelConfig, batch: Batch, layer: int, source: str, skip: str) -> Iterable[Part]:
+    """Yield router, dispatch, experts one unit after another, and the sum of what they make.
+
+    Where they are units of their own, what surrounds them is too small to be one: it belongs to that before and to
+    the last of theirs.
+    """
     rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
     num, top = config.num_experts, config.experts_per_token
-    weight_bytes = _routing_bytes(config, batch)
+    weight_bytes, whole = _routing_bytes(config, batch), batch.expert_units == 1
+    before = "mlp" if whole else "attn"
     route = work.keeping(work.router(rows, hidden, num, top, e, normalize=config.normalize_router), rows * hidden * e)
     chosen_bytes = rows * top * (weight_bytes + 8)
-    yield Part("mlp.gate", "router", "mlp", Pattern.REPLICATE, route, chosen_bytes, ("mlp.gate",), (source,))
-    bank = work.experts(rows, hidden, config.expert_ffn_hidden_size, num, top, e, weight_bytes)
-    bank = (
-        sum_input_gradient(batch, hidden)
-        + bank
+    yield Part("mlp.gate", "router", before, Pattern.REPLICATE, route, chosen_bytes, ("mlp.gate",), (source,))
+    visit_bytes = rows * top * hidden * e
+    send = sum_input_gradient(batch, hidden) + work.dispatch(rows, hidden, top, e) + exchange(batch, visit_bytes)
+    yield Part("mlp.dispatch", "dispatch", before, Pattern.SHARD, send, visit_bytes, (), ("mlp.gate", source))
+    sums = (
+        exchange(batch, visit_bytes)
+        + work.combine(rows, hidden, top, e, weight_bytes)
         + sum_output(batch, hidden)
         + _residual(batch, hidden, has_dropout=has_learned_positions(config))
     )
-    sources = ("mlp.gate", source, skip)
-    yield Part("mlp.experts", "experts", "mlp", Pattern.EXPERT, bank, rows * hidden * e, ("mlp.experts",), sources)
+    names, unit = [], "mlp"
+    sizes = experts.tokens(config, batch, layer)
+    for first, count in experts.groups(config, batch):
+        bank, ffn = sizes[first : first + count], config.expert_ffn_hidden_size
+        label = "" if whole else f".{first}" if count == 1 else f".{first}-{first + count - 1}"
+        unit = "mlp" if whole else f"experts{label}"
+        names.append(f"mlp.experts{label}")
+        yield Part(
+            names[-1],
+            "experts",
+            unit,
+            Pattern.EXPERT,
+            work.experts(bank, hidden, ffn, e),
+            sum(bank) * hidden * e,
+            ("mlp.experts",),
+            ("mlp.dispatch",),
+            between_bytes=2 * sum(bank) * ffn * e,
+            experts=(first, count),
+        )
+    sources = (*names, "mlp.gate", skip)
+    yield Part("mlp.combine", "combine", unit, Pattern.SHARD, sums, rows * hidden * e, (), sources)
 
 
 def _routing_bytes(config: ModelConfig, batch: Batch) -> int:
@@ -367,7 +420,7 @@ def layer_operators(config: ModelConfig, layer: int, parts: Iterable[Part]) -> l
             part.kind,
             f"{segment}.{part.unit}",
             segment,
-            tuple(spec for module in part.modules for spec in specs[module]),
+            tuple(_cut(spec, part.experts) for module in part.modules for spec in specs[module]),
             part.pattern,
             part.work.forward,
             part.work.backward,
@@ -375,6 +428,15 @@ def layer_operators(config: ModelConfig, layer: int, parts: Iterable[Part]) -> l
             part.output_bytes,
             part.work.workspace_bytes,
             num_skipped=part.num_skipped,
+            between_bytes=part.between_bytes,
         )
         for part in parts
     ]
+
+
+def _cut(spec: ParameterSpec, experts: tuple[int, int] | None) -> ParameterSpec:
+    """Return some experts' part of a parameter that all experts of a layer are rows of."""
+    if experts is None or experts == (0, spec.shape[0]):
+        return spec
+    first, count = experts
+    return ParameterSpec(f"{spec.name}[{first}:{first + count}]", (count, *spec.shape[1:]))

@@ -6,6 +6,8 @@ Here ``e`` is the number of bytes of one value of the training data type and ``r
 """
 
 import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from planner.models.kernels import Attention, Gemm, Kernels, Work, each
 
@@ -139,27 +141,49 @@ def router(rows: int, hidden: int, num_experts: int, top: int, e: int, *, normal
     return project + choose
 
 
-def experts(rows: int, hidden: int, ffn: int, num_experts: int, top: int, e: int, weight_bytes: int) -> Work:
-    """Return a bank of gated experts: grouped products over tokens sorted by expert, in equal shares.
+def dispatch(rows: int, hidden: int, top: int, e: int) -> Work:
+    """Return the visits of tokens to experts, sorted by expert: each token's values are copied ``top`` times."""
+    visits = rows * top
+    widths = visits * hidden
+    forward = (*each(visits, 24, 16, 12), *each(widths, 2 * e))  # sort, token of each visit, histogram; gather
+    backward = (*each(rows * hidden, e), *each(widths + 2 * rows * hidden, e), *each(rows * hidden, 3 * e))
+    return Work(forward, backward, 8 * visits)
+
+
+def experts(sizes: Iterable[int], hidden: int, ffn: int, e: int) -> Work:
+    """Return gated experts: grouped products over tokens sorted by expert.
 
     Args:
-        rows: tokens; each visits ``top`` experts.
+        sizes: tokens that visit each of them.
         hidden: width of a token.
         ffn: width of one expert.
-        num_experts: experts in the bank.
-        top: experts per token.
         e: bytes per value.
-        weight_bytes: bytes of one routing weight; where it is fp32, so is the weighted sum.
+    """
+    counts = Counter(size for size in sizes if size)
+    visits = sum(size * count for size, count in counts.items())
+    inner = visits * ffn
+    if not visits:
+        return Work()
+    forward = (*grouped(counts, 2 * ffn, hidden), *each(inner, 2 * e, 3 * e), *grouped(counts, hidden, ffn))
+    backward = (
+        *_grouped_wgrad(hidden, ffn, counts),
+        *grouped(counts, ffn, hidden),
+        *each(inner, 3 * e, 3 * e, 3 * e, 4 * e),
+        *_grouped_wgrad(2 * ffn, hidden, counts),
+        *grouped(counts, hidden, 2 * ffn),
+    )
+    return Work(forward, backward, (visits * hidden + 4 * inner) * e, 3 * inner * e)
+
+
+def combine(rows: int, hidden: int, top: int, e: int, weight_bytes: int) -> Work:
+    """Return the sum of what experts make of each token, by routing weights of ``weight_bytes``.
+
+    Where weights are fp32, so is the sum.
     """
     visits, w = rows * top, weight_bytes
-    widths, inner = visits * hidden, visits * ffn
+    widths = visits * hidden
     convert = each(rows * hidden, w + e) if w != e else ()
     forward = (
-        *each(visits, 24, 16, 12),  # sort, token of each visit, histogram
-        *each(widths, 2 * e),  # gather
-        *grouped(visits, 2 * ffn, hidden, num_experts),
-        *each(inner, 2 * e, 3 * e),
-        *grouped(visits, hidden, ffn, num_experts),
         *each(widths, e + w),  # routing weights
         *each(visits, 8, 24),  # inverse order
         *each(widths, 2 * w),
@@ -169,28 +193,17 @@ def experts(rows: int, hidden: int, ffn: int, num_experts: int, top: int, e: int
     backward = (
         *convert,
         *each(widths, 2 * w, w, 3 * w, 2 * w + e, 2 * w, *([w + e] if w != e else []), w),
-        *_grouped_wgrad(hidden, ffn, visits, num_experts),
-        *grouped(visits, ffn, hidden, num_experts),
-        *each(inner, 3 * e, 3 * e, 3 * e, 4 * e),
-        *_grouped_wgrad(2 * ffn, hidden, visits, num_experts),
-        *grouped(visits, hidden, 2 * ffn, num_experts),
-        *each(rows * hidden, e),
-        *each(widths + 2 * rows * hidden, e),
-        *each(rows * hidden, 3 * e),
     )
-    saved = (2 * widths + 4 * inner) * e + visits * (8 + 8 + w)
-    return Work(forward, backward, saved, 3 * max(widths * w, inner * e))
+    return Work(forward, backward, widths * e + visits * (8 + w), 3 * widths * w)
 
 
-def grouped(rows: int, n: int, k: int, num_groups: int) -> tuple[Gemm, ...]:
-    """Return products of ``rows`` in total with one (k, n) matrix per group, shares as equal as integers allow."""
-    share, rest = divmod(rows, num_groups)
-    sizes = ((share + 1, rest), (share, num_groups - rest))
-    return tuple(Gemm(m, n, k, count) for m, count in sizes if m and count)
+def grouped(counts: Mapping[int, int], n: int, k: int) -> tuple[Gemm, ...]:
+    """Return products with one (k, n) matrix per group; ``counts`` says how many groups have so many rows."""
+    return tuple(Gemm(m, n, k, count) for m, count in counts.items())
 
 
-def _grouped_wgrad(n: int, k: int, rows: int, num_groups: int) -> Kernels:
-    return tuple(Gemm(n, k, share.m, share.count) for share in grouped(rows, n, k, num_groups))
+def _grouped_wgrad(n: int, k: int, counts: Mapping[int, int]) -> Kernels:
+    return tuple(Gemm(n, k, m, count) for m, count in counts.items())
 
 
 def embedding(rows: int, vocab: int, width: int, e: int) -> Work:
