@@ -290,7 +290,7 @@ class ModelState:
 
 
 def _pieces(unit: Unit, decisions: Decisions) -> tuple[Piece, ...]:
-    sizes = decisions.piece_params(unit.num_params)
+    sizes = decisions.piece_params(unit)
     starts = (0, *itertools.accumulate(sizes))
     taken = {"host": 0, "device": 0, "staging": 0}
     pieces = []

@@ -14,7 +14,7 @@ from hwprofiles.profile import Dtype, HardwareProfile
 from hwprofiles.quantity import Curve, Quantity
 from planner.decisions import Decisions, Precision
 from planner.fabrics import Fabrics
-from planner.graph import Attention, Elementwise, Gemm, Kernel, Unit
+from planner.graph import Attention, Degrees, Elementwise, Gemm, Kernel, Unit
 from planner.layout import Layout
 from planner.lowering import stages
 from planner.models.kernels import Collective, flop, num_kernels
@@ -78,6 +78,7 @@ class CostModel:
         data_parallel: ranks that share the batch, each with one device.
         tensor_parallel: ranks that share every layer.
         pipeline_parallel: stages that share the layers.
+        expert_parallel: data-parallel ranks that share every bank of experts.
 
     Attributes:
         num_ranks, ranks_per_node: of the whole job, and of a full node; each has one device.
@@ -92,12 +93,14 @@ class CostModel:
         data_parallel: int,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
+        expert_parallel: int = 1,
     ) -> None:
         self.profile = profile
         self.warnings: dict[str, None] = {}
         self._units = {unit.name: unit for unit in units}
         self._dtype: Dtype = precision.weights
         self._dtype_bytes = precision.weight_bytes
+        self._degrees = Degrees(data_parallel, tensor_parallel, pipeline_parallel, expert_parallel)
         self._layout = Layout(data_parallel, tensor_parallel, pipeline_parallel, profile.devices_per_node)
         self._fabrics = Fabrics(profile, self._layout)
         self.num_ranks = self._layout.num_ranks
@@ -114,7 +117,7 @@ class CostModel:
         Raises:
             ValueError: there are fewer layers than pipeline stages.
         """
-        degrees = (decisions.data_parallel, decisions.tensor_parallel, decisions.pipeline_parallel)
+        degrees = dataclasses.astuple(decisions.degrees)
         return cls(profile, stages(units, decisions), decisions.precision, *degrees)
 
     @property
@@ -165,7 +168,7 @@ class CostModel:
         key = (
             task.lane,
             task.op,
-            task.unit if computes else "",
+            task.unit if computes else self._parts(task),
             task.num_bytes,
             task.num_params,
             task.num_kernels,
@@ -179,6 +182,12 @@ class CostModel:
         if (price := self._prices.get(key)) is None:
             price = self._prices[key] = self._compute(task) if computes else self._price(task)
         return price
+
+    def _parts(self, task: Task) -> int:
+        """Return how many different parts of what a collective is about the data-parallel ranks hold."""
+        if task.lane is not Lane.COLLECTIVE or task.unit not in self._units:
+            return 1
+        return self._units[task.unit].parts(self._degrees)
 
     def _price(self, task: Task) -> Price:
         if task.lane is Lane.LAUNCH:
@@ -349,7 +358,7 @@ class CostModel:
 
     def _collective(self, task: Task) -> Price:
         """Price a collective over the ranks that share the data; each level's bytes cross what it is made of."""
-        rings = self._fabrics.rings(self._layout.data_group, task.num_bytes)
+        rings = self._fabrics.rings(self._layout.replicas(self._parts(task)), task.num_bytes)
         duration_s = max((ring.time_s for ring in rings), default=0.0)
         uses: list[tuple[Resource, float]] = [(Resource.FABRIC, 1.0)]
         for ring in rings:
@@ -359,7 +368,9 @@ class CostModel:
         return Price(sum(ring.fabric.latency_s.value for ring in rings), duration_s, tuple(sorted(uses)))
 
     def _inside_unit_s(self, kernel: Collective) -> float:
-        """Return the time of a collective over tensor-parallel ranks, which the unit's next kernel waits for."""
+        """Return the time of a collective inside a unit, which its next kernel waits for."""
+        if kernel.kind == "all-to-all":
+            return self._fabrics.all_to_all_s(self._layout.parts(kernel.num_ranks), kernel.num_bytes)
         rings = self._fabrics.rings(self._layout.tensor_group, kernel.num_bytes * kernel.num_passes)
         return sum(ring.fabric.latency_s.value for ring in rings) + max((ring.time_s for ring in rings), default=0.0)
 

@@ -1,9 +1,12 @@
 """Decisions: what the planner chooses, per unit and for the whole iteration."""
 
+import functools
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from planner.graph import Degrees, Unit
 
 STATE_BYTES_PER_PARAM = 12  # fp32 master, first and second moment
 SPILLED_BYTES_PER_PARAM = 4  # a gradient that waits on NVMe does so in fp32
@@ -107,6 +110,8 @@ class Decisions(Frozen):
         data_parallel: ranks that share the model's data; each has one device.
         tensor_parallel: ranks that share every layer, for each of those; the units are then one rank's share.
         pipeline_parallel: stages that share the layers, for each of those.
+        expert_parallel: data-parallel ranks that share the experts of every layer.
+        expert_units: units that a rank's experts of a layer fall into.
         zero_stage: what is sharded over them: 1, 2 optimizer state and gradients, 3 parameters too.
         subgroup_params: most parameters of one subgroup, the grain of the optimizer step.
         num_param_slots: slots in each ring that parameters are fetched or gathered into.
@@ -143,6 +148,8 @@ class Decisions(Frozen):
     data_parallel: Annotated[int, Field(ge=1)] = 1
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     pipeline_parallel: Annotated[int, Field(ge=1)] = 1
+    expert_parallel: Annotated[int, Field(ge=1)] = 1
+    expert_units: Annotated[int, Field(ge=1)] = 1
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     subgroup_params: Annotated[int, Field(ge=1)] = 100_000_000
     num_param_slots: Annotated[int, Field(ge=1)] = 2
@@ -177,6 +184,11 @@ class Decisions(Frozen):
                 "no update can start during backward if gradients are added up at the step; set update_start to 'step' "
                 "or reduce_start to 'backward'"
             )
+        if self.data_parallel % self.expert_parallel:
+            raise ValueError(
+                f"expert_parallel {self.expert_parallel} must divide data_parallel {self.data_parallel}, whose ranks "
+                "share the experts; change one of them"
+            )
         if self.pipeline_parallel > 1:
             self._check_pipeline()
         for name, unit in self.units.items():
@@ -189,11 +201,6 @@ class Decisions(Frozen):
                 raise ValueError(
                     f"unit {name}: parameters on nvme are written back with their optimizer state; set update to "
                     "'nvme' or params to 'host'"
-                )
-            if unit.fetched and self.data_parallel > 1 and self.zero_stage in {1, 2}:
-                raise ValueError(
-                    f"unit {name}: with zero_stage {self.zero_stage} every rank's host has only the weights that it "
-                    "updates, and cannot serve the rest; set params to 'gpu' or zero_stage to 3"
                 )
         return self
 
@@ -224,7 +231,7 @@ class Decisions(Frozen):
             and not (self.module_hooks or self.loop or self.device_buffer_bytes)
             and self.max_prefetch_params is self.max_reuse_params is None
             and self.reduce_start == "backward"
-            and self.tensor_parallel == self.pipeline_parallel == 1
+            and self.tensor_parallel == self.pipeline_parallel == self.expert_parallel == self.expert_units == 1
             and not self.uses_storage
         )
 
@@ -233,10 +240,27 @@ class Decisions(Frozen):
         """Whether anything lives on NVMe, or activations leave the device."""
         return any(u.params == "nvme" or u.offloads or Place.NVME in u.update for u in self.units.values())
 
+    @functools.cached_property
+    def degrees(self) -> Degrees:
+        """How many ranks share what."""
+        return Degrees(self.data_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
+
     @property
     def num_devices(self) -> int:
         """All ranks, each with one device."""
-        return self.data_parallel * self.tensor_parallel * self.pipeline_parallel
+        return self.degrees.num_devices
+
+    def replicas(self, unit: Unit) -> int:
+        """Return how many ranks have the same part of a unit: they add up its gradient, and share it under ZeRO."""
+        return self.data_parallel // unit.parts(self.degrees) if self.data_parallel > 1 else 1
+
+    def gathers(self, unit: Unit) -> bool:
+        """Return whether a unit's parameters are sharded over ranks (ZeRO-3) and gathered for every use."""
+        return self.zero_stage == 3 and self.replicas(unit) > 1
+
+    def regathers(self, unit: Unit) -> bool:
+        """Return whether ranks give each other the shards of a unit that they updated (ZeRO-1 and 2)."""
+        return self.zero_stage in {1, 2} and self.replicas(unit) > 1
 
     def gathers_ahead(self, num_params: int) -> bool:
         """Return whether collectives of a unit of so many parameters run beside computing."""
@@ -246,17 +270,17 @@ class Decisions(Frozen):
         """Return whether the gradient of a subgroup that is updated there goes to the host."""
         return place in {Place.CPU, Place.NVME} or (place is Place.STREAM and self.gradient_path is GradientPath.ONCE)
 
-    def shard_params(self, num_params: int) -> int:
+    def shard_params(self, unit: Unit) -> int:
         """Return how many of a unit's parameters one rank updates (padded to equal shards)."""
-        return -(-num_params // self.data_parallel) if self.zero_stage >= 1 else num_params
+        return -(-unit.num_params // self.replicas(unit)) if self.zero_stage >= 1 else unit.num_params
 
-    def piece_params(self, num_params: int) -> tuple[int, ...]:
-        """Return the sizes of a unit's subgroups on one rank, in order; ``num_params`` counts the whole unit."""
-        return subgroups(self.shard_params(num_params), self.subgroup_params)
+    def piece_params(self, unit: Unit) -> tuple[int, ...]:
+        """Return the sizes of a unit's subgroups on one rank, in order."""
+        return subgroups(self.shard_params(unit), self.subgroup_params)
 
-    def placed_pieces(self, unit: str, num_params: int) -> tuple[tuple[int, Place], ...]:
+    def placed_pieces(self, unit: Unit) -> tuple[tuple[int, Place], ...]:
         """Return size and place of each of a unit's subgroups on one rank, in order."""
-        return tuple(zip(self.piece_params(num_params), self.units[unit].update, strict=True))
+        return tuple(zip(self.piece_params(unit), self.units[unit.name].update, strict=True))
 
 
 def subgroups(num_params: int, subgroup_params: int) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from planner.decisions import (
     UnitDecision,
     subgroups,
 )
-from planner.graph import Unit
+from planner.graph import Degrees, Unit
 
 # The fractions and strides that are tried when a policy leaves them to its user.
 TWIN_FLOW_FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -36,12 +36,13 @@ class Setup:
 
     Attributes:
         units: the model's units for this micro-batch, in forward order.
-        data_parallel: devices.
+        data_parallel: ranks that each work on tokens of their own.
         micro_batch: sequences per forward on each device.
         num_micro_batches: forwards per iteration.
         precision: types of weights and gradients.
         clip: clip gradients by their global norm.
         subgroup_params: parameters in one subgroup.
+        tensor_parallel, pipeline_parallel, expert_parallel, expert_units: see :class:`planner.decisions.Decisions`.
     """
 
     units: tuple[Unit, ...]
@@ -51,6 +52,26 @@ class Setup:
     precision: Precision = BF16
     clip: bool = True
     subgroup_params: int = 100_000_000
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    expert_units: int = 1
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What all decisions for it have in common."""
+        common = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del common["units"]
+        return common
+
+    @functools.cached_property
+    def degrees(self) -> Degrees:
+        """How many ranks share what."""
+        return Degrees(self.data_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
+
+    def replicas(self, unit: Unit) -> int:
+        """Return how many ranks have the same part of a unit."""
+        return self.data_parallel // unit.parts(self.degrees)
 
 
 def gpu_only(setup: Setup) -> Iterator[Decisions]:
@@ -219,25 +240,20 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
             params="host" if host else "gpu", activations="keep" if kept else "recompute", update=update
         )
     return Decisions(
+        **setup.given,
         policy="ullage",
-        precision=setup.precision,
-        micro_batch=setup.micro_batch,
-        num_micro_batches=setup.num_micro_batches,
-        data_parallel=setup.data_parallel,
         zero_stage=mix.zero_stage,
-        subgroup_params=setup.subgroup_params,
         num_param_slots=mix.num_slots,
         num_state_slots=mix.num_state_slots,
         update_start="step" if setup.clip else "backward",
         update_order="forward" if setup.clip else "backward",
-        clip=setup.clip,
         units=units,
     )
 
 
 def pieces(setup: Setup, unit: Unit) -> tuple[int, ...]:
     """Return the subgroup sizes of a unit on one rank of a sharded optimizer."""
-    return subgroups(-(-unit.num_params // setup.data_parallel), setup.subgroup_params)
+    return subgroups(-(-unit.num_params // setup.replicas(unit)), setup.subgroup_params)
 
 
 def num_subgroups(setup: Setup) -> int:
@@ -329,13 +345,8 @@ def _decide(
         offset += sum(sizes)
     return Decisions.model_validate(
         {
+            **setup.given,
             "policy": policy,
-            "precision": setup.precision,
-            "micro_batch": setup.micro_batch,
-            "num_micro_batches": setup.num_micro_batches,
-            "data_parallel": setup.data_parallel,
-            "subgroup_params": setup.subgroup_params,
-            "clip": setup.clip,
             "units": units,
             **options,
         }

@@ -56,6 +56,15 @@ class Fabrics:
             rings.append(_ring(self._between_nodes(), num_bytes / group.per_node, size))
         return rings
 
+    def all_to_all_s(self, group: Group, num_bytes: float) -> float:
+        """Return the time in which every rank of a group sends each other rank its part of so many bytes."""
+        size = group.per_node * group.nodes
+        inside, across = num_bytes * (group.per_node - 1) / size, num_bytes * (size - group.per_node) / size
+        levels = [(self._inside(), inside)] if inside else []
+        levels += [(self._between_nodes(), across)] if across else []
+        slowest_s = max((sent / fabric.bytes_per_s.value for fabric, sent in levels), default=0.0)
+        return slowest_s + sum(fabric.latency_s.value for fabric, _ in levels)
+
     def between(self, stage: int, other: int) -> Fabric:
         """Return what a rank's transfer to its counterpart in another pipeline stage crosses.
 

@@ -15,17 +15,18 @@ from planner.models.operators import (
     Batch,
     Operator,
     Part,
-    Pattern,
     layer_operators,
     layer_parts,
 )
 from planner.models.parameters import ParameterSpec, layer_path, parameters, root
+from planner.models.patterns import Degrees, Pattern
 from planner.models.sharding import share
 
 __all__ = [
     "Attention",
     "Batch",
     "Collective",
+    "Degrees",
     "Elementwise",
     "Gemm",
     "Kernel",
@@ -61,6 +62,24 @@ class Unit:
     def num_params(self) -> int:
         """Number of its own parameters."""
         return sum(spec.num_params for spec in self.parameters)
+
+    @functools.cached_property
+    def _patterns(self) -> tuple[Pattern, ...]:
+        return tuple(dict.fromkeys(operator.pattern for operator in self.operators if operator.parameters))
+
+    def parts(self, degrees: Degrees) -> int:
+        """Return how many different parts of its parameters data-parallel ranks hold; see [Note: Patterns].
+
+        Raises:
+            ValueError: its operators differ in that, so it cannot move as one.
+        """
+        found = {pattern.parts(degrees) for pattern in self._patterns} or {1}
+        if len(found) > 1:
+            raise ValueError(
+                f"unit {self.name} has operators of which data-parallel ranks hold {sorted(found)} different parts; "
+                "make them units of their own"
+            )
+        return found.pop()
 
     @functools.cached_property
     def saved_bytes(self) -> int:

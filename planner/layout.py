@@ -48,7 +48,15 @@ class Layout:
     @property
     def data_group(self) -> Group:
         """The ranks that hold the same share of the model."""
-        return self._group(self.data, max(self.devices_per_node // self.tensor, 1))
+        return self.replicas(1)
+
+    def replicas(self, parts: int) -> Group:
+        """Return the data-parallel ranks that hold the same of so many parts: every ``parts``-th."""
+        return self._group(self.data // parts, max(self.devices_per_node // (self.tensor * parts), 1))
+
+    def parts(self, parts: int) -> Group:
+        """Return the data-parallel ranks that hold different ones of so many parts: neighbours."""
+        return self._group(parts, max(self.devices_per_node // self.tensor, 1))
 
     def crosses(self, stage: int, other: int) -> bool:
         """Return whether some rank of a stage is on another node than its counterpart in another stage."""

@@ -48,6 +48,7 @@ class Plan(Frozen):
         program_version: version of the program that made it.
         model: sizes of the model.
         seq_len: tokens per sequence.
+        expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
         hardware: the profile it was made for, whole, so that the plan stands alone.
         decisions: what was chosen; with the model and the batch it determines the schedule.
         prediction: what that is predicted to take.
@@ -61,6 +62,7 @@ class Plan(Frozen):
     program_version: str
     model: ModelConfig
     seq_len: Annotated[int, Field(ge=1)]
+    expert_load: tuple[tuple[float, ...], ...] = ()
     hardware: HardwareProfile
     decisions: Decisions
     prediction: Prediction
@@ -95,6 +97,9 @@ class Plan(Frozen):
             self.seq_len,
             decisions.precision.weight_bytes,
             tensor_parallel=decisions.tensor_parallel,
+            expert_parallel=decisions.expert_parallel,
+            expert_units=decisions.expert_units,
+            expert_load=self.expert_load,
         )
         return units(build_graph(self.model, batch))
 

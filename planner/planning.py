@@ -125,7 +125,7 @@ def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
     """Return the placement in one line: what is recomputed, what the host holds, who updates how much."""
     placed = dict.fromkeys(Place, 0)
     for unit in units:
-        for num_params, place in decisions.placed_pieces(unit.name, unit.num_params):
+        for num_params, place in decisions.placed_pieces(unit):
             placed[place] += num_params
     total = sum(placed.values())
     parts = [f"{100 * n / total:.0f} % of updates {_VERBS[place]}" for place, n in placed.items() if n > total / 200]

@@ -38,6 +38,7 @@ _POLISH = 0.25
 _NUM_FITS, _FULL, _FITTED = 4, 0.995, 4e-3
 # Slots of parameters and of streamed state that are tried with them.
 _SLOTS = ((2, 2), (2, 3), (3, 3))
+_BALANCE = "balance"  # a move of its own, beside those of counts
 # First steps of a descent, as fractions of all there is to move.
 _SMALL_STEP, _LARGE_STEP = 1 / 32, 1 / 2
 
@@ -228,7 +229,6 @@ def _neighbours(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
     Units far apart come first, so that a budget that does not last for all still looks everywhere.
     """
     resident = tied(setup)
-    sharded = decisions.data_parallel > 1 and decisions.zero_stage in {1, 2}
     segments = {segment: [u for u in setup.units if u.segment == segment] for segment in swappable(setup)}
     for _, unit in sorted(enumerate(setup.units), key=lambda numbered: _scattered(numbered[0])):
         old = decisions.units[unit.name]
@@ -238,7 +238,7 @@ def _neighbours(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
             changed.append(old.model_copy(update={"update": update}))
         changed.append(old.model_copy(update={"params": "host" if old.params == "gpu" else "gpu"}))
         for new in changed:
-            fetched = new.fetched and (Place.GPU in new.update or unit.name in resident or sharded)
+            fetched = new.fetched and (Place.GPU in new.update or unit.name in resident or decisions.regathers(unit))
             if new != old and unit.num_params and not fetched:
                 yield decisions.model_copy(update={"units": decisions.units | {unit.name: new}})
         if unit.recompute and segments[unit.segment][0] is unit:
@@ -463,21 +463,12 @@ def _descend(
         if limit
     }
     while True:
-        if (trial := _balanced(mix, best, limits["num_gpu"])) != mix:
-            candidate = scorer.score(mixed(setup, trial))
-            if key(candidate) < key(best):
-                mix, best = trial, candidate
-                tell(best)
         moved = False
-        for name, step in steps.items():
-            for delta in (step, -step):
-                value = min(max(getattr(mix, name) + delta, int(name.endswith("_slots"))), limits[name])
-                trial = dataclasses.replace(mix, **{name: value})
-                if trial.num_gpu + trial.num_stream > limits["num_gpu"]:
-                    trial = dataclasses.replace(trial, num_stream=limits["num_gpu"] - trial.num_gpu)
+        for name in (_BALANCE, *steps):
+            for trial in _moves(mix, best, name, steps.get(name, 0), limits):
                 candidate = scorer.score(mixed(setup, trial))
                 if name != "num_gpu" and not best.missing_bytes and (lacking := _lacking(setup, candidate)):
-                    trial = dataclasses.replace(trial, num_gpu=max(trial.num_gpu - lacking, 0))
+                    trial = dataclasses.replace(trial, num_gpu=max(trial.num_gpu - lacking, 0))  # noqa: PLW2901
                     candidate = scorer.score(mixed(setup, trial))
                 if key(candidate) < key(best):
                     mix, best, moved = trial, candidate, True
@@ -489,3 +480,14 @@ def _descend(
             if all(step == 1 for step in steps.values()):
                 return mix, best
             steps = {name: max(step // 2, 1) for name, step in steps.items()}
+
+
+def _moves(mix: Mix, found: Candidate, name: str, step: int, limits: Mapping[str, int]) -> Iterator[Mix]:
+    """Yield the mixes that one kind of move leads to."""
+    if name == _BALANCE:
+        yield from (other for other in [_balanced(mix, found, limits["num_gpu"])] if other != mix)
+        return
+    for delta in (step, -step):
+        value = min(max(getattr(mix, name) + delta, int(name.endswith("_slots"))), limits[name])
+        moved = dataclasses.replace(mix, **{name: value})
+        yield dataclasses.replace(moved, num_stream=min(moved.num_stream, limits["num_gpu"] - moved.num_gpu))

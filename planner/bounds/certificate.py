@@ -13,7 +13,7 @@ from fractions import Fraction
 from planner.bounds.conditions import NEVER_S, OVERRUN, Space, conditions, decided
 from planner.bounds.program import LinearProgram, bound
 from planner.bounds.proof import Certificate, Proof
-from planner.bounds.solver import Solution, solve
+from planner.bounds.solver import solve
 from planner.costs import CostModel
 from planner.decisions import Decisions
 
@@ -119,7 +119,9 @@ def _prove(space: Space, cost: CostModel, limit_s: float) -> Proof:
     if solution is None:
         if proof := _does_not_fit(space, cost):
             return proof
-        solution = solve(conditions(space, cost, NEVER_S))  # it fits, but not within the limit: what is proven without one is above it
+        solution = solve(
+            conditions(space, cost, NEVER_S)
+        )  # it fits, but not within the limit: what is proven without one is above it
         assert solution is not None
     multipliers = solution.multipliers
     return Proof(zero_stage=space.given.zero_stage, bound_s=_proven(program, multipliers), multipliers=multipliers)

@@ -87,9 +87,6 @@ class _Conditions:
         self.segments = segments(space.units)
         self.weight_bytes = self.given.precision.weight_bytes
         self.repeats = self.given.num_micro_batches
-        self.ranks = self.given.data_parallel
-        self.gathers = self.ranks > 1 and self.given.zero_stage == 3
-        self.regathers = self.ranks > 1 and self.given.zero_stage in {1, 2}
         self.loads = Loads(cost, self.given)
         self.program = LinearProgram(OVERRUN if soft else TIME)
         self.program.variable(TIME, 0.0, limit_s)
@@ -115,7 +112,7 @@ class _Conditions:
         shares = Sum(*((program.variable(f"{name}:{place}"), 1.0) for place in places))
         program.at_least(f"{name}: updated somewhere", shares, Sum(("", 1.0)), equal=True)
         away = self._away(unit)
-        if self.given.zero_stage not in {1, 2} or self.ranks == 1:
+        if not self.given.regathers(unit):
             for where in ("host", "onnvme"):
                 if self._stores(where == "onnvme"):
                     away[program.variable(f"{name}:{where}")] = 1.0
@@ -138,7 +135,7 @@ class _Conditions:
     def _fills(self, unit: Unit, away: Sum) -> None:
         """Count how often parameters that are not resident come: before every use that they were not kept for."""
         program, name = self.program, unit.name
-        need = Sum(("", 1.0)) if self.gathers else away
+        need = Sum(("", 1.0)) if self.given.gathers(unit) else away
         if not need:
             return
         uses = 2.0 * self.repeats
@@ -149,7 +146,7 @@ class _Conditions:
         fills = Sum((program.variable(f"{name}:fills", 0.0, uses), 1.0))
         program.at_least(f"{name}: comes for every use", fills, Sum().plus(need, uses).plus(kept, -1.0))
         program.at_least(f"{name}: comes once at least", fills, need)
-        if self.gathers and away:
+        if self.given.gathers(unit) and away:
             fetches = Sum((program.variable(f"{name}:fetches", 0.0, uses), 1.0))
             program.at_least(f"{name}: fetched for every use", fetches, Sum().plus(away, uses).plus(kept, -1.0))
             program.at_least(f"{name}: fetched once at least", fetches, away)
@@ -185,7 +182,7 @@ class _Conditions:
 
     def _state_out(self, unit: Unit) -> Sum:
         """Return the bytes of streamed state and new weights that are stored again."""
-        shard = self.given.shard_params(unit.num_params)
+        shard = self.given.shard_params(unit)
         stored = Sum((f"{unit.name}:{Place.STREAM}", float(STATE_BYTES_PER_PARAM * shard)))
         back = f"{unit.name}:back"
         return stored.plus({back: float(self.weight_bytes * shard)} if back in self.program.boxes else {})
@@ -227,21 +224,21 @@ class _Conditions:
     def _work_of(self, unit: Unit) -> None:
         """Add what a unit's parameters, gradients and updates take in an iteration."""
         total, name = self.total, unit.name
-        shard = self.given.shard_params(unit.num_params)
+        shard = self.given.shard_params(unit)
         self._updates(total, unit)
         self.loads.copy(total, Resource.LINK_DOWN, self.weight_bytes * shard, Sum((f"{name}:upload", 1.0)))
         by = Sum().plus(self._leaves(unit), float(self.repeats))
         self.loads.copy(total, Resource.LINK_UP, self.weight_bytes * shard, by)
         self.loads.copy(total, Resource.LINK_UP, 1.0, self._state_out(unit))
-        if self.ranks > 1:
+        if self.given.replicas(unit) > 1:
             # Where whole gradients pile up on the device, they are added up once.
             resident = Sum((f"{name}:{Place.GPU}", 1.0), (f"{name}:{Place.STREAM}", 1.0))
             rest = self.repeats - 1.0
             often = Sum(("", float(self.repeats))).plus(resident if self.given.zero_stage < 2 else {}, -rest)
             self.loads.scatter(total, unit, often)
-        if self.regathers:
+        if self.given.regathers(unit):
             self.loads.gather(total, unit, Sum(("", 1.0)))
-        if self.gathers:
+        if self.given.gathers(unit):
             self.loads.gather(total, unit, Sum((f"{name}:fills", 1.0)))
         fetched = next((v for v in (f"{name}:fetches", f"{name}:fills") if v in self.program.boxes), None)
         if fetched and (away := self._away(unit)):
@@ -258,7 +255,7 @@ class _Conditions:
         self.loads.update(load, unit, Lane.CPU, self._on_host(unit))
         streamed = Sum((f"{unit.name}:{Place.STREAM}", 1.0))
         self.loads.update(load, unit, Lane.GPU_UPDATE, Sum((f"{unit.name}:{Place.GPU}", 1.0)).plus(streamed))
-        shard = self.given.shard_params(unit.num_params)
+        shard = self.given.shard_params(unit)
         self.loads.copy(load, Resource.LINK_DOWN, STATE_BYTES_PER_PARAM * shard, streamed)
         gradient = Sum((f"{unit.name}:{Place.STREAM}", 1.0), (f"{unit.name}:stays", -1.0))
         self.loads.copy(load, Resource.LINK_DOWN, self.weight_bytes * shard, gradient)
@@ -303,9 +300,9 @@ class _Conditions:
         """Return what gradients of one micro-batch take to where they are updated."""
         load: Load = defaultdict(Sum)
         if unit.num_params:
-            num_bytes = self.weight_bytes * self.given.shard_params(unit.num_params)
+            num_bytes = self.weight_bytes * self.given.shard_params(unit)
             self.loads.copy(load, Resource.LINK_UP, num_bytes, self._leaves(unit))
-            if self.ranks > 1:
+            if self.given.replicas(unit) > 1:
                 self.loads.scatter(load, unit, Sum(("", 1.0)))
         return load
 
@@ -314,10 +311,10 @@ class _Conditions:
         load: Load = defaultdict(Sum)
         if unit.num_params:
             self._updates(load, unit)
-            num_bytes = self.weight_bytes * self.given.shard_params(unit.num_params)
+            num_bytes = self.weight_bytes * self.given.shard_params(unit)
             comes = Sum((f"{unit.name}:upload", 1.0)).plus(self._away(unit))
             self.loads.copy(load, Resource.LINK_DOWN, num_bytes, comes)
-            if self.gathers or self.regathers:
+            if self.given.gathers(unit) or self.given.regathers(unit):
                 self.loads.gather(load, unit, Sum(("", 1.0)))
         return load
 
@@ -362,7 +359,7 @@ class _Conditions:
         self._device_memory(float(capacity[Tier.GPU]))
         host, nvme = Sum(), Sum()
         for unit in (unit for unit in self.units if unit.num_params):
-            shard = self.given.shard_params(unit.num_params)
+            shard = self.given.shard_params(unit)
             name, updated = unit.name, Sum((f"{unit.name}:{Place.CPU}", 1.0))
             host.plus(updated, (STATE_BYTES_PER_PARAM + self.weight_bytes) * shard)  # and its gradient
             host[f"{name}:{Place.STREAM}"] += STATE_BYTES_PER_PARAM * shard
@@ -402,7 +399,7 @@ class _Conditions:
                 held[""] += (inside + unit.workspace_bytes + self.weight_bytes * unit.num_params) * scale
                 if f"{segment[0].segment}:recompute" in program.boxes:
                     held[f"{segment[0].segment}:recompute"] += segment[0].activation_output_bytes * scale
-                needed = Sum(("", 1.0)) if self.gathers else self._away(unit)
+                needed = Sum(("", 1.0)) if self.given.gathers(unit) else self._away(unit)
                 if unit.num_params:
                     held.plus(needed, whole[position][""])
                 name = f"memory: device at the backward of {unit.name}"
@@ -428,23 +425,23 @@ class _Conditions:
     def _resident_gradient(self, unit: Unit, scale: float) -> Sum:
         if not unit.num_params:
             return Sum()
-        num_bytes = self.weight_bytes * self.given.shard_params(unit.num_params) * scale
+        num_bytes = self.weight_bytes * self.given.shard_params(unit) * scale
         return Sum((f"{unit.name}:{Place.GPU}", num_bytes), (f"{unit.name}:stays", num_bytes))
 
     def _always(self, scale: float) -> Sum:
         """Return the share of memory of parameters, state and slots for state that never leave the device."""
         held = Sum()
         state_bytes = STATE_BYTES_PER_PARAM - (4 if self.given.precision.master_is_weight else 0)
-        largest = max(self.given.shard_params(unit.num_params) for unit in self.units)
+        largest = max(self.given.shard_params(unit) for unit in self.units)
         slot = self.program.variable(_STATE_SLOT, 0.0, STATE_BYTES_PER_PARAM * largest * scale)
         held[slot] += 1.0
         for unit in (unit for unit in self.units if unit.num_params):
-            shard = self.given.shard_params(unit.num_params)
-            resident = self.weight_bytes * (shard if self.gathers else unit.num_params)
+            shard = self.given.shard_params(unit)
+            resident = self.weight_bytes * (shard if self.given.gathers(unit) else unit.num_params)
             held.plus(Sum(("", 1.0)).plus(self._away(unit), -1.0), resident * scale)
             held[f"{unit.name}:{Place.GPU}"] += state_bytes * shard * scale
             # The largest of the subgroups that are streamed is no smaller than their mean.
-            mean = shard / len(self.given.piece_params(unit.num_params))
+            mean = shard / len(self.given.piece_params(unit))
             streamed = Sum((f"{unit.name}:{Place.STREAM}", STATE_BYTES_PER_PARAM * mean * scale))
             self.program.at_least(f"{unit.name}: fits the state slot", Sum((slot, 1.0)), streamed)
         return held
@@ -484,7 +481,7 @@ def decided(program: LinearProgram, units: Sequence[Unit], decisions: Decisions)
     fixed: dict[str, float] = {}
     for unit in units:
         choice = decisions.units[unit.name]
-        pieces = decisions.placed_pieces(unit.name, unit.num_params)
+        pieces = decisions.placed_pieces(unit)
         for place in Place:
             share = sum(size for size, where in pieces if where is place) / max(sum(size for size, _ in pieces), 1)
             fixed[f"{unit.name}:{place}"] = share

@@ -41,13 +41,13 @@ class Loads:
 
     def update(self, load: Load, unit: Unit, lane: Lane, by: Sum) -> None:
         """Add the update of a unit, at what its cheapest subgroup takes per parameter."""
-        shard = self.given.shard_params(unit.num_params)
+        shard = self.given.shard_params(unit)
         for key, cheapest in self._cheapest(unit, lane).items():
             load[key].plus(by, cheapest * shard)
 
     def _cheapest(self, unit: Unit, lane: Lane) -> dict[Key, float]:
         found: dict[Key, float] = {}
-        for size in set(self.given.piece_params(unit.num_params)):
+        for size in set(self.given.piece_params(unit)):
             load: Load = defaultdict(Sum)
             self.charge(load, Task(0, lane, Op.UPDATE, Phase.UPDATE, unit.name, num_params=size), Sum(("", 1.0)))
             for key, amount in load.items():
@@ -83,12 +83,12 @@ class Loads:
     def gather(self, load: Load, unit: Unit, by: Sum) -> None:
         """Add a collective that gathers a unit's parameters."""
         num_bytes = self.weight_bytes * unit.num_params
-        self.charge(load, Task(0, Lane.COLLECTIVE, Op.GATHER, Phase.FORWARD, num_bytes=num_bytes), by)
+        self.charge(load, Task(0, Lane.COLLECTIVE, Op.GATHER, Phase.FORWARD, unit.name, num_bytes=num_bytes), by)
 
     def scatter(self, load: Load, unit: Unit, by: Sum) -> None:
         """Add a collective that adds up a unit's gradient over the ranks: to shards, or to all of it in stage 0."""
         num_bytes = self.weight_bytes * unit.num_params * (2 if self.given.zero_stage == 0 else 1)
-        self.charge(load, Task(0, Lane.COLLECTIVE, Op.SCATTER, Phase.BACKWARD, num_bytes=num_bytes), by)
+        self.charge(load, Task(0, Lane.COLLECTIVE, Op.SCATTER, Phase.BACKWARD, unit.name, num_bytes=num_bytes), by)
 
     def per_byte(self, direction: Resource, key: Key) -> float:
         """Return the seconds of a resource that one byte across the host link takes."""

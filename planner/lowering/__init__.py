@@ -60,7 +60,12 @@ def check(units: tuple[Unit, ...], decisions: Decisions) -> None:
         raise ValueError(f"decisions and model differ in units {', '.join(strange[:3])}; plan this model again")
     for unit in units:
         decided = decisions.units[unit.name]
-        if (want := len(decisions.piece_params(unit.num_params))) != len(decided.update):
+        if decided.fetched and decisions.regathers(unit):
+            raise ValueError(
+                f"unit {unit.name}: with zero_stage {decisions.zero_stage} every rank's host has only the weights that "
+                "it updates, and cannot serve the rest; set params to 'gpu' or zero_stage to 3"
+            )
+        if (want := len(decisions.piece_params(unit))) != len(decided.update):
             raise ValueError(
                 f"unit {unit.name} has {want} subgroups of at most {decisions.subgroup_params} parameters, but "
                 f"{len(decided.update)} places; give one place per subgroup"

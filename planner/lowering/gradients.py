@@ -68,7 +68,7 @@ def _reduce(program: Program, unit: Unit, backward: Draft) -> str:
     # Where whole gradients pile up on the device, ranks need to agree only once, after the last micro-batch.
     piles_up = decisions.zero_stage < 2 and not program.flushed_params(unit)
     last = backward.micro_batch == decisions.num_micro_batches - 1
-    if decisions.data_parallel == 1 or (piles_up and not (last and decisions.reduce_start == "backward")):
+    if decisions.replicas(unit) == 1 or (piles_up and not (last and decisions.reduce_start == "backward")):
         return backward.key
     scatter = _scatter(program, unit, backward.micro_batch)
     scatter.after = [backward.key]
@@ -81,7 +81,7 @@ def _reduce_at_step(program: Program) -> None:
     exchange_tied(program)
     ends = {program.stage_of[draft.unit]: draft.key for draft in compute_drafts(program)}
     for unit in reversed(program.units):
-        if unit.num_params and program.decisions.data_parallel > 1 and not program.flushed_params(unit):
+        if unit.num_params and program.decisions.replicas(unit) > 1 and not program.flushed_params(unit):
             scatter = _scatter(program, unit, program.decisions.num_micro_batches - 1)
             if scatter.key not in program.drafts:
                 exchange = exchanged(unit)

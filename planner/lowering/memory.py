@@ -4,7 +4,7 @@ from planner.decisions import SPILLED_BYTES_PER_PARAM, STATE_BYTES_PER_PARAM, Gr
 from planner.graph import Unit, segments
 from planner.lowering.activations import evicts
 from planner.lowering.compute import AGAIN, compute_drafts
-from planner.lowering.parameters import assign_slots, gathers
+from planner.lowering.parameters import assign_slots
 from planner.lowering.program import Program
 from planner.lowering.storage import spilled_bytes, written_weight_bytes
 from planner.schedule import MemoryClass, Op, Tier
@@ -39,14 +39,15 @@ def _parameters(program: Program) -> None:
     slots = assign_slots(program)
     for slot, num_params in enumerate(slots.num_params):
         program.hold(Tier.GPU, MemoryClass.PARAMETERS, weight_bytes * num_params, f"slot {slot}")
-        if any(slots.of_unit[u.name] == slot for u in program.units if decisions.units[u.name].params == "nvme"):
-            num_bytes = weight_bytes * decisions.shard_params(num_params)
+        read = [u for u in program.units if decisions.units[u.name].params == "nvme" and slots.of_unit[u.name] == slot]
+        if read:
+            num_bytes = weight_bytes * max(decisions.shard_params(unit) for unit in read)
             program.hold(Tier.HOST, MemoryClass.PARAMETERS, num_bytes, f"buffer of slot {slot}")
     for unit in program.units:
-        resident = decisions.shard_params(unit.num_params) if gathers(program) else unit.num_params
+        resident = decisions.shard_params(unit) if decisions.gathers(unit) else unit.num_params
         if decisions.units[unit.name].params == "gpu":
             program.hold(Tier.GPU, MemoryClass.PARAMETERS, weight_bytes * resident, unit.name)
-        shard = decisions.shard_params(unit.num_params)
+        shard = decisions.shard_params(unit)
         # The host's copy of what it updates or serves; in fp32 the master copy serves, where it is on the host.
         if decisions.units[unit.name].params == "nvme":
             program.hold(Tier.NVME, MemoryClass.PARAMETERS, written_weight_bytes(program, unit) * shard, unit.name)
@@ -58,7 +59,7 @@ def _parameters(program: Program) -> None:
 
 
 def _optimizer(program: Program, unit: Unit) -> None:
-    shard = program.decisions.shard_params(unit.num_params)
+    shard = program.decisions.shard_params(unit)
     host = program.placed_params(unit, Place.CPU, Place.STREAM, Place.NVME)
     resident_bytes = STATE_BYTES_PER_PARAM - (4 if program.decisions.precision.master_is_weight else 0)
     nvme = program.placed_params(unit, Place.NVME)
@@ -71,7 +72,7 @@ def _gradients(program: Program, unit: Unit, maker: str) -> None:
     decisions = program.decisions
     weight_bytes = decisions.precision.weight_bytes
     host = program.flushed_params(unit)
-    resident = decisions.shard_params(unit.num_params) - host
+    resident = decisions.shard_params(unit) - host
     if decisions.gradient_path is not GradientPath.ONCE:
         # DeepSpeed's flat buffer for what the device updates is allocated once, before training.
         fixed = program.placed_params(unit, Place.GPU)
@@ -88,7 +89,7 @@ def _gradients(program: Program, unit: Unit, maker: str) -> None:
             label = f"{unit.name} unreduced"
             program.hold(Tier.GPU, MemoryClass.GRADIENTS, weight_bytes * unit.num_params, label, made, scatter)
             made = scatter
-        elif decisions.data_parallel > 1:
+        elif decisions.replicas(unit) > 1:
             continue
         if host:
             end = f"flush:{unit.name}:{micro_batch}"
@@ -133,12 +134,7 @@ def _tied_gradients(program: Program) -> None:
 
 def _state_slots(program: Program) -> None:
     decisions = program.decisions
-    streamed = [
-        n
-        for unit in program.units
-        for n, place in decisions.placed_pieces(unit.name, unit.num_params)
-        if place is Place.STREAM
-    ]
+    streamed = [n for unit in program.units for n, place in decisions.placed_pieces(unit) if place is Place.STREAM]
     gradient_bytes = decisions.precision.weight_bytes if decisions.flushes(Place.STREAM) else 0
     per_param = STATE_BYTES_PER_PARAM + gradient_bytes
     for slot in range(min(decisions.num_state_slots, len(streamed))):
@@ -151,7 +147,7 @@ def _nvme_slots(program: Program) -> None:
     sizes = [
         n * (STATE_BYTES_PER_PARAM + spilled_bytes(program) + written_weight_bytes(program, unit))
         for unit in program.units
-        for n, place in decisions.placed_pieces(unit.name, unit.num_params)
+        for n, place in decisions.placed_pieces(unit)
         if place is Place.NVME
     ]
     for slot in range(min(decisions.num_nvme_slots, len(sizes))):

@@ -46,12 +46,7 @@ def assign_slots(program: Program) -> Slots:
 
 def needs_slot(program: Program, unit: Unit) -> bool:
     """Return whether a unit's full parameters are on the device only while they are in a slot."""
-    return unit.num_params > 0 and (program.decisions.units[unit.name].fetched or gathers(program))
-
-
-def gathers(program: Program) -> bool:
-    """Return whether parameters are sharded over ranks (ZeRO-3) and gathered for every use."""
-    return program.decisions.zero_stage == 3 and program.decisions.data_parallel > 1
+    return unit.num_params > 0 and (program.decisions.units[unit.name].fetched or program.decisions.gathers(unit))
 
 
 def parameters(program: Program) -> None:
@@ -71,7 +66,7 @@ def parameters(program: Program) -> None:
             if slot is None:
                 continue
             held, used = occupant.get(slot, ("", ""))
-            if held != name or _released(program, passed - used_at[name]):
+            if held != name or _released(program, units[name], passed - used_at[name]):
                 # Lanes are first-in first-out, so fills are issued in the order of use: one whose slot is free early,
                 # but whose weights are updated late, would hold up all behind it.
                 latest = max(latest, positions.get(used, -1))
@@ -89,10 +84,10 @@ def parameters(program: Program) -> None:
     _bound_reads(program, reads)
 
 
-def _released(program: Program, num_params: int) -> bool:
+def _released(program: Program, unit: Unit, num_params: int) -> bool:
     """Return whether what was gathered is given up before it is needed again, so many parameters later."""
     limit = program.decisions.max_reuse_params
-    return gathers(program) and limit is not None and num_params > limit
+    return program.decisions.gathers(unit) and limit is not None and num_params > limit
 
 
 def _bound_reads(program: Program, reads: dict[int, list[str]]) -> None:
@@ -110,9 +105,9 @@ def _fill(program: Program, unit: Unit, slot: int, user: Draft, after: str | Non
     weight_bytes = decisions.precision.weight_bytes
     tasks: list[Draft] = []
     if decisions.units[unit.name].fetched:
-        num_bytes = weight_bytes * decisions.shard_params(unit.num_params)
+        num_bytes = weight_bytes * decisions.shard_params(unit)
         tasks.append(Draft(f"fetch:{user.key}:{unit.name}", Lane.H2D, Op.FETCH, user.phase, num_bytes=num_bytes))
-    if gathers(program):
+    if decisions.gathers(unit):
         num_bytes = weight_bytes * unit.num_params
         tasks.append(
             Draft(f"gather:{user.key}:{unit.name}", Lane.COLLECTIVE, Op.GATHER, user.phase, num_bytes=num_bytes)
@@ -124,7 +119,7 @@ def _fill(program: Program, unit: Unit, slot: int, user: Draft, after: str | Non
     for previous, task in itertools.pairwise(tasks):
         task.after.append(previous.key)
     where = program.behind[anchor] if anchor else program.before[program.spine[0].key]
-    if gathers(program) and not decisions.gathers_ahead(unit.num_params):  # not before the caller gets there
+    if decisions.gathers(unit) and not decisions.gathers_ahead(unit.num_params):  # not before the caller gets there
         where = program.before[user.key]
         position = program.spine.index(user)
         tasks[-1].after += [draft.key for draft in program.spine[max(position - 1, 0) : position]]

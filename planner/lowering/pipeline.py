@@ -18,8 +18,9 @@ from planner.decisions import Decisions, Place, UnitDecision
 from planner.graph import Unit, segments
 from planner.lowering.program import Draft, Program
 from planner.models.kernels import Collective, Kernels
-from planner.models.operators import Operator, Pattern
+from planner.models.operators import Operator
 from planner.models.parameters import ParameterSpec
+from planner.models.patterns import Pattern
 from planner.schedule import Lane, Op, Phase
 
 _PHASES = {Op.FORWARD: Phase.FORWARD, Op.BACKWARD: Phase.BACKWARD}
@@ -60,7 +61,7 @@ def stage_decisions(merged: tuple[Unit, ...], decisions: Decisions) -> Decisions
         unit.name: UnitDecision(
             params="gpu",
             activations="keep",
-            update=(Place.GPU,) * len(decisions.piece_params(unit.num_params)),
+            update=(Place.GPU,) * len(decisions.piece_params(unit)),
         )
         for unit in merged
     }

@@ -82,7 +82,7 @@ class Program:
 
     def placed_params(self, unit: Unit, *places: Place) -> int:
         """Return how many of a unit's parameters (on one rank) are updated at some places."""
-        pieces = self.decisions.placed_pieces(unit.name, unit.num_params)
+        pieces = self.decisions.placed_pieces(unit)
         return sum(num_params for num_params, place in pieces if place in places)
 
     def flushed_params(self, unit: Unit) -> int:

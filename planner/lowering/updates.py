@@ -3,7 +3,7 @@
 from planner.decisions import STATE_BYTES_PER_PARAM, HostUpdate, Place
 from planner.graph import Unit
 from planner.lowering.gradients import gradient_ready
-from planner.lowering.parameters import first_forward, gathers, issue_ahead
+from planner.lowering.parameters import first_forward, issue_ahead
 from planner.lowering.program import Draft, Program
 from planner.lowering.storage import StateRing
 from planner.schedule import Lane, Op, Phase
@@ -27,7 +27,7 @@ def updates(program: Program) -> None:
     blocker: str | None = None
     for position, unit in order if forward else reversed(order):
         done: list[str] = []
-        for piece, (num_params, place) in enumerate(decisions.placed_pieces(unit.name, unit.num_params)):
+        for piece, (num_params, place) in enumerate(decisions.placed_pieces(unit)):
             ready = _ready(program, unit, place)
             if place is Place.CPU:
                 updated = _on_cpu(program, unit, piece, num_params, ready + ([blocker] if blocker else []))
@@ -166,7 +166,7 @@ def _gate(program: Program, unit: Unit, position: int, done: list[str]) -> None:
     """Make the next use of a unit wait for its updates, or the whole next iteration if nothing overlaps."""
     decisions = program.decisions
     user = first_forward(program, unit.name)
-    if decisions.data_parallel > 1 and decisions.zero_stage in {1, 2}:
+    if decisions.regathers(unit):
         done = [_regather(program, unit, position, done)]
     if not decisions.overlap_next_forward:
         start = program.spine[0]
@@ -186,7 +186,7 @@ def _gate(program: Program, unit: Unit, position: int, done: list[str]) -> None:
 
 def _regather(program: Program, unit: Unit, position: int, done: list[str]) -> str:
     """Give every rank the others' updated shards (ZeRO-1 and 2, where parameters themselves are not sharded)."""
-    assert not gathers(program)
+    assert not program.decisions.gathers(unit)
     num_bytes = program.decisions.precision.weight_bytes * unit.num_params
     key = f"gather:{unit.name}"
     gather = Draft(key, Lane.COLLECTIVE, Op.GATHER, Phase.UPDATE, unit.name, num_bytes=num_bytes)

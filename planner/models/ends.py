@@ -9,13 +9,13 @@ from planner.models.kernels import Work, all_reduce, each
 from planner.models.operators import (
     Batch,
     Operator,
-    Pattern,
     has_learned_positions,
     norm_work,
     sum_input_gradient,
     sum_output,
 )
 from planner.models.parameters import ParameterSpec, root
+from planner.models.patterns import Pattern
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,23 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterable
-from enum import StrEnum
 from typing import Literal
 
 from planner.models import experts, megatron, work
 from planner.models.config import ModelConfig
 from planner.models.kernels import Attention, Collective, Kernels, Work, all_reduce, each, flop
 from planner.models.parameters import ParameterSpec, layer_path, layer_shapes
-
-
-class Pattern(StrEnum):
-    """How an operator can be spread over devices that work on the same tokens."""
-
-    REPLICATE = "replicate"  # every device computes all of it
-    SHARD = "shard"  # no parameters: every device computes its share of heads, channels or vocabulary
-    COLUMN = "column"  # weights split by output: no communication before, a share of the output after
-    ROW = "row"  # weights split by input: partial sums, to be reduced after
-    EXPERT = "expert"  # whole experts per device: tokens are exchanged before and after
+from planner.models.patterns import Pattern
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ def decide(model_units: tuple[Unit, ...], place: Place = Place.CPU, *, recompute
             unit.name: UnitDecision(
                 params=params if unit.num_params else "gpu",
                 activations=activations if unit.recompute else "keep",
-                update=(place,) * len(empty.piece_params(unit.num_params)),
+                update=(place,) * len(empty.piece_params(unit)),
             )
             for unit in model_units
         },
@@ -77,7 +77,7 @@ def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> Decisions:
         anywhere = unit.num_params > 0 and not never_on_host
         params = draw(st.sampled_from(["gpu", "host", "nvme"])) if anywhere else "gpu"
         places = {"gpu": list(Place), "host": [Place.CPU, Place.STREAM, Place.NVME], "nvme": [Place.NVME]}[params]
-        count = len(empty.piece_params(unit.num_params))
+        count = len(empty.piece_params(unit))
         update = draw(st.lists(st.sampled_from(places), min_size=count, max_size=count))
         chosen[unit.name] = UnitDecision(
             params=params, activations=activations.get(unit.segment, "keep"), update=tuple(update)

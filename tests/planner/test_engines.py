@@ -219,7 +219,7 @@ def test_pieces_agree_with_decisions(ranks: int) -> None:
     for policy in POLICIES.values():
         for decisions in policy(chosen):
             for unit in UNITS:
-                assert decisions.piece_params(unit.num_params) == pieces(chosen, unit)
+                assert decisions.piece_params(unit) == pieces(chosen, unit)
 
 
 def test_prepare_makes_units_for_the_batch_and_the_precision() -> None:

@@ -194,12 +194,12 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     uploaded = stored_weights = read = 0
     for unit in case.units:
         decided = decisions.units[unit.name]
-        for n, place in zip(decisions.piece_params(unit.num_params), decided.update, strict=True):
+        for n, place in zip(decisions.piece_params(unit), decided.update, strict=True):
             params[place] += n
             uploaded += n * (place in {Place.CPU, Place.NVME} and decided.params == "gpu")
             read += n * (decided.params == "nvme")
             stored_weights += n * (place is Place.STREAM and decided.params == "host")
-    total = sum(decisions.shard_params(unit.num_params) for unit in case.units)
+    total = sum(decisions.shard_params(unit) for unit in case.units)
     assert sum(params.values()) == total
     assert updated[Lane.CPU] == params[Place.CPU] + params[Place.NVME]
     assert updated[Lane.GPU_UPDATE] == params[Place.GPU] + params[Place.STREAM]
@@ -440,7 +440,7 @@ def test_decisions_for_another_model_are_refused() -> None:
 )
 def test_decisions_that_contradict_each_other_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        decide(DENSE, **options)
+        lower(DENSE, decide(DENSE, **options), asynchronous=False)
 
 
 @settings(SLOW, max_examples=30)
