@@ -11,16 +11,20 @@ import math
 from fractions import Fraction
 
 from planner.bounds.conditions import OVERRUN, Space, conditions, decided
+from planner.bounds.order import order_bound_s
 from planner.bounds.program import LinearProgram, bound
 from planner.bounds.proof import Certificate, Proof
 from planner.bounds.solver import Solution, solve
 from planner.costs import CostModel
 from planner.decisions import Decisions
+from planner.lowering import lower
 
 # Schedules that take longer than this many times a plan are of no interest; the limit keeps numbers near one.
 _LIMIT = 2.0
 # Where nothing fits, time does not matter; any limit will do that no iteration reaches.
 _NEVER_S = 1e9
+# Simulating is deterministic on one machine; elsewhere the last digits of sums may differ.
+_RELATIVE = 1e-9
 
 
 class CertificateError(ValueError):
@@ -56,7 +60,11 @@ def certify(space: Space, cost: CostModel, decisions: Decisions, iteration_s: fl
     bound_s = min(proof.bound_s for proof in proofs if proof.bound_s is not None)
     placement_s = max(bound_s, _proven(program, solution.multipliers))
     return Certificate(
-        bound_s=bound_s, placement_bound_s=placement_s, proofs=proofs, placement=dict(solution.multipliers)
+        bound_s=bound_s,
+        placement_bound_s=placement_s,
+        order_bound_s=_ordered(space, cost, decisions, placement_s, iteration_s),
+        proofs=proofs,
+        placement=dict(solution.multipliers),
     )
 
 
@@ -93,6 +101,9 @@ def check(certificate: Certificate, space: Space, cost: CostModel, decisions: De
         raise CertificateError(f"placement_bound_s is {stated!r}, but only {float(proven)!r} is proven")
     if stated > iteration_s:
         raise CertificateError(f"placement_bound_s is {stated!r}, above the plan's own time {iteration_s!r}")
+    ordered = _ordered(space, cost, decisions, stated, iteration_s)
+    if abs(certificate.order_bound_s - ordered) > _RELATIVE * ordered:
+        raise CertificateError(f"order_bound_s is {certificate.order_bound_s!r}, but the schedule's is {ordered!r}")
 
 
 def check_proof(proof: Proof, space: Space, cost: CostModel, limit_s: float) -> None:
@@ -118,6 +129,12 @@ def _placed(space: Space, cost: CostModel, decisions: Decisions, limit_s: float)
     """Return the conditions on schedules that place everything as a plan does."""
     own = Space.of(space.units, decisions, storage=space.storage)
     return decided(conditions(own, cost, limit_s), space.units, decisions)
+
+
+def _ordered(space: Space, cost: CostModel, decisions: Decisions, placement_s: float, iteration_s: float) -> float:
+    """Return what the plan's own schedule takes at least, as far as anything proves it."""
+    schedule = lower(space.units, decisions, asynchronous=cost.asynchronous)
+    return min(max(order_bound_s(schedule, cost), placement_s), iteration_s)
 
 
 def _prove(space: Space, cost: CostModel, limit_s: float) -> Proof:
