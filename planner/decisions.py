@@ -1,6 +1,5 @@
 """Decisions: what the planner chooses, per unit and for the whole iteration."""
 
-import functools
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
@@ -240,7 +239,7 @@ class Decisions(Frozen):
         """Whether anything lives on NVMe, or activations leave the device."""
         return any(u.params == "nvme" or u.offloads or Place.NVME in u.update for u in self.units.values())
 
-    @functools.cached_property
+    @property
     def degrees(self) -> Degrees:
         """How many ranks share what."""
         return Degrees(self.data_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)

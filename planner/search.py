@@ -132,9 +132,9 @@ class Scorer:
         peaks = memory_peaks(timeline, steady, cost)
         missing = {tier: use.missing_bytes for tier, use in peaks.items() if use.missing_bytes}
         filled = {tier: use.peak_bytes / capacity[tier] for tier, use in peaks.items() if use.peak_bytes}
-        overload, traffic_bytes = _overload(missing, capacity), _traffic_bytes(schedule)
+        overload, moved_bytes = _overload(missing, capacity), traffic_bytes(schedule)
         return Candidate(
-            decisions, timeline.period_s(steady), missing, overload, traffic_bytes, filled, timeline.busy_s(steady)
+            decisions, timeline.period_s(steady), missing, overload, moved_bytes, filled, timeline.busy_s(steady)
         )
 
 
@@ -302,7 +302,8 @@ def _overload(missing_bytes: dict[Tier, int], capacity_bytes: dict[Tier, int]) -
     return sum(num_bytes / capacity_bytes[tier] for tier, num_bytes in missing_bytes.items())
 
 
-def _traffic_bytes(schedule: Schedule) -> int:
+def traffic_bytes(schedule: Schedule) -> int:
+    """Return the bytes that cross links and host memory in an iteration, hidden or not."""
     on_cpu = sum(task.num_params for task in schedule.tasks if task.lane is Lane.CPU)
     return sum(task.num_bytes for task in schedule.tasks) + UPDATE_BYTES_PER_PARAM * on_cpu
 

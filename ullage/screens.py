@@ -106,11 +106,10 @@ def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
 
 def gap_line(certificate: Certificate, iteration_s: float) -> str:
     """Return how far from the best a plan can be at most, and where that lies."""
-    schedule = iteration_s / certificate.placement_bound_s - 1
+    parts = ", ".join(f"{percent(part)} {name}" for name, part in certificate.gap_parts(iteration_s).items())
     return (
         f"within {percent(certificate.gap(iteration_s))} of what any schedule on device and host can do here "
-        f"({si(certificate.bound_s, 's')}, proven): {percent(certificate.placement_gap)} by placement, "
-        f"{percent(schedule)} by the schedule"
+        f"({si(certificate.bound_s, 's')}, proven): {parts}"
     )
 
 

@@ -56,7 +56,7 @@ def cell(model: str, machine: str, num_devices: int) -> dict[str, Any]:
         "iteration_s": iteration_s,
         "bound_s": certificate.bound_s,
         "gap": certificate.gap(iteration_s),
-        "placement_gap": certificate.placement_gap,
+        "gap_parts": certificate.gap_parts(iteration_s),
         "best_engine": best.name if best else None,
         "best_engine_over_ours": best.iteration_s / iteration_s if best and best.iteration_s else None,
         "plan_s": round(plan_s, 2),

@@ -11,14 +11,18 @@ import math
 from fractions import Fraction
 
 from planner.bounds.conditions import NEVER_S, OVERRUN, Space, conditions, decided
+from planner.bounds.order import order_bound_s
 from planner.bounds.program import LinearProgram, bound
 from planner.bounds.proof import Certificate, Proof
 from planner.bounds.solver import solve
 from planner.costs import CostModel
 from planner.decisions import Decisions
+from planner.lowering import lower
 
 # Schedules that take longer than this many times a plan are of no interest; the limit keeps numbers near one.
-_LIMIT = 2.0
+LIMIT = 2.0
+# Simulating is deterministic on one machine; elsewhere the last digits of sums may differ.
+_RELATIVE = 1e-9
 
 
 class CertificateError(ValueError):
@@ -41,7 +45,7 @@ def certify(space: Space, cost: CostModel, decisions: Decisions, iteration_s: fl
         decisions: the plan's.
         iteration_s: what the plan takes.
     """
-    limit_s = _LIMIT * iteration_s
+    limit_s = LIMIT * iteration_s
     proofs = tuple(_prove(one, cost, limit_s) for one in spaces(space))
     program = _placed(space, cost, decisions, limit_s)
     solution = solve(program)
@@ -49,7 +53,11 @@ def certify(space: Space, cost: CostModel, decisions: Decisions, iteration_s: fl
     bound_s = min(proof.bound_s for proof in proofs if proof.bound_s is not None)
     placement_s = max(bound_s, _proven(program, solution.multipliers))
     return Certificate(
-        bound_s=bound_s, placement_bound_s=placement_s, proofs=proofs, placement=dict(solution.multipliers)
+        bound_s=bound_s,
+        placement_bound_s=placement_s,
+        order_bound_s=_ordered(space, cost, decisions, placement_s, iteration_s),
+        proofs=proofs,
+        placement=dict(solution.multipliers),
     )
 
 
@@ -74,18 +82,21 @@ def check(certificate: Certificate, space: Space, cost: CostModel, decisions: De
     if sorted(proof.zero_stage for proof in certificate.proofs) != sorted(stages):
         raise CertificateError(f"the certificate must have one proof for each of the ZeRO stages {sorted(stages)}")
     for proof in certificate.proofs:
-        check_proof(proof, stages[proof.zero_stage], cost, _LIMIT * iteration_s)
+        check_proof(proof, stages[proof.zero_stage], cost, LIMIT * iteration_s)
     bounds = [proof.bound_s for proof in certificate.proofs if proof.bound_s is not None]
     if not bounds or certificate.bound_s > min(bounds):
         raise CertificateError(
             f"bound_s is {certificate.bound_s!r}, but the proofs are of {min(bounds, default=None)!r}"
         )
-    program = _placed(space, cost, decisions, _LIMIT * iteration_s)
+    program = _placed(space, cost, decisions, LIMIT * iteration_s)
     stated, proven = certificate.placement_bound_s, _exactly(program, certificate.placement)
     if Fraction(stated) > max(proven, Fraction(certificate.bound_s)):
         raise CertificateError(f"placement_bound_s is {stated!r}, but only {float(proven)!r} is proven")
     if stated > iteration_s:
         raise CertificateError(f"placement_bound_s is {stated!r}, above the plan's own time {iteration_s!r}")
+    ordered = _ordered(space, cost, decisions, stated, iteration_s)
+    if abs(certificate.order_bound_s - ordered) > _RELATIVE * ordered:
+        raise CertificateError(f"order_bound_s is {certificate.order_bound_s!r}, but the schedule's is {ordered!r}")
 
 
 def check_proof(proof: Proof, space: Space, cost: CostModel, limit_s: float) -> None:
@@ -111,6 +122,12 @@ def _placed(space: Space, cost: CostModel, decisions: Decisions, limit_s: float)
     """Return the conditions on schedules that place everything as a plan does."""
     own = Space.of(space.units, decisions, storage=space.storage)
     return decided(conditions(own, cost, limit_s), space.units, decisions)
+
+
+def _ordered(space: Space, cost: CostModel, decisions: Decisions, placement_s: float, iteration_s: float) -> float:
+    """Return what the plan's own schedule takes at least, as far as anything proves it."""
+    schedule = lower(space.units, decisions, asynchronous=cost.asynchronous)
+    return min(max(order_bound_s(schedule, cost), placement_s), iteration_s)
 
 
 def _prove(space: Space, cost: CostModel, limit_s: float) -> Proof:

@@ -1,5 +1,6 @@
 """What a plan says of how far from the best it can be: data only, which :mod:`.certificate` makes and checks."""
 
+import itertools
 from typing import Annotated
 
 from pydantic import Field
@@ -29,12 +30,14 @@ class Certificate(Frozen):
     Attributes:
         bound_s: no schedule of this model, batch and number of devices on this machine is faster.
         placement_bound_s: nor is any that places everything as the plan does.
+        order_bound_s: nor is the plan's own, in whatever way its tasks come to share (at least ``placement_bound_s``).
         proofs: of ``bound_s``, one for every stage.
         placement: multipliers that prove ``placement_bound_s``.
     """
 
     bound_s: float
     placement_bound_s: float
+    order_bound_s: float
     proofs: tuple[Proof, ...]
     placement: dict[str, float]
 
@@ -42,7 +45,13 @@ class Certificate(Frozen):
         """Return by what fraction an iteration is slower than the bound."""
         return iteration_s / self.bound_s - 1
 
-    @property
-    def placement_gap(self) -> float:
-        """Return the part of the gap that lies in where everything is placed; the rest is how the schedule runs."""
-        return self.placement_bound_s / self.bound_s - 1
+    def gap_parts(self, iteration_s: float) -> dict[str, float]:
+        """Return the parts of the gap, none negative: what lies between bounds that hold for fewer and fewer schedules.
+
+        ``rounding`` lies between the best mixture and the plan's own placement, both under the necessary conditions;
+        ``relaxation`` between what those ask of this placement and what this schedule's tasks and their order do;
+        ``schedule`` between that and what the schedule is simulated to take, where tasks share.
+        """
+        steps_s = (self.bound_s, self.placement_bound_s, self.order_bound_s, iteration_s)
+        parts = ((after_s - before_s) / self.bound_s for before_s, after_s in itertools.pairwise(steps_s))
+        return dict(zip(("rounding", "relaxation", "schedule"), parts, strict=True))

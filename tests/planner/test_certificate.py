@@ -38,8 +38,13 @@ def test_a_plan_holds_what_it_states(plan: Plan) -> None:
     assert verified.num_proofs == 4
     assert verified.prediction == plan.prediction
     certificate = plan.certificate
-    assert 0 < certificate.bound_s <= certificate.placement_bound_s <= plan.prediction.iteration_s
-    assert certificate.gap(plan.prediction.iteration_s) < 0.5
+    iteration_s = plan.prediction.iteration_s
+    assert 0 < certificate.bound_s <= certificate.placement_bound_s <= certificate.order_bound_s <= iteration_s
+    assert certificate.gap(iteration_s) < 0.5
+    parts = certificate.gap_parts(iteration_s)
+    assert list(parts) == ["rounding", "relaxation", "schedule"]
+    assert min(parts.values()) >= 0
+    assert sum(parts.values()) == pytest.approx(certificate.gap(iteration_s))
 
 
 def proof(data: dict[str, Any]) -> dict[str, Any]:
@@ -96,6 +101,14 @@ TAMPERED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "a proof less": (lambda d: d["certificate"]["proofs"].pop(), "one proof for each of the ZeRO stages"),
     "a bound of placement": (lambda d: d["certificate"].update(placement_bound_s=1e3), "placement_bound_s"),
+    "a bound of the order": (
+        lambda d: d["certificate"].update(order_bound_s=d["prediction"]["iteration_s"] * 1.01),
+        "order_bound_s",
+    ),
+    "no bound of the order": (
+        lambda d: d["certificate"].update(order_bound_s=d["certificate"]["bound_s"] * 0.5),
+        "order_bound_s",
+    ),
     "a faster iteration": (faster, "s per iteration, but it takes"),
     "less memory": (smaller, "bytes of gpu memory, but it is"),
     "a smaller machine": (more_memory_used, "bytes of gpu memory, not"),

@@ -28,6 +28,7 @@ REQUEST = {
 }
 FLAGS = {
     "verify": {"plan_file", "--json"},
+    "explain": {"plan_file", "unit", "--all", "--json"},
     "calibrate": {"--quick", "--name", "--output", "--device-memory", "--json"}
     | {"--from-runs", "--profile", "--fit-on", "--parameters", "--bounds"},
     "plan": {*REQUEST, "--budget", "--output", "--json"},

@@ -15,6 +15,7 @@ SUMMARIES = {
     "execute": "run a plan",
     "simulate": "show one iteration of a plan or an engine in detail",
     "verify": "check that a plan holds what it states",
+    "explain": "say why a plan is what it is, and what comes next",
     "compare": "compare a prediction with a run",
     "validate": "predict published runs, and show the errors",
     "models": "list the models that are known by name",

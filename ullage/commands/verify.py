@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
                 "iteration_s": verified.prediction.iteration_s,
                 "bound_s": certificate.bound_s,
                 "gap": certificate.gap(iteration_s),
+                "gap_parts": certificate.gap_parts(iteration_s),
                 "num_proofs": verified.num_proofs,
                 "num_multipliers": verified.num_multipliers,
             }

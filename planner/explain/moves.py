@@ -1,0 +1,284 @@
+"""Why each unit is where it is: what moving it alone, and nothing else, would change."""
+
+import dataclasses
+import difflib
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from planner.critical import critical_steps
+from planner.decisions import Decisions, Place, UnitDecision
+from planner.explain.trial import Bench, Trial
+from planner.schedule import Lane, Op, Tier
+
+# Two times that differ by less than this fraction are the same.
+SAME = 1e-6
+# The unit within a layer: its name before and behind the layer's number.
+_LAYER = re.compile(r"^(.*?)\.(\d+)\.(.+)$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """One way to treat a unit, all others treated as the plan treats them.
+
+    Attributes:
+        decision: for the unit; its segment's activations follow.
+        trial: simulated with it.
+        chosen: whether it is the plan's.
+    """
+
+    decision: UnitDecision
+    trial: Trial
+    chosen: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Deadline:
+    """When a unit is updated, in seconds since the beginning of the iteration that computes its gradient.
+
+    Attributes:
+        update_start_s, update_end_s: the first of its updates starts, the last one ends.
+        ready_s: what its next forward needs of them is on the device.
+        deadline_s: its next forward starts, in the next iteration.
+        critical: whether its update, or what brings it to the device, is on the critical path.
+    """
+
+    update_start_s: float
+    update_end_s: float
+    ready_s: float
+    deadline_s: float
+    critical: bool
+
+    @property
+    def slack_s(self) -> float:
+        """How much earlier it is ready than it is needed."""
+        return self.deadline_s - self.ready_s
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Consecutive layers that treat one of their units alike.
+
+    Attributes:
+        name: such as ``layers.3-17.mlp``.
+        units: their names.
+        params, activations: as in :class:`planner.decisions.UnitDecision`.
+        updates: share of their parameters that is updated at each place.
+        cheapest: for the units that were tried, the cheapest of the moves out of their place; ``None``: there is none.
+    """
+
+    name: str
+    units: tuple[str, ...]
+    params: str
+    activations: str
+    updates: dict[Place, float]
+    cheapest: dict[str, Alternative | None]
+
+
+def find_unit(bench: Bench, name: str) -> str:
+    """Return the name of a unit.
+
+    Raises:
+        ValueError: there is no such unit; naming those that are near.
+    """
+    if name in bench.units:
+        return name
+    near = difflib.get_close_matches(name, bench.units, n=4) or [unit for unit in bench.units if name in unit][:4]
+    near = near or list(bench.units)[:4]
+    raise ValueError(f"the plan has no unit {name!r}; did you mean {', '.join(near)}?")
+
+
+def alternatives(
+    bench: Bench, unit: str, progress: Callable[[int, int], object] = lambda *_: None
+) -> tuple[Alternative, ...]:
+    """Simulate every way to treat a unit as a whole, the plan's own first; ``progress`` is told done and total.
+
+    That is each place for all of its updates, parameters on the device or the host, activations of its segment kept or
+    recomputed, in all combinations that can be.
+    """
+    own = bench.decisions.units[unit]
+    found = [Alternative(own, bench.own, chosen=True)]
+    others = [decision for decision in _ways(bench, unit) if decision != own]
+    for done, decision in enumerate(others):
+        progress(done, len(others))
+        found.append(Alternative(decision, bench.trial(moved(bench, unit, decision)), chosen=False))
+    return tuple(found)
+
+
+def moved(bench: Bench, unit: str, decision: UnitDecision) -> Decisions:
+    """Return the plan's decisions with another one for a unit; activations of its segment go with it."""
+    units = {unit: decision}
+    segment = bench.units[unit].segment
+    for name, other in bench.units.items():
+        if name != unit and other.segment == segment and bench.recomputable(name):
+            units[name] = bench.decisions.units[name].model_copy(update={"activations": decision.activations})
+    return bench.with_units(units)
+
+
+def _ways(bench: Bench, unit: str) -> Iterator[UnitDecision]:
+    own = bench.decisions.units[unit]
+    places = _places(bench) if own.update else ()
+    updates: list[tuple[Place, ...]] = [(place,) * len(own.update) for place in places]
+    activations = ("keep", "recompute") if bench.recomputable(unit) else (own.activations,)
+    for update, params, way in itertools.product(_with(own.update, updates), ("gpu", "host"), activations):
+        if params == "host" and (Place.GPU in update or not bench.fetchable(unit)):
+            continue
+        yield own.model_copy(update={"update": update, "params": params, "activations": way})
+
+
+def _with(own: tuple[Place, ...], others: Sequence[tuple[Place, ...]]) -> list[tuple[Place, ...]]:
+    """Return the plan's own places, which may be mixed, and others."""
+    return list(dict.fromkeys([own, *others]))
+
+
+def _places(bench: Bench) -> tuple[Place, ...]:
+    nvme = (Place.NVME,) if bench.decisions.uses_storage and bench.plan.hardware.nvme is not None else ()
+    alone = bench.decisions.pipeline_parallel == 1
+    return (Place.GPU, Place.STREAM, Place.CPU, *nvme) if alone else (Place.GPU,)
+
+
+def single_moves(bench: Bench, unit: str) -> Iterator[UnitDecision]:
+    """Yield what differs from the plan in one thing: where all of the unit is updated, its parameters, or activations.
+
+    What is updated on the device has its parameters there, so these go with it.
+    """
+    own = bench.decisions.units[unit]
+    for decision in _ways(bench, unit):
+        same = (decision.update == own.update, decision.params == own.params, decision.activations == own.activations)
+        follows = set(decision.update) == {Place.GPU} and same == (False, False, True)
+        if sum(same) == 2 or follows:
+            yield decision
+
+
+def cheapest_move(bench: Bench, unit: str) -> Alternative | None:
+    """Return the cheapest of a unit's single moves, those that fit before others; ``None`` if there is none."""
+    trials = (Alternative(d, bench.trial(moved(bench, unit, d)), chosen=False) for d in single_moves(bench, unit))
+    return min(trials, key=lambda alternative: alternative.trial.order, default=None)
+
+
+def groups(
+    bench: Bench, *, every: bool = False, progress: Callable[[int, int], object] = lambda *_: None
+) -> tuple[Group, ...]:
+    """Return which units are where, and what it costs to move one of them.
+
+    Args:
+        bench: the plan.
+        every: try to move every unit, instead of the first, the middle and the last one of each group.
+        progress: told how many units were tried, and how many there are to try.
+    """
+    runs = _runs(bench)
+    tried = {name: list(units) if every else _sample(units) for name, units in runs.items()}
+    total = sum(map(len, tried.values()))
+    done, found = 0, []
+    for name, units in runs.items():
+        cheapest: dict[str, Alternative | None] = {}
+        for unit in tried[name]:
+            progress(done, total)
+            cheapest[unit] = cheapest_move(bench, unit)
+            done += 1
+        first = bench.decisions.units[units[0]]
+        found.append(Group(name, units, first.params, first.activations, _shares(bench, units), cheapest))
+    return tuple(found)
+
+
+def _sample(units: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys((units[0], units[len(units) // 2], units[-1])))
+
+
+def _runs(bench: Bench) -> dict[str, tuple[str, ...]]:
+    """Return groups of units by name: of the same part of consecutive layers, treated alike, in forward order."""
+    runs: dict[str, list[tuple[str, int, str]]] = {}  # by the first unit's name
+    latest: dict[str, tuple[object, int, str]] = {}  # by part of a layer: how it is treated, the layer, the run
+    for name in bench.units:
+        match = _LAYER.match(name)
+        part = f"{match[1]}.#.{match[3]}" if match else name
+        number = int(match[2]) if match else 0
+        treated = _treated(bench.decisions.units[name])
+        before = latest.get(part)
+        run = before[2] if before and before[:2] == (treated, number - 1) else name
+        runs.setdefault(run, []).append((name, number, part))
+        latest[part] = (treated, number, run)
+    return {_run_name(members): tuple(name for name, _, _ in members) for members in runs.values()}
+
+
+def _treated(unit: UnitDecision) -> object:
+    """Return what is equal for units that are treated alike; how the CPU and streaming share the rest is not told."""
+    places = {Place.STREAM if place is Place.CPU else place for place in unit.update}
+    return unit.params, unit.activations, frozenset(places)
+
+
+def _run_name(members: Sequence[tuple[str, int, str]]) -> str:
+    (name, first, part), (_, last, _) = members[0], members[-1]
+    return name if first == last else part.replace("#", f"{first}-{last}", 1)
+
+
+def _shares(bench: Bench, units: Sequence[str]) -> dict[Place, float]:
+    placed = dict.fromkeys(Place, 0)
+    for name in units:
+        for num_params, place in bench.decisions.placed_pieces(bench.units[name]):
+            placed[place] += num_params
+    total = sum(placed.values())
+    return {place: count / total for place, count in placed.items() if count}
+
+
+def deadline(bench: Bench, unit: str) -> Deadline | None:
+    """Return when a unit is updated, and when that is needed, as simulated; ``None`` if it has nothing to update."""
+    timeline, steady = bench.simulation.timeline, bench.simulation.steady
+    tasks = bench.schedule.tasks
+    updates = [task.index for task in tasks if task.unit == unit and task.op is Op.UPDATE]
+    user = next((task for task in tasks if task.unit == unit and task.op is Op.FORWARD and not task.micro_batch), None)
+    if not updates or user is None:
+        return None
+    # Back from the forward through what works for this unit in the next iteration: copies and gathers.
+    waiting, brings = [user.index], set()
+    while waiting:
+        task = tasks[waiting.pop()]
+        before = [i for i in task.after if tasks[i].unit == unit and tasks[i].lane not in {Lane.COMPUTE, Lane.LAUNCH}]
+        waiting += [i for i in before if i not in brings]
+        brings.update(before)
+    begin_s = timeline.begin_s(steady)
+    ends_s = [float(timeline.end_s[steady, i]) for i in updates] + [
+        float(timeline.end_s[steady + 1, i]) for i in brings
+    ]
+    # The path of one iteration holds what its forward waits for, of the iteration before and of its own.
+    steps = {(step.iteration - steady, step.task) for step in critical_steps(timeline, steady)}
+    own = {(-1, i) for i in updates} | {(0, i) for i in (*updates, *brings)}
+    return Deadline(
+        update_start_s=min(float(timeline.start_s[steady, i]) for i in updates) - begin_s,
+        update_end_s=max(float(timeline.end_s[steady, i]) for i in updates) - begin_s,
+        ready_s=max(ends_s) - begin_s,
+        deadline_s=float(timeline.start_s[steady + 1, user.index]) - begin_s,
+        critical=bool(steps & own),
+    )
+
+
+def why(bench: Bench, found: Sequence[Alternative]) -> tuple[str, Alternative | None]:
+    """Return the reason why a unit is where it is, and the alternative that the reason is about.
+
+    Args:
+        bench: the plan.
+        found: from :func:`alternatives`.
+
+    Returns:
+        ``better``: an alternative that fits is faster, so the plan is not the best there is; ``lacks``: the fastest
+        alternative is faster but does not fit; ``bytes``: one that fits is as fast and moves more bytes; ``equal``: one
+        that fits is as fast and moves no more; ``fastest``: all that fit are slower, this one by the least; ``only``:
+        nothing else fits.
+    """
+    own_s = bench.own.iteration_s
+    others = sorted((a for a in found if not a.chosen), key=lambda a: a.trial.iteration_s)
+    fitting = [a for a in others if a.trial.fits]
+    if fitting and fitting[0].trial.iteration_s < own_s * (1 - SAME):
+        return "better", fitting[0]
+    if others and others[0].trial.iteration_s < own_s * (1 - SAME):
+        return "lacks", others[0]
+    same = [a for a in fitting if a.trial.iteration_s <= own_s * (1 + SAME)]
+    if same:
+        nearest = min(same, key=lambda a: a.trial.traffic_bytes)
+        return ("bytes" if nearest.trial.traffic_bytes > bench.own.traffic_bytes else "equal"), nearest
+    return ("fastest", fitting[0]) if fitting else ("only", None)
+
+
+def peak_change_bytes(bench: Bench, trial: Trial, tier: Tier) -> int:
+    """Return by how much a trial changes the peak of a tier."""
+    return trial.peak_bytes(tier) - bench.own.peak_bytes(tier)

@@ -1,0 +1,167 @@
+"""Simulating a plan's model and machine under other decisions, exactly as the plan's own are simulated."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from hwprofiles.profile import HardwareProfile
+from planner.costs import CostModel
+from planner.critical import critical_path
+from planner.decisions import Decisions, Place, UnitDecision
+from planner.engines import Setup, swappable, tied
+from planner.graph import Unit
+from planner.lowering import lower
+from planner.plan import Plan
+from planner.prediction import TierMemory, memory_peaks
+from planner.schedule import Lane, Schedule, Tier
+from planner.search import traffic_bytes
+from planner.simulate.machine import Simulation, run_until_steady
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """Decisions, simulated until their iteration repeats itself.
+
+    Attributes:
+        decisions: what was simulated.
+        iteration_s: what an iteration takes.
+        memory: peaks against capacities: of one device, and of one host.
+        traffic_bytes: what crosses links and host memory in an iteration, hidden or not.
+    """
+
+    decisions: Decisions
+    iteration_s: float
+    memory: dict[Tier, TierMemory]
+    traffic_bytes: int
+
+    @property
+    def missing_bytes(self) -> dict[Tier, int]:
+        """How much memory is lacking, by tier; empty if it fits."""
+        return {tier: use.missing_bytes for tier, use in self.memory.items() if use.missing_bytes}
+
+    @property
+    def fits(self) -> bool:
+        """Whether every tier holds its peak."""
+        return not self.missing_bytes
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """Sort key: what fits first, then what lacks less (a byte weighs more on a small tier), then what is faster."""
+        lacking = sum(use.missing_bytes / use.capacity_bytes for use in self.memory.values() if use.missing_bytes)
+        return (lacking, self.iteration_s)
+
+    def peak_bytes(self, tier: Tier) -> int:
+        """Return the peak of a tier; 0 if nothing is held there."""
+        return self.memory[tier].peak_bytes if tier in self.memory else 0
+
+
+class Bench:
+    """A plan's model and machine, on which other decisions can be tried.
+
+    Args:
+        plan: whose.
+
+    Attributes:
+        units: the model's units, by name, in forward order.
+        cost: prices on the plan's machine.
+        simulation: of the plan's own schedule.
+        own: the plan's own decisions.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.decisions = plan.decisions
+        members = plan.units()
+        self.units: dict[str, Unit] = {unit.name: unit for unit in members}
+        self.cost = CostModel.of(plan.hardware, members, plan.decisions)
+        self.schedule = plan.schedule()
+        self.simulation = run_until_steady(self.schedule, self.cost)
+        self.own = self._trial(self.decisions, self.schedule, self.simulation)
+        setup = Setup(members)
+        self._tied, self._swappable = tied(setup), set(swappable(setup))
+
+    def lower(self, decisions: Decisions) -> Schedule:
+        """Return the schedule of other decisions.
+
+        Raises:
+            ValueError: they do not fit the units.
+        """
+        return lower(tuple(self.units.values()), decisions, asynchronous=self.cost.asynchronous)
+
+    def trial(self, decisions: Decisions) -> Trial:
+        """Simulate other decisions."""
+        schedule = self.lower(decisions)
+        return self._trial(decisions, schedule, run_until_steady(schedule, self.cost))
+
+    def _trial(self, decisions: Decisions, schedule: Schedule, simulation: Simulation) -> Trial:
+        peaks = memory_peaks(simulation.timeline, simulation.steady, self.cost)
+        return Trial(decisions, simulation.period_s, peaks, traffic_bytes(schedule))
+
+    def on(self, hardware: HardwareProfile) -> tuple[float, Lane]:
+        """Simulate the plan's own schedule on another machine.
+
+        Returns:
+            Seconds per iteration, and the lane that bounds it: the one with the largest share of the critical path.
+        """
+        cost = CostModel.of(hardware, tuple(self.units.values()), self.decisions)
+        simulation = run_until_steady(self.schedule, cost)
+        return simulation.period_s, bounding_lane(simulation)
+
+    # -- changing decisions ---------------------------------------------------------------------------------------
+
+    def changed(self, **options: Any) -> Decisions:
+        """Return the plan's decisions with other global ones.
+
+        Raises:
+            ValueError: they contradict one another.
+        """
+        return changed(self.decisions, **options)
+
+    def with_units(self, units: Mapping[str, UnitDecision]) -> Decisions:
+        """Return the plan's decisions with others for some units."""
+        return changed(self.decisions, units=self.decisions.units | dict(units))
+
+    def pieces(self, *places: Place) -> list[tuple[str, int]]:
+        """Return unit and number of every subgroup that is updated at some places (or any), in forward order."""
+        return [
+            (name, piece)
+            for name in self.units
+            for piece, place in enumerate(self.decisions.units[name].update)
+            if place in (places or Place)
+        ]
+
+    def placed(self, places: Mapping[tuple[str, int], Place]) -> Decisions:
+        """Return the plan's decisions with other places for some subgroups, by unit and number.
+
+        Parameters of what comes to be updated on the device stay there.
+        """
+        units = {}
+        for name, old in self.decisions.units.items():
+            update = tuple(places.get((name, piece), before) for piece, before in enumerate(old.update))
+            params = "gpu" if Place.GPU in update else old.params
+            units[name] = old.model_copy(update={"update": update, "params": params})
+        return self.with_units(units)
+
+    def fetchable(self, unit: str) -> bool:
+        """Return whether a unit's parameters may live on the host."""
+        sharded_state = self.decisions.regathers(self.units[unit])
+        alone = self.decisions.pipeline_parallel == 1
+        return bool(self.units[unit].num_params) and unit not in self._tied and alone and not sharded_state
+
+    def recomputable(self, unit: str) -> bool:
+        """Return whether activations of a unit's segment can be made again."""
+        return self.units[unit].segment in self._swappable
+
+
+def changed(decisions: Decisions, **options: Any) -> Decisions:
+    """Return decisions with other options, checked.
+
+    Raises:
+        ValueError: they contradict one another.
+    """
+    return Decisions.model_validate(dict(decisions) | options)
+
+
+def bounding_lane(simulation: Simulation) -> Lane:
+    """Return the lane with the largest share of the critical path of a steady iteration."""
+    return Lane(next(iter(critical_path(simulation.timeline, simulation.steady))))

@@ -1,0 +1,230 @@
+"""What each trick of the plan is worth: each switched off alone, and simulated again.
+
+A trick is a row of :data:`TRICKS`: a way to change the decisions so that the plan does without. Where doing without
+leaves a choice, all choices are tried and the best that fits counts, so that a trick is not credited with a bad
+alternative. A new trick is a new row.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+
+from planner.decisions import Decisions, GradientPath, HostUpdate, Place
+from planner.explain.trial import Bench, Trial
+
+Off = Callable[[Bench], Iterator[Decisions]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trick:
+    """Something a good schedule does.
+
+    Attributes:
+        key: its name for scripts.
+        words: what is done.
+        without: what is done instead where it is switched off.
+        off: yields decisions without it; nothing where the plan does not use it.
+    """
+
+    key: str
+    words: str
+    without: str
+    off: Off
+
+
+@dataclasses.dataclass(frozen=True)
+class Worth:
+    """A trick, and the best that can be done without it.
+
+    Attributes:
+        trick: which.
+        trial: without it; ``None`` where the plan does not use it.
+    """
+
+    trick: Trick
+    trial: Trial | None
+
+
+def worths(bench: Bench, progress: Callable[[int], object] = lambda _: None) -> tuple[Worth, ...]:
+    """Switch off every trick alone; ``progress`` is told how many are done."""
+    found = []
+    for done, trick in enumerate(TRICKS):
+        progress(done)
+        found.append(Worth(trick, without(bench, trick)))
+    return tuple(found)
+
+
+def without(bench: Bench, trick: Trick) -> Trial | None:
+    """Return the best that can be done without a trick, or ``None`` if the plan does not use it.
+
+    A trick is not used where switching it off leaves the schedule as it is.
+    """
+    own = (bench.schedule.tasks, bench.schedule.buffers)
+    schedules = ((decisions, bench.lower(decisions)) for decisions in trick.off(bench))
+    other = [decisions for decisions, schedule in schedules if (schedule.tasks, schedule.buffers) != own]
+    return min((bench.trial(decisions) for decisions in other), key=lambda trial: trial.order, default=None)
+
+
+def _options(**options: object) -> Off:
+    """Return the switch for a trick that is a matter of global decisions."""
+
+    def off(bench: Bench) -> Iterator[Decisions]:
+        if any(getattr(bench.decisions, name) != value for name, value in options.items()):
+            yield bench.changed(**options)
+
+    return off
+
+
+def _forward_order(bench: Bench) -> Iterator[Decisions]:
+    if bench.decisions.update_start == "step":  # what starts during backward is in its order anyway
+        yield from _options(update_order="backward")(bench)
+
+
+def _early(bench: Bench) -> Iterator[Decisions]:
+    if bench.decisions.update_start == "backward":
+        yield bench.changed(update_start="step")
+
+
+def _early_reduction(bench: Bench) -> Iterator[Decisions]:
+    if bench.decisions.data_parallel > 1 and bench.decisions.update_start == "step":
+        yield from _options(reduce_start="step")(bench)
+
+
+def _beside_computing(bench: Bench) -> Iterator[Decisions]:
+    if bench.decisions.data_parallel > 1:
+        yield from _options(max_prefetch_params=0)(bench)
+
+
+def _several_places(bench: Bench) -> Iterator[Decisions]:
+    used = [place for place in Place if bench.pieces(place)]
+    if len(used) > 1:
+        for only in (Place.GPU, Place.STREAM, Place.CPU):
+            yield bench.placed(dict.fromkeys(bench.pieces(), only))
+
+
+def _shares_by_rate(bench: Bench) -> Iterator[Decisions]:
+    away = bench.pieces(Place.STREAM, Place.CPU)
+    if len(away) > 1:
+        for turns in ((Place.STREAM, Place.CPU), (Place.CPU, Place.STREAM)):
+            yield bench.placed(dict(zip(away, itertools.cycle(turns), strict=False)))
+
+
+def _resident_state(bench: Bench) -> Iterator[Decisions]:
+    if resident := bench.pieces(Place.GPU):
+        for instead in (Place.STREAM, Place.CPU):
+            yield bench.placed(dict.fromkeys(resident, instead))
+
+
+def _nearest_deadline(bench: Bench) -> Iterator[Decisions]:
+    """Give the same number of subgroups resident state, but those whose deadline is farthest."""
+    order, resident = bench.pieces(), bench.pieces(Place.GPU)
+    if not 0 < len(resident) < len(order):
+        return
+    places = [bench.decisions.units[name].update[piece] for name, piece in order]
+    last = [place for place in places if place is not Place.GPU] + [Place.GPU] * len(resident)
+    later = bench.placed(dict(zip(order, last, strict=True)))
+    # As many units as before have their parameters on the host: the first ones now, which are not updated there.
+    count = sum(unit.params == "host" for unit in bench.decisions.units.values())
+    away = (name for name in bench.units if bench.fetchable(name) and Place.GPU not in later.units[name].update)
+    chosen = set(itertools.islice(away, count))
+    yield bench.with_units(
+        {
+            name: unit.model_copy(update={"params": "host" if name in chosen else "gpu"})
+            for name, unit in later.units.items()
+        }
+    )
+
+
+def _resident_parameters(bench: Bench) -> Iterator[Decisions]:
+    decided = bench.decisions.units
+    here = [name for name in decided if bench.fetchable(name) and decided[name].params == "gpu"]
+    here = [name for name in here if Place.GPU not in decided[name].update]
+    if here:
+        yield bench.with_units({name: decided[name].model_copy(update={"params": "host"}) for name in here})
+
+
+def _each_its_own(bench: Bench) -> Iterator[Decisions]:
+    ways = {name: unit for name, unit in bench.decisions.units.items() if bench.recomputable(name)}
+    if len({unit.activations for unit in ways.values()}) < 2:
+        return
+    for way in ("keep", "recompute"):
+        yield bench.with_units({name: unit.model_copy(update={"activations": way}) for name, unit in ways.items()})
+
+
+TRICKS: tuple[Trick, ...] = (
+    Trick(
+        "gradients-once",
+        "gradients leave once, in the weights' type",
+        "out, back in, out in fp32",
+        _options(gradient_path=GradientPath.ZERO3_ASYNC),
+    ),
+    Trick(
+        "overlap-next-forward",
+        "updates run beside the next forward",
+        "the next iteration waits",
+        _options(overlap_next_forward=False),
+    ),
+    Trick("forward-order", "updates in the order of the next forward", "in the order of backward", _forward_order),
+    Trick("early-updates", "updates start during backward", "they start at the step", _early),
+    Trick(
+        "several-places",
+        "CPU, resident, streamed updates at once",
+        "all in the best one place",
+        _several_places,
+    ),
+    Trick(
+        "shares-by-rate",
+        "CPU and streamed updates shared by rate",
+        "every second one streamed",
+        _shares_by_rate,
+    ),
+    Trick(
+        "resident-state",
+        "spare device memory holds optimizer state",
+        "streamed, or on the CPU",
+        _resident_state,
+    ),
+    Trick(
+        "nearest-deadline",
+        "resident state where the deadline is nearest",
+        "where it is farthest",
+        _nearest_deadline,
+    ),
+    Trick(
+        "resident-parameters",
+        "parameters resident where there is room",
+        "fetched for every use",
+        _resident_parameters,
+    ),
+    Trick(
+        "recompute-by-layer",
+        "each layer keeps or recomputes by itself",
+        "all one way, the better",
+        _each_its_own,
+    ),
+    Trick("parameter-slots", "several slots for parameters", "one slot: no look-ahead", _options(num_param_slots=1)),
+    Trick(
+        "state-slots",
+        "several slots for streamed state",
+        "one slot: in and out in turn",
+        _options(num_state_slots=1),
+    ),
+    Trick(
+        "collectives-beside",
+        "gathers and reductions run beside computing",
+        "when reached, waited for",
+        _beside_computing,
+    ),
+    Trick(
+        "early-reduction",
+        "ranks add up gradients during backward",
+        "all at the step",
+        _early_reduction,
+    ),
+    Trick(
+        "one-pass",
+        "one pass over host memory per CPU update",
+        "scaling, update, casting copy",
+        _options(host_update=HostUpdate.DEEPSPEED),
+    ),
+)
