@@ -234,7 +234,8 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
         update = tuple(places[offset : offset + count]) if count else (Place.GPU,) * len(pieces(setup, unit))
         offset += count
         late = position >= len(setup.units) - mix.num_host
-        host = late and unit.num_params > 0 and unit.name not in fixed and Place.GPU not in update
+        alone = mix.zero_stage not in {1, 2} or setup.replicas(unit) == 1
+        host = late and alone and unit.num_params > 0 and unit.name not in fixed and Place.GPU not in update
         kept = not unit.recompute or unit.segment in keep
         units[unit.name] = UnitDecision(
             params="host" if host else "gpu", activations="keep" if kept else "recompute", update=update

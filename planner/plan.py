@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from hwprofiles.profile import HardwareProfile
 from planner.bounds.proof import Certificate
+from planner.choices import Asked
 from planner.decisions import Decisions, Frozen
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
@@ -16,7 +17,7 @@ from planner.models.config import ModelConfig
 from planner.prediction import Prediction, TierMemory
 from planner.schedule import Schedule, Tier
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 
 
 class PlanError(ValueError):
@@ -49,6 +50,7 @@ class Plan(Frozen):
         model: sizes of the model.
         seq_len: tokens per sequence.
         expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
+        asked: what was fixed of degrees and batch sizes; the rest was chosen.
         hardware: the profile it was made for, whole, so that the plan stands alone.
         decisions: what was chosen; with the model and the batch it determines the schedule.
         prediction: what that is predicted to take.
@@ -58,11 +60,12 @@ class Plan(Frozen):
         content_digest: SHA-256 of everything else, so that a change by hand is noticed.
     """
 
-    schema_version: Literal[3] = 3
+    schema_version: Literal[4] = 4
     program_version: str
     model: ModelConfig
     seq_len: Annotated[int, Field(ge=1)]
     expert_load: tuple[tuple[float, ...], ...] = ()
+    asked: Asked
     hardware: HardwareProfile
     decisions: Decisions
     prediction: Prediction

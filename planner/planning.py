@@ -6,17 +6,19 @@ from collections.abc import Callable
 from hwprofiles import __version__
 from hwprofiles.profile import HardwareProfile
 from planner.bounds.certificate import certify, infeasible
-from planner.bounds.conditions import Space
 from planner.bounds.proof import Proof
+from planner.choices import Asked
+from planner.competition import compete
 from planner.costs import CostModel
 from planner.decisions import BF16, Decisions, Place, Precision
 from planner.engines import Setup
-from planner.graph import Batch, Unit, build_graph, units
+from planner.graph import Unit
 from planner.models.config import ModelConfig
 from planner.plan import EngineRow, Plan
 from planner.prediction import Workload, capacities
 from planner.schedule import Tier
-from planner.search import Candidate, Scorer, search
+from planner.search import Candidate, Scorer
+from planner.variants import Variant, Workbench, variants
 
 # What can be done when a tier is too small, cheapest first.
 _REMEDIES = {
@@ -32,34 +34,44 @@ class InfeasibleError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What the user asks for.
+    """What the user asks for; what is ``None`` is left open, see :class:`planner.choices.Asked`.
 
     Attributes:
         model: sizes of the model.
         hardware: the machine.
-        num_devices: devices to train on; each is one data-parallel rank.
+        num_devices: devices to train on, over as many nodes as they fill.
         seq_len: tokens per sequence.
         micro_batch: sequences per forward on each device.
         num_micro_batches: forwards per iteration (gradient accumulation).
         precision: types of weights and gradients.
         clip: clip gradients by their global norm.
         subgroup_params: parameters in one subgroup, the grain of optimizer placement.
+        global_batch: sequences per iteration over all devices.
+        tensor_parallel, pipeline_parallel, expert_parallel: how devices share the model.
+        expert_units: units that a rank's experts of a layer fall into.
+        expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
     """
 
     model: ModelConfig
     hardware: HardwareProfile
     num_devices: int = 1
     seq_len: int = 2048
-    micro_batch: int = 4
-    num_micro_batches: int = 1
+    micro_batch: int | None = None
+    num_micro_batches: int | None = None
     precision: Precision = BF16
     clip: bool = True
     subgroup_params: int = 100_000_000
+    global_batch: int | None = None
+    tensor_parallel: int | None = None
+    pipeline_parallel: int | None = None
+    expert_parallel: int | None = None
+    expert_units: int | None = None
+    expert_load: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("num_devices", "seq_len", "micro_batch", "num_micro_batches", "subgroup_params"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name} is {value}, but must be at least 1")
+        for field in (*Asked.model_fields, "seq_len", "subgroup_params"):
+            if (value := getattr(self, field)) is not None and value < 1:
+                raise ValueError(f"{field} is {value}, but must be at least 1")
         dtype, device = self.precision.weights, self.hardware.device
         if dtype not in device.gemm or dtype not in device.attention:
             raise ValueError(
@@ -73,6 +85,24 @@ class Request:
                 f"are asked for; ask for at most {per_node}, or choose a profile with an inter_node fabric"
             )
 
+    @property
+    def asked(self) -> Asked:
+        """What is fixed of degrees and batch sizes."""
+        return Asked(**{field: getattr(self, field) for field in Asked.model_fields})
+
+    @property
+    def bench(self) -> Workbench:
+        """What all its variants have in common."""
+        return Workbench(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Workbench)})
+
+    def variants(self) -> tuple[Variant, ...]:
+        """Return every way to do what is asked.
+
+        Raises:
+            ValueError: there is none, and why.
+        """
+        return variants(self.bench, self.asked)
+
 
 def make_plan(
     request: Request, max_simulations: int | None = None, progress: Callable[[Candidate, int], None] | None = None
@@ -81,44 +111,33 @@ def make_plan(
 
     Raises:
         InfeasibleError: nothing that was tried fits in memory.
+        ValueError: it cannot be done in the way that is asked for.
     """
-    setup, workload, cost = prepare(request)
-    scorer = Scorer(workload, cost)
-    outcome = search(setup, scorer, max_simulations, progress)
+    rivals = request.variants()
+    variant, outcome, engines = compete(rivals, request.seq_len, max_simulations, progress)
     best = outcome.best.decisions
-    space = Space.of(setup.units, best)
     if outcome.best.missing_bytes:
-        proofs = infeasible(space, cost)
-        raise InfeasibleError(_shortfall(request, outcome.best, cost, setup.units, proofs))
-    prediction = scorer.predict(best)
+        raise InfeasibleError(_shortfall(request, outcome.best, variant, infeasible(rivals)))
+    prediction = Scorer(Workload(variant.setup.units, request.seq_len), variant.cost).predict(best)
     return Plan(
         program_version=__version__,
         model=request.model,
         seq_len=request.seq_len,
+        expert_load=request.expert_load,
+        asked=request.asked,
         hardware=request.hardware,
         decisions=best,
         prediction=prediction,
-        engines=tuple(_row(name, candidate, setup.units) for name, candidate in outcome.engines.items()),
-        certificate=certify(space, cost, best, prediction.iteration_s),
+        engines=tuple(_row(name, found, other.setup.units) for name, (other, found) in engines.items()),
+        certificate=certify(rivals, variant, best, prediction.iteration_s),
         num_simulations=outcome.num_simulations,
     ).sealed()
 
 
 def prepare(request: Request) -> tuple[Setup, Workload, CostModel]:
-    """Return what scoring decisions for a request needs."""
-    batch = Batch(request.micro_batch, request.seq_len, request.precision.weight_bytes)
-    model_units = units(build_graph(request.model, batch))
-    setup = Setup(
-        units=model_units,
-        data_parallel=request.num_devices,
-        micro_batch=request.micro_batch,
-        num_micro_batches=request.num_micro_batches,
-        precision=request.precision,
-        clip=request.clip,
-        subgroup_params=request.subgroup_params,
-    )
-    workload = Workload(model_units, request.seq_len)
-    return setup, workload, CostModel(request.hardware, model_units, request.precision, request.num_devices)
+    """Return what scoring decisions for a request needs, where all degrees and batch sizes are fixed."""
+    variant = request.variants()[0]
+    return variant.setup, Workload(variant.setup.units, request.seq_len), variant.cost
 
 
 def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
@@ -139,6 +158,9 @@ def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
     parts += [f"parameters of {count} units on the {where}" for where, count in fetched.items() if count]
     if decisions.data_parallel > 1:
         parts.append(f"ZeRO-{decisions.zero_stage}")
+    degrees = {"tensor": decisions.tensor_parallel, "pipeline": decisions.pipeline_parallel}
+    degrees |= {"expert": decisions.expert_parallel}
+    parts += [f"{name} parallel {count}" for name, count in degrees.items() if count > 1]
     return ", ".join(parts)
 
 
@@ -161,9 +183,8 @@ def _row(name: str, candidate: Candidate, units: tuple[Unit, ...]) -> EngineRow:
     )
 
 
-def _shortfall(
-    request: Request, best: Candidate, cost: CostModel, units: tuple[Unit, ...], proofs: tuple[Proof, ...]
-) -> str:
+def _shortfall(request: Request, best: Candidate, variant: Variant, proofs: tuple[Proof, ...]) -> str:
+    cost, units = variant.cost, variant.setup.units
     tier, missing = max(best.missing_bytes.items(), key=lambda item: item[1])
     shared = f"{tier.value} ({cost.ranks_per_node} device(s) per node)"
     where = request.hardware.device.name if tier is Tier.GPU else shared

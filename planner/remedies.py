@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from hwprofiles.paths import number, quantities, replace
 from hwprofiles.quantity import Provenance
 from planner.bounds.certificate import infeasible
-from planner.bounds.conditions import Space
-from planner.engines import Mix, mixed
-from planner.planning import InfeasibleError, Request, make_plan, prepare
+from planner.choices import DEFAULT_MICRO_BATCH
+from planner.planning import InfeasibleError, Request, make_plan
 
 # What is sold: memory of one device, and of one host.
 _DEVICE_GB = (16, 24, 32, 40, 48, 80, 96, 141, 192, 288)
@@ -67,13 +66,14 @@ def _first(changes: Iterator[tuple[str, Request]]) -> Remedy | None:
 
 
 def _is_proven_infeasible(request: Request) -> bool:
-    setup, _, cost = prepare(request)
-    return bool(infeasible(Space.of(setup.units, mixed(setup, Mix(0, 0, 0))), cost))
+    return bool(infeasible(request.variants()))
 
 
 def _smaller_micro_batch(request: Request) -> Iterator[tuple[str, Request]]:
     """Halve the micro-batch; accumulation keeps the batch what it was."""
-    size, repeats = request.micro_batch, request.num_micro_batches
+    if request.global_batch is not None and request.micro_batch is None:
+        return  # all sizes were tried
+    size, repeats = request.micro_batch or DEFAULT_MICRO_BATCH, request.num_micro_batches or 1
     while size % 2 == 0:
         size, repeats = size // 2, repeats * 2
         changed = dataclasses.replace(request, micro_batch=size, num_micro_batches=repeats)

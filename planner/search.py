@@ -12,8 +12,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from planner.bounds.conditions import NEVER_S, ROOM, Space, conditions
+from planner.bounds.conditions import conditions
 from planner.bounds.solver import solve
+from planner.bounds.space import NEVER_S, ROOM, Space
 from planner.costs import UPDATE_BYTES_PER_PARAM, CostModel
 from planner.decisions import STATE_BYTES_PER_PARAM, Decisions, GradientPath, HostUpdate, Place, UnitDecision
 from planner.engines import POLICIES, Mix, Setup, mixed, pieces, swappable, tied
@@ -113,11 +114,18 @@ class Scorer:
 
     def predict(self, decisions: Decisions) -> Prediction:
         """Return the full prediction of some decisions, simulated until steady."""
-        simulation = run_until_steady(self.schedule(decisions), self.cost)
-        return predict(self._workload, decisions, self.cost, simulation)
+        cost = self._priced(decisions)
+        simulation = run_until_steady(self.schedule(decisions), cost)
+        return predict(self._workload, decisions, cost, simulation)
+
+    def _priced(self, decisions: Decisions) -> CostModel:
+        """Return the prices of what is lowered: pipeline stages are other units for other decisions."""
+        if decisions.pipeline_parallel == 1:
+            return self.cost
+        return CostModel.of(self.cost.profile, self._workload.units, decisions)
 
     def _score(self, decisions: Decisions) -> Candidate:
-        cost = self.cost
+        cost = self._priced(decisions)
         schedule = self.schedule(decisions)
         capacity = capacities(cost)
         held = always_held(schedule, cost)
@@ -453,7 +461,7 @@ def _descend(
         "num_gpu": sum(len(pieces(setup, unit)) for unit in setup.units),
         "num_stream": sum(len(pieces(setup, unit)) for unit in setup.units),
         "num_keep": len(swappable(setup)),
-        "num_host": len(setup.units) if start.zero_stage in {0, 3} else 0,
+        "num_host": len(setup.units) if start.zero_stage in {0, 3} or setup.expert_parallel > 1 else 0,
         "num_slots": max(4, _most_alike(setup)),
         "num_state_slots": 4,
     }

@@ -3,11 +3,12 @@
 import dataclasses
 
 from planner.bounds.certificate import CertificateError, check
-from planner.bounds.conditions import Space
 from planner.costs import CostModel
+from planner.decisions import Decisions
 from planner.plan import Plan
 from planner.prediction import Prediction, Workload, predict
 from planner.simulate.machine import run_until_steady
+from planner.variants import Variant, Workbench, variants
 
 # Simulating is deterministic on one machine; elsewhere the last digits of sums may differ.
 _RELATIVE = 1e-9
@@ -54,8 +55,31 @@ def verify(plan: Plan) -> Verified:
     stated_s = plan.prediction.iteration_s
     if abs(found.iteration_s - stated_s) > _RELATIVE * stated_s:
         raise CertificateError(f"the plan states {stated_s!r} s per iteration, but it takes {found.iteration_s!r} s")
-    space = Space.of(units, decisions)
-    check(plan.certificate, space, cost, decisions, stated_s)
+    rivals = plan_variants(plan)
+    own = next((rival for rival in rivals if chosen(rival, decisions)), None)
+    if own is None:
+        raise CertificateError("the plan's degrees and batch sizes are not what was asked for; plan again")
+    check(plan.certificate, rivals, own, decisions, stated_s)
     proofs = plan.certificate.proofs
     count = sum(len(proof.multipliers) for proof in proofs) + len(plan.certificate.placement)
     return Verified(found, len(proofs), count)
+
+
+def plan_variants(plan: Plan) -> tuple[Variant, ...]:
+    """Return every way to do what a plan was asked for."""
+    decisions = plan.decisions
+    bench = Workbench(
+        model=plan.model,
+        hardware=plan.hardware,
+        seq_len=plan.seq_len,
+        expert_load=plan.expert_load,
+        precision=decisions.precision,
+        clip=decisions.clip,
+        subgroup_params=decisions.subgroup_params,
+    )
+    return variants(bench, plan.asked)
+
+
+def chosen(variant: Variant, decisions: Decisions) -> bool:
+    """Return whether decisions are of a variant."""
+    return all(getattr(decisions, field) == value for field, value in variant.choice.model_dump().items())

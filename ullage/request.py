@@ -66,8 +66,8 @@ def request_of(args: argparse.Namespace) -> Request:
         hardware=hardware,
         num_devices=args.gpus or 1,
         seq_len=args.seq_len or min(_DEFAULT_SEQ_LEN, model.max_positions),
-        micro_batch=args.micro_batch or _DEFAULT_MICRO_BATCH,
-        num_micro_batches=args.accumulate or 1,
+        micro_batch=args.micro_batch,
+        num_micro_batches=args.accumulate,
         precision=Precision(weights=args.precision or "bf16"),
         clip=not args.no_clip,
     )

@@ -145,13 +145,18 @@ def _request(plan: Plan) -> Request:
     return Request(
         model=plan.model,
         hardware=plan.hardware,
-        num_devices=decided.data_parallel,
+        num_devices=decided.num_devices,
         seq_len=plan.seq_len,
         micro_batch=decided.micro_batch,
         num_micro_batches=decided.num_micro_batches,
         precision=decided.precision,
         clip=decided.clip,
         subgroup_params=decided.subgroup_params,
+        tensor_parallel=decided.tensor_parallel,
+        pipeline_parallel=decided.pipeline_parallel,
+        expert_parallel=decided.expert_parallel,
+        expert_units=decided.expert_units,
+        expert_load=plan.expert_load,
     )
 
 

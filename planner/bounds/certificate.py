@@ -1,23 +1,29 @@
 """Certificates: how far from the best a plan can be at most, in a form that needs no trust in who made it.
 
-[Note: Certificates] For every ZeRO stage that a plan could have had, a certificate holds multipliers of the conditions
-(:mod:`planner.bounds.conditions`) that prove either that no schedule of that stage is faster than a bound, or that none
-fits in memory. The least of the bounds is that of the plan. A checker builds the conditions again from the plan's own
-model, machine and batch, and adds up the proofs in exact arithmetic: neither HiGHS nor the search is believed.
+[Note: Certificates] For every choice of degrees and batch sizes that a plan could have made, and every ZeRO stage, a
+certificate holds multipliers of the conditions (:mod:`planner.bounds.conditions`) that prove either that no schedule of
+that choice and stage is faster than a bound, or that none fits in memory. The least of the bounds is that of the plan.
+A checker builds the conditions again from the plan's own model, machine and batch, and adds up the proofs in exact
+arithmetic: neither HiGHS nor the search is believed.
 """
 
-import dataclasses
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
-from planner.bounds.conditions import NEVER_S, OVERRUN, Space, conditions, decided
+from planner.bounds.conditions import conditions, decided
+from planner.bounds.loads import Loads
 from planner.bounds.order import order_bound_s
 from planner.bounds.program import LinearProgram, bound
 from planner.bounds.proof import Certificate, Proof
 from planner.bounds.solver import solve
+from planner.bounds.space import NEVER_S, OVERRUN, Space
+from planner.choices import Choice
 from planner.costs import CostModel
 from planner.decisions import Decisions
 from planner.lowering import lower
+from planner.schedule import Lane, Op
+from planner.variants import Variant
 
 # Schedules that take longer than this many times a plan are of no interest; the limit keeps numbers near one.
 LIMIT = 2.0
@@ -29,72 +35,110 @@ class CertificateError(ValueError):
     """A certificate that does not prove what it states."""
 
 
-def spaces(space: Space) -> tuple[Space, ...]:
-    """Return the spaces of all ZeRO stages that make sense for some number of ranks."""
-    stages = (0, 1, 2, 3) if space.given.data_parallel > 1 else (0,)
-    options = ({"zero_stage": stage} for stage in stages)
-    return tuple(dataclasses.replace(space, given=space.given.model_copy(update=option)) for option in options)
-
-
-def certify(space: Space, cost: CostModel, decisions: Decisions, iteration_s: float) -> Certificate:
+def certify(rivals: Sequence[Variant], own: Variant, decisions: Decisions, iteration_s: float) -> Certificate:
     """Prove how fast any schedule can be at best.
 
     Args:
-        space: what is compared; its ZeRO stage is left open.
-        cost: prices and machine.
+        rivals: what is compared, all of it; their ZeRO stages are left open.
+        own: the one of them that the plan is of.
         decisions: the plan's.
         iteration_s: what the plan takes.
     """
     limit_s = LIMIT * iteration_s
-    proofs = tuple(_prove(one, cost, limit_s) for one in spaces(space))
-    program = _placed(space, cost, decisions, limit_s)
+    proofs = [_prove(own.choice, space, own.cost, limit_s) for space in own.space.stages()]
+    bound_s = min(proof.bound_s for proof in proofs if proof.bound_s is not None)
+    for rival in sorted(rivals, key=computing_s):
+        if rival.choice == own.choice:
+            continue
+        for space in rival.space.stages():
+            enough = computing_s(rival) >= bound_s
+            proof = _by_computing(rival, space) if enough else _prove(rival.choice, space, rival.cost, limit_s)
+            proofs.append(proof)
+            bound_s = min(bound_s, proof.bound_s if proof.bound_s is not None else bound_s)
+    space = own.space
+    program = _placed(space, own.cost, decisions, limit_s)
     solution = solve(program)
     assert solution is not None, "the plan itself satisfies the conditions"
-    bound_s = min(proof.bound_s for proof in proofs if proof.bound_s is not None)
     placement_s = max(bound_s, _proven(program, solution.multipliers))
     return Certificate(
         bound_s=bound_s,
         placement_bound_s=placement_s,
-        order_bound_s=_ordered(space, cost, decisions, placement_s, iteration_s),
-        proofs=proofs,
+        order_bound_s=_ordered(space, own.cost, decisions, placement_s, iteration_s),
+        proofs=tuple(proofs),
         placement=dict(solution.multipliers),
     )
 
 
-def infeasible(space: Space, cost: CostModel) -> tuple[Proof, ...]:
-    """Return proofs that no schedule of any stage fits, or nothing if one might."""
+def computing_s(variant: Variant) -> float:
+    """Return how long the device computes at least, in seconds: the simplest of all bounds."""
+    return max(_computing(variant).values()) * (1 - _RELATIVE)  # the sum of a proof may be rounded otherwise
+
+
+def _computing(variant: Variant) -> dict[str, float]:
+    """Return conditions on what is computed if nothing is recomputed, and what each of them proves alone."""
+    given, cost = variant.space.given, variant.cost
+    if given.pipeline_parallel == 1:
+        loads = Loads(cost, given)
+        passes = (loads.computing(unit, op) for unit in variant.setup.units for op in (Op.FORWARD, Op.BACKWARD))
+        return {f"work: {Lane.COMPUTE.value}": given.num_micro_batches * sum(p[Lane.COMPUTE][""] for p in passes)}
+    program = conditions(variant.space, cost, NEVER_S)
+    return {row.name: row.least for row in program.rows if row.name.startswith("work: ")}
+
+
+def _by_computing(variant: Variant, space: Space) -> Proof:
+    works = _computing(variant)
+    name = max(works, key=works.__getitem__)
+    stage = space.given.zero_stage
+    return Proof(choice=variant.choice, zero_stage=stage, bound_s=computing_s(variant), multipliers={name: 1.0})
+
+
+def infeasible(rivals: Sequence[Variant]) -> tuple[Proof, ...]:
+    """Return proofs that no schedule of any variant and stage fits, or nothing if one might."""
     proofs = []
-    for one in spaces(space):
-        proof = _does_not_fit(one, cost)
-        if proof is None:
-            return ()
-        proofs.append(proof)
+    for rival in rivals:
+        for space in rival.space.stages():
+            proof = _does_not_fit(rival.choice, space, rival.cost)
+            if proof is None:
+                return ()
+            proofs.append(proof)
     return tuple(proofs)
 
 
-def check(certificate: Certificate, space: Space, cost: CostModel, decisions: Decisions, iteration_s: float) -> None:
+def check(
+    certificate: Certificate, rivals: Sequence[Variant], own: Variant, decisions: Decisions, iteration_s: float
+) -> None:
     """Check every statement of a certificate, in exact arithmetic.
 
     Raises:
         CertificateError: naming the statement that does not hold.
     """
-    stages = {one.given.zero_stage: one for one in spaces(space)}
-    if sorted(proof.zero_stage for proof in certificate.proofs) != sorted(stages):
-        raise CertificateError(f"the certificate must have one proof for each of the ZeRO stages {sorted(stages)}")
+    expected = {
+        (rival.choice, space.given.zero_stage): (space, rival.cost)
+        for rival in rivals
+        for space in rival.space.stages()
+    }
+    found = [(proof.choice, proof.zero_stage) for proof in certificate.proofs]
+    if len(found) != len(expected) or set(found) != set(expected):
+        missing = [f"{choice.words}, ZeRO-{stage}" for choice, stage in expected if (choice, stage) not in found]
+        raise CertificateError(
+            f"the certificate must have one proof for each of {len(expected)} choices of degrees, batch and ZeRO "
+            f"stage, but has {len(found)}" + (f"; there is none for {missing[0]}" if missing else "")
+        )
     for proof in certificate.proofs:
-        check_proof(proof, stages[proof.zero_stage], cost, LIMIT * iteration_s)
+        space, cost = expected[proof.choice, proof.zero_stage]
+        check_proof(proof, space, cost, LIMIT * iteration_s)
     bounds = [proof.bound_s for proof in certificate.proofs if proof.bound_s is not None]
     if not bounds or certificate.bound_s > min(bounds):
         raise CertificateError(
             f"bound_s is {certificate.bound_s!r}, but the proofs are of {min(bounds, default=None)!r}"
         )
-    program = _placed(space, cost, decisions, LIMIT * iteration_s)
+    program = _placed(own.space, own.cost, decisions, LIMIT * iteration_s)
     stated, proven = certificate.placement_bound_s, _exactly(program, certificate.placement)
     if Fraction(stated) > max(proven, Fraction(certificate.bound_s)):
         raise CertificateError(f"placement_bound_s is {stated!r}, but only {float(proven)!r} is proven")
     if stated > iteration_s:
         raise CertificateError(f"placement_bound_s is {stated!r}, above the plan's own time {iteration_s!r}")
-    ordered = _ordered(space, cost, decisions, stated, iteration_s)
+    ordered = _ordered(own.space, own.cost, decisions, stated, iteration_s)
     if abs(certificate.order_bound_s - ordered) > _RELATIVE * ordered:
         raise CertificateError(f"order_bound_s is {certificate.order_bound_s!r}, but the schedule's is {ordered!r}")
 
@@ -127,31 +171,33 @@ def _placed(space: Space, cost: CostModel, decisions: Decisions, limit_s: float)
 def _ordered(space: Space, cost: CostModel, decisions: Decisions, placement_s: float, iteration_s: float) -> float:
     """Return what the plan's own schedule takes at least, as far as anything proves it."""
     schedule = lower(space.units, decisions, asynchronous=cost.asynchronous)
-    return min(max(order_bound_s(schedule, cost), placement_s), iteration_s)
+    own = CostModel.of(cost.profile, space.units, decisions)
+    return min(max(order_bound_s(schedule, own), placement_s), iteration_s)
 
 
-def _prove(space: Space, cost: CostModel, limit_s: float) -> Proof:
+def _prove(choice: Choice, space: Space, cost: CostModel, limit_s: float) -> Proof:
     program = conditions(space, cost, limit_s)
     solution = solve(program)
     if solution is None:
-        if proof := _does_not_fit(space, cost):
+        if proof := _does_not_fit(choice, space, cost):
             return proof
-        solution = solve(
-            conditions(space, cost, NEVER_S)
-        )  # it fits, but not within the limit: what is proven without one is above it
+        # It fits, but not within the limit: what is proven without one is above it.
+        solution = solve(conditions(space, cost, NEVER_S))
         assert solution is not None
-    multipliers = solution.multipliers
-    return Proof(zero_stage=space.given.zero_stage, bound_s=_proven(program, multipliers), multipliers=multipliers)
+    multipliers, stage = solution.multipliers, space.given.zero_stage
+    bound_s = _proven(program, multipliers)
+    return Proof(choice=choice, zero_stage=stage, bound_s=bound_s, multipliers=multipliers)
 
 
-def _does_not_fit(space: Space, cost: CostModel) -> Proof | None:
+def _does_not_fit(choice: Choice, space: Space, cost: CostModel) -> Proof | None:
     program = conditions(space, cost, NEVER_S, soft=True)
     solution = solve(program)
     assert solution is not None, "memory may be overrun by any amount"
     overrun = _proven(program, solution.multipliers)
     if overrun <= 0:
         return None
-    return Proof(zero_stage=space.given.zero_stage, overrun=overrun, multipliers=solution.multipliers)
+    multipliers, stage = solution.multipliers, space.given.zero_stage
+    return Proof(choice=choice, zero_stage=stage, overrun=overrun, multipliers=multipliers)
 
 
 def _exactly(program: LinearProgram, multipliers: dict[str, float]) -> Fraction:

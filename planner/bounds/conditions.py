@@ -21,49 +21,23 @@ Variables (``U`` a unit, ``S`` a segment): ``U:gpu|stream|cpu|nvme`` shares of i
 where its parameters are, ``U:fills`` how often they come, ``S:recompute|offload|evict`` what happens to activations.
 """
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Self
 
 from planner.bounds.loads import Key, Load, Loads
+from planner.bounds.pipelines import pipelined
 from planner.bounds.program import LinearProgram, Sum
+from planner.bounds.space import OVERRUN, ROOM, TIME, Space
 from planner.costs import CostModel, Resource
 from planner.decisions import STATE_BYTES_PER_PARAM, Decisions, Place
 from planner.graph import Unit, segments
 from planner.prediction import capacities
 from planner.schedule import Lane, Op, Phase, Task, Tier
 
-TIME = "iteration_s"
-OVERRUN = "overrun"
-# The share of a tier's memory that may be used: a variable, always 1, so that a search can ask for less.
-ROOM = {Tier.GPU: "room on the device", Tier.HOST: "room on the host", Tier.NVME: "room on NVMe"}
-# A limit that no iteration reaches.
-NEVER_S = 1e9
 _STATE_SLOT = "state slot"
 # Windows end at so many units, and begin at so many, evenly spaced: each is a row.
 _NUM_ENDS, _NUM_BEGINNINGS = 24, 8
 _AGAIN = (("recompute", Op.RECOMPUTE), ("offload", Op.REMAKE), ("evict", Op.REMAKE))
-
-
-@dataclasses.dataclass(frozen=True)
-class Space:
-    """What is decided already, the same for all schedules that are compared.
-
-    Attributes:
-        units: the model's units for one micro-batch, in forward order.
-        given: all global decisions, without units: batch, precision, degrees, ZeRO stage, clipping, subgroups.
-        storage: whether state and parameters may be on NVMe, and activations leave the device.
-    """
-
-    units: tuple[Unit, ...]
-    given: Decisions
-    storage: bool = False
-
-    @classmethod
-    def of(cls, units: tuple[Unit, ...], decisions: Decisions, *, storage: bool = False) -> Self:
-        """Return the space in which some decisions place everything: all that they decide for no unit is given."""
-        return cls(units, decisions.model_copy(update={"units": {}}), storage)
 
 
 def conditions(space: Space, cost: CostModel, limit_s: float, *, soft: bool = False) -> LinearProgram:
@@ -75,6 +49,8 @@ def conditions(space: Space, cost: CostModel, limit_s: float, *, soft: bool = Fa
         limit_s: schedules that take longer are of no interest.
         soft: minimise by what fraction memory is overrun, rather than time; see :data:`OVERRUN`.
     """
+    if space.given.pipeline_parallel > 1:
+        return pipelined(space, cost, limit_s, soft=soft)
     return _Conditions(space, cost, limit_s, soft=soft).program
 
 

@@ -5,19 +5,22 @@ from typing import Annotated
 
 from pydantic import Field
 
+from planner.choices import Choice
 from planner.decisions import Frozen
 
 
 class Proof(Frozen):
-    """What multipliers prove of all schedules of one ZeRO stage.
+    """What multipliers prove of all schedules of one choice and ZeRO stage.
 
     Attributes:
+        choice: degrees and batch sizes.
         zero_stage: the stage.
         bound_s: no iteration of it is faster; ``None`` if none fits in memory.
         overrun: if none fits, the fraction of a tier by which memory is exceeded at least.
         multipliers: of conditions, by name.
     """
 
+    choice: Choice
     zero_stage: Annotated[int, Field(ge=0, le=3)]
     bound_s: float | None = None
     overrun: float | None = None
@@ -28,10 +31,10 @@ class Certificate(Frozen):
     """How fast any schedule could be at best.
 
     Attributes:
-        bound_s: no schedule of this model, batch and number of devices on this machine is faster.
+        bound_s: no schedule that does what was asked for on this machine is faster.
         placement_bound_s: nor is any that places everything as the plan does.
         order_bound_s: nor is the plan's own, in whatever way its tasks come to share (at least ``placement_bound_s``).
-        proofs: of ``bound_s``, one for every stage.
+        proofs: of ``bound_s``, one for every choice and stage.
         placement: multipliers that prove ``placement_bound_s``.
     """
 

@@ -20,10 +20,11 @@ from hwprofiles.paths import number, quantities, replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Curve, Provenance
 from planner.bounds.certificate import LIMIT
-from planner.bounds.conditions import Space, conditions
+from planner.bounds.conditions import conditions
 from planner.bounds.program import LinearProgram
 from planner.bounds.proof import Proof
 from planner.bounds.solver import solve
+from planner.bounds.space import Space
 from planner.costs import CostModel
 from planner.decisions import STATE_BYTES_PER_PARAM
 from planner.explain.trial import Bench, bounding_lane

@@ -29,15 +29,25 @@ _PHASES = {Op.FORWARD: Phase.FORWARD, Op.BACKWARD: Phase.BACKWARD}
 def stages(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ...]:
     """Return what is lowered and priced: one unit per pipeline stage, or the units themselves if there is one stage.
 
+    Raises:
+        ValueError: there are fewer layers than stages.
+    """
+    if decisions.pipeline_parallel == 1:
+        return units
+    specs = {spec.name: spec for unit in units for spec in unit.parameters}
+    dealt = deal(units, decisions.pipeline_parallel)
+    return tuple(_merge(parts, stage, decisions, specs) for stage, parts in enumerate(dealt))
+
+
+def deal(units: tuple[Unit, ...], num_stages: int) -> list[list[list[Unit]]]:
+    """Return the segments of every stage.
+
     Layers are dealt as evenly as they can be, the first stages taking one more; the embedding belongs to the first
     stage, the head and the loss to the last.
 
     Raises:
         ValueError: there are fewer layers than stages.
     """
-    num_stages = decisions.pipeline_parallel
-    if num_stages == 1:
-        return units
     parts = segments(units)
     layers = [i for i, part in enumerate(parts) if part[0].recompute]
     if len(layers) < num_stages:
@@ -48,11 +58,7 @@ def stages(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ...]:
     share, rest = divmod(len(layers), num_stages)
     firsts = [layers[stage * share + min(stage, rest)] for stage in range(1, num_stages)]
     bounds = [0, *firsts, len(parts)]
-    specs = {spec.name: spec for unit in units for spec in unit.parameters}
-    return tuple(
-        _merge(parts[begin:end], stage, decisions, specs)
-        for stage, (begin, end) in enumerate(itertools.pairwise(bounds))
-    )
+    return [parts[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
 def stage_decisions(merged: tuple[Unit, ...], decisions: Decisions) -> Decisions:

@@ -51,6 +51,11 @@ class Batch:
         return self.micro_batch * self.seq_len
 
     @property
+    def experts_apart(self) -> bool:
+        """Whether experts are units of their own: they must be where other ranks have others."""
+        return self.expert_units > 1 or self.expert_parallel > 1
+
+    @property
     def is_megatron(self) -> bool:
         """Whether Megatron's kernels run."""
         return self.kernels == "megatron"
@@ -186,7 +191,7 @@ def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ..
         parts.append(norm(names.first_norm, "attn", names.output))
     middle = names.output if before else names.first_norm
     if before:
-        apart = config.has_experts(layer) and batch.expert_units > 1
+        apart = config.has_experts(layer) and batch.experts_apart
         parts.append(norm(names.second_norm, "attn" if apart else "mlp", middle))
     source = names.second_norm if before else middle
     parts += (
@@ -351,7 +356,7 @@ def _expert_parts(config: ModelConfig, batch: Batch, layer: int, source: str, sk
     """
     rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
     num, top = config.num_experts, config.experts_per_token
-    weight_bytes, whole = _routing_bytes(config, batch), batch.expert_units == 1
+    weight_bytes, whole = _routing_bytes(config, batch), not batch.experts_apart
     before = "mlp" if whole else "attn"
     route = work.keeping(work.router(rows, hidden, num, top, e, normalize=config.normalize_router), rows * hidden * e)
     chosen_bytes = rows * top * (weight_bytes + 8)

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from machines import machine, quantity
 
 from hwprofiles.profile import HardwareProfile
-from planner.bounds.conditions import Space, conditions, decided
+from planner.bounds.conditions import conditions, decided
 from planner.bounds.program import bound
 from planner.bounds.solver import solve
+from planner.bounds.space import Space
 from planner.costs import CostModel
 from planner.decisions import Decisions, Place
 from planner.graph import Unit

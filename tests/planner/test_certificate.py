@@ -11,7 +11,7 @@ from cases import small_units
 from machines import machine
 
 from planner.bounds.certificate import CertificateError, certify, check, infeasible
-from planner.bounds.conditions import Space
+from planner.bounds.space import Space
 from planner.costs import CostModel
 from planner.decisions import Decisions, Place, UnitDecision
 from planner.engines import Setup, pieces, swappable

@@ -12,7 +12,7 @@ from machines import machine
 from hwprofiles.paths import number, quantities, replace
 from hwprofiles.quantity import Provenance
 from planner.bounds.certificate import certify
-from planner.bounds.conditions import Space
+from planner.bounds.space import Space
 from planner.costs import CostModel
 from planner.decisions import Decisions, Place
 from planner.explain.limits import binding_proof, bound_rests_on, full_tiers, knobs, limits

@@ -1,0 +1,92 @@
+"""What every pipeline of stages must satisfy, as linear conditions: the twin of :mod:`.conditions` for stages.
+
+[Note: Pipelines] Everything is on the devices and layers are dealt evenly, so all that is left to decide is which
+segments are recomputed. Two consequences of the rules, for every stage s of p:
+
+- *work*: its first forward waits for those of the stages before it, and its last backward is followed by theirs. In
+  between it computes all its micro-batches;
+- *memory*: with one forward and one backward in turn it holds the activations of ``min(p - s, micro-batches)``
+  micro-batches when its first backward begins, and all its gradients when its last one ends.
+"""
+
+from planner.bounds.program import LinearProgram, Sum
+from planner.bounds.space import OVERRUN, ROOM, TIME, Space
+from planner.costs import CostModel
+from planner.decisions import STATE_BYTES_PER_PARAM
+from planner.graph import Unit
+from planner.lowering.pipeline import deal
+from planner.prediction import capacities
+from planner.schedule import Tier
+
+Stage = list[list[Unit]]
+
+
+def pipelined(space: Space, cost: CostModel, limit_s: float, *, soft: bool) -> LinearProgram:
+    """Return the conditions of an iteration of a pipeline; see :func:`planner.bounds.conditions.conditions`."""
+    program = LinearProgram(OVERRUN if soft else TIME)
+    program.variable(TIME, 0.0, limit_s)
+    overrun = Sum((program.variable(OVERRUN, 0.0, 1e6), 1.0)) if soft else Sum()
+    for name in ROOM.values():
+        program.variable(name, 1.0, 1.0)
+    dealt = deal(space.units, space.given.pipeline_parallel)
+    for stage in dealt:
+        for segment in stage:
+            if segment[0].recompute:
+                program.variable(f"{segment[0].segment}:recompute")
+    passes = [_pass(stage, cost) for stage in dealt]
+    repeats = space.given.num_micro_batches
+    room = Sum((ROOM[Tier.GPU], 1.0)).plus(overrun)
+    for number, stage in enumerate(dealt):
+        needs = Sum().plus(passes[number], float(repeats))
+        for before in passes[:number]:
+            needs.plus(before)
+        program.at_least(work_of(number), Sum((TIME, 1.0)), needs)
+        scale = 1.0 / capacities(cost)[Tier.GPU]
+        ahead = min(len(dealt) - number, repeats)
+        held, gradients = _always(stage, space), Sum(("", _gradient_bytes(stage, space)))
+        first, last = Sum().plus(held).plus(_kept(stage), float(ahead)), Sum().plus(held).plus(gradients)
+        program.at_least(f"memory: device of stage {number} at its first backward", room, Sum().plus(first, scale))
+        program.at_least(f"memory: device of stage {number} at its last backward", room, Sum().plus(last, scale))
+    return program
+
+
+def work_of(stage: int) -> str:
+    """Return the name of the condition on a stage's work."""
+    return f"work: stage {stage}"
+
+
+def _pass(stage: Stage, cost: CostModel) -> Sum:
+    """Return what one micro-batch computes in a stage, forward and backward, in seconds."""
+    found = Sum()
+    for segment in stage:
+        found[""] += sum(cost.compute_s(unit.forward) + cost.compute_s(unit.backward) for unit in segment)
+        if segment[0].recompute:
+            found[f"{segment[0].segment}:recompute"] += sum(cost.compute_s(unit.recompute) for unit in segment)
+    return found
+
+
+def _always(stage: Stage, space: Space) -> Sum:
+    """Return the bytes of weights and optimizer state."""
+    given = space.given
+    state_bytes = STATE_BYTES_PER_PARAM - (4 if given.precision.master_is_weight else 0)
+    units = [unit for segment in stage for unit in segment]
+    weights = sum(given.precision.weight_bytes * unit.num_params for unit in units)
+    # Of units merged into a stage the shards are no larger in sum than their own.
+    ranks = given.data_parallel if given.zero_stage else 1
+    return Sum(("", float(weights) + state_bytes * (sum(unit.num_params for unit in units) / ranks)))
+
+
+def _gradient_bytes(stage: Stage, space: Space) -> float:
+    weight_bytes = space.given.precision.weight_bytes  # they are added up over ranks when all are there
+    return float(sum(weight_bytes * unit.num_params for segment in stage for unit in segment))
+
+
+def _kept(stage: Stage) -> Sum:
+    """Return the bytes of one micro-batch's activations."""
+    found = Sum()
+    for segment in stage:
+        saved = float(sum(unit.saved_bytes for unit in segment))
+        found[""] += saved
+        if segment[0].recompute:
+            found[f"{segment[0].segment}:recompute"] += segment[0].activation_output_bytes - saved
+    return found

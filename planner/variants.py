@@ -1,0 +1,89 @@
+"""Variants of a request: each choice of degrees and batch sizes, with all that scoring and bounding it needs."""
+
+import dataclasses
+
+from hwprofiles.profile import HardwareProfile
+from planner.bounds.space import Space
+from planner.choices import Asked, Choice
+from planner.costs import CostModel
+from planner.decisions import Decisions, Precision
+from planner.engines import Setup
+from planner.graph import Batch, Unit, build_graph, units
+from planner.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Workbench:
+    """What all variants have in common.
+
+    Attributes:
+        model: sizes of the model.
+        hardware: the machine.
+        seq_len: tokens per sequence.
+        expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
+        precision: types of weights and gradients.
+        clip: whether gradients are clipped by their global norm.
+        subgroup_params: most parameters of one subgroup.
+    """
+
+    model: ModelConfig
+    hardware: HardwareProfile
+    seq_len: int
+    expert_load: tuple[tuple[float, ...], ...]
+    precision: Precision
+    clip: bool
+    subgroup_params: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One choice.
+
+    Attributes:
+        choice: degrees and batch sizes.
+        setup: what engine policies decide for.
+        cost: prices; of single units, also where pipeline stages are merged from them.
+    """
+
+    choice: Choice
+    setup: Setup
+    cost: CostModel
+
+    @property
+    def space(self) -> Space:
+        """All schedules of it; the ZeRO stage is left open."""
+        reduce_start = "step" if self.choice.pipeline_parallel > 1 else "backward"
+        given = {**self.setup.given, "policy": "any", "reduce_start": reduce_start, "units": {}}
+        return Space(self.setup.units, Decisions.model_validate(given))
+
+
+def variants(bench: Workbench, asked: Asked) -> tuple[Variant, ...]:
+    """Return every way to do what is asked.
+
+    Raises:
+        ValueError: there is none, and why.
+    """
+    graphs: dict[Batch, tuple[Unit, ...]] = {}
+    found = []
+    for choice in asked.choices(bench.model, bench.hardware.devices_per_node):
+        batch = Batch(
+            choice.micro_batch,
+            bench.seq_len,
+            bench.precision.weight_bytes,
+            tensor_parallel=choice.tensor_parallel,
+            expert_parallel=choice.expert_parallel,
+            expert_units=choice.expert_units,
+            expert_load=bench.expert_load,
+        )
+        if batch not in graphs:
+            graphs[batch] = units(build_graph(bench.model, batch))
+        setup = Setup(
+            graphs[batch],
+            **choice.model_dump(),
+            precision=bench.precision,
+            clip=bench.clip,
+            subgroup_params=bench.subgroup_params,
+        )
+        degrees = dataclasses.astuple(setup.degrees)
+        found.append(Variant(choice, setup, CostModel(bench.hardware, setup.units, bench.precision, *degrees)))
+    return tuple(found)
