@@ -16,7 +16,7 @@ from planner.models.config import ModelConfig
 from planner.prediction import Prediction, TierMemory
 from planner.schedule import Schedule, Tier
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 
 
 class PlanError(ValueError):
@@ -57,7 +57,7 @@ class Plan(Frozen):
         content_digest: SHA-256 of everything else, so that a change by hand is noticed.
     """
 
-    schema_version: Literal[3] = 3
+    schema_version: Literal[4] = 4
     program_version: str
     model: ModelConfig
     seq_len: Annotated[int, Field(ge=1)]
