@@ -117,7 +117,7 @@ def _rests_on(weights: dict[tuple[str, str], float]) -> str:
 
 
 def _by(key: str) -> str:
-    return _RESOURCES.get(key) or LANE_WORDS[Lane(key)]
+    return _RESOURCES.get(key) or LANE_WORDS[Lane(key)] if key in {*_RESOURCES, *Lane} else key
 
 
 def _tells(limit: Limit) -> bool:

@@ -20,7 +20,7 @@ from planner.decisions import Decisions
 from planner.lowering import lower
 
 # Schedules that take longer than this many times a plan are of no interest; the limit keeps numbers near one.
-LIMIT = 2.0
+_LIMIT = 2.0
 # Where nothing fits, time does not matter; any limit will do that no iteration reaches.
 _NEVER_S = 1e9
 # Simulating is deterministic on one machine; elsewhere the last digits of sums may differ.
@@ -52,7 +52,7 @@ def certify(space: Space, cost: CostModel, decisions: Decisions, iteration_s: fl
         decisions: the plan's.
         iteration_s: what the plan takes.
     """
-    limit_s = LIMIT * iteration_s
+    limit_s = _LIMIT * iteration_s
     proofs = tuple(_prove(one, cost, limit_s) for one in spaces(space))
     program = _placed(space, cost, decisions, limit_s)
     solution = solve(program)
@@ -89,13 +89,13 @@ def check(certificate: Certificate, space: Space, cost: CostModel, decisions: De
     if sorted(proof.zero_stage for proof in certificate.proofs) != sorted(stages):
         raise CertificateError(f"the certificate must have one proof for each of the ZeRO stages {sorted(stages)}")
     for proof in certificate.proofs:
-        check_proof(proof, stages[proof.zero_stage], cost, LIMIT * iteration_s)
+        check_proof(proof, stages[proof.zero_stage], cost, _LIMIT * iteration_s)
     bounds = [proof.bound_s for proof in certificate.proofs if proof.bound_s is not None]
     if not bounds or certificate.bound_s > min(bounds):
         raise CertificateError(
             f"bound_s is {certificate.bound_s!r}, but the proofs are of {min(bounds, default=None)!r}"
         )
-    program = _placed(space, cost, decisions, LIMIT * iteration_s)
+    program = _placed(space, cost, decisions, _LIMIT * iteration_s)
     stated, proven = certificate.placement_bound_s, _exactly(program, certificate.placement)
     if Fraction(stated) > max(proven, Fraction(certificate.bound_s)):
         raise CertificateError(f"placement_bound_s is {stated!r}, but only {float(proven)!r} is proven")

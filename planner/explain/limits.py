@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from hwprofiles.paths import number, quantities, replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Curve, Provenance
-from planner.bounds.certificate import LIMIT
 from planner.bounds.conditions import Space, conditions
 from planner.bounds.program import LinearProgram
 from planner.bounds.proof import Proof
@@ -35,6 +34,8 @@ _FARTHEST = 16.0
 _NEAR = 1e-3
 # Relative changes for derivatives: of a simulation, which has corners, and of conditions, which have none.
 _STEP, _SMALL_STEP = 1e-2, 1e-6
+# Iterations that take longer than this many times the plan's are of no interest to its bound.
+_LIMIT = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +224,7 @@ class _BoundDerivative:
         given = bench.decisions.model_copy(update={"zero_stage": self._proof.zero_stage})
         members = tuple(bench.units.values())
         cost = CostModel.of(hardware, members, given)
-        return conditions(Space.of(members, given), cost, LIMIT * bench.plan.prediction.iteration_s)
+        return conditions(Space.of(members, given), cost, _LIMIT * bench.plan.prediction.iteration_s)
 
 
 def binding_proof(bench: Bench) -> Proof:

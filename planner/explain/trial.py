@@ -133,12 +133,14 @@ class Bench:
     def placed(self, places: Mapping[tuple[str, int], Place]) -> Decisions:
         """Return the plan's decisions with other places for some subgroups, by unit and number.
 
-        Parameters of what comes to be updated on the device stay there.
+        Parameters of what comes to be updated on the device stay there, and only what is updated from NVMe has its
+        parameters there too.
         """
         units = {}
         for name, old in self.decisions.units.items():
             update = tuple(places.get((name, piece), before) for piece, before in enumerate(old.update))
-            params = "gpu" if Place.GPU in update else old.params
+            params = "host" if old.params == "nvme" and set(update) != {Place.NVME} else old.params
+            params = "gpu" if Place.GPU in update else params
             units[name] = old.model_copy(update={"update": update, "params": params})
         return self.with_units(units)
 

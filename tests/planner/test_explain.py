@@ -6,6 +6,7 @@ import itertools
 import math
 
 import pytest
+from cases import decisions as random_decisions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import machine
@@ -18,6 +19,7 @@ from planner.costs import CostModel
 from planner.decisions import Decisions, GradientPath, HostUpdate, Place
 from planner.explain.limits import binding_proof, bound_rests_on, full_tiers, knobs, limits
 from planner.explain.moves import (
+    _runs,
     alternatives,
     cheapest_move,
     deadline,
@@ -227,6 +229,29 @@ def test_tricks_of_placement_off_place_as_they_say() -> None:
     (farthest,) = places("nearest-deadline")
     count = own.count(Place.GPU)
     assert [place is Place.GPU for place in farthest] == [False] * (len(own) - count) + [True] * count
+
+
+@given(st.data())
+@settings(max_examples=30)
+def test_anything_that_can_be_decided_can_be_explained(data: st.DataObject) -> None:
+    """Every switch and every move of random decisions is itself a decision that can be lowered."""
+    explained = bench("two")
+    plan = explained.plan.model_copy(
+        update={
+            "decisions": data.draw(random_decisions(explained.plan.units())),
+            "hardware": machine(devices_per_node=8),
+        }
+    )
+    other = Bench(plan)
+    for trick in TRICKS:
+        for decisions in trick.off(other):
+            other.lower(decisions)
+    unit = data.draw(st.sampled_from(list(other.units)))
+    for decision in single_moves(other, unit):
+        assert decision != other.decisions.units[unit]
+        other.lower(moved(other, unit, decision))
+    assert sorted(name for run in _runs(other).values() for name in run) == sorted(other.units)
+    deadline(other, unit)
 
 
 def test_a_trick_off_is_the_best_that_can_be_done_without() -> None:
