@@ -18,7 +18,7 @@ from planner.plan import EngineRow, Plan
 from planner.prediction import Workload, capacities
 from planner.schedule import Tier
 from planner.search import Candidate, Scorer
-from planner.variants import Variant, Workbench, variants
+from planner.variants import Job, Variant, variants
 
 # What can be done when a tier is too small, cheapest first.
 _REMEDIES = {
@@ -91,9 +91,9 @@ class Request:
         return Asked(**{field: getattr(self, field) for field in Asked.model_fields})
 
     @property
-    def bench(self) -> Workbench:
+    def job(self) -> Job:
         """What all its variants have in common."""
-        return Workbench(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Workbench)})
+        return Job(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Job)})
 
     def variants(self) -> tuple[Variant, ...]:
         """Return every way to do what is asked.
@@ -101,7 +101,7 @@ class Request:
         Raises:
             ValueError: there is none, and why.
         """
-        return variants(self.bench, self.asked)
+        return variants(self.job, self.asked)
 
 
 def make_plan(

@@ -13,7 +13,7 @@ from planner.models.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Workbench:
+class Job:
     """What all variants have in common.
 
     Attributes:
@@ -57,33 +57,37 @@ class Variant:
         return Space(self.setup.units, Decisions.model_validate(given))
 
 
-def variants(bench: Workbench, asked: Asked) -> tuple[Variant, ...]:
+def variants(job: Job, asked: Asked) -> tuple[Variant, ...]:
     """Return every way to do what is asked.
 
     Raises:
         ValueError: there is none, and why.
     """
-    graphs: dict[Batch, tuple[Unit, ...]] = {}
-    found = []
-    for choice in asked.choices(bench.model, bench.hardware.devices_per_node):
-        batch = Batch(
-            choice.micro_batch,
-            bench.seq_len,
-            bench.precision.weight_bytes,
-            tensor_parallel=choice.tensor_parallel,
-            expert_parallel=choice.expert_parallel,
-            expert_units=choice.expert_units,
-            expert_load=bench.expert_load,
-        )
-        if batch not in graphs:
-            graphs[batch] = units(build_graph(bench.model, batch))
-        setup = Setup(
-            graphs[batch],
-            **choice.model_dump(),
-            precision=bench.precision,
-            clip=bench.clip,
-            subgroup_params=bench.subgroup_params,
-        )
-        degrees = dataclasses.astuple(setup.degrees)
-        found.append(Variant(choice, setup, CostModel(bench.hardware, setup.units, bench.precision, *degrees)))
-    return tuple(found)
+    graphs: dict[Batch, tuple[Unit, ...]] = {}  # the same for all that cut the batch alike
+    choices = asked.choices(job.model, job.hardware.devices_per_node)
+    return tuple(variant(job, choice, graphs) for choice in choices)
+
+
+def variant(job: Job, choice: Choice, graphs: dict[Batch, tuple[Unit, ...]] | None = None) -> Variant:
+    """Return one way to do it; ``graphs`` keeps units of batches for the next one."""
+    batch = Batch(
+        choice.micro_batch,
+        job.seq_len,
+        job.precision.weight_bytes,
+        tensor_parallel=choice.tensor_parallel,
+        expert_parallel=choice.expert_parallel,
+        expert_units=choice.expert_units,
+        expert_load=job.expert_load,
+    )
+    graphs = {} if graphs is None else graphs
+    if batch not in graphs:
+        graphs[batch] = units(build_graph(job.model, batch))
+    setup = Setup(
+        graphs[batch],
+        **choice.model_dump(),
+        precision=job.precision,
+        clip=job.clip,
+        subgroup_params=job.subgroup_params,
+    )
+    degrees = dataclasses.astuple(setup.degrees)
+    return Variant(choice, setup, CostModel(job.hardware, setup.units, job.precision, *degrees))

@@ -8,7 +8,7 @@ from planner.decisions import Decisions
 from planner.plan import Plan
 from planner.prediction import Prediction, Workload, predict
 from planner.simulate.machine import run_until_steady
-from planner.variants import Variant, Workbench, variants
+from planner.variants import Job, Variant, variants
 
 # Simulating is deterministic on one machine; elsewhere the last digits of sums may differ.
 _RELATIVE = 1e-9
@@ -55,8 +55,8 @@ def verify(plan: Plan) -> Verified:
     stated_s = plan.prediction.iteration_s
     if abs(found.iteration_s - stated_s) > _RELATIVE * stated_s:
         raise CertificateError(f"the plan states {stated_s!r} s per iteration, but it takes {found.iteration_s!r} s")
-    rivals = plan_variants(plan)
-    own = next((rival for rival in rivals if chosen(rival, decisions)), None)
+    rivals = variants(job_of(plan), plan.asked)
+    own = next((rival for rival in rivals if _chosen(rival, decisions)), None)
     if own is None:
         raise CertificateError("the plan's degrees and batch sizes are not what was asked for; plan again")
     check(plan.certificate, rivals, own, decisions, stated_s)
@@ -65,10 +65,10 @@ def verify(plan: Plan) -> Verified:
     return Verified(found, len(proofs), count)
 
 
-def plan_variants(plan: Plan) -> tuple[Variant, ...]:
-    """Return every way to do what a plan was asked for."""
+def job_of(plan: Plan) -> Job:
+    """Return what all variants of what a plan was asked for have in common."""
     decisions = plan.decisions
-    bench = Workbench(
+    return Job(
         model=plan.model,
         hardware=plan.hardware,
         seq_len=plan.seq_len,
@@ -77,9 +77,7 @@ def plan_variants(plan: Plan) -> tuple[Variant, ...]:
         clip=decisions.clip,
         subgroup_params=decisions.subgroup_params,
     )
-    return variants(bench, plan.asked)
 
 
-def chosen(variant: Variant, decisions: Decisions) -> bool:
-    """Return whether decisions are of a variant."""
+def _chosen(variant: Variant, decisions: Decisions) -> bool:
     return all(getattr(decisions, field) == value for field, value in variant.choice.model_dump().items())

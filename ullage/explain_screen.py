@@ -3,8 +3,8 @@
 from rich.table import Table
 
 from planner.explain.limits import Crossing, Limit
-from planner.explain.moves import Alternative, Group
-from planner.explain.trial import Bench
+from planner.explain.moves import SAME, Alternative, Group
+from planner.explain.trial import Bench, Trial
 from planner.schedule import Lane, Tier
 from ullage.console import console, facts, table
 from ullage.explanation import (
@@ -117,7 +117,7 @@ def _rests_on(weights: dict[tuple[str, str], float]) -> str:
 
 
 def _by(key: str) -> str:
-    return _RESOURCES.get(key) or LANE_WORDS[Lane(key)]
+    return _RESOURCES.get(key) or LANE_WORDS[Lane(key)] if key in {*_RESOURCES, *Lane} else key
 
 
 def _tells(limit: Limit) -> bool:
@@ -144,7 +144,7 @@ def _tricks(explained: PlanExplained) -> Table:
     for worth in explained.worths:
         if worth.trial is None:
             continue
-        seconds, share = change(explained.bench, worth.trial)
+        seconds, share = _told(explained.bench, worth.trial)
         times = (si(worth.trial.iteration_s, "s"), si(seconds, "s"), signed_percent(share))
         result.add_row(worth.trick.words, worth.trick.without, *times, lacks_short(worth.trial))
     if unused := [worth.trick.words for worth in explained.worths if worth.trial is None]:
@@ -175,13 +175,19 @@ def _cheapest(bench: Bench, group: Group) -> str:
     if not moves:
         return "-"
     unit, move = min(moves, key=lambda found: found[1].trial.order)
-    slowest = max(change(bench, other.trial)[0] for _, other in moves)
-    least = change(bench, move.trial)[0]
+    slowest = max(_told(bench, other.trial)[0] for _, other in moves)
+    least = _told(bench, move.trial)[0]
     range_ = (
         si(least, "s") if slowest - least < 1e-6 * bench.own.iteration_s else f"{si(least, 's')} to {si(slowest, 's')}"
     )
     short = "" if move.trial.fits else f", {lacks_short(move.trial)}"
     return f"{move_words(bench, unit, move.decision)}: {range_}{short}"
+
+
+def _told(bench: Bench, trial: Trial) -> tuple[float, float]:
+    """Return by how much a trial is slower, or 0 if only rounding tells it from the plan."""
+    seconds, share = change(bench, trial)
+    return (seconds, share) if abs(share) > SAME else (0.0, 0.0)
 
 
 def _limits(explained: PlanExplained) -> Table:
@@ -237,7 +243,7 @@ def _alternatives(explained: UnitExplained) -> Table:
 
 def _alternative(bench: Bench, alternative: Alternative) -> tuple[str, ...]:
     decision, trial = alternative.decision, alternative.trial
-    seconds, share = change(bench, trial)
+    seconds, share = _told(bench, trial)
     changes = [trial.peak_bytes(tier) - bench.own.peak_bytes(tier) for tier in (Tier.GPU, Tier.HOST)]
     changes.append(trial.traffic_bytes - bench.own.traffic_bytes)
     return (

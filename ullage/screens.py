@@ -106,11 +106,15 @@ def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
 
 def gap_line(certificate: Certificate, iteration_s: float) -> str:
     """Return how far from the best a plan can be at most, and where that lies."""
-    parts = ", ".join(f"{percent(part)} {name}" for name, part in certificate.gap_parts(iteration_s).items())
     return (
         f"within {percent(certificate.gap(iteration_s))} of what any schedule on device and host can do here "
-        f"({si(certificate.bound_s, 's')}, proven): {parts}"
+        f"({si(certificate.bound_s, 's')}, proven): {gap_parts_words(certificate, iteration_s)}"
     )
+
+
+def gap_parts_words(certificate: Certificate, iteration_s: float) -> str:
+    """Return the parts of the gap, in words."""
+    return ", ".join(f"{percent(part)} {name}" for name, part in certificate.gap_parts(iteration_s).items())
 
 
 def _fits(memory: dict[Tier, TierMemory]) -> str:

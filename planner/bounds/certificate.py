@@ -26,7 +26,7 @@ from planner.schedule import Lane, Op
 from planner.variants import Variant
 
 # Schedules that take longer than this many times a plan are of no interest; the limit keeps numbers near one.
-LIMIT = 2.0
+_LIMIT = 2.0
 # Simulating is deterministic on one machine; elsewhere the last digits of sums may differ.
 _RELATIVE = 1e-9
 
@@ -44,7 +44,7 @@ def certify(rivals: Sequence[Variant], own: Variant, decisions: Decisions, itera
         decisions: the plan's.
         iteration_s: what the plan takes.
     """
-    limit_s = LIMIT * iteration_s
+    limit_s = _LIMIT * iteration_s
     proofs = [_prove(own.choice, space, own.cost, limit_s) for space in own.space.stages()]
     bound_s = min(proof.bound_s for proof in proofs if proof.bound_s is not None)
     for rival in sorted(rivals, key=computing_s):
@@ -126,13 +126,13 @@ def check(
         )
     for proof in certificate.proofs:
         space, cost = expected[proof.choice, proof.zero_stage]
-        check_proof(proof, space, cost, LIMIT * iteration_s)
+        check_proof(proof, space, cost, _LIMIT * iteration_s)
     bounds = [proof.bound_s for proof in certificate.proofs if proof.bound_s is not None]
     if not bounds or certificate.bound_s > min(bounds):
         raise CertificateError(
             f"bound_s is {certificate.bound_s!r}, but the proofs are of {min(bounds, default=None)!r}"
         )
-    program = _placed(own.space, own.cost, decisions, LIMIT * iteration_s)
+    program = _placed(own.space, own.cost, decisions, _LIMIT * iteration_s)
     stated, proven = certificate.placement_bound_s, _exactly(program, certificate.placement)
     if Fraction(stated) > max(proven, Fraction(certificate.bound_s)):
         raise CertificateError(f"placement_bound_s is {stated!r}, but only {float(proven)!r} is proven")

@@ -19,16 +19,15 @@ from collections.abc import Callable, Iterator
 from hwprofiles.paths import number, quantities, replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Curve, Provenance
-from planner.bounds.certificate import LIMIT
 from planner.bounds.conditions import conditions
 from planner.bounds.program import LinearProgram
 from planner.bounds.proof import Proof
 from planner.bounds.solver import solve
-from planner.bounds.space import Space
-from planner.costs import CostModel
 from planner.decisions import STATE_BYTES_PER_PARAM
 from planner.explain.trial import Bench, bounding_lane
 from planner.schedule import Lane, Tier
+from planner.variants import variant
+from planner.verification import job_of
 
 SCALED = Provenance(origin="assumed", source="scaled, to see what it is worth")
 # Quantities are scaled this far each way in search of a crossing, and two factors so near to one another bracket one.
@@ -36,6 +35,8 @@ _FARTHEST = 16.0
 _NEAR = 1e-3
 # Relative changes for derivatives: of a simulation, which has corners, and of conditions, which have none.
 _STEP, _SMALL_STEP = 1e-2, 1e-6
+# Iterations that take longer than this many times the plan's are of no interest to its bound.
+_LIMIT = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,15 +221,14 @@ class _BoundDerivative:
         )
 
     def _conditions(self, hardware: HardwareProfile) -> LinearProgram:
-        bench = self._bench
-        given = bench.decisions.model_copy(update={"zero_stage": self._proof.zero_stage})
-        members = tuple(bench.units.values())
-        cost = CostModel.of(hardware, members, given)
-        return conditions(Space.of(members, given), cost, LIMIT * bench.plan.prediction.iteration_s)
+        plan = self._bench.plan.model_copy(update={"hardware": hardware})
+        rival = variant(job_of(plan), self._proof.choice)
+        space = next(s for s in rival.space.stages() if s.given.zero_stage == self._proof.zero_stage)
+        return conditions(space, rival.cost, _LIMIT * plan.prediction.iteration_s)
 
 
 def binding_proof(bench: Bench) -> Proof:
-    """Return the proof that the plan's bound rests on: that of the ZeRO stage that could be fastest."""
+    """Return the proof that the plan's bound rests on: that of the choice that could be fastest."""
     proofs = [proof for proof in bench.plan.certificate.proofs if proof.bound_s is not None]
     return min(proofs, key=lambda proof: proof.bound_s or 0.0)
 

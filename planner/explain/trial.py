@@ -91,7 +91,13 @@ class Bench:
     def trial(self, decisions: Decisions) -> Trial:
         """Simulate other decisions."""
         schedule = self.lower(decisions)
-        return self._trial(decisions, schedule, run_until_steady(schedule, self.cost))
+        return self._trial(decisions, schedule, run_until_steady(schedule, self._priced(decisions)))
+
+    def _priced(self, decisions: Decisions) -> CostModel:
+        """Return the prices of what is lowered: pipeline stages are other units for other decisions."""
+        if decisions.pipeline_parallel == 1:
+            return self.cost
+        return CostModel.of(self.plan.hardware, tuple(self.units.values()), decisions)
 
     def _trial(self, decisions: Decisions, schedule: Schedule, simulation: Simulation) -> Trial:
         peaks = memory_peaks(simulation.timeline, simulation.steady, self.cost)
@@ -133,12 +139,14 @@ class Bench:
     def placed(self, places: Mapping[tuple[str, int], Place]) -> Decisions:
         """Return the plan's decisions with other places for some subgroups, by unit and number.
 
-        Parameters of what comes to be updated on the device stay there.
+        Parameters of what comes to be updated on the device stay there, and only what is updated from NVMe has its
+        parameters there too.
         """
         units = {}
         for name, old in self.decisions.units.items():
             update = tuple(places.get((name, piece), before) for piece, before in enumerate(old.update))
-            params = "gpu" if Place.GPU in update else old.params
+            params = "host" if old.params == "nvme" and set(update) != {Place.NVME} else old.params
+            params = "gpu" if Place.GPU in update else params
             units[name] = old.model_copy(update={"update": update, "params": params})
         return self.with_units(units)
 

@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import pytest
+from cases import decisions as random_decisions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import machine
@@ -14,9 +16,10 @@ from hwprofiles.quantity import Provenance
 from planner.bounds.certificate import certify
 from planner.bounds.space import Space
 from planner.costs import CostModel
-from planner.decisions import Decisions, Place
+from planner.decisions import Decisions, GradientPath, HostUpdate, Place
 from planner.explain.limits import binding_proof, bound_rests_on, full_tiers, knobs, limits
 from planner.explain.moves import (
+    _runs,
     alternatives,
     cheapest_move,
     deadline,
@@ -180,6 +183,79 @@ def test_every_trick_can_be_switched_off() -> None:
     assert used == {trick.key for trick in TRICKS}
 
 
+GLOBAL = {
+    "gradients-once": {"gradient_path": GradientPath.ZERO3_ASYNC},
+    "overlap-next-forward": {"overlap_next_forward": False},
+    "forward-order": {"update_order": "backward"},
+    "early-updates": {"update_start": "step"},
+    "parameter-slots": {"num_param_slots": 1},
+    "state-slots": {"num_state_slots": 1},
+    "collectives-beside": {"max_prefetch_params": 0},
+    "early-reduction": {"reduce_start": "step"},
+    "one-pass": {"host_update": HostUpdate.DEEPSPEED},
+}
+
+
+def test_a_trick_off_changes_nothing_else() -> None:
+    """What is a matter of global decisions leaves units alone, and the other way round."""
+    seen = set()
+    for name in NAMES:
+        own = dict(bench(name).decisions)
+        for trick in TRICKS:
+            for decisions in trick.off(bench(name)):
+                different = {key: value for key, value in decisions if value != own[key]}
+                assert different.keys() == GLOBAL.get(trick.key, {"units": None}).keys() or not different, trick.key
+                assert all(different[key] == GLOBAL[trick.key][key] for key in different if key != "units")
+                seen.add(trick.key)
+    assert len(seen) >= len(TRICKS) - 3
+
+
+def test_tricks_of_placement_off_place_as_they_say() -> None:
+    explained = bench("one")
+    own = [explained.decisions.units[unit].update[piece] for unit, piece in explained.pieces()]
+    assert len(set(own)) > 1
+
+    def places(key: str) -> list[list[Place]]:
+        trick = next(trick for trick in TRICKS if trick.key == key)
+        return [[d.units[unit].update[piece] for unit, piece in explained.pieces()] for d in trick.off(explained)]
+
+    assert places("several-places") == [[place] * len(own) for place in (Place.GPU, Place.STREAM, Place.CPU)]
+    resident = places("resident-state")
+    assert [[after for after, before in zip(off, own, strict=True) if before is Place.GPU] for off in resident] == [
+        [place] * own.count(Place.GPU) for place in (Place.STREAM, Place.CPU)
+    ]
+    for off in places("shares-by-rate"):
+        assert [place is Place.GPU for place in off] == [place is Place.GPU for place in own]
+        away = [place for place in off if place is not Place.GPU]
+        assert all(one is not other for one, other in itertools.pairwise(away))
+    (farthest,) = places("nearest-deadline")
+    count = own.count(Place.GPU)
+    assert [place is Place.GPU for place in farthest] == [False] * (len(own) - count) + [True] * count
+
+
+@given(st.data())
+@settings(max_examples=30)
+def test_anything_that_can_be_decided_can_be_explained(data: st.DataObject) -> None:
+    """Every switch and every move of random decisions is itself a decision that can be lowered."""
+    explained = bench("two")
+    plan = explained.plan.model_copy(
+        update={
+            "decisions": data.draw(random_decisions(explained.plan.units())),
+            "hardware": machine(devices_per_node=8),
+        }
+    )
+    other = Bench(plan)
+    for trick in TRICKS:
+        for decisions in trick.off(other):
+            other.lower(decisions)
+    unit = data.draw(st.sampled_from(list(other.units)))
+    for decision in single_moves(other, unit):
+        assert decision != other.decisions.units[unit]
+        other.lower(moved(other, unit, decision))
+    assert sorted(name for run in _runs(other).values() for name in run) == sorted(other.units)
+    deadline(other, unit)
+
+
 def test_a_trick_off_is_the_best_that_can_be_done_without() -> None:
     explained = bench("one")
     trick = next(trick for trick in TRICKS if trick.key == "several-places")
@@ -310,6 +386,16 @@ def test_layers_that_are_treated_alike_are_one_group() -> None:
             for name, unit in explained.decisions.units.items()
         },
     )
+    apart = with_decisions(
+        alike,
+        units={
+            **alike.decisions.units,
+            "layers.2.mlp": alike.decisions.units["layers.2.mlp"].model_copy(
+                update={"update": alike.decisions.units["layers.0.mlp"].update}
+            ),
+        },
+    )
+    assert {"layers.0.mlp", "layers.1.mlp", "layers.2.mlp"} <= {group.name for group in groups(apart)}
     last = explained.plan.model.num_layers - 1
     assert [group.name for group in groups(alike)] == [
         "embed",

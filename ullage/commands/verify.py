@@ -9,6 +9,7 @@ from planner.verification import verify
 from ullage.commands import Subparsers, command_parser
 from ullage.console import console, facts, write_json
 from ullage.formatting import percent, si
+from ullage.screens import gap_parts_words
 
 EXIT_FAILED = 1
 
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         ),
         "bound": f"{si(certificate.bound_s, 's')}, by {verified.num_proofs} proof(s) with {verified.num_multipliers} "
         f"multipliers, in exact arithmetic: within {percent(certificate.gap(iteration_s))} of the best",
+        "gap": f"{gap_parts_words(certificate, iteration_s)}; each found again",
     }
     console().print(facts(lines))
     return 0
