@@ -10,7 +10,7 @@ import gc
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from planner.bounds.conditions import conditions
 from planner.bounds.solver import solve
@@ -355,21 +355,40 @@ def _starts(setup: Setup, scorer: Scorer) -> tuple[list[_Start], float]:
     """
     starts: list[_Start] = []
     bounds_s: list[float] = []
+    together = _most_alike(setup)
+    slots = (*_SLOTS, *([(together, 3)] if together > _SLOTS[-1][0] else []))
     for stage in (2, 3) if setup.data_parallel > 1 else (0,):
         space = Space.of(setup.units, mixed(setup, Mix(0, 0, 0, zero_stage=stage)))
-        mix, bound_s = _relaxed(setup, scorer, space, stage)
+        mix, bound_s = _relaxed(setup, scorer, space, stage, slots)
         bounds_s.append(bound_s)
         if mix:
             starts.append(_Start(mix, _SMALL_STEP, bound_s))
         starts.append(_Start(Mix(num_gpu=0, num_stream=0, num_keep=0, zero_stage=stage), _LARGE_STEP, bound_s))
     # Parameters too may have to live on the host (their shards, if there are several ranks).
-    lowest = Mix(num_gpu=0, num_stream=0, num_keep=0, num_host=len(setup.units), zero_stage=stage)
-    starts.append(_Start(lowest, _LARGE_STEP, bounds_s[-1]))
+    starts.append(_Start(_lowest(setup), _LARGE_STEP, bounds_s[-1]))
     starts.sort(key=lambda start: (start.first_step, start.bound_s))
     return starts, min(bounds_s)
 
 
-def _relaxed(setup: Setup, scorer: Scorer, space: Space, stage: int) -> tuple[Mix | None, float]:
+def first_look(setup: Setup, scorer: Scorer) -> Candidate:
+    """Return the best of a few mixtures: near to what a search will find, for a small part of its time."""
+    found = [scorer.score(mixed(setup, _lowest(setup)))]
+    for stage in (2, 3) if setup.data_parallel > 1 else (0,):
+        space = Space.of(setup.units, mixed(setup, Mix(0, 0, 0, zero_stage=stage)))
+        mix, _ = _relaxed(setup, scorer, space, stage, _SLOTS[:1])
+        if mix:
+            found.append(scorer.score(mixed(setup, mix)))
+    return _best(found)
+
+
+def _lowest(setup: Setup) -> Mix:
+    """Return the mix that needs the least memory on the device."""
+    return Mix(0, 0, 0, num_host=len(setup.units), zero_stage=3 if setup.data_parallel > 1 else 0)
+
+
+def _relaxed(
+    setup: Setup, scorer: Scorer, space: Space, stage: int, slots: Sequence[tuple[int, int]]
+) -> tuple[Mix | None, float]:
     """Return the mix nearest to the best mixture of decisions that fits, and how fast anything can be at best.
 
     The conditions know nothing of slots and of what is held for a moment only. So a mixture is simulated, and by as
@@ -382,8 +401,7 @@ def _relaxed(setup: Setup, scorer: Scorer, space: Space, stage: int) -> tuple[Mi
     program = program.within({name: (0.0, 0.0) for name in program.boxes if name.endswith(":stays")})
     room = dict.fromkeys(ROOM, 1.0)
     best: tuple[tuple[float, float], Mix] | None = None
-    together = _most_alike(setup)
-    for num_slots, num_state_slots in (*_SLOTS, *([(together, 3)] if together > _SLOTS[-1][0] else [])):
+    for num_slots, num_state_slots in slots:
         for _ in range(_NUM_FITS):
             solution = solve(program.within({ROOM[tier]: (share, share) for tier, share in room.items()}))
             if solution is None:

@@ -1,5 +1,6 @@
 """A certificate is believed for its arithmetic alone, and small plans are compared with all that could be planned."""
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from cases import small_units
 from machines import machine
 
 from planner.bounds.certificate import CertificateError, certify, check, infeasible
-from planner.bounds.space import Space
+from planner.choices import Choice
 from planner.costs import CostModel
 from planner.decisions import Decisions, Place, UnitDecision
 from planner.engines import Setup, pieces, swappable
@@ -20,6 +21,7 @@ from planner.plan import Plan, PlanError, load_plan
 from planner.planning import InfeasibleError, Request, make_plan
 from planner.prediction import Workload
 from planner.search import Scorer, search
+from planner.variants import Variant
 from planner.verification import verify
 
 
@@ -99,7 +101,7 @@ TAMPERED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda d: proof(d)["multipliers"].update({"luck": 1.0}),
         "'luck', which is no condition",
     ),
-    "a proof less": (lambda d: d["certificate"]["proofs"].pop(), "one proof for each of the ZeRO stages"),
+    "a proof less": (lambda d: d["certificate"]["proofs"].pop(), "one proof for each of 4 choices"),
     "a bound of placement": (lambda d: d["certificate"].update(placement_bound_s=1e3), "placement_bound_s"),
     "a bound of the order": (
         lambda d: d["certificate"].update(order_bound_s=d["prediction"]["iteration_s"] * 1.01),
@@ -135,11 +137,9 @@ def test_what_cannot_fit_is_proven() -> None:
     request = Request(resolve_model("demo-llama"), profile, num_devices=2, seq_len=256, micro_batch=1)
     with pytest.raises(InfeasibleError, match=r"proven that every schedule lacks at least \d"):
         make_plan(request)
-    units = small_units()
-    given = Decisions(policy="none", units={}, data_parallel=2)
-    space, roomy, tight = Space(units, given), machine(), machine(gpu_bytes=1e6)
-    assert not infeasible(space, CostModel(roomy, units, given.precision, 2))
-    assert len(infeasible(space, CostModel(tight, units, given.precision, 2))) == 4
+    roomy, tight = machine(devices_per_node=2), machine(gpu_bytes=1e6, devices_per_node=2)
+    assert not infeasible(dataclasses.replace(request, hardware=roomy).variants())
+    assert len(infeasible(dataclasses.replace(request, hardware=tight).variants())) == 4
 
 
 def all_decisions(setup: Setup) -> list[Decisions]:
@@ -190,8 +190,8 @@ def test_all_that_could_be_planned() -> None:
             optimal += 1
             continue
         optimal += not found.missing_bytes and found.iteration_s <= 1.02 * best.iteration_s
-        space = Space(setup.units, best.decisions.model_copy(update={"units": {}}))
-        certificate = certify(space, cost, best.decisions, best.iteration_s)
-        check(certificate, space, cost, best.decisions, best.iteration_s)
+        own = Variant(Choice(), setup, cost)
+        certificate = certify([own], own, best.decisions, best.iteration_s)
+        check(certificate, [own], own, best.decisions, best.iteration_s)
         assert certificate.bound_s <= best.iteration_s * (1 + 1e-9)
     assert optimal >= 0.95 * len(SPEEDS) * len(ROOMS)

@@ -14,7 +14,6 @@ from machines import machine
 from hwprofiles.paths import number, quantities, replace
 from hwprofiles.quantity import Provenance
 from planner.bounds.certificate import certify
-from planner.bounds.space import Space
 from planner.costs import CostModel
 from planner.decisions import Decisions, GradientPath, HostUpdate, Place
 from planner.explain.limits import binding_proof, bound_rests_on, full_tiers, knobs, limits
@@ -38,6 +37,8 @@ from planner.planning import Request, make_plan
 from planner.prediction import Prediction, Workload
 from planner.schedule import Op, Tier
 from planner.search import Scorer
+from planner.variants import variants
+from planner.verification import job_of
 
 # A trick may turn out this much slower than doing without: plans are tidied within half a per cent.
 TOLERANCE = 5e-3
@@ -312,15 +313,16 @@ def test_a_capacity_binds_where_the_plan_no_longer_fits() -> None:
 def test_the_bound_changes_with_the_machine_as_its_multipliers_say(name: str) -> None:
     """Against bounds that are solved anew: where the bound has a corner, the derivative lies between its sides."""
     explained = bench(name)
-    plan, units = explained.plan, explained.plan.units()
+    plan = explained.plan
     step, num_that_matter = 1e-3, 0
     for limit in limits(explained):
         has = quantities(plan.hardware)
         sides = []
         for factor in (1 + step, 1 - step):
             other = replace(plan.hardware, {path: number(has[path]) * factor for path in limit.knob.paths}, SCALED)
-            cost, space = CostModel.of(other, units, plan.decisions), Space.of(units, plan.decisions)
-            there_s = certify(space, cost, plan.decisions, plan.prediction.iteration_s).bound_s
+            there = job_of(plan.model_copy(update={"hardware": other}))
+            (rival,) = variants(there, plan.asked)
+            there_s = certify([rival], rival, plan.decisions, plan.prediction.iteration_s).bound_s
             sides.append((there_s / plan.certificate.bound_s - 1) / (factor - 1))
         assert sides[1] - 0.01 <= limit.bound_elasticity <= sides[0] + 0.01, limit.knob.key
         assert limit.bound_s_per_unit * limit.value == pytest.approx(limit.bound_elasticity * plan.certificate.bound_s)
