@@ -5,7 +5,7 @@ best are searched. The certificate of the plan is one for all choices, also thos
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from planner.bounds.certificate import computing_s
 from planner.bounds.conditions import conditions
@@ -13,53 +13,102 @@ from planner.bounds.solver import solve
 from planner.bounds.space import NEVER_S
 from planner.pipelining import search_pipeline
 from planner.prediction import Workload
-from planner.search import Candidate, Outcome, Scorer, first_look, search
+from planner.search import (
+    Candidate,
+    Outcome,
+    Progress,
+    Scorer,
+    engine_policies,
+    first_look,
+    no_garbage_collection,
+    search,
+)
 from planner.variants import Variant
 
 # How many choices are searched at most, looked at before that, and asked how fast they can be at best.
 _MOST_SEARCHES, _MOST_LOOKS, _MOST_BOUNDS = 2, 10, 32
-# A choice that can be no more than this much faster is not searched.
+# A choice that can be no more than this much faster is not worth a look.
 _WORTH = 1e-2
 
 
+@dataclasses.dataclass(frozen=True)
+class Competition:
+    """What came of it.
+
+    Attributes:
+        winner: the best choice.
+        best: the best candidate.
+        engines: the best candidate of every engine policy, by name, and the choice that it is of.
+        num_simulations: schedules that were simulated, for all choices.
+    """
+
+    winner: Variant
+    best: Candidate
+    engines: dict[str, tuple[Variant, Candidate]]
+    num_simulations: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Look:
+    variant: Variant
+    scorer: Scorer
+    bound_s: float
+    found: Candidate
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.variant.choice.pipeline_parallel > 1
+
+
+@no_garbage_collection()
 def compete(
     rivals: Sequence[Variant],
     seq_len: int,
     max_simulations: int | None = None,
-    progress: Callable[[Candidate, int], None] | None = None,
-) -> tuple[Variant, Outcome, dict[str, tuple[Variant, Candidate]]]:
-    """Return the best of several choices, what the search found for it, and the best of every engine policy.
+    progress: Progress | None = None,
+    deadline_s: float | None = None,
+) -> Competition:
+    """Return the best of several choices.
 
     Engine policies are the best of all choices that were searched, so that all that a user could tune is tuned.
     """
-    if len(rivals) == 1:
-        outcome = search(rivals[0].setup, _scorer(rivals[0], seq_len), max_simulations, progress)
-        return rivals[0], outcome, {name: (rivals[0], candidate) for name, candidate in outcome.engines.items()}
-    looks: list[tuple[Candidate, float, Variant, Scorer]] = []
-    for bound_s, variant in _promising(rivals)[:_MOST_LOOKS]:
-        best = min((look[0] for look in looks), key=lambda found: found.order, default=None)
-        if best and not best.missing_bytes and bound_s >= best.iteration_s * (1 - _WORTH):
+
+    def scorer_of(variant: Variant) -> Scorer:
+        return Scorer(Workload(variant.setup.units, seq_len), variant.cost, deadline_s)
+
+    looks: list[_Look] = []
+    for bound_s, variant in _promising(rivals):
+        best = min((look.found for look in looks), key=lambda found: found.order, default=None)
+        hopeless = best and not best.missing_bytes and bound_s >= best.iteration_s * (1 - _WORTH)
+        if looks and (hopeless or len(looks) == _MOST_LOOKS or looks[0].scorer.spent()):
             break
-        scorer = _scorer(variant, seq_len)
-        looks.append((_look(variant, scorer), bound_s, variant, scorer))
-    looks.sort(key=lambda look: look[0].order)
-    found: list[tuple[Variant, Outcome]] = []
-    for _, bound_s, variant, scorer in looks[:_MOST_SEARCHES]:
-        if found and bound_s >= found[0][1].best.iteration_s * (1 - _WORTH):
-            continue
-        found.append((variant, _search(variant, scorer, max_simulations, progress)))
-    num_simulations = sum(scorer.num_simulations for *_, scorer in looks)
-    variant, outcome = min(found, key=lambda item: item[1].best.order)
-    engines: dict[str, tuple[Variant, Candidate]] = {}
-    for other, theirs in found:
-        for name, candidate in theirs.engines.items():
-            if name not in engines or candidate.order < engines[name][1].order:
-                engines[name] = other, candidate
-    return variant, dataclasses.replace(outcome, num_simulations=num_simulations), engines
+        scorer = scorer_of(variant)
+        looks.append(_Look(variant, scorer, bound_s, _look(variant, scorer)))
+        if progress:
+            progress(looks[-1].found, sum(look.scorer.num_simulations for look in looks))
+    looks.sort(key=lambda look: look.found.order)
+    found: list[tuple[_Look, Outcome]] = []
+    for look in looks[:_MOST_SEARCHES]:
+        if not found or look.bound_s < found[0][1].best.iteration_s * (1 - _WORTH):
+            found.append((look, _search(look, max_simulations, progress)))
+    best_look, outcome = min(found, key=lambda item: item[1].best.order)
+    engines = _engines(found)
+    if not engines and (plain := [variant for variant in rivals if variant.choice.pipeline_parallel == 1]):
+        # Pipelines won: engines offload, so they are compared as they would be used.
+        beside = min(plain, key=lambda variant: (variant.choice.tensor_parallel, computing_s(variant)))
+        policies = engine_policies(beside.setup, scorer_of(beside))
+        engines = {name: (beside, candidate) for name, candidate in policies.items()}
+    num_simulations = sum(look.scorer.num_simulations for look in looks)
+    return Competition(best_look.variant, outcome.best, engines, num_simulations)
 
 
-def _scorer(variant: Variant, seq_len: int) -> Scorer:
-    return Scorer(Workload(variant.setup.units, seq_len), variant.cost)
+def _engines(found: Sequence[tuple[_Look, Outcome]]) -> dict[str, tuple[Variant, Candidate]]:
+    best: dict[str, tuple[Variant, Candidate]] = {}
+    for look, searched in found:
+        for name, candidate in searched.engines.items():
+            if name not in best or candidate.order < best[name][1].order:
+                best[name] = look.variant, candidate
+    return best
 
 
 def _look(variant: Variant, scorer: Scorer) -> Candidate:
@@ -68,16 +117,16 @@ def _look(variant: Variant, scorer: Scorer) -> Candidate:
     return first_look(variant.setup, scorer)
 
 
-def _search(
-    variant: Variant, scorer: Scorer, max_simulations: int | None, progress: Callable[[Candidate, int], None] | None
-) -> Outcome:
-    if variant.choice.pipeline_parallel > 1:
-        return search_pipeline(variant.setup, scorer, progress)
-    return search(variant.setup, scorer, max_simulations, progress)
+def _search(look: _Look, max_simulations: int | None, progress: Progress | None) -> Outcome:
+    if look.is_pipeline:
+        return Outcome(look.found, {}, look.scorer.num_simulations)
+    return search(look.variant.setup, look.scorer, max_simulations, progress)
 
 
 def _promising(rivals: Sequence[Variant]) -> list[tuple[float, Variant]]:
     """Return how fast choices can be at best, in seconds, the fastest first; infinite where nothing fits."""
+    if len(rivals) == 1:
+        return [(0.0, rivals[0])]
     bounds: list[tuple[float, Variant]] = []
     least_s = float("inf")
     for variant in sorted(rivals, key=computing_s):

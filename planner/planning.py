@@ -1,7 +1,7 @@
 """Planning: from what the user asks for to a plan. The front door of this package."""
 
 import dataclasses
-from collections.abc import Callable
+import time
 
 from hwprofiles import __version__
 from hwprofiles.profile import HardwareProfile
@@ -17,7 +17,7 @@ from planner.models.config import ModelConfig
 from planner.plan import EngineRow, Plan
 from planner.prediction import Workload, capacities
 from planner.schedule import Tier
-from planner.search import Candidate, Scorer
+from planner.search import Candidate, Progress, Scorer
 from planner.variants import Job, Variant, variants
 
 # What can be done when a tier is too small, cheapest first.
@@ -105,20 +105,31 @@ class Request:
 
 
 def make_plan(
-    request: Request, max_simulations: int | None = None, progress: Callable[[Candidate, int], None] | None = None
+    request: Request,
+    max_simulations: int | None = None,
+    progress: Progress | None = None,
+    budget_s: float | None = None,
 ) -> Plan:
     """Find the best plan for a request.
+
+    Args:
+        request: what is asked for.
+        max_simulations: the search ends after so many; by default as many as take some seconds.
+        progress: called with the best so far and the number of simulations.
+        budget_s: search for so many seconds instead, or until nothing better is in sight. What is found then depends
+            on how fast this machine is.
 
     Raises:
         InfeasibleError: nothing that was tried fits in memory.
         ValueError: it cannot be done in the way that is asked for.
     """
     rivals = request.variants()
-    variant, outcome, engines = compete(rivals, request.seq_len, max_simulations, progress)
-    best = outcome.best.decisions
-    if outcome.best.missing_bytes:
-        raise InfeasibleError(_shortfall(request, outcome.best, variant, infeasible(rivals)))
-    prediction = Scorer(Workload(variant.setup.units, request.seq_len), variant.cost).predict(best)
+    deadline_s = None if budget_s is None else time.monotonic() + budget_s
+    found = compete(rivals, request.seq_len, max_simulations, progress, deadline_s)
+    best, own = found.best.decisions, found.winner
+    if found.best.missing_bytes:
+        raise InfeasibleError(_shortfall(request, found.best, own, infeasible(rivals)))
+    prediction = Scorer(Workload(own.setup.units, request.seq_len), own.cost).predict(best)
     return Plan(
         program_version=__version__,
         model=request.model,
@@ -128,9 +139,9 @@ def make_plan(
         hardware=request.hardware,
         decisions=best,
         prediction=prediction,
-        engines=tuple(_row(name, found, other.setup.units) for name, (other, found) in engines.items()),
-        certificate=certify(rivals, variant, best, prediction.iteration_s),
-        num_simulations=outcome.num_simulations,
+        engines=tuple(_row(name, engine, other.setup.units) for name, (other, engine) in found.engines.items()),
+        certificate=certify(rivals, own, best, prediction.iteration_s),
+        num_simulations=found.num_simulations,
     ).sealed()
 
 

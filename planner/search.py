@@ -1,7 +1,7 @@
 """The search: every engine policy as a seed, then local search over our own family, scored by the simulator.
 
 Nothing is ever accepted that the simulator does not score better, so the result is never worse than the best seed.
-The budget is a number of simulations, not of seconds: the same inputs give the same plan on any machine.
+Unless seconds are asked for, the budget is a number of simulations: the same inputs give the same plan on any machine.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import itertools
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -33,6 +34,7 @@ _TIDY_SIMULATIONS = 40
 _CLOSE = 1e-2
 # How much is simulated if nobody says: so many schedules, or more of them if they are small.
 _SIMULATIONS, _TASKS = 120, 200_000
+_ENDLESS = 10**9
 # The share of the budget that is kept for moving single units.
 _POLISH = 0.25
 # Mixtures that are tried until one fills memory this far, as near as that.
@@ -93,13 +95,20 @@ class Scorer:
     Attributes:
         cost: prices and machine.
         num_simulations: schedules simulated so far.
+        deadline_s: by the monotonic clock, when a search is to end; ``None`` if its budget is one of simulations.
     """
 
-    def __init__(self, workload: Workload, cost: CostModel) -> None:
+    def __init__(self, workload: Workload, cost: CostModel, deadline_s: float | None = None) -> None:
+        self.deadline_s = deadline_s
         self.num_simulations = 0
         self._workload = workload
         self.cost = cost
         self._seen: dict[str, Candidate] = {}
+
+    def spent(self, max_simulations: int = _ENDLESS) -> bool:
+        """Return whether a budget is used up."""
+        late = self.deadline_s is not None and time.monotonic() >= self.deadline_s
+        return late or self.num_simulations >= max_simulations
 
     def schedule(self, decisions: Decisions) -> Schedule:
         """Return the schedule of some decisions."""
@@ -163,42 +172,51 @@ def search(
         if progress:
             progress(candidate, scorer.num_simulations)
 
-    with _no_garbage_collection():
-        engines = {name: _best(map(scorer.score, policy(setup))) for name, policy in POLICIES.items()}
-        # A plan is what we can run: of another engine its placement, driven our way, which is never slower.
-        driven = [scorer.score(_driven_by_us(setup, candidate.decisions)) for candidate in engines.values()]
-        best = _best([*driven, *(c for c in engines.values() if c.decisions.executable)])
-        tell(best)
-        starts, bound_s = _starts(setup, scorer)
-        seeds = scorer.num_simulations
-        if max_simulations is None:
-            max_simulations = seeds + max(_SIMULATIONS, _TASKS // len(scorer.schedule(best.decisions).tasks))
-        room = max(max_simulations - seeds, 0)
-        mix: Mix | None = None
-        for number, start in enumerate(starts):
-            # The more promising a start, the more of the budget; a part is always left for moving single units.
-            limit = seeds + int(room * (1 - _POLISH) * (1 - 0.3 ** (number + 1)))
-            if not best.missing_bytes and best.iteration_s <= max(start.bound_s, bound_s * (1 + _CLOSE)):
-                continue  # nothing that is worth the time can be found from there
-            trial, found = _descend(setup, scorer, start.mix, lambda c: c.order, limit, tell, start.first_step)
-            driven.append(found)
-            if found.order < best.order:
-                mix, best = trial, found
-                tell(best)
-        # From other ends too, the best first, as far as the budget goes: single moves do not lead everywhere.
-        enough_s, limit = bound_s * (1 + _CLOSE), max(max_simulations, seeds)
-        ends = sorted(driven, key=lambda candidate: candidate.order)
-        for end in (best, *ends):
-            if best.missing_bytes or best.iteration_s > enough_s:
-                best = _best([best, _polish(setup, scorer, end, enough_s, limit)])
-        tell(best)
-        if mix is not None and best.decisions == mixed(setup, mix):
-            # Equally fast is not equally good: what is hidden now may show when the model is off.
-            limit_s = _tolerance_s(best, engines.values())
-            tidy = scorer.num_simulations + _TIDY_SIMULATIONS
-            _, best = _descend(setup, scorer, mix, _quieter(limit_s), tidy)
+    engines = engine_policies(setup, scorer)
+    # A plan is what we can run: of another engine its placement, driven our way, which is never slower.
+    driven = [scorer.score(_driven_by_us(setup, candidate.decisions)) for candidate in engines.values()]
+    best = _best([*driven, *(c for c in engines.values() if c.decisions.executable)])
+    tell(best)
+    starts, bound_s = _starts(setup, scorer)
+    seeds = scorer.num_simulations
+    if max_simulations is None:
+        max_simulations = seeds + _default_simulations(scorer, best)
+    room = max(max_simulations - seeds, 0)
+    mix: Mix | None = None
+    for number, start in enumerate(starts):
+        # The more promising a start, the more of the budget; a part is always left for moving single units.
+        limit = seeds + int(room * (1 - _POLISH) * (1 - 0.3 ** (number + 1)))
+        if not best.missing_bytes and best.iteration_s <= max(start.bound_s, bound_s * (1 + _CLOSE)):
+            continue  # nothing that is worth the time can be found from there
+        trial, found = _descend(setup, scorer, start.mix, lambda c: c.order, limit, tell, start.first_step)
+        driven.append(found)
+        if found.order < best.order:
+            mix, best = trial, found
             tell(best)
-        return Outcome(best, engines, scorer.num_simulations)
+    # From other ends too, the best first, as far as the budget goes: single moves do not lead everywhere.
+    enough_s, limit = bound_s * (1 + _CLOSE), max(max_simulations, seeds)
+    for end in (best, *sorted(driven, key=lambda candidate: candidate.order)):
+        best = _best([best, _polish(setup, scorer, end, enough_s, limit)])
+    tell(best)
+    if mix is not None and best.decisions == mixed(setup, mix):
+        # Equally fast is not equally good: what is hidden now may show when the model is off.
+        limit_s = _tolerance_s(best, engines.values())
+        tidy = scorer.num_simulations + _TIDY_SIMULATIONS
+        _, best = _descend(setup, scorer, mix, _quieter(limit_s), tidy)
+        tell(best)
+    return Outcome(best, engines, scorer.num_simulations)
+
+
+def _default_simulations(scorer: Scorer, example: Candidate) -> int:
+    """Return how many schedules are simulated if nobody says, or until when."""
+    if scorer.deadline_s is not None:
+        return _ENDLESS
+    return max(_SIMULATIONS, _TASKS // len(scorer.schedule(example.decisions).tasks))
+
+
+def engine_policies(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
+    """Return the best candidate of every engine policy, by name."""
+    return {name: _best(map(scorer.score, policy(setup))) for name, policy in POLICIES.items()}
 
 
 def _tolerance_s(found: Candidate, engines: Iterable[Candidate]) -> float:
@@ -215,14 +233,14 @@ def _polish(
     max_simulations: int,
 ) -> Candidate:
     """Move single units, one decision at a time, for as long as that helps and the budget lasts."""
-    moved, num_trials = not best.missing_bytes, 0
+    moved, num_trials = not best.missing_bytes and best.iteration_s > enough_s, 0
     while moved:
         moved = False
         singles = _neighbours(setup, best.decisions)
         pairs = (pair for one in _neighbours(setup, best.decisions) for pair in _neighbours(setup, one))
         for trial in itertools.chain(singles, pairs):  # two at a time where the budget lasts: small models
             num_trials += 1  # what is rejected before it is simulated takes time too
-            if max(num_trials, scorer.num_simulations) >= max_simulations or best.iteration_s <= enough_s:
+            if num_trials >= max_simulations or scorer.spent(max_simulations) or best.iteration_s <= enough_s:
                 return best
             candidate = scorer.score(trial)
             if candidate.order < best.order:
@@ -295,7 +313,7 @@ def _quieter(limit_s: float) -> Key:
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Keep Python from looking for cycles among the tasks of schedules: there are none, and it doubles the time."""
     enabled = gc.isenabled()
     gc.disable()
@@ -414,7 +432,7 @@ def _relaxed(
             before = dict(room)
             for tier, share in found.filled.items():
                 room[tier] = min(max(room[tier] + (_FULL - share), room[tier] / 2), 1.0)
-            if all(abs(room[tier] - before[tier]) < _FITTED for tier in room):
+            if all(abs(room[tier] - before[tier]) < _FITTED for tier in room) or scorer.spent():
                 break
     return best[1] if best else None, relaxed.value
 
@@ -501,7 +519,7 @@ def _descend(
                     mix, best, moved = trial, candidate, True
                     tell(best)
                     break
-                if scorer.num_simulations >= max_simulations and not best.missing_bytes:
+                if scorer.spent(max_simulations) and not best.missing_bytes:
                     return mix, best
         if not moved:
             if all(step == 1 for step in steps.values()):

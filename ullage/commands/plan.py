@@ -10,7 +10,7 @@ from hwprofiles.files import write_whole
 from planner.planning import InfeasibleError, Request, make_plan
 from planner.remedies import what_would_fit
 from planner.search import Candidate
-from ullage.arguments import positive_int
+from ullage.arguments import positive_float
 from ullage.commands import Subparsers, command_parser
 from ullage.formatting import si
 from ullage.request import add_request_options, request_of
@@ -27,15 +27,17 @@ def add_parser(subparsers: Subparsers) -> None:
         """
         ullage plan --model opt-13b --gpus 8
         ullage plan --model path/to/config.json --hardware h100 --gpus 4 --seq-len 4096 --micro-batch 2
+        ullage plan --model llama-3-70b --hardware a100-cluster --gpus 64 --global-batch 256
+        ullage plan --model mixtral-8x7b --hardware h100 --gpus 8 --expert-parallel 4 --expert-load zipf:1.2
         ullage plan --model gpt2 --hardware local --device-memory 1.5GiB --output small.json
         """,
     )
     add_request_options(parser, model_required=True)
     parser.add_argument(
         "--budget",
-        type=positive_int,
-        metavar="N",
-        help="schedules to simulate in the search (what takes a second or two)",
+        type=positive_float,
+        metavar="SECONDS",
+        help="search for so long, or until nothing better is in sight (as many schedules as take some seconds)",
     )
     parser.add_argument(
         "--output", type=Path, default=Path("plan.json"), metavar="PATH", help="where the plan goes (plan.json)"
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     request = request_of(args)
     try:
         with _progress() as progress:
-            plan = make_plan(request, args.budget, progress)
+            plan = make_plan(request, progress=progress, budget_s=args.budget)
     except InfeasibleError as error:
         raise InfeasibleError(f"{error}; {_remedies(request)}") from error
     text = plan.to_json()
