@@ -76,6 +76,10 @@ def compete(
     def scorer_of(variant: Variant) -> Scorer:
         return Scorer(Workload(variant.setup.units, seq_len), variant.cost, deadline_s)
 
+    if len(rivals) == 1 and rivals[0].choice.pipeline_parallel == 1:
+        outcome = search(rivals[0].setup, scorer_of(rivals[0]), max_simulations, progress)
+        alone = {name: (rivals[0], candidate) for name, candidate in outcome.engines.items()}
+        return Competition(rivals[0], outcome.best, alone, outcome.num_simulations)
     looks: list[_Look] = []
     for bound_s, variant in _promising(rivals):
         best = min((look.found for look in looks), key=lambda found: found.order, default=None)
@@ -125,8 +129,6 @@ def _search(look: _Look, max_simulations: int | None, progress: Progress | None)
 
 def _promising(rivals: Sequence[Variant]) -> list[tuple[float, Variant]]:
     """Return how fast choices can be at best, in seconds, the fastest first; infinite where nothing fits."""
-    if len(rivals) == 1:
-        return [(0.0, rivals[0])]
     bounds: list[tuple[float, Variant]] = []
     least_s = float("inf")
     for variant in sorted(rivals, key=computing_s):

@@ -10,7 +10,7 @@ import networkx as nx
 from planner.models import experts
 from planner.models.config import ModelConfig
 from planner.models.ends import embedding_operators, head_operators
-from planner.models.kernels import Attention, Collective, Elementwise, Gemm, Kernel, Kernels, flop
+from planner.models.kernels import Attention, Collective, Elementwise, Gemm, Kernel, Kernels, flop, num_kernels
 from planner.models.operators import (
     Batch,
     Operator,
@@ -129,6 +129,12 @@ class Unit:
     def remake(self) -> Kernels:
         """Kernels that run again in backward if activations are offloaded: the elementwise ones of a recompute."""
         return tuple(kernel for kernel in self.recompute if isinstance(kernel, Elementwise))
+
+    @functools.cached_property
+    def num_kernels(self) -> dict[str, int]:
+        """Kernels that are launched, by what the device does: ``forward``, ``backward``, ``recompute``, ``remake``."""
+        lists = {name: getattr(self, name) for name in ("forward", "backward", "recompute", "remake")}
+        return {name: num_kernels(kernels) for name, kernels in lists.items()}
 
     @functools.cached_property
     def num_modules(self) -> int:

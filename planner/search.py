@@ -196,7 +196,8 @@ def search(
     # From other ends too, the best first, as far as the budget goes: single moves do not lead everywhere.
     enough_s, limit = bound_s * (1 + _CLOSE), max(max_simulations, seeds)
     for end in (best, *sorted(driven, key=lambda candidate: candidate.order)):
-        best = _best([best, _polish(setup, scorer, end, enough_s, limit)])
+        if best.order > (0.0, enough_s):
+            best = _best([best, _polish(setup, scorer, end, enough_s, limit)])
     tell(best)
     if mix is not None and best.decisions == mixed(setup, mix):
         # Equally fast is not equally good: what is hidden now may show when the model is off.
@@ -233,7 +234,7 @@ def _polish(
     max_simulations: int,
 ) -> Candidate:
     """Move single units, one decision at a time, for as long as that helps and the budget lasts."""
-    moved, num_trials = not best.missing_bytes and best.iteration_s > enough_s, 0
+    moved, num_trials = not best.missing_bytes, 0
     while moved:
         moved = False
         singles = _neighbours(setup, best.decisions)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from planner.graph import segments
 from planner.lowering import pipeline
 from planner.lowering.program import Draft, Program
-from planner.models.kernels import num_kernels
 from planner.schedule import Lane, Op, Phase
 
 _COMPUTE_OPS = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.REMAKE, Op.BACKWARD})
@@ -60,7 +59,7 @@ def _compute_in_turn(program: Program) -> None:
 
 def launch(program: Program) -> None:
     """Put the host's time to issue kernels before every compute task (devices that run asynchronously)."""
-    kernels = {op: {unit.name: num_kernels(getattr(unit, op)) for unit in program.units} for op in _COMPUTE_OPS}
+    kernels = {op: {unit.name: unit.num_kernels[op] for unit in program.units} for op in _COMPUTE_OPS}
     modules = {unit.name: unit.num_modules for unit in program.units if program.decisions.module_hooks}
     if program.decisions.pipeline_parallel > 1:
         pipeline.launch(program, compute_drafts(program), kernels)

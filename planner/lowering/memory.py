@@ -41,13 +41,13 @@ def _parameters(program: Program) -> None:
         program.hold(Tier.GPU, MemoryClass.PARAMETERS, weight_bytes * num_params, f"slot {slot}")
         read = [u for u in program.units if decisions.units[u.name].params == "nvme" and slots.of_unit[u.name] == slot]
         if read:
-            num_bytes = weight_bytes * max(decisions.shard_params(unit) for unit in read)
+            num_bytes = weight_bytes * max(program.shard_params[unit.name] for unit in read)
             program.hold(Tier.HOST, MemoryClass.PARAMETERS, num_bytes, f"buffer of slot {slot}")
     for unit in program.units:
-        resident = decisions.shard_params(unit) if decisions.gathers(unit) else unit.num_params
+        resident = program.shard_params[unit.name] if unit.name in program.gathered else unit.num_params
         if decisions.units[unit.name].params == "gpu":
             program.hold(Tier.GPU, MemoryClass.PARAMETERS, weight_bytes * resident, unit.name)
-        shard = decisions.shard_params(unit)
+        shard = program.shard_params[unit.name]
         # The host's copy of what it updates or serves; in fp32 the master copy serves, where it is on the host.
         if decisions.units[unit.name].params == "nvme":
             program.hold(Tier.NVME, MemoryClass.PARAMETERS, written_weight_bytes(program, unit) * shard, unit.name)
@@ -59,7 +59,7 @@ def _parameters(program: Program) -> None:
 
 
 def _optimizer(program: Program, unit: Unit) -> None:
-    shard = program.decisions.shard_params(unit)
+    shard = program.shard_params[unit.name]
     host = program.placed_params(unit, Place.CPU, Place.STREAM, Place.NVME)
     resident_bytes = STATE_BYTES_PER_PARAM - (4 if program.decisions.precision.master_is_weight else 0)
     nvme = program.placed_params(unit, Place.NVME)
@@ -72,7 +72,7 @@ def _gradients(program: Program, unit: Unit, maker: str) -> None:
     decisions = program.decisions
     weight_bytes = decisions.precision.weight_bytes
     host = program.flushed_params(unit)
-    resident = decisions.shard_params(unit) - host
+    resident = program.shard_params[unit.name] - host
     if decisions.gradient_path is not GradientPath.ONCE:
         # DeepSpeed's flat buffer for what the device updates is allocated once, before training.
         fixed = program.placed_params(unit, Place.GPU)
@@ -134,7 +134,7 @@ def _tied_gradients(program: Program) -> None:
 
 def _state_slots(program: Program) -> None:
     decisions = program.decisions
-    streamed = [n for unit in program.units for n, place in decisions.placed_pieces(unit) if place is Place.STREAM]
+    streamed = [n for unit in program.units for n, place in program.pieces[unit.name] if place is Place.STREAM]
     gradient_bytes = decisions.precision.weight_bytes if decisions.flushes(Place.STREAM) else 0
     per_param = STATE_BYTES_PER_PARAM + gradient_bytes
     for slot in range(min(decisions.num_state_slots, len(streamed))):
@@ -147,7 +147,7 @@ def _nvme_slots(program: Program) -> None:
     sizes = [
         n * (STATE_BYTES_PER_PARAM + spilled_bytes(program) + written_weight_bytes(program, unit))
         for unit in program.units
-        for n, place in decisions.placed_pieces(unit)
+        for n, place in program.pieces[unit.name]
         if place is Place.NVME
     ]
     for slot in range(min(decisions.num_nvme_slots, len(sizes))):

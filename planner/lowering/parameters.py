@@ -46,7 +46,7 @@ def assign_slots(program: Program) -> Slots:
 
 def needs_slot(program: Program, unit: Unit) -> bool:
     """Return whether a unit's full parameters are on the device only while they are in a slot."""
-    return unit.num_params > 0 and (program.decisions.units[unit.name].fetched or program.decisions.gathers(unit))
+    return unit.num_params > 0 and (program.decisions.units[unit.name].fetched or unit.name in program.gathered)
 
 
 def parameters(program: Program) -> None:
@@ -87,7 +87,7 @@ def parameters(program: Program) -> None:
 def _released(program: Program, unit: Unit, num_params: int) -> bool:
     """Return whether what was gathered is given up before it is needed again, so many parameters later."""
     limit = program.decisions.max_reuse_params
-    return program.decisions.gathers(unit) and limit is not None and num_params > limit
+    return unit.name in program.gathered and limit is not None and num_params > limit
 
 
 def _bound_reads(program: Program, reads: dict[int, list[str]]) -> None:
@@ -105,9 +105,9 @@ def _fill(program: Program, unit: Unit, slot: int, user: Draft, after: str | Non
     weight_bytes = decisions.precision.weight_bytes
     tasks: list[Draft] = []
     if decisions.units[unit.name].fetched:
-        num_bytes = weight_bytes * decisions.shard_params(unit)
+        num_bytes = weight_bytes * program.shard_params[unit.name]
         tasks.append(Draft(f"fetch:{user.key}:{unit.name}", Lane.H2D, Op.FETCH, user.phase, num_bytes=num_bytes))
-    if decisions.gathers(unit):
+    if unit.name in program.gathered:
         num_bytes = weight_bytes * unit.num_params
         tasks.append(
             Draft(f"gather:{user.key}:{unit.name}", Lane.COLLECTIVE, Op.GATHER, user.phase, num_bytes=num_bytes)
@@ -119,7 +119,9 @@ def _fill(program: Program, unit: Unit, slot: int, user: Draft, after: str | Non
     for previous, task in itertools.pairwise(tasks):
         task.after.append(previous.key)
     where = program.behind[anchor] if anchor else program.before[program.spine[0].key]
-    if decisions.gathers(unit) and not decisions.gathers_ahead(unit.num_params):  # not before the caller gets there
+    if unit.name in program.gathered and not decisions.gathers_ahead(
+        unit.num_params
+    ):  # not before the caller gets there
         where = program.before[user.key]
         position = program.spine.index(user)
         tasks[-1].after += [draft.key for draft in program.spine[max(position - 1, 0) : position]]

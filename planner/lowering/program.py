@@ -13,7 +13,7 @@ from planner.graph import Unit
 from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Draft:
     """A task whose dependencies are still keys. See :class:`planner.schedule.Task` for the other fields."""
 
@@ -80,14 +80,32 @@ class Program:
         pipelined = self.decisions.pipeline_parallel > 1  # units are then stages
         return {unit.name: stage if pipelined else 0 for stage, unit in enumerate(self.units)}
 
+    @functools.cached_property
+    def pieces(self) -> dict[str, tuple[tuple[int, Place], ...]]:
+        """Size and place of each of a unit's subgroups on one rank, by name of the unit."""
+        return {unit.name: self.decisions.placed_pieces(unit) for unit in self.units}
+
+    @functools.cached_property
+    def shard_params(self) -> dict[str, int]:
+        """How many of a unit's parameters one rank updates, by name of the unit."""
+        return {unit.name: self.decisions.shard_params(unit) for unit in self.units}
+
+    @functools.cached_property
+    def gathered(self) -> frozenset[str]:
+        """Units whose parameters are gathered from other ranks for every use."""
+        return frozenset(unit.name for unit in self.units if self.decisions.gathers(unit))
+
     def placed_params(self, unit: Unit, *places: Place) -> int:
         """Return how many of a unit's parameters (on one rank) are updated at some places."""
-        pieces = self.decisions.placed_pieces(unit)
-        return sum(num_params for num_params, place in pieces if place in places)
+        return sum(num_params for num_params, place in self.pieces[unit.name] if place in places)
 
     def flushed_params(self, unit: Unit) -> int:
         """Return how many of a unit's parameters (on one rank) have their gradient flushed to the host."""
-        return self.placed_params(unit, *(place for place in Place if self.decisions.flushes(place)))
+        return self.placed_params(unit, *self._flushing)
+
+    @functools.cached_property
+    def _flushing(self) -> tuple[Place, ...]:
+        return tuple(place for place in Place if self.decisions.flushes(place))
 
     def add(self, draft: Draft) -> Draft:
         """Make a draft known by its key, give it the stage of its unit, and return it."""

@@ -27,7 +27,7 @@ def updates(program: Program) -> None:
     blocker: str | None = None
     for position, unit in order if forward else reversed(order):
         done: list[str] = []
-        for piece, (num_params, place) in enumerate(decisions.placed_pieces(unit)):
+        for piece, (num_params, place) in enumerate(program.pieces[unit.name]):
             ready = _ready(program, unit, place)
             if place is Place.CPU:
                 updated = _on_cpu(program, unit, piece, num_params, ready + ([blocker] if blocker else []))
@@ -186,7 +186,7 @@ def _gate(program: Program, unit: Unit, position: int, done: list[str]) -> None:
 
 def _regather(program: Program, unit: Unit, position: int, done: list[str]) -> str:
     """Give every rank the others' updated shards (ZeRO-1 and 2, where parameters themselves are not sharded)."""
-    assert not program.decisions.gathers(unit)
+    assert unit.name not in program.gathered
     num_bytes = program.decisions.precision.weight_bytes * unit.num_params
     key = f"gather:{unit.name}"
     gather = Draft(key, Lane.COLLECTIVE, Op.GATHER, Phase.UPDATE, unit.name, num_bytes=num_bytes)
