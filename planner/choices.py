@@ -19,8 +19,8 @@ from planner.models.parameters import layer_shapes
 from planner.models.sharding import share
 
 DEFAULT_MICRO_BATCH = 4
-# Parameters of experts that make a unit worth moving by itself.
-_UNIT_PARAMS = 100_000_000
+# Parameters of experts that make a unit worth moving by itself; more units of a layer would make schedules long.
+_UNIT_PARAMS, _MOST_UNITS = 100_000_000, 8
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -176,4 +176,4 @@ def _expert_units(model: ModelConfig, expert_parallel: int) -> int:
     layer = next(i for i in range(model.num_layers) if model.has_experts(i))
     bank = sum(shape[0] * shape[1] * shape[2] for name, shape in layer_shapes(model, layer) if ".experts." in name)
     num_experts = model.num_experts // expert_parallel
-    return max(min(bank // expert_parallel // _UNIT_PARAMS, num_experts), 1)
+    return max(min(bank // expert_parallel // _UNIT_PARAMS, num_experts, _MOST_UNITS), 1)
