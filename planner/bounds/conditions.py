@@ -31,6 +31,7 @@ from planner.bounds.space import OVERRUN, ROOM, TIME, Space
 from planner.costs import CostModel, Resource
 from planner.decisions import STATE_BYTES_PER_PARAM, Decisions, Place
 from planner.graph import Unit, segments
+from planner.lowering.workspace import least_workspace_bytes
 from planner.prediction import capacities
 from planner.schedule import Lane, Op, Phase, Task, Tier
 
@@ -372,8 +373,9 @@ class _Conditions:
             for unit in segment:
                 inside += unit.saved_bytes
                 held = Sum((always, 1.0)).plus({kept[number - 1]: 1.0} if number else {})
-                held[""] += (inside + unit.workspace_bytes + self.weight_bytes * unit.num_params) * scale
-                if f"{segment[0].segment}:recompute" in program.boxes:
+                workspace_bytes = least_workspace_bytes(unit, self.weight_bytes)
+                held[""] += (inside + workspace_bytes + self.weight_bytes * unit.num_params) * scale
+                if f"{segment[0].segment}:recompute" in program.boxes and segment[0].operators[0].copies_input:
                     held[f"{segment[0].segment}:recompute"] += segment[0].activation_output_bytes * scale
                 needed = Sum(("", 1.0)) if self.given.gathers(unit) else self._away(unit)
                 if unit.num_params:

@@ -1,5 +1,7 @@
 """The pass that states who holds how many bytes of which tier, and when."""
 
+from collections import defaultdict
+
 from planner.decisions import SPILLED_BYTES_PER_PARAM, STATE_BYTES_PER_PARAM, GradientPath, Place
 from planner.graph import Unit, segments
 from planner.lowering.activations import evicts
@@ -7,6 +9,7 @@ from planner.lowering.compute import AGAIN, compute_drafts
 from planner.lowering.parameters import assign_slots
 from planner.lowering.program import Program
 from planner.lowering.storage import spilled_bytes, written_weight_bytes
+from planner.lowering.workspace import backward_workspace_bytes
 from planner.schedule import MemoryClass, Op, Tier
 
 
@@ -16,21 +19,18 @@ def memory(program: Program) -> None:
     program.hold(Tier.GPU, MemoryClass.WORKSPACE, program.decisions.device_buffer_bytes, "engine's buffers")
     # Backward makes a tied weight's gradient where the weight is used last in forward, and adds to it until its own.
     makers = {name: unit.name for unit in program.units for name in (unit.name, *unit.shared_units)}
+    fresh: Fresh = defaultdict(dict)
     for unit in program.units:
         if unit.num_params:
             _optimizer(program, unit)
-            _gradients(program, unit, makers[unit.name])
-    _tied_gradients(program)
+            _gradients(program, unit, makers[unit.name], fresh)
+    _tied_gradients(program, fresh)
     _state_slots(program)
     _nvme_slots(program)
     for micro_batch in range(program.decisions.num_micro_batches):
         for segment in segments(program.units):
             _activations(program, segment, micro_batch)
-    # What lives only inside a unit's own computing: one unit's at a time.
-    sizes = {unit.name: unit.workspace_bytes for unit in program.units}
-    for draft in compute_drafts(program):
-        label = f"{draft.unit} workspace"
-        program.hold(Tier.GPU, MemoryClass.WORKSPACE, sizes[draft.unit], label, draft.key, draft.key)
+    _workspace(program, fresh)
 
 
 def _parameters(program: Program) -> None:
@@ -68,7 +68,12 @@ def _optimizer(program: Program, unit: Unit) -> None:
     program.hold(Tier.GPU, MemoryClass.OPTIMIZER, resident_bytes * (shard - host), unit.name)
 
 
-def _gradients(program: Program, unit: Unit, maker: str) -> None:
+Fresh = defaultdict[tuple[str, int], dict[str, float]]
+"""By maker and micro-batch: which share of each parameter's gradient is held from that backward on."""
+
+
+def _gradients(program: Program, unit: Unit, maker: str, fresh: Fresh) -> None:
+    """Hold a unit's gradients, and note from which backward on in ``fresh``."""
     decisions = program.decisions
     weight_bytes = decisions.precision.weight_bytes
     host = program.flushed_params(unit)
@@ -83,6 +88,9 @@ def _gradients(program: Program, unit: Unit, maker: str) -> None:
     _host_gradients(program, unit, host_bytes)
     summed: str | None = None  # since when the sum that the device updates with is there
     for micro_batch in range(decisions.num_micro_batches):
+        new = unit.num_params if decisions.data_parallel > 1 else host + (0 if summed else resident)
+        share = 0.0 if made else new / unit.num_params
+        fresh[maker, micro_batch] |= {spec.name: share for spec in unit.parameters}
         made = made or f"{Op.BACKWARD}:{maker}:{micro_batch}"
         scatter = f"scatter:{unit.name}:{micro_batch}"
         if scatter in program.drafts:  # the unreduced gradient of all parameters, then the rank's shard of it
@@ -119,17 +127,37 @@ def _host_gradients(program: Program, unit: Unit, bytes_per_param: int) -> None:
         program.hold(Tier.HOST, MemoryClass.GRADIENTS, bytes_per_param * spilled, f"{unit.name} spilled", *ends)
 
 
-def _tied_gradients(program: Program) -> None:
-    """Autograd adds up a tied weight's two gradients out of place: at that moment there are three."""
+def _tied_gradients(program: Program, fresh: Fresh) -> None:
+    """Autograd adds up a tied weight's two gradients out of place: at that moment there are three.
+
+    Only then is their sum added to what earlier micro-batches have left, if anything: the first waits until then.
+    """
     sizes = {spec.name: spec.num_params for unit in program.units for spec in unit.parameters}
     owner = {spec.name: unit.name for unit in program.units for spec in unit.parameters}
     weight_bytes = program.decisions.precision.weight_bytes
-    tied = {name for unit in program.units for operator in unit.operators for name in operator.shared_parameters}
-    for name in sorted(tied):
+    tied = {name: unit.name for unit in program.units for op in unit.operators for name in op.shared_parameters}
+    for name, maker in sorted(tied.items()):
         for micro_batch in range(program.decisions.num_micro_batches):
             adding = f"{Op.BACKWARD}:{owner[name]}:{micro_batch}"
             label = f"{name} summed"
             program.hold(Tier.GPU, MemoryClass.GRADIENTS, 2 * weight_bytes * sizes[name], label, adding, adding)
+            waiting_bytes = int(weight_bytes * sizes[name] * (1 - fresh[maker, micro_batch].pop(name)))
+            made = f"{Op.BACKWARD}:{maker}:{micro_batch}"
+            program.hold(Tier.GPU, MemoryClass.GRADIENTS, waiting_bytes, f"{name} waiting", made, adding)
+            fresh[maker, micro_batch][name] = 1.0
+
+
+def _workspace(program: Program, fresh: Fresh) -> None:
+    """Hold what lives only inside a unit's own computing: one unit's at a time."""
+    num_params = {spec.name: spec.num_params for unit in program.units for spec in unit.parameters}
+    units = {unit.name: unit for unit in program.units}
+    for draft in compute_drafts(program):
+        unit = units[draft.unit]
+        num_bytes = unit.workspace_bytes
+        if draft.op is Op.BACKWARD:
+            new = fresh[unit.name, draft.micro_batch]
+            num_bytes = backward_workspace_bytes(unit, num_params, new, program.decisions.precision.weight_bytes)
+        program.hold(Tier.GPU, MemoryClass.WORKSPACE, num_bytes, f"{unit.name} workspace", draft.key, draft.key)
 
 
 def _state_slots(program: Program) -> None:
@@ -168,7 +196,8 @@ def _activations(program: Program, segment: list[Unit], micro_batch: int) -> Non
             first.activation_output_bytes,
             f"{first.segment} input",
             f"{Op.FORWARD}:{first.name}:{micro_batch}",
-            f"{Op.BACKWARD}:{first.name}:{micro_batch}",
+            # From then on it is among what the first unit saves, unless that is a copy.
+            f"{Op.BACKWARD if first.operators[0].copies_input else Op.RECOMPUTE}:{first.name}:{micro_batch}",
         )
     for unit in segment:
         begin = f"{Op.FORWARD if keep else Op.RECOMPUTE}:{unit.name}:{micro_batch}"

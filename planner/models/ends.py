@@ -98,7 +98,8 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
         project = work.keeping(work.linear(rows, hidden, width, e, bias=False), rows * hidden * e)
         operators.append(make(name, "projection", Pattern.REPLICATE, project, rows * width * e, f"{name}.weight"))
     logits = sum_input_gradient(batch, width) + work.linear(rows, width, vocab, e, bias=False)
-    logits = work.keeping(logits, rows * width * e)
+    # The gradient of the logits, in their type, is there until that of the hidden state is.
+    logits = work.keeping(logits, rows * width * e, rows * (vocab + width) * e)
     if config.tied_embeddings:
         owned, shared = [], _token_weight(config)
     else:

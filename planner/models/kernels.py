@@ -126,12 +126,14 @@ class Work:
         saved_bytes: activations kept from forward to backward, each storage once, at the first operator that keeps it.
         workspace_bytes: most bytes that live only inside its unit while it runs, in forward or backward, beyond what
             is saved and the hidden state, its gradient and those of parameters.
+        copies_input: of its input it saves a copy in another type; otherwise, if anything, the input itself.
     """
 
     forward: Kernels = ()
     backward: Kernels = ()
     saved_bytes: int = 0
     workspace_bytes: int = 0
+    copies_input: bool = False
 
     def __add__(self, other: Self) -> "Work":
         """Return this work followed by ``other``; backward runs the other way round."""
@@ -140,6 +142,7 @@ class Work:
             other.backward + self.backward,
             self.saved_bytes + other.saved_bytes,
             max(self.workspace_bytes, other.workspace_bytes),
+            self.copies_input,
         )
 
 

@@ -72,7 +72,7 @@ class Operator:
             ``router``, ``experts``, ``projection``, ``head`` or ``loss``.
         unit, segment: where it belongs; a segment is what recomputation runs again as a whole.
         parameters: in order of use.
-        forward, backward, saved_bytes, workspace_bytes: see :class:`planner.models.kernels.Work`.
+        forward, backward, saved_bytes, workspace_bytes, copies_input: see :class:`planner.models.kernels.Work`.
         output_bytes: what it hands on.
         shared_parameters: names of parameters of other operators that it uses too (tied embeddings).
         num_skipped: kernels at the end of ``forward`` that recomputation does not reach.
@@ -93,11 +93,17 @@ class Operator:
     shared_parameters: tuple[str, ...] = ()
     num_skipped: int = 0
     between_bytes: int = 0
+    copies_input: bool = False
 
     @property
     def num_params(self) -> int:
         """Number of its own parameters."""
         return sum(spec.num_params for spec in self.parameters)
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of its own parameters, in order of use, and of those that it shares."""
+        return (*(spec.name for spec in self.parameters), *self.shared_parameters)
 
     @property
     def forward_flop(self) -> int:
@@ -424,6 +430,7 @@ def layer_operators(config: ModelConfig, layer: int, parts: Iterable[Part]) -> l
             part.work.workspace_bytes,
             num_skipped=part.num_skipped,
             between_bytes=part.between_bytes,
+            copies_input=part.work.copies_input,
         )
         for part in parts
     ]

@@ -15,9 +15,8 @@ from planner.models.kernels import Attention, Gemm, Kernels, Work, each
 def linear(rows: int, inputs: int, outputs: int, e: int, *, bias: bool) -> Work:
     """Return ``y = x W (+ b)``; what is saved (its input) is for the caller to count, as neighbours share it."""
     reduce_bias = each(rows * outputs, e) if bias else ()
-    return Work(
-        (Gemm(rows, outputs, inputs),), (Gemm(rows, inputs, outputs), Gemm(outputs, inputs, rows), *reduce_bias)
-    )
+    backward = (Gemm(rows, inputs, outputs), Gemm(outputs, inputs, rows), *reduce_bias)
+    return Work((Gemm(rows, outputs, inputs),), backward, workspace_bytes=rows * inputs * e)
 
 
 def keeping(work: Work, saved_bytes: int, workspace_bytes: int = 0) -> Work:
@@ -51,7 +50,7 @@ def rms_norm(rows: int, width: int, e: int) -> Work:
         *each(rows, 8, 8, 12),
         *each(n, 4, 8, 8, 12, 12, *convert),
     )
-    return Work(forward, backward, n * (4 + e) + 4 * rows, 12 * n)
+    return Work(forward, backward, n * (4 + e) + 4 * rows, 12 * n, copies_input=e != 4)
 
 
 def layer_norm(rows: int, width: int, e: int) -> Work:
@@ -116,15 +115,16 @@ def eager_attention(core: Attention, query_elements: int, key_value_elements: in
 def activation(kind: str, elements: int, e: int) -> Work:
     """Return the MLP's activation on ``elements`` values of its width; its output is saved for the projection after."""
     if kind in {"relu", "gelu"}:  # relu's backward needs only its output, gelu's its input
-        saved_bytes = (1 if kind == "relu" else 2) * elements * e
-        return Work(each(elements, 2 * e), each(elements, 3 * e), saved_bytes, 2 * elements * e)
+        num_saved = 1 if kind == "relu" else 2
+        workspace_bytes = (3 - num_saved) * elements * e  # both gradients; gelu's output is of no more use by then
+        return Work(each(elements, 2 * e), each(elements, 3 * e), num_saved * elements * e, workspace_bytes)
     if kind == "gelu_new":  # 0.5 x (1 + tanh(c (x + 0.044715 x^3))), operation by operation
         forward = each(elements, *(width * e for width in (2, 2, 2, 3, 2, 2, 2, 3)))
         backward = each(elements, *(width * e for width in (3, 3, 3, 2, 2, 2, 2, 3, 3, 2, 3)))
-        return Work(forward, backward, 5 * elements * e, 3 * elements * e)
+        return Work(forward, backward, 5 * elements * e, 2 * elements * e)
     assert kind == "swiglu", kind
     backward = each(elements, 3 * e, 3 * e, 3 * e)  # two products, silu's backward
-    return Work(each(elements, 2 * e, 3 * e), backward, 4 * elements * e, 3 * elements * e)
+    return Work(each(elements, 2 * e, 3 * e), backward, 4 * elements * e, 2 * elements * e)
 
 
 def router(rows: int, hidden: int, num_experts: int, top: int, e: int, *, normalize: bool) -> Work:
@@ -172,7 +172,7 @@ def experts(sizes: Iterable[int], hidden: int, ffn: int, e: int) -> Work:
         *_grouped_wgrad(2 * ffn, hidden, counts),
         *grouped(counts, hidden, 2 * ffn),
     )
-    return Work(forward, backward, (visits * hidden + 4 * inner) * e, 3 * inner * e)
+    return Work(forward, backward, (visits * hidden + 4 * inner) * e, 2 * inner * e)
 
 
 def combine(rows: int, hidden: int, top: int, e: int, weight_bytes: int) -> Work:

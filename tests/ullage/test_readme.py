@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+TIMES = "\N{MULTIPLICATION SIGN}"
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -49,6 +50,13 @@ def figures() -> dict[str, str]:
     errors = [f"{100 * error:+.1f} %" for error in result("demo.json")["iteration_errors"]]
     simulator = result("simulator_vs_simpy.json")["full_model"]
     grid = result("planning_grid.json")["summary"]
+    memory, claims = (result(f"planning_{name}.json")["summary"] for name in ("memory", "claims"))
+    twin_flow, stride = claims["twin_flow"], claims["stride"]
+    speedups = [
+        f"{row['over zero_offload']:.1f} {TIMES} ({row['published']:.0f} {TIMES} published) for {name}"
+        for name, row in twin_flow["most_speedup"].items()
+    ]
+    shares = max(abs(predicted - measured) for _, predicted, measured in claims["memory_wall"])
     adamw = [row["ours_over_torch"] for row in result("cpu_adamw.json")["results"] if row["num_threads"] == 1]
     return {
         **{row: row for row in published_rows()},
@@ -60,6 +68,19 @@ def figures() -> dict[str, str]:
         "gaps": f"{100 * grid['median_gap']:.1f} % at the median, {100 * grid['worst_gap']:.1f} % at worst",
         "engines": f"{grid['median_engine_over_ours']:.2f} at the median, {grid['least_engine_over_ours']:.2f} to "
         f"{grid['most_engine_over_ours']:.2f}",
+        **{
+            kind: f"{memory[kind]['num_cases']} runs: {100 * memory[kind]['mean']:.1f} % off on average, "
+            f"{100 * abs(memory[kind]['worst']):.1f} % at worst"
+            for kind in ("in memory", "executed")
+        },
+        "elixir": ", ".join(f"{100 * row['efficiency']:.0f} %" for row in claims["elixir"]),
+        "elixir_host": f"up to {max(row['host_bytes'] for row in claims['elixir']) / 1e9:.0f} GB",
+        "twin_flow": f"in {twin_flow['best_is_least']} of {twin_flow['num_sweeps']} sweeps",
+        "twin_flow_speedups": "; ".join(speedups),
+        "stride": f"in {stride['equal']} of {stride['num_sweeps']} sweeps of rates, a neighbour in the others",
+        "stride_lost": f"loses up to {100 * stride['most_lost_by_formula']:.0f} %",
+        "stride_ours": f"at least {stride['least_best_stride_over_ours']:.1f} {TIMES} the time of our plan",
+        "memory_wall": f"within {100 * shares:.0f} points of those measured in {len(claims['memory_wall'])} runs",
         "adamw_low": f"{min(adamw):.1f}",
         "adamw_high": f"{max(adamw):.1f}",
     }

@@ -1,0 +1,69 @@
+"""What lives only inside one unit's backward, while saved activations go and gradients come.
+
+[Note: Inside a backward] A unit's saved activations are held until its backward ends, and its gradients from when it
+begins, because a schedule's grain is the unit. Inside it neither is true: operators run in reverse, each gives up what
+it saved and leaves a gradient. The logits' conversions to fp32, say, are gone before the head's weight has a gradient,
+and that alone was up to a tenth of a small model's memory. So workspace is what the fullest operator needs *beyond*
+what the unit is charged with anyway.
+"""
+
+import functools
+from collections.abc import Mapping
+
+from planner.graph import Unit
+
+# Of each operator, in forward order: saved bytes, workspace bytes, whether it is a bank of experts, and how many
+# parameters have which share of their gradient held from this backward on.
+_Steps = tuple[tuple[int, int, bool, tuple[tuple[int, float], ...]], ...]
+
+
+def backward_workspace_bytes(
+    unit: Unit, num_params: Mapping[str, int], fresh: Mapping[str, float], weight_bytes: int
+) -> int:
+    """Return the most bytes that a unit's backward holds beyond all it saved and the gradients that begin with it.
+
+    Args:
+        unit: whose backward runs.
+        num_params: of each parameter, by name.
+        fresh: for each parameter whose gradient it makes, the share that is held from this backward on; to the rest,
+            which is there before, what it makes is added.
+        weight_bytes: bytes of one value of a gradient.
+    """
+    # The gradient of what goes around the unit waits until that of what goes through it is there.
+    around_bytes = unit.activation_output_bytes if unit.recompute else 0
+    steps = tuple(
+        (
+            operator.saved_bytes,
+            operator.workspace_bytes,
+            operator.kind == "experts",
+            tuple((num_params[name], fresh[name]) for name in operator.parameter_names if name in fresh),
+        )
+        for operator in unit.operators
+    )
+    return around_bytes + _most_bytes(steps, -around_bytes, weight_bytes)
+
+
+def least_workspace_bytes(unit: Unit, weight_bytes: int) -> int:
+    """Return what :func:`backward_workspace_bytes` is at least, whatever gradients are there before."""
+    num_params = {spec.name: spec.num_params for spec in unit.parameters}
+    return backward_workspace_bytes(unit, num_params, dict.fromkeys(num_params, 1.0), weight_bytes)
+
+
+@functools.lru_cache(4096)  # equal layers take the same steps, in every schedule of a search
+def _most_bytes(steps: _Steps, least_bytes: int, weight_bytes: int) -> int:
+    gradients = [[(weight_bytes * count, share) for count, share in parameters] for *_, parameters in steps]
+    fresh_bytes = [sum(int(num_bytes * share) for num_bytes, share in sizes) for sizes in gradients]
+    most_bytes, gone_bytes, coming_bytes = least_bytes, 0, sum(fresh_bytes)
+    for (saved_bytes, inside_bytes, experts, _), sizes, made_bytes in zip(
+        reversed(steps), reversed(gradients), reversed(fresh_bytes), strict=True
+    ):
+        coming_bytes -= made_bytes
+        added_bytes = max((int(num_bytes * (1 - share)) for num_bytes, share in sizes), default=0)
+        if experts:  # needs most between its two products, when only the second has a gradient
+            first_bytes, share = sizes[0] if sizes else (0, 0.0)
+            needed_bytes = max(inside_bytes - int(first_bytes * share), added_bytes)
+        else:
+            needed_bytes = inside_bytes + added_bytes
+        most_bytes = max(most_bytes, needed_bytes - gone_bytes - coming_bytes)
+        gone_bytes += saved_bytes
+    return most_bytes
