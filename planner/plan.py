@@ -12,7 +12,7 @@ from planner.bounds.proof import Certificate
 from planner.decisions import Decisions, Frozen
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
-from planner.models.config import ModelConfig
+from planner.models.captured import ModelField
 from planner.prediction import Prediction, TierMemory
 from planner.schedule import Schedule, Tier
 
@@ -46,7 +46,7 @@ class Plan(Frozen):
 
     Attributes:
         program_version: version of the program that made it.
-        model: sizes of the model.
+        model: sizes of the model, or the operators of a captured one.
         seq_len: tokens per sequence.
         hardware: the profile it was made for, whole, so that the plan stands alone.
         decisions: what was chosen; with the model and the batch it determines the schedule.
@@ -59,7 +59,7 @@ class Plan(Frozen):
 
     schema_version: Literal[3] = 3
     program_version: str
-    model: ModelConfig
+    model: ModelField
     seq_len: Annotated[int, Field(ge=1)]
     hardware: HardwareProfile
     decisions: Decisions

@@ -12,7 +12,7 @@ from planner.costs import CostModel
 from planner.decisions import BF16, Decisions, Place, Precision
 from planner.engines import Setup
 from planner.graph import Batch, Unit, build_graph, units
-from planner.models.config import ModelConfig
+from planner.models.captured import Model
 from planner.plan import EngineRow, Plan
 from planner.prediction import Workload, capacities
 from planner.schedule import Tier
@@ -20,7 +20,8 @@ from planner.search import Candidate, Scorer, search
 
 # What can be done when a tier is too small, cheapest first.
 _REMEDIES = {
-    Tier.GPU: "use a smaller --micro-batch or --seq-len, more --gpus, or a device with more memory",
+    Tier.GPU: "use a smaller --micro-batch or --seq-len (of a captured model, --input-shape), more --gpus, or a device "
+    "with more memory",
     Tier.HOST: "use more --gpus (or nodes), or a host with more memory",
     Tier.NVME: "use more nodes, or place less there",
 }
@@ -35,7 +36,7 @@ class Request:
     """What the user asks for.
 
     Attributes:
-        model: sizes of the model.
+        model: sizes of the model, or a captured one.
         hardware: the machine.
         num_devices: devices to train on; each is one data-parallel rank.
         seq_len: tokens per sequence.
@@ -46,7 +47,7 @@ class Request:
         subgroup_params: parameters in one subgroup, the grain of optimizer placement.
     """
 
-    model: ModelConfig
+    model: Model
     hardware: HardwareProfile
     num_devices: int = 1
     seq_len: int = 2048

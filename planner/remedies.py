@@ -8,6 +8,7 @@ from hwprofiles.quantity import Provenance
 from planner.bounds.certificate import infeasible
 from planner.bounds.conditions import Space
 from planner.engines import Mix, mixed
+from planner.models.captured import CapturedModel
 from planner.planning import InfeasibleError, Request, make_plan, prepare
 
 # What is sold: memory of one device, and of one host.
@@ -72,7 +73,9 @@ def _is_proven_infeasible(request: Request) -> bool:
 
 
 def _smaller_micro_batch(request: Request) -> Iterator[tuple[str, Request]]:
-    """Halve the micro-batch; accumulation keeps the batch what it was."""
+    """Halve the micro-batch; accumulation keeps the batch what it was. A captured model has the one it was given."""
+    if isinstance(request.model, CapturedModel):
+        return
     size, repeats = request.micro_batch, request.num_micro_batches
     while size % 2 == 0:
         size, repeats = size // 2, repeats * 2

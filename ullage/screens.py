@@ -6,7 +6,7 @@ from rich.table import Table
 
 from planner.allocator import AllocatorUse
 from planner.bounds.proof import Certificate
-from planner.models.config import ModelConfig
+from planner.models.captured import CapturedModel, Model
 from planner.models.parameters import num_parameters
 from planner.plan import EngineRow, Plan
 from planner.planning import describe
@@ -38,8 +38,14 @@ def plan_screen(plan: Plan, path: Path, *, default_hardware: bool) -> None:
     out.print(f"plan written to {path}", markup=False, soft_wrap=True)
 
 
-def model_line(model: ModelConfig) -> str:
-    """Return a model's sizes and number of parameters."""
+def model_line(model: Model) -> str:
+    """Return a model's sizes and number of parameters; of a captured one what was captured, and the loss."""
+    if isinstance(model, CapturedModel):
+        num_repeated = sum(bool(segment.path) for segment in model.segments)
+        return (
+            f"{model.name}({', '.join(map(str, model.inputs))}): captured, {num_repeated} repeated blocks, "
+            f"{si(model.forward_flop, 'FLOP')} forward, the loss is {model.loss}; {model.num_params:,} parameters"
+        )
     experts = f", {model.experts_per_token} of {model.num_experts} experts" if model.num_experts else ""
     return (
         f"{model.name}: {model.family}, {model.num_layers} layers, hidden {model.hidden_size}, "

@@ -53,8 +53,9 @@ def certify(space: Space, cost: CostModel, decisions: Decisions, iteration_s: fl
     program = _placed(space, cost, decisions, limit_s)
     solution = solve(program)
     assert solution is not None, "the plan itself satisfies the conditions"
-    bound_s = min(proof.bound_s for proof in proofs if proof.bound_s is not None)
-    placement_s = max(bound_s, _proven(program, solution.multipliers))
+    # Proofs are exact, but the simulated time is rounded: of a plan that attains its bound it may be a digit below.
+    bound_s = min(iteration_s, *(proof.bound_s for proof in proofs if proof.bound_s is not None))
+    placement_s = min(iteration_s, max(bound_s, _proven(program, solution.multipliers)))
     return Certificate(
         bound_s=bound_s, placement_bound_s=placement_s, proofs=proofs, placement=dict(solution.multipliers)
     )

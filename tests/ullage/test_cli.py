@@ -17,6 +17,7 @@ from ullage.commands import SUMMARIES
 
 REQUEST = {
     "--model",
+    "--input-shape",
     "--gpus",
     "--hardware",
     "--seq-len",

@@ -28,6 +28,7 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage plan --model opt-13b --gpus 8
         ullage plan --model path/to/config.json --hardware h100 --gpus 4 --seq-len 4096 --micro-batch 2
         ullage plan --model gpt2 --hardware local --device-memory 1.5GiB --output small.json
+        ullage plan --model my_package.models:make --input-shape 8x3x224x224 8:int64 --gpus 2
         """,
     )
     add_request_options(parser, model_required=True)

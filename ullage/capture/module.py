@@ -1,0 +1,204 @@
+"""From ``package.module:function`` and the shapes of its inputs to a captured model."""
+
+import contextlib
+import importlib
+import itertools
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+from planner.models.captured import CapturedInput, CapturedModel
+from ullage.capture.assembly import assemble
+from ullage.capture.kernels import UnsupportedOperatorError
+from ullage.capture.placing import place
+from ullage.capture.recording import CaptureError, record
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+_UNKNOWN = (UnsupportedOperatorException, UnsupportedFakeTensorException)
+
+
+def capture(
+    factory: str,
+    inputs: Sequence[CapturedInput],
+    dtype: Literal["bf16", "fp32"] = "bf16",
+    *,
+    as_on_gpu: bool = True,
+) -> CapturedModel:
+    """Capture the module that a function makes.
+
+    Args:
+        factory: ``package.module:function``; the function takes no arguments. The current directory can be imported.
+        inputs: what the module is called with; the leading dimension is the micro-batch.
+        dtype: of weights and floating inputs.
+        as_on_gpu: the kernels of a GPU, where PyTorch has others for it.
+
+    Raises:
+        CaptureError: there is no such function, or what it makes cannot be captured.
+    """
+    return capture_module(load_factory(factory), inputs, dtype, name=factory, as_on_gpu=as_on_gpu)
+
+
+def capture_module(
+    make: Callable[[], nn.Module],
+    inputs: Sequence[CapturedInput],
+    dtype: Literal["bf16", "fp32"] = "bf16",
+    *,
+    name: str = "",
+    as_on_gpu: bool = True,
+) -> CapturedModel:
+    """Capture the module that ``make`` makes; see :func:`capture`."""
+    name = name or f"{make.__module__}:{make.__qualname__}"
+    _check_inputs(inputs)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with _refusing(f"{name}()"):
+            model = make()
+        if not isinstance(model, nn.Module):
+            raise CaptureError(f"{name}() returned a {type(model).__name__}, not an nn.Module; return the model")
+        _check_parameters(model, name)
+        _to_dtype(model, DTYPES[dtype])
+        tensors = [(spec.name, _tensor(spec, DTYPES[dtype])) for spec in inputs]
+        with _refusing(name, model), _positions_known():
+            args = [tensor for key, tensor in tensors if not key]
+            named = {key: tensor for key, tensor in tensors if key}
+            recording = record(model.train(), args, named, as_on_gpu=as_on_gpu)
+    seq_len = inputs[0].shape[1] if inputs[0].dtype.startswith("int") and len(inputs[0].shape) > 1 else 1
+    return assemble(recording, place(recording), factory=name, inputs=tuple(inputs), dtype=dtype, seq_len=seq_len)
+
+
+def load_factory(text: str) -> Callable[[], nn.Module]:
+    """Return the function that ``package.module:function`` names.
+
+    Raises:
+        CaptureError: there is none.
+    """
+    module_name, _, attribute = text.partition(":")
+    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 - as `python -m` does
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise CaptureError(f"{module_name} cannot be imported: {error}; install what it needs") from error
+        raise CaptureError(
+            f"there is no module {error.name}; --model {text} is looked for from the current directory, {here}"
+        ) from error
+    except Exception as error:
+        raise CaptureError(f"{module_name} cannot be imported: {_say(error)}") from error
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise CaptureError(f"{module_name} has no function {attribute}; --model takes package.module:function")
+    return found  # type: ignore[no-any-return]
+
+
+def _check_inputs(inputs: Sequence[CapturedInput]) -> None:
+    if any(a.name and not b.name for a, b in itertools.pairwise(inputs)):
+        raise CaptureError("an input without a name follows one that has a name; change the order of --input-shape")
+    if not inputs:
+        raise CaptureError("a captured model needs the shapes of its inputs; give --input-shape, as in 4x2048:int64")
+    sizes = {spec.shape[0] for spec in inputs}
+    if len(sizes) > 1:
+        raise CaptureError(
+            f"inputs have leading dimensions {', '.join(map(str, sorted(sizes)))}, but it is the micro-batch, the same "
+            "for all; change --input-shape"
+        )
+
+
+def _check_parameters(model: nn.Module, name: str) -> None:
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise CaptureError(f"{name}() has no parameters; return a model to train")
+    if frozen := [path for path, parameter in parameters.items() if not parameter.requires_grad]:
+        raise CaptureError(
+            f"{name}: {len(frozen)} parameter(s) are frozen, {frozen[0]} first, but a plan trains all; make them "
+            "buffers, or set requires_grad"
+        )
+
+
+def _to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make parameters of the planned type, tied ones still one; buffers stay as they are."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.dtype is not dtype:
+                cast = made.setdefault(id(parameter), nn.Parameter(parameter.detach().to(dtype)))
+                setattr(module, name, cast)
+
+
+def _tensor(spec: CapturedInput, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(spec.shape, dtype=dtype if spec.dtype == "float" else getattr(torch, spec.dtype))
+
+
+@contextlib.contextmanager
+def _positions_known() -> Iterator[None]:
+    """Keep ``transformers`` from asking positions for their values: unless given, they are those of whole sequences.
+
+    It looks whether a batch is packed from several sequences, and under fake tensors assumes that it is.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is None or not hasattr(masks, "find_packed_sequence_indices"):
+        yield
+        return
+    with mock.patch.object(masks, "find_packed_sequence_indices", return_value=None):
+        yield
+
+
+@contextlib.contextmanager
+def _refusing(name: str, model: nn.Module | None = None) -> Iterator[None]:
+    """Say in one line what cannot be captured, and where."""
+    inside: list[str] = []  # the modules whose forward runs
+
+    def entered(path: str) -> Callable[..., None]:
+        return lambda *_args: inside.append(path)
+
+    def left(*_args: Any) -> None:
+        inside.pop()
+
+    handles = []
+    for path, module in model.named_modules() if model else ():
+        handles += [module.register_forward_pre_hook(entered(path)), module.register_forward_hook(left)]
+    try:
+        with warnings.catch_warnings():  # copying a module asks for addresses, which fake tensors do not have
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            yield
+    except (CaptureError, UnsupportedOperatorError) as error:
+        raise CaptureError(f"{name}{_at(inside)}: {error}") from error
+    except _VALUES as error:
+        raise CaptureError(
+            f"{name}{_at(inside)}: {error.func} needs the values of a tensor, which a capture has none of (control "
+            "flow or shapes that depend on data, .item(), boolean masks); compute the same for all values, as "
+            "torch.where does"
+        ) from error
+    except _UNKNOWN as error:
+        raise CaptureError(
+            f"{name}{_at(inside)}: {_say(error)}: PyTorch does not know the shapes that this operator makes; register "
+            "a fake implementation (torch.library.register_fake)"
+        ) from error
+    except Exception as error:
+        raise CaptureError(f"{name}{_at(inside)}: {_say(error)}; make it run with these inputs first") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _at(inside: list[str]) -> str:
+    return f", in module {inside[-1]}" if inside and inside[-1] else ""
+
+
+def _say(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
