@@ -103,12 +103,14 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
 def bind(model: nn.Module, units: tuple[Unit, ...], decisions: Decisions, marks: Marks) -> list[Callable[[], None]]:
     """Make a model tell where it is, and recompute what was decided; return what undoes it."""
     undo: list[Callable[[], None]] = []
-    for module, unit in unit_modules(model, units).items():
-        handles = (
-            module.register_forward_pre_hook(_before(unit, marks)),
-            module.register_forward_hook(_after(unit, marks)),
-        )
-        undo += [handle.remove for handle in handles]
+    unit_of, order = unit_modules(model, units), [unit.name for unit in units]
+    for module, unit in unit_of.items():
+        # A module that has other units inside it begins with its own, if that is the first, and does not end with it.
+        inside = {unit_of[inner] for inner in module.modules() if inner in unit_of}
+        if unit == min(inside, key=order.index):
+            undo.append(module.register_forward_pre_hook(_before(unit, marks)).remove)
+        if len(inside) == 1:
+            undo.append(module.register_forward_hook(_after(unit, marks)).remove)
     for segment in segments(units):
         if decisions.units[segment[0].name].activations == "recompute":
             undo.append(_recompute(_segment_module(model, segment), segment[-1].name, marks))

@@ -63,9 +63,12 @@ def assemble(
     _hand_on(recording, places, drafts)
     blocks: dict[CapturedBlock, int] = {}
     segments = []
+    outside: dict[str, int] = {}  # how many operators outside segments have a name
     for path, numbers in itertools.groupby(range(len(places)), key=lambda number: places[number].segment):
         units = set(numbers)
-        block = _block(recording, places, [draft for draft in drafts if draft.unit in units], path)
+        block = _block(
+            recording, places, [draft for draft in drafts if draft.unit in units], path, {} if path else outside
+        )
         segments.append(CapturedSegment(path=path, block=blocks.setdefault(block, len(blocks))))
     return CapturedModel(
         factory=factory,
@@ -199,8 +202,9 @@ def _work(recording: Recording, drafts: list[_Draft], operator_of: dict[int, int
     """Note the most bytes that are alive beyond what units up to an operator's own have saved."""
     events = (*recording.forward, *recording.backward)
     change = [0] * (len(events) + 1)
-    for storage in recording.storages:
-        if storage.owner not in {"parameter", "gradient"}:
+    elsewhere = _tied_gradients(recording, drafts)
+    for number, storage in enumerate(recording.storages):
+        if storage.owner not in {"parameter", "gradient"} and number not in elsewhere:
             change[max(storage.born, 0)] += storage.num_bytes
             if storage.died is not None:
                 change[max(storage.died, storage.born, 0) + 1] -= storage.num_bytes
@@ -211,6 +215,18 @@ def _work(recording: Recording, drafts: list[_Draft], operator_of: dict[int, int
     for event, alive in zip(events, itertools.accumulate(change), strict=False):
         draft = drafts[operator_of[event.source]]
         draft.workspace_bytes = max(draft.workspace_bytes, alive - held[draft.unit])
+
+
+def _tied_gradients(recording: Recording, drafts: list[_Draft]) -> set[int]:
+    """Return the storages whose sum is the gradient of a weight that several units use: lowering holds them."""
+    tied = {name for draft in drafts for name in draft.shared}
+    left = [recording.gradients[name] for name in tied if name in recording.gradients]
+    found: set[int] = set()
+    while left:
+        number = left.pop()
+        found.add(number)
+        left += [n for n in recording.sums.get(number, ()) if n not in found and not recording.storages[n].owner]
+    return found
 
 
 def _hand_on(recording: Recording, places: list[Place], drafts: list[_Draft]) -> None:
@@ -232,14 +248,15 @@ def _hand_on(recording: Recording, places: list[Place], drafts: list[_Draft]) ->
             draft.output_bytes = given[around[-1]] or draft.output_bytes
 
 
-def _block(recording: Recording, places: list[Place], drafts: Sequence[_Draft], path: str) -> CapturedBlock:
+def _block(
+    recording: Recording, places: list[Place], drafts: Sequence[_Draft], path: str, seen: dict[str, int]
+) -> CapturedBlock:
     shapes = {name: tuple(parameter.shape) for name, parameter in recording.model.named_parameters()}
     rerun_until = _rerun_until(recording, path)
-    seen: dict[str, int] = {}
     operators = []
     for draft in drafts:
         unit = _below(path, places[draft.unit].name)
-        name = _below(path, draft.path) if _is_below(path, draft.path) else unit
+        name = _below(path, draft.path) if draft.path and _is_below(path, draft.path) else unit
         seen[name] = seen.get(name, 0) + 1
         cut = bisect.bisect_left(draft.events, rerun_until) if path else len(draft.events)
         kept, skipped = (_kernels(recording, part) for part in (draft.events[:cut], draft.events[cut:]))

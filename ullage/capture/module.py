@@ -130,13 +130,18 @@ def _check_parameters(model: nn.Module, name: str) -> None:
 
 
 def _to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make parameters of the planned type, tied ones still one; buffers stay as they are."""
+    """Make parameters of the planned type, tied ones still one; buffers keep theirs.
+
+    All are made anew: a copy of a fake tensor (``copy.deepcopy``) belongs to a copy of the mode that made it.
+    """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter.dtype is not dtype:
-                cast = made.setdefault(id(parameter), nn.Parameter(parameter.detach().to(dtype)))
-                setattr(module, name, cast)
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype))
+            setattr(module, name, made[id(parameter)])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
 def _tensor(spec: CapturedInput, dtype: torch.dtype) -> Tensor:

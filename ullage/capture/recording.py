@@ -1,27 +1,25 @@
 """One forward and backward of a module under fake tensors, operator by operator.
 
 Fake tensors have shapes and types and no memory, so a model of any size is recorded on any machine. Operators are those
-of a CPU, as autograd there needs no device; where a GPU runs something else (:class:`_AsOnGpu`), that is recorded.
+of a CPU, as autograd there needs no device; where a GPU runs something else (:func:`_as_on_gpu`), that is recorded.
 """
 
 import contextlib
 import dataclasses
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from planner.models.kernels import Kernels
 from ullage.capture.kernels import kernels_of
 
-_DROPOUT = inspect.signature(functional.dropout)
 # Operators that look integers up: the argument that holds them, and the dimension of the first that is the table.
 _TABLES = {"embedding": (1, 0), "nll_loss_forward": (1, 1), "nll_loss2d_forward": (1, 1)}
 _NO_SEQUENCE = 2**63  # autograd numbers the nodes that accumulate gradients with the largest integer
@@ -101,6 +99,8 @@ class Recording:
     Attributes:
         forward, backward: events; backward ones are numbered from ``len(forward)`` on.
         loss: what backward began from, in words.
+        gradients: numbers of the storages that parameters' gradients are in at the end.
+        sums: of every sum in backward, the storages that it was made of.
         num_values: of every input, how many different integers it may hold, where it is looked up in a table.
     """
 
@@ -111,6 +111,8 @@ class Recording:
     storages: list[Storage]
     saves: list[Save]
     loss: str
+    gradients: dict[str, int]
+    sums: dict[int, tuple[int, ...]]
     num_values: list[int | None]
 
 
@@ -134,7 +136,7 @@ def record(model: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str, Tensor
     recorder = _Recorder(model, [*args, *kwargs.values()])
     with contextlib.ExitStack() as stack:
         if as_on_gpu:
-            stack.enter_context(_AsOnGpu())
+            stack.enter_context(_as_on_gpu())
         stack.enter_context(recorder.hooked())
         stack.enter_context(recorder)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor))
@@ -150,6 +152,8 @@ def record(model: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str, Tensor
         recorder.storages,
         recorder.saves,
         words,
+        recorder.gradients,
+        recorder.sums,
         recorder.num_values,
     )
 
@@ -177,23 +181,29 @@ def find_loss(output: Any) -> tuple[Tensor, str]:
     )
 
 
-class _AsOnGpu(TorchFunctionMode):
-    """Attention's dropout is inside the fused kernel on a GPU, and dropout is one kernel with a mask of bytes."""
+@contextlib.contextmanager
+def _as_on_gpu() -> Iterator[None]:
+    """Let attention's dropout be inside its fused kernel, and dropout one kernel with a mask of bytes, as on a GPU."""
+    attention, dropout = functional.scaled_dot_product_attention, functional.dropout
 
-    def __torch_function__(
-        self, func: Callable[..., Any], _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention:
-            args = (*args[:4], *((0.0,) if len(args) > 4 else ()), *args[5:])
-            kwargs = kwargs | ({"dropout_p": 0.0} if "dropout_p" in kwargs else {})
-        elif func is functional.dropout:
-            bound = _DROPOUT.bind(*args, **kwargs)
-            bound.apply_defaults()
-            given = bound.arguments
-            if given["training"] and given["p"] and not given["inplace"]:
-                return torch.native_dropout(given["input"], given["p"], True)[0]
-        return func(*args, **kwargs)
+    def fused_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,  # noqa: ARG001
+        is_causal: bool = False,
+        **rest: Any,
+    ) -> Tensor:
+        return attention(query, key, value, attn_mask, 0.0, is_causal, **rest)
+
+    def fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
+        if not training or not p or inplace:
+            return dropout(input, p, training, inplace)
+        return torch.native_dropout(input, p, True)[0]
+
+    with mock.patch.multiple(functional, scaled_dot_product_attention=fused_attention, dropout=fused_dropout):
+        yield
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -207,6 +217,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._model = model
         self._stack: list[int] = [-1]
         self._number: dict[int, int] = {}  # of the storages that are there, by address
+        self._held: list[Any] = []
         self._watch: dict[int, weakref.ref[Any]] = {}
         self._name: dict[int, str] = {}  # of parameters, by their storage's number
         self._sequences: list[int] = []  # autograd's next number when each forward event was dispatched
@@ -214,7 +225,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._in_backward = False
         self.num_values: list[int | None] = [None] * len(inputs)
         self._index_of: dict[int, set[int]] = {}  # inputs that the integers in a storage come from
-        self._adds: dict[int, tuple[int, ...]] = {}  # what each sum of gradients was made of
+        self.gradients: dict[str, int] = {}
+        self.sums: dict[int, tuple[int, ...]] = {}
         for name, parameter in model.named_parameters():
             self._name[self._known(parameter, "parameter")] = name
         for buffer in model.buffers():
@@ -237,7 +249,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names = tuple(dict.fromkeys(self._name[number] for number in read if number in self._name))
         if self._in_backward:
             if func.overloadpacket is torch.ops.aten.add:
-                self._adds[written[0]] = tuple(read)
+                self.sums[written[0]] = tuple(read)
             event = Event(self.forward[self._source].visit, self._source, kernels, written, num_bytes, names)
             self.backward.append(event)
         else:
@@ -298,11 +310,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """Tell gradients of parameters from what backward needs for itself."""
-        left = [self._storage(p.grad) for p in self._model.parameters() if p.grad is not None]
-        while left:  # a tied weight's gradient is a sum of gradients
-            number = left.pop()
-            self.storages[number].owner = "gradient"
-            left += [n for n in self._adds.get(number, ()) if not self.storages[n].owner]
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None:
+                self.gradients[name] = number = self._storage(parameter.grad)
+                self.storages[number].owner = "gradient"
 
     def _enter(self, path: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -331,6 +342,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _known(self, tensor: Tensor, owner: str) -> int:
         number = self._storage(tensor)
+        self._held.append(tensor.untyped_storage())  # or its number would be forgotten with what PyTorch hands out here
         self.storages[number].owner = owner
         self.storages[number].born = -1
         return number
