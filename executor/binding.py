@@ -111,9 +111,8 @@ def bind(model: nn.Module, units: tuple[Unit, ...], decisions: Decisions, marks:
             undo.append(module.register_forward_pre_hook(_before(unit, marks)).remove)
         if len(inside) == 1:
             undo.append(module.register_forward_hook(_after(unit, marks)).remove)
-    for segment in segments(units):
-        if decisions.units[segment[0].name].activations == "recompute":
-            undo.append(_recompute(_segment_module(model, segment), segment[-1].name, marks))
+    recomputed = (s for s in segments(units) if decisions.units[s[0].name].activations == "recompute")
+    undo += [_recompute(_segment_module(model, segment), segment[-1].name, marks) for segment in recomputed]
     return undo
 
 

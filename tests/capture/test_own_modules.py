@@ -46,6 +46,7 @@ def loss_of(name: str, model: torch.nn.Module, dtype: str = "fp32") -> torch.Ten
 @pytest.mark.parametrize("name", OWN)
 def test_flop_equal_those_of_the_flop_counter(name: str) -> None:
     model, found = real(name), captured(name)
+    forward_flop = 0
     for phase in ("forward", "backward"):
         with FlopCounterMode(display=False, custom_mapping=FUSED) as counter:
             loss = loss_of(name, model)
@@ -57,9 +58,9 @@ def test_flop_equal_those_of_the_flop_counter(name: str) -> None:
         if name == "convolutions" and phase == "backward":
             # The counter takes gradients of grouped weights for those of whole ones. Without the gradient of its
             # input, the first convolution has half the backward of the others.
-            assert flop(kernels) == 2 * forward - 2 * 2 * 16 * 16 * 16 * 27
+            assert flop(kernels) == 2 * forward_flop - 2 * 2 * 16 * 16 * 16 * 27
             continue
-        forward = flop(kernels)
+        forward_flop = flop(kernels)
         assert not any(kernel.causal for kernel in kernels if isinstance(kernel, Attention))
         assert flop(kernels) == total > 0
 
@@ -72,7 +73,7 @@ def test_units_hold_every_parameter_once(name: str) -> None:
     assert len({unit.name for unit in found}) == len(found)
 
 
-@pytest.mark.parametrize(("name", "dtype"), itertools.product(OWN, DTYPES))
+@pytest.mark.parametrize(("name", "dtype"), list(itertools.product(OWN, DTYPES)))
 def test_saved_bytes_are_what_autograd_saves(name: str, dtype: str) -> None:
     model = real(name, dtype)
     known = {p.untyped_storage().data_ptr() for p in model.parameters()}

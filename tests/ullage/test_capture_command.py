@@ -125,7 +125,7 @@ def test_the_same_capture_gives_the_same_bytes(package: str, capsys: pytest.Capt
     assert plans[0] == plans[1]
 
 
-def test_a_plan_is_executed(package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_executed(package: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", f"{package}:make", *SHAPE, *MACHINE, "--device-memory", "1.5MB"]) == 0
     capsys.readouterr()
     run = ["execute", "plan.json", "--iterations", "8", "--json"]

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import itertools
+import logging
 import os
 import sys
 import warnings
@@ -27,6 +28,7 @@ from ullage.capture.placing import place
 from ullage.capture.recording import CaptureError, record
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it tells of errors that are told here
 _VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _UNKNOWN = (UnsupportedOperatorException, UnsupportedFakeTensorException)
 
@@ -177,7 +179,8 @@ def _refusing(name: str, model: nn.Module | None = None) -> Iterator[None]:
     for path, module in model.named_modules() if model else ():
         handles += [module.register_forward_pre_hook(entered(path)), module.register_forward_hook(left)]
     try:
-        with warnings.catch_warnings():  # copying a module asks for addresses, which fake tensors do not have
+        with warnings.catch_warnings(), mock.patch.object(_FAKE_LOG, "disabled", new=True):
+            # Copying a module asks for addresses, which fake tensors do not have.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
     except (CaptureError, UnsupportedOperatorError) as error:
