@@ -1,17 +1,13 @@
 """Types of command-line arguments. Each refuses with the value, the rule and an example."""
 
 import argparse
-import contextlib
 import math
 import re
-
-from pydantic import ValidationError
 
 from planner.models.captured import CapturedInput
 
 _UNITS = {"": 1, "b": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_INPUT = re.compile(r"(?:([A-Za-z_]\w*)=)?(\d{1,9}(?:x\d{1,9})*)(?::(\w+))?")
 _SIZE = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*(|b|[kmgt]i?b)", re.IGNORECASE)
 
 
@@ -58,17 +54,12 @@ def positive_float(text: str) -> float:
 
 
 def input_shape(text: str) -> CapturedInput:
-    """Return the input that ``2x512:int64``, ``8x3x224x224`` or ``labels=2x512:int64`` means.
+    """Return an input of a captured model; see :meth:`planner.models.captured.CapturedInput.read`.
 
     Raises:
         argparse.ArgumentTypeError: it is none.
     """
-    if found := _INPUT.fullmatch(text):
-        name, shape, dtype = found.groups()
-        with contextlib.suppress(ValidationError):
-            sizes = tuple(map(int, shape.split("x")))
-            return CapturedInput.model_validate({"name": name or "", "shape": sizes, "dtype": dtype or "float"})
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not an input; give [NAME=]SHAPE[:TYPE] with sizes from 1 on and one of float, int64, int32, "
-        "bool, as in 2x512:int64 or labels=2x512:int64"
-    )
+    try:
+        return CapturedInput.read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

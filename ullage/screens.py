@@ -6,7 +6,7 @@ from rich.table import Table
 
 from planner.allocator import AllocatorUse
 from planner.bounds.proof import Certificate
-from planner.models.captured import CapturedModel, Model
+from planner.models.captured import CapturedModel, Model, counted
 from planner.models.parameters import num_parameters
 from planner.plan import EngineRow, Plan
 from planner.planning import describe
@@ -91,18 +91,22 @@ def mfu(plan: Plan) -> float:
 def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
     decided, seen, hardware = plan.decisions, plan.prediction, plan.hardware
     tokens = decided.data_parallel * decided.num_micro_batches * decided.micro_batch * plan.seq_len
+    items = counted(plan.model)
+    batch = f"{plan.seq_len} tokens x {decided.micro_batch} sequences"
+    if items == "samples":
+        batch = f"{decided.micro_batch} samples"
     origins = ", ".join(f"{100 * share:.0f} % {origin}" for origin, share in origin_shares(hardware).items())
     chosen = " (the default; choose another with --hardware)" if default_hardware else ""
     accumulated = f" x {decided.num_micro_batches} micro-batches" if decided.num_micro_batches > 1 else ""
     return {
         "model": model_line(plan.model),
         "hardware": f"{hardware.name}{chosen}: {hardware.description}. Its quantities are {origins}",
-        "batch": f"{plan.seq_len} tokens x {decided.micro_batch} sequences{accumulated} x {decided.data_parallel} "
-        f"device(s) = {tokens:,} tokens, {decided.precision.weights}, {'clipped' if decided.clip else 'not clipped'}",
+        "batch": f"{batch}{accumulated} x {decided.data_parallel} device(s) = {tokens:,} {items}, "
+        f"{decided.precision.weights}, {'clipped' if decided.clip else 'not clipped'}",
         "fits": _fits(seen.memory),
         "iteration": f"{si(seen.iteration_s, 's')} = forward {si(seen.forward_s, 's')} + backward "
         f"{si(seen.backward_s, 's')} + update {si(seen.update_s, 's')} (updates may run inside the next forward)",
-        "speed": f"{seen.tokens_per_s:,.0f} tokens/s; {si(seen.model_flop_per_s, 'FLOP/s')} of the model per device, "
+        "speed": f"{seen.tokens_per_s:,.0f} {items}/s; {si(seen.model_flop_per_s, 'FLOP/s')} of the model per device, "
         f"{percent(mfu(plan))} of the best GEMM rate",
         "binds": binds(seen.critical_s, seen.iteration_s),
         "best": gap_line(plan.certificate, seen.iteration_s),

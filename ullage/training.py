@@ -14,6 +14,7 @@ from executor.memory import DeviceMemoryError
 from executor.prepare import OffloadedAdamW, prepare_session
 from executor.session import Session, SessionOptions
 from hwprofiles.allocator import keep_freed_memory
+from planner.models.captured import counted
 from planner.plan import Plan, PlanError
 from planner.schedule import Tier
 from planner.trace import chrome_trace, write_trace
@@ -232,7 +233,7 @@ def _report(options: ExecuteOptions, record: RunRecord, comparison: Comparison) 
     iteration = next(row for row in comparison.phases if row.name == "iteration")
     out.print(f"{plan.model.name}: {len(losses)} iterations, loss {losses[0]:.3f} -> {losses[-1]:.3f}", markup=False)
     if iteration.measured:
-        out.print(f"{tokens / iteration.measured:,.0f} tokens/s on {record.machine}", markup=False)
+        out.print(f"{tokens / iteration.measured:,.0f} {counted(plan.model)}/s on {record.machine}", markup=False)
     out.print()
     out.print(render_comparison(comparison))
     out.print()

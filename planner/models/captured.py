@@ -4,11 +4,13 @@ The capture itself needs PyTorch and lives in :mod:`ullage.capture`. What it yie
 verifying need, so that a plan of a captured model stands alone as every other.
 """
 
+import contextlib
 import functools
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, Literal, Self
 
 import networkx as nx
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from planner.models.config import ModelConfig, ModelConfigError
 from planner.models.kernels import Attention, Elementwise, Gemm, flop
@@ -16,6 +18,7 @@ from planner.models.operators import Batch, Operator, Pattern
 from planner.models.parameters import ParameterSpec
 
 Count = Annotated[int, Field(ge=0)]
+_INPUT = re.compile(r"(?:([A-Za-z_]\w*)=)?(\d{1,9}(?:x\d{1,9})*)(?::(\w+))?", re.ASCII)
 CapturedKernels = tuple[Gemm | Attention | Elementwise, ...]
 
 
@@ -39,8 +42,25 @@ class CapturedInput(_Frozen):
     dtype: Literal["float", "int64", "int32", "bool"] = "float"
     num_values: Annotated[int, Field(gt=0)] | None = None
 
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Return the input that ``2x512:int64``, ``8x3x224x224`` or ``labels=2x512:int64`` means.
+
+        Raises:
+            ModelConfigError: it is none.
+        """
+        if found := _INPUT.fullmatch(text):
+            name, shape, dtype = found.groups()
+            with contextlib.suppress(ValidationError):
+                sizes = tuple(map(int, shape.split("x")))
+                return cls.model_validate({"name": name or "", "shape": sizes, "dtype": dtype or "float"})
+        raise ModelConfigError(
+            f"{text!r} is not an input; give [NAME=]SHAPE[:TYPE] with sizes from 1 on and one of float, int64, int32, "
+            "bool, as in 2x512:int64 or labels=2x512:int64"
+        )
+
     def __str__(self) -> str:
-        """Return it as it is written after ``--input-shape``."""
+        """Return it as :meth:`read` reads it."""
         shape = f"{'x'.join(map(str, self.shape))}:{self.dtype}"
         return f"{self.name}={shape}" if self.name else shape
 
@@ -203,3 +223,8 @@ Model = ModelConfig | CapturedModel
 ModelField = Annotated[
     Annotated[ModelConfig, Tag("sizes")] | Annotated[CapturedModel, Tag("captured")], Discriminator(_tag)
 ]
+
+
+def counted(model: Model) -> str:
+    """Return what a model's speed counts, in the plural."""
+    return "samples" if isinstance(model, CapturedModel) and model.seq_len == 1 else "tokens"

@@ -124,6 +124,27 @@ class Unused(nn.Module):
         return x
 
 
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        y = functional.relu(self.norm1(self.conv1(x)))
+        return functional.relu(x + self.norm2(self.conv2(y)))
+
+
+def residual() -> nn.Module:
+    """Blocks that keep statistics, which running them again would change."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.Sequential(*(Residual(16) for _ in range(3))),
+        nn.Flatten(),
+        nn.Linear(4096, 4),
+    )
+
+
 def convolutions() -> nn.Module:
     """Plain, depthwise, grouped and transposed convolutions, one after another, without blocks."""
     return nn.Sequential(
@@ -151,6 +172,7 @@ OWN = {
     "tied": (Tied, (CapturedInput(shape=(4, 12), dtype="int64"),)),
     "repeated": (Repeated, (CapturedInput(shape=(4, 16)),)),
     "unused": (Unused, (CapturedInput(shape=(4, 5, 16)),)),
+    "residual": (residual, (IMAGES,)),
     "convolutions": (convolutions, (CapturedInput(shape=(2, 3, 16, 16)),)),
     "encoder": (encoder, (CapturedInput(shape=(4, 24, 64)),)),
 }

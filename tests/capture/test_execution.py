@@ -23,7 +23,8 @@ ITERATIONS = 3
 
 @functools.cache
 def units_of(name: str, dtype: str) -> tuple[Unit, ...]:
-    model = capture_module(*OWN[name], dtype, as_on_gpu=False)
+    make, inputs = OWN[name]
+    model = capture_module(lambda: make().to(DTYPES[dtype]), inputs, dtype, as_on_gpu=False)
     return units(build_graph(model, Batch(model.micro_batch, model.seq_len, 2 if dtype == "bf16" else 4)))
 
 

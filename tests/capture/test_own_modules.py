@@ -26,7 +26,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def captured(name: str, dtype: str = "fp32") -> CapturedModel:
     make, inputs = OWN[name]
-    return capture_module(make, inputs, dtype, as_on_gpu=False)
+    return capture_module(lambda: make().to(DTYPES[dtype]), inputs, dtype, as_on_gpu=False)
 
 
 def units_of(model: CapturedModel) -> tuple[Unit, ...]:
@@ -153,6 +153,14 @@ def test_recomputation_reruns_what_checkpointing_does(name: str) -> None:
         counts.append(counter.get_total_flops())
     rerun = flop(kernel for unit in units_of(captured(name)) for kernel in unit.recompute)
     assert rerun == counts[1] - counts[0] > 0
+
+
+def test_blocks_that_keep_statistics_are_not_recomputed() -> None:
+    found = units_of(captured("residual"))
+    assert [unit.name for unit in found][1:4] == ["1.0.conv1", "1.1.conv1", "1.2.conv1"]
+    assert not any(unit.recompute for unit in found)
+    with pytest.raises(ValueError, match=r"module 1\.0\.norm1 keeps statistics in torch.float32"):
+        capture_module(*OWN["residual"], "bf16")
 
 
 def checkpointed(forward):

@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from planner.models.captured import (
     CapturedBlock,
     CapturedInput,
@@ -180,7 +182,7 @@ def _unsegment(recording: Recording, places: list[Place], drafts: list[_Draft]) 
     stops = {visit.path: visit.stop for visit in recording.visits}
     behind: defaultdict[str, int] = defaultdict(int)
     saved: defaultdict[str, int] = defaultdict(int)
-    spoilt: set[str] = set()
+    spoilt = {unit.segment for unit in places if unit.segment and _keeps_statistics(recording, unit.segment)}
     for draft in drafts:
         if not (segment := places[draft.unit].segment):
             continue
@@ -196,6 +198,12 @@ def _unsegment(recording: Recording, places: list[Place], drafts: list[_Draft]) 
     for unit in places:
         if unit.segment in spoilt:
             unit.segment = ""
+
+
+def _keeps_statistics(recording: Recording, segment: str) -> bool:
+    """Return whether running a block again would count its batch twice."""
+    modules = recording.model.get_submodule(segment).modules()
+    return any(isinstance(module, _BatchNorm) and module.track_running_stats for module in modules)
 
 
 def _work(recording: Recording, drafts: list[_Draft], operator_of: dict[int, int], num_units: int) -> None:

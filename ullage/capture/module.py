@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from planner.models.captured import CapturedInput, CapturedModel
 from ullage.capture.assembly import assemble
@@ -56,29 +57,31 @@ def capture(
 
 def capture_module(
     make: Callable[[], nn.Module],
-    inputs: Sequence[CapturedInput],
+    inputs: Sequence[CapturedInput | str],
     dtype: Literal["bf16", "fp32"] = "bf16",
     *,
     name: str = "",
     as_on_gpu: bool = True,
 ) -> CapturedModel:
-    """Capture the module that ``make`` makes; see :func:`capture`."""
+    """Capture the module that ``make`` makes; see :func:`capture`. Inputs may be written as after ``--input-shape``."""
+    given = tuple(CapturedInput.read(spec) if isinstance(spec, str) else spec for spec in inputs)
     name = name or f"{make.__module__}:{make.__qualname__}"
-    _check_inputs(inputs)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        with _refusing(f"{name}()"):
-            model = make()
-        if not isinstance(model, nn.Module):
-            raise CaptureError(f"{name}() returned a {type(model).__name__}, not an nn.Module; return the model")
-        _check_parameters(model, name)
-        _to_dtype(model, DTYPES[dtype])
-        tensors = [(spec.name, _tensor(spec, DTYPES[dtype])) for spec in inputs]
-        with _refusing(name, model), _positions_known():
-            args = [tensor for key, tensor in tensors if not key]
-            named = {key: tensor for key, tensor in tensors if key}
-            recording = record(model.train(), args, named, as_on_gpu=as_on_gpu)
-    seq_len = inputs[0].shape[1] if inputs[0].dtype.startswith("int") and len(inputs[0].shape) > 1 else 1
-    return assemble(recording, place(recording), factory=name, inputs=tuple(inputs), dtype=dtype, seq_len=seq_len)
+    _check_inputs(given)
+    # Made without memory, as `transformers` does, and then of fake tensors, which take part in autograd like real ones.
+    with _refusing(f"{name}()"), torch.device("meta"):
+        model = make()
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"{name}() returned a {type(model).__name__}, not an nn.Module; return the model")
+    _check_parameters(model, name)
+    _check_statistics(model, name, DTYPES[dtype])
+    with FakeTensorMode(allow_non_fake_inputs=True), _refusing(name, model), _positions_known():
+        _make_fake(model, DTYPES[dtype])
+        args = [_tensor(spec, DTYPES[dtype]) for spec in given if not spec.name]
+        named = {spec.name: _tensor(spec, DTYPES[dtype]) for spec in given if spec.name}
+        recording = record(model.train(), args, named, as_on_gpu=as_on_gpu)
+    first = given[0]
+    seq_len = first.shape[1] if first.dtype.startswith("int") and len(first.shape) > 1 else 1
+    return assemble(recording, place(recording), factory=name, inputs=given, dtype=dtype, seq_len=seq_len)
 
 
 def load_factory(text: str) -> Callable[[], nn.Module]:
@@ -131,19 +134,28 @@ def _check_parameters(model: nn.Module, name: str) -> None:
         )
 
 
-def _to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make parameters of the planned type, tied ones still one; buffers keep theirs.
+def _check_statistics(model: nn.Module, name: str, dtype: torch.dtype) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            found = module.running_mean.dtype
+            if found is not dtype:
+                raise CaptureError(
+                    f"{name}: module {path} keeps statistics in {found}, which PyTorch does not combine with weights "
+                    f"in {dtype}; give the model that type in {name}(), or choose another --precision"
+                )
 
-    All are made anew: a copy of a fake tensor (``copy.deepcopy``) belongs to a copy of the mode that made it.
-    """
+
+def _make_fake(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make parameters anew, of the planned type, tied ones still one; and all other tensors, of theirs."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in made:
                 made[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype))
             setattr(module, name, made[id(parameter)])
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+        plain = [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]
+        for name, tensor in (*module.named_buffers(recurse=False), *plain):
+            setattr(module, name, torch.empty(tensor.shape, dtype=tensor.dtype))
 
 
 def _tensor(spec: CapturedInput, dtype: torch.dtype) -> Tensor:
