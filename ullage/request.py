@@ -33,8 +33,8 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         metavar="[NAME=]SHAPE[:TYPE]",
         help="what a captured model is called with, as in 4x2048:int64 or input_ids=4x2048:int64 "
         "labels=4x2048:int64; TYPE is float (that of the weights; the default), int64, int32 or bool. The leading "
-        "dimension is the micro-batch. The loss is the output if it is a scalar, its .loss if it has one, or else the "
-        "mean of its first floating tensor",
+        "dimension is the micro-batch. The loss is the output if it is a scalar, its .loss if it has one, the only "
+        "scalar in it, or else the mean of its first floating tensor",
     )
     group.add_argument("--gpus", type=positive_int, metavar="N", help="devices to train on (default: 1)")
     group.add_argument(

@@ -145,6 +145,33 @@ def residual() -> nn.Module:
     )
 
 
+class Stage(nn.Module):
+    """A list of blocks of its own, and what leads to the next stage."""
+
+    def __init__(self, width: int, *, last: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mlp(width, 4 * width) for _ in range(2))
+        self.grow = nn.Identity() if last else nn.Linear(width, 2 * width)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.grow(x)
+
+
+class Stages(nn.Module):
+    """Its output is a tuple with the loss in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.Sequential(Stage(16, last=False), Stage(32, last=True))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x):
+        logits = self.head(self.stages(x))
+        return logits, logits.float().square().mean()
+
+
 def convolutions() -> nn.Module:
     """Plain, depthwise, grouped and transposed convolutions, one after another, without blocks."""
     return nn.Sequential(
@@ -173,6 +200,7 @@ OWN = {
     "repeated": (Repeated, (CapturedInput(shape=(4, 16)),)),
     "unused": (Unused, (CapturedInput(shape=(4, 5, 16)),)),
     "residual": (residual, (IMAGES,)),
+    "stages": (Stages, (CapturedInput(shape=(4, 64, 16)),)),
     "convolutions": (convolutions, (CapturedInput(shape=(2, 3, 16, 16)),)),
     "encoder": (encoder, (CapturedInput(shape=(4, 24, 64)),)),
 }

@@ -118,6 +118,11 @@ def test_repeated_blocks_are_segments_and_their_halves_units() -> None:
     assert segment_names(units_of(captured("encoder"))) == layers
 
 
+def test_blocks_of_stages_are_segments() -> None:
+    names = [unit.segment for unit in units_of(captured("stages")) if unit.recompute]
+    assert names == [f"stages.{stage}.blocks.{block}" for stage in range(2) for block in range(2)]
+
+
 def test_equal_blocks_are_stored_once() -> None:
     mixer = captured("mixer")
     assert [segment.block for segment in mixer.segments] == [0, 1, 1, 1, 2]
@@ -174,10 +179,11 @@ def test_inputs_that_are_looked_up_know_their_table(name: str) -> None:
 
 
 def test_the_loss_is_said() -> None:
-    said = {name: captured(name).loss for name in ("mixer", "vit", "encoder")}
+    said = {name: captured(name).loss for name in ("mixer", "vit", "stages", "encoder")}
     assert said == {
         "mixer": "the output",
         "vit": "the output's loss",
+        "stages": "the scalar in the output",
         "encoder": "the mean of the first floating output",
     }
 

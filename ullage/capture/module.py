@@ -209,7 +209,13 @@ def _refusing(name: str, model: nn.Module | None = None) -> Iterator[None]:
             "a fake implementation (torch.library.register_fake)"
         ) from error
     except Exception as error:
-        raise CaptureError(f"{name}{_at(inside)}: {_say(error)}; make it run with these inputs first") from error
+        remedy = "make it run with these inputs first"
+        if model is None:
+            remedy = (
+                "it is called for a model without memory: give device='cpu' for tensors whose values it reads, load "
+                "no weights, and leave the model where it is"
+            )
+        raise CaptureError(f"{name}{_at(inside)}: {_say(error)}; {remedy}") from error
     finally:
         for handle in handles:
             handle.remove()

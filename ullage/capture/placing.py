@@ -1,9 +1,10 @@
 """Which unit and segment every recorded operator belongs to.
 
 *Segments* are repeated blocks: children of one class, with modules inside them, of a ``ModuleList`` or another
-container, the outermost ones. Within a segment *units* are the children of the block that have parameters: those that
-have modules inside them (attention, an MLP) each, plain ones (``nn.Linear``) together with their neighbours, and small
-ones (a norm) with the next. Outside segments neighbours that own parameters are joined until they are worth a unit.
+container, the outermost ones that are more than lists of blocks themselves. Within a segment *units* are the children
+of the block that have parameters: those that have modules inside them (attention, an MLP) each, plain ones
+(``nn.Linear``) together with their neighbours, and small ones (a norm) with the next. Outside segments neighbours that
+own parameters are joined until they are worth a unit.
 """
 
 import dataclasses
@@ -13,8 +14,10 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+from planner.models.captured import join
 from ullage.capture.recording import Recording, Visit
 
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # What has fewer parameters than this share is moved with a neighbour: of the block, plain modules together and a module
 # that has modules inside it; outside blocks of the largest block, or of the whole model where there is none.
 _SMALL_PLAIN, _SMALL_COMPOSITE = 1 / 16, 1 / 1000
@@ -66,22 +69,37 @@ def place(recording: Recording) -> list[Place]:
 
 def _block_visits(recording: Recording) -> list[int]:
     """Return the visits of repeated blocks that run once each."""
-    paths = set(_blocks(recording.model, ""))
     count = Counter(visit.path for visit in recording.visits)
-    return [i for i, visit in enumerate(recording.visits) if visit.path in paths and count[visit.path] == 1]
+    visit_of = {visit.path: index for index, visit in enumerate(recording.visits) if count[visit.path] == 1}
+    found = (visit_of[path] for path in _blocks(recording, visit_of, recording.model, ""))
+    return sorted(found)
 
 
-def _blocks(module: nn.Module, path: str) -> Iterator[str]:
+def _blocks(recording: Recording, visit_of: dict[str, int], module: nn.Module, path: str) -> Iterator[str]:
     children = list(module.named_children())
     classes = Counter(type(child) for _, child in children if _is_composite(child))
-    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) or all(n.isdigit() for n, _ in children)
+    is_list = isinstance(module, _LISTS) or all(name.isdigit() for name, _ in children)
     repeats = is_list and max(classes.values(), default=0) > 1
     for name, child in children:
-        below = f"{path}.{name}" if path else name
-        if repeats and _is_composite(child):
+        below = join(path, name)
+        inner = list(_blocks(recording, visit_of, child, below))
+        if repeats and _is_composite(child) and below in visit_of and not _is_stage(recording, visit_of, below, inner):
             yield below
         else:
-            yield from _blocks(child, below)
+            yield from inner
+
+
+def _is_stage(recording: Recording, visit_of: dict[str, int], path: str, inner: list[str]) -> bool:
+    """Return whether a block is little but a list of blocks that it calls itself (experts are called by their MLP)."""
+    visits = recording.visits
+    for block in inner:
+        parent = visits[visit_of[block]].parent
+        while visits[parent].path != path and isinstance(visits[parent].module, _LISTS):
+            parent = visits[parent].parent
+        if visits[parent].path != path:
+            return False
+    whole = _num_params(visits[visit_of[path]].module)
+    return sum(_num_params(visits[visit_of[block]].module) for block in inner) > whole / 2
 
 
 def _is_composite(module: nn.Module) -> bool:

@@ -161,8 +161,8 @@ def record(model: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str, Tensor
 def find_loss(output: Any) -> tuple[Tensor, str]:
     """Return the loss that a model's output holds, and where it was found.
 
-    It is the output itself if that is a floating scalar, its ``loss`` (an attribute or a key) if it has one, or else
-    the mean of the first floating tensor in it.
+    It is the output itself if that is a floating scalar, its ``loss`` (an attribute or a key) if it has one, the only
+    floating scalar in it, or else the mean of the first floating tensor in it.
 
     Raises:
         CaptureError: nothing in it has a gradient.
@@ -172,9 +172,12 @@ def find_loss(output: Any) -> tuple[Tensor, str]:
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, Tensor) and named.requires_grad:
         return (named, "the output's loss") if named.dim() == 0 else (named.mean(), "the mean of the output's loss")
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            return leaf.float().mean(), "the mean of the first floating output"
+    trained = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    scalars = [leaf for leaf in trained if leaf.dim() == 0]
+    if len(scalars) == 1:
+        return scalars[0], "the scalar in the output"
+    if trained:
+        return trained[0].float().mean(), "the mean of the first floating output"
     raise CaptureError(
         f"the output, a {type(output).__name__}, has no tensor with a gradient, so that nothing can be trained; return "
         "a scalar loss, an object with a loss, or the tensor to train"

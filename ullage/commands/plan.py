@@ -23,7 +23,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "plan",
         run,
         "Find the fastest way to train a model on some hardware: says whether it fits, how long an iteration takes,\n"
-        "what binds, and what other engines would take. Writes the plan to a file that `ullage execute` runs.",
+        "what binds, and what other engines would take. Writes the plan to a file that `ullage execute` runs.\n"
+        "A model of your own is captured from package.module:function, looked for from the current directory.",
         """
         ullage plan --model opt-13b --gpus 8
         ullage plan --model path/to/config.json --hardware h100 --gpus 4 --seq-len 4096 --micro-batch 2
