@@ -1,5 +1,6 @@
 """``ullage plan --model package.module:function`` as a user runs it, in a folder with a package of their own."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -135,6 +136,24 @@ def test_a_plan_is_executed(package: str, capsys: pytest.CaptureFixture[str]) ->
     assert printed["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.15)
     assert main([*run, "--text", "some.txt"]) == 2
     assert "trained on one random batch" in capsys.readouterr().err
+
+
+def test_a_plan_whose_module_is_gone_or_another_is_not_executed(
+    package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", f"{package}:make", *SHAPE, *MACHINE]) == 0
+    source = tmp_path / package.split(".", maxsplit=1)[0] / "models.py"
+    changes = {"nn.Linear(64, 2)": "nn.Linear(64, 300)", "def make(": "def other("}
+    messages = ("plan this model again", "has no function make")
+    for (before, after), message in zip(changes.items(), messages, strict=True):
+        source.write_text(SOURCE.replace(before, after), encoding="utf-8")
+        sys.modules.pop(package, None)
+        importlib.invalidate_caches()
+        capsys.readouterr()
+        assert main(["execute", "plan.json", "--iterations", "6"]) == 2
+        err = capsys.readouterr().err
+        assert message in err
+        assert err.count("\n") == 1
 
 
 def test_an_engine_is_simulated_without_a_plan(package: str, capsys: pytest.CaptureFixture[str]) -> None:

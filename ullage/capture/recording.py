@@ -291,12 +291,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 handle.remove()
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Note what autograd keeps. A result that keeps itself would never be freed, so its alias is kept."""
-        if self._in_backward:
-            return tensor
-        number = self._storage(tensor)
-        self.saves.append(Save(number, len(self.forward), self._stack[-1]))
-        return tensor if self.storages[number].owner == "parameter" else tensor.detach()
+        """Note what autograd keeps."""
+        if not self._in_backward:
+            self.saves.append(Save(self._storage(tensor), len(self.forward), self._stack[-1]))
+        return tensor
 
     def begin_backward(self, loss: Tensor) -> None:
         """Follow which autograd node runs from here on."""
