@@ -75,7 +75,7 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
     """Return the modules that own parameters themselves, each with the unit that it belongs to.
 
     A module belongs to the unit that lists its parameters by their path in the module tree. One that owns only an
-    alias of another unit's parameter (a tied head) belongs to the unit that shares that other unit.
+    alias of another unit's parameter (a tied head) belongs to the unit that runs it, or shares that other unit.
 
     Raises:
         BindingError: a module belongs to no unit, or to several.
@@ -89,7 +89,10 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
         names = [f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False)]
         found = {unit_of[name] for name in names if name in unit_of}
         if names and not found:
-            found = {u.name for u in units for name in names if owner[id(named[name])] in u.shared_units}
+            owners = {owner[id(named[name])] for name in names}
+            users = [unit for unit in units if owners & {unit.name, *unit.shared_units}]
+            running = {u.name for u in users if any(o.name.partition("#")[0] == path for o in u.operators)}
+            found = running or {unit.name for unit in users if owners & {*unit.shared_units}}
         if len(found) > 1 or (names and not found):
             raise BindingError(
                 f"module {path or 'model'} belongs to the units {', '.join(sorted(found)) or '(none)'}, but must "

@@ -96,6 +96,28 @@ class Tied(nn.Module):
         return functional.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
+class Translator(nn.Module):
+    """An encoder and a decoder whose embeddings, and the head, are one weight."""
+
+    def __init__(self, width: int = 32, vocabulary: int = 60) -> None:
+        super().__init__()
+        self.read, self.write = nn.Embedding(vocabulary, width), nn.Embedding(vocabulary, width)
+        layer = {"dropout": 0.0, "batch_first": True}
+        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, 64, **layer) for _ in range(2))
+        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(width, 4, 64, **layer) for _ in range(2))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.write.weight = self.head.weight = self.read.weight
+
+    def forward(self, ids):
+        memory = self.read(ids)
+        for layer in self.encoder:
+            memory = layer(memory)
+        x = self.write(ids)
+        for layer in self.decoder:
+            x = layer(x, memory)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
 class Repeated(nn.Module):
     """One block that runs three times."""
 
@@ -197,6 +219,7 @@ OWN = {
     "mixer": (Mixer, (IMAGES, LABELS)),
     "vit": (Vit, (IMAGES, CapturedInput(name="labels", shape=(4,), dtype="int64"))),
     "tied": (Tied, (CapturedInput(shape=(4, 12), dtype="int64"),)),
+    "translator": (Translator, (CapturedInput(shape=(4, 12), dtype="int64"),)),
     "repeated": (Repeated, (CapturedInput(shape=(4, 16)),)),
     "unused": (Unused, (CapturedInput(shape=(4, 5, 16)),)),
     "residual": (residual, (IMAGES,)),
@@ -204,7 +227,7 @@ OWN = {
     "convolutions": (convolutions, (CapturedInput(shape=(2, 3, 16, 16)),)),
     "encoder": (encoder, (CapturedInput(shape=(4, 24, 64)),)),
 }
-NUM_VALUES = {"mixer": 10, "vit": 10, "tied": 60}
+NUM_VALUES = {"mixer": 10, "vit": 10, "tied": 60, "translator": 60}
 
 
 def batch(name: str, dtype: torch.dtype, seed: int = 0) -> tuple[list, dict]:

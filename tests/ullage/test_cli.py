@@ -82,7 +82,17 @@ def test_help_and_version(cli):
 
 
 def test_public_surface():
-    names = ["Plan", "Request", "load_plan", "load_profile", "plan", "prepare", "resolve_model", "simulate"]
+    names = [
+        "Plan",
+        "Request",
+        "capture_module",
+        "load_plan",
+        "load_profile",
+        "plan",
+        "prepare",
+        "resolve_model",
+        "simulate",
+    ]
     assert ullage.__all__ == names
     for name in names:
         assert callable(getattr(ullage, name))
