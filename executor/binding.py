@@ -75,7 +75,7 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
     """Return the modules that own parameters themselves, each with the unit that it belongs to.
 
     A module belongs to the unit that lists its parameters by their path in the module tree. One that owns only an
-    alias of another unit's parameter (a tied head) belongs to the unit that shares that other unit.
+    alias of another unit's parameter (a tied head) belongs to the unit that runs it, or shares that other unit.
 
     Raises:
         BindingError: a module belongs to no unit, or to several.
@@ -89,7 +89,10 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
         names = [f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False)]
         found = {unit_of[name] for name in names if name in unit_of}
         if names and not found:
-            found = {u.name for u in units for name in names if owner[id(named[name])] in u.shared_units}
+            owners = {owner[id(named[name])] for name in names}
+            users = [unit for unit in units if owners & {unit.name, *unit.shared_units}]
+            running = {u.name for u in users if any(o.name.partition("#")[0] == path for o in u.operators)}
+            found = running or {unit.name for unit in users if owners & {*unit.shared_units}}
         if len(found) > 1 or (names and not found):
             raise BindingError(
                 f"module {path or 'model'} belongs to the units {', '.join(sorted(found)) or '(none)'}, but must "
@@ -103,15 +106,16 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
 def bind(model: nn.Module, units: tuple[Unit, ...], decisions: Decisions, marks: Marks) -> list[Callable[[], None]]:
     """Make a model tell where it is, and recompute what was decided; return what undoes it."""
     undo: list[Callable[[], None]] = []
-    for module, unit in unit_modules(model, units).items():
-        handles = (
-            module.register_forward_pre_hook(_before(unit, marks)),
-            module.register_forward_hook(_after(unit, marks)),
-        )
-        undo += [handle.remove for handle in handles]
-    for segment in segments(units):
-        if decisions.units[segment[0].name].activations == "recompute":
-            undo.append(_recompute(_segment_module(model, segment), segment[-1].name, marks))
+    unit_of, order = unit_modules(model, units), [unit.name for unit in units]
+    for module, unit in unit_of.items():
+        # A module that has other units inside it begins with its own, if that is the first, and does not end with it.
+        inside = {unit_of[inner] for inner in module.modules() if inner in unit_of}
+        if unit == min(inside, key=order.index):
+            undo.append(module.register_forward_pre_hook(_before(unit, marks)).remove)
+        if len(inside) == 1:
+            undo.append(module.register_forward_hook(_after(unit, marks)).remove)
+    recomputed = (s for s in segments(units) if decisions.units[s[0].name].activations == "recompute")
+    undo += [_recompute(_segment_module(model, segment), segment[-1].name, marks) for segment in recomputed]
     return undo
 
 

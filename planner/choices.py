@@ -14,7 +14,8 @@ from pydantic import Field, model_validator
 from planner.decisions import Frozen
 from planner.graph import Batch
 from planner.models import experts
-from planner.models.config import ModelConfig, ModelConfigError
+from planner.models.captured import CapturedModel, Model
+from planner.models.config import ModelConfigError
 from planner.models.parameters import layer_shapes
 from planner.models.sharding import share
 
@@ -76,15 +77,17 @@ class Asked(Frozen):
             )
         return self
 
-    def choices(self, model: ModelConfig, devices_per_node: int) -> tuple[Choice, ...]:
+    def choices(self, model: Model, devices_per_node: int) -> tuple[Choice, ...]:
         """Return every way to do what is asked; see [Note: Choices].
 
         Raises:
             ValueError: there is none, and why.
         """
+        if isinstance(model, CapturedModel):
+            self._check_captured(model)
         found: list[Choice] = []
         reasons: list[ValueError] = []
-        for tensor, pipeline in itertools.product(*self._ways(devices_per_node)):
+        for tensor, pipeline in itertools.product(*self._ways(model, devices_per_node)):
             if self.num_devices % (tensor * pipeline):
                 continue
             data = self.num_devices // (tensor * pipeline)
@@ -112,10 +115,19 @@ class Asked(Frozen):
             )
         return tuple(found)
 
-    def _ways(self, devices_per_node: int) -> tuple[list[int], list[int]]:
+    def _check_captured(self, model: CapturedModel) -> None:
+        """Check that nothing is asked for that needs formulas for another share or batch of the model."""
+        for kind in ("tensor", "pipeline", "expert"):
+            if (getattr(self, f"{kind}_parallel") or 1) > 1:
+                raise ValueError(
+                    f"{kind}_parallel {getattr(self, f'{kind}_parallel')}: {model.name} was captured whole, and "
+                    "cannot be shared so; leave it out"
+                )
+
+    def _ways(self, model: Model, devices_per_node: int) -> tuple[list[int], list[int]]:
         """Return the degrees of tensor and of pipeline parallelism to be tried."""
         divisors = [n for n in range(1, self.num_devices + 1) if self.num_devices % n == 0]
-        if self.global_batch is None:
+        if self.global_batch is None or isinstance(model, CapturedModel):
             divisors = [1]
         tensor = [n for n in divisors if devices_per_node % n == 0]
         return (
@@ -123,10 +135,10 @@ class Asked(Frozen):
             [self.pipeline_parallel] if self.pipeline_parallel else divisors,
         )
 
-    def _expert_ways(self, model: ModelConfig, data: int) -> list[int]:
+    def _expert_ways(self, model: Model, data: int) -> list[int]:
         if self.expert_parallel:
             return [self.expert_parallel]
-        if self.global_batch is None or not model.is_expert_model:
+        if self.global_batch is None or isinstance(model, CapturedModel) or not model.is_expert_model:
             return [1]
         return [n for n in range(1, data + 1) if data % n == 0 and model.num_experts % n == 0]
 
@@ -146,12 +158,14 @@ class Asked(Frozen):
                 yield size, count
 
 
-def _check(model: ModelConfig, **degrees: int) -> None:
+def _check(model: Model, **degrees: int) -> None:
     """Check that a model can be shared so.
 
     Raises:
         ValueError: naming the number, the rule and the remedy.
     """
+    if isinstance(model, CapturedModel):
+        return
     batch = Batch(1, 1, tensor_parallel=degrees["tensor_parallel"], expert_parallel=degrees["expert_parallel"])
     experts.check(model, batch)
     share(model, batch)
@@ -169,9 +183,9 @@ def _check(model: ModelConfig, **degrees: int) -> None:
         raise ModelConfigError("experts are not shared by ranks of a pipeline; choose one of both")
 
 
-def _expert_units(model: ModelConfig, expert_parallel: int) -> int:
+def _expert_units(model: Model, expert_parallel: int) -> int:
     """Return into how many units a rank's experts of a layer fall, if each is to be worth moving."""
-    if not model.is_expert_model:
+    if isinstance(model, CapturedModel) or not model.is_expert_model:
         return 1
     layer = next(i for i in range(model.num_layers) if model.has_experts(i))
     bank = sum(shape[0] * shape[1] * shape[2] for name, shape in layer_shapes(model, layer) if ".experts." in name)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import networkx as nx
 
 from planner.models import experts
+from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig
 from planner.models.ends import embedding_operators, head_operators
 from planner.models.kernels import Attention, Collective, Elementwise, Gemm, Kernel, Kernels, flop, num_kernels
@@ -45,8 +46,10 @@ class Unit:
     """The grain of placement and transfer: neighbouring operators whose parameters move as one.
 
     Attributes:
-        name: ``embed``, ``layers.3.attn``, ``layers.3.mlp``, ``layers.3.experts.5`` or ``head``.
-        segment: what is recomputed as a whole: the decoder layer; ``embed`` and ``head`` never are.
+        name: ``embed``, ``layers.3.attn``, ``layers.3.mlp``, ``layers.3.experts.5`` or ``head``; of a captured model
+            the path of a module.
+        segment: what is recomputed as a whole: the decoder layer. What is outside them (``embed``, ``head``) is a
+            segment of its own name and never is.
         operators: in forward order.
         parameters: in order of use.
         shared_units: units whose parameters it uses too (tied embeddings).
@@ -110,7 +113,7 @@ class Unit:
 
         It stops once the last saved tensor is back, so the end of a layer is not rerun. Empty outside layers.
         """
-        if not self.segment.startswith("layers."):
+        if self.segment == self.name:
             return ()
         kept = ((operator, len(operator.forward) - operator.num_skipped) for operator in self.operators)
         return tuple(kernel for operator, count in kept for kernel in operator.forward[:count])
@@ -158,15 +161,17 @@ class Unit:
         return hidden[-1].output_bytes
 
 
-def build_graph(config: ModelConfig, batch: Batch) -> "nx.DiGraph[str]":
+def build_graph(config: Model, batch: Batch) -> "nx.DiGraph[str]":
     """Return the operators of one forward in order of execution, joined by the tensors they hand on.
 
     Nodes are operator names with the attribute ``operator``; edges have ``num_bytes``, the producer's output.
 
     Raises:
         ValueError: the sequence is longer than a learned position embedding, or the model cannot be shared by
-            ``batch.tensor_parallel`` ranks.
+            ``batch.tensor_parallel`` ranks, or was captured for another batch.
     """
+    if isinstance(config, CapturedModel):
+        return config.graph(batch)
     _check_positions(config, batch)
     experts.check(config, batch)
     config = share(config, batch)

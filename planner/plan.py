@@ -13,7 +13,7 @@ from planner.choices import Asked
 from planner.decisions import Decisions, Frozen
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
-from planner.models.config import ModelConfig
+from planner.models.captured import ModelField
 from planner.prediction import Prediction, TierMemory
 from planner.schedule import Schedule, Tier
 
@@ -47,7 +47,7 @@ class Plan(Frozen):
 
     Attributes:
         program_version: version of the program that made it.
-        model: sizes of the model.
+        model: sizes of the model, or the operators of a captured one.
         seq_len: tokens per sequence.
         expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
         asked: what was fixed of degrees and batch sizes; the rest was chosen.
@@ -62,7 +62,7 @@ class Plan(Frozen):
 
     schema_version: Literal[4] = 4
     program_version: str
-    model: ModelConfig
+    model: ModelField
     seq_len: Annotated[int, Field(ge=1)]
     expert_load: tuple[tuple[float, ...], ...] = ()
     asked: Asked

@@ -13,7 +13,7 @@ from planner.costs import CostModel
 from planner.decisions import BF16, Decisions, Place, Precision
 from planner.engines import Setup
 from planner.graph import Unit
-from planner.models.config import ModelConfig
+from planner.models.captured import Model
 from planner.plan import EngineRow, Plan
 from planner.prediction import Workload, capacities
 from planner.schedule import Tier
@@ -22,7 +22,8 @@ from planner.variants import Job, Variant, variants
 
 # What can be done when a tier is too small, cheapest first.
 _REMEDIES = {
-    Tier.GPU: "use a smaller --micro-batch or --seq-len, more --gpus, or a device with more memory",
+    Tier.GPU: "use a smaller --micro-batch or --seq-len (of a captured model, --input-shape), more --gpus, or a device "
+    "with more memory",
     Tier.HOST: "use more --gpus (or nodes), or a host with more memory",
     Tier.NVME: "use more nodes, or place less there",
 }
@@ -37,7 +38,7 @@ class Request:
     """What the user asks for; what is ``None`` is left open, see :class:`planner.choices.Asked`.
 
     Attributes:
-        model: sizes of the model.
+        model: sizes of the model, or a captured one.
         hardware: the machine.
         num_devices: devices to train on, over as many nodes as they fill.
         seq_len: tokens per sequence.
@@ -52,7 +53,7 @@ class Request:
         expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
     """
 
-    model: ModelConfig
+    model: Model
     hardware: HardwareProfile
     num_devices: int = 1
     seq_len: int = 2048

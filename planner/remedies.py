@@ -7,6 +7,7 @@ from hwprofiles.paths import number, quantities, replace
 from hwprofiles.quantity import Provenance
 from planner.bounds.certificate import infeasible
 from planner.choices import DEFAULT_MICRO_BATCH
+from planner.models.captured import CapturedModel
 from planner.planning import InfeasibleError, Request, make_plan
 
 # What is sold: memory of one device, and of one host.
@@ -70,9 +71,10 @@ def _is_proven_infeasible(request: Request) -> bool:
 
 
 def _smaller_micro_batch(request: Request) -> Iterator[tuple[str, Request]]:
-    """Halve the micro-batch; accumulation keeps the batch what it was."""
-    if request.global_batch is not None and request.micro_batch is None:
-        return  # all sizes were tried
+    """Halve the micro-batch; accumulation keeps the batch what it was. A captured model has the one it was given."""
+    chosen = request.global_batch is not None and request.micro_batch is None  # so all sizes were tried
+    if chosen or isinstance(request.model, CapturedModel):
+        return
     size, repeats = request.micro_batch or DEFAULT_MICRO_BATCH, request.num_micro_batches or 1
     while size % 2 == 0:
         size, repeats = size // 2, repeats * 2

@@ -9,7 +9,7 @@ from planner.costs import CostModel
 from planner.decisions import Decisions, Precision
 from planner.engines import Setup
 from planner.graph import Batch, Unit, build_graph, units
-from planner.models.config import ModelConfig
+from planner.models.captured import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Job:
         subgroup_params: most parameters of one subgroup.
     """
 
-    model: ModelConfig
+    model: Model
     hardware: HardwareProfile
     seq_len: int
     expert_load: tuple[tuple[float, ...], ...]

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from planner.plan import load_plan as load_plan
     from planner.planning import Request as Request
     from planner.planning import make_plan as plan
+    from ullage.capture import capture_module as capture_module
     from ullage.simulation import simulate as simulate
     from ullage.training import prepare as prepare
 
 _ORIGINS = {
     "Plan": ("planner.plan", "Plan"),
     "Request": ("planner.planning", "Request"),
+    "capture_module": ("ullage.capture", "capture_module"),
     "load_plan": ("planner.plan", "load_plan"),
     "load_profile": ("hwprofiles.registry", "load_profile"),
     "plan": ("planner.planning", "make_plan"),
@@ -27,7 +29,17 @@ _ORIGINS = {
     "simulate": ("ullage.simulation", "simulate"),
 }
 
-__all__ = ["Plan", "Request", "load_plan", "load_profile", "plan", "prepare", "resolve_model", "simulate"]
+__all__ = [
+    "Plan",
+    "Request",
+    "capture_module",
+    "load_plan",
+    "load_profile",
+    "plan",
+    "prepare",
+    "resolve_model",
+    "simulate",
+]
 
 
 def __getattr__(name: str) -> Any:

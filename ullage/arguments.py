@@ -4,6 +4,8 @@ import argparse
 import math
 import re
 
+from planner.models.captured import CapturedInput
+
 _UNITS = {"": 1, "b": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*(|b|[kmgt]i?b)", re.IGNORECASE)
@@ -49,3 +51,15 @@ def positive_float(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
+
+
+def input_shape(text: str) -> CapturedInput:
+    """Return an input of a captured model; see :meth:`planner.models.captured.CapturedInput.read`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        return CapturedInput.read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from rich.table import Table
 
+from planner.models.captured import counted
 from planner.schedule import Lane, Phase
 from ullage.console import console, facts, table
 from ullage.formatting import percent, si, sparkline
@@ -44,7 +45,8 @@ def _summary(seen: Iteration) -> dict[str, str]:
         "schedule": f"{subject.model.name} on {decided.num_devices} device(s) of {subject.hardware.name} by "
         f"{subject.engine}: {len(timeline.schedule.tasks)} tasks, iteration {seen.simulation.steady + 1} of "
         f"{timeline.num_iterations}",
-        "iteration": f"{si(seen.period_s, 's')}, {subject.workload.tokens(decided) / seen.period_s:,.0f} tokens/s",
+        "iteration": f"{si(seen.period_s, 's')}, {subject.workload.tokens(decided) / seen.period_s:,.0f} "
+        f"{counted(subject.model)}/s",
         **{p: f"{si(s, 's')} ({percent(s / seen.period_s)})" for p, s in seen.phases.by_phase.items() if p in present},
         "verdict": seen.verdict,
         "would help": seen.relief,

@@ -1,31 +1,42 @@
 """The options that say what is trained on which machine, shared by the commands that ask for it."""
 
 import argparse
-import math
+import re
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.choices import DEFAULT_MICRO_BATCH
 from planner.decisions import Precision
-from planner.models import experts
-from planner.models.config import ModelConfig
+from planner.models.captured import CapturedModel, Model
 from planner.models.registry import resolve_model
 from planner.planning import Request
-from ullage.arguments import parse_bytes, positive_int
+from ullage.arguments import input_shape, parse_bytes, positive_int
+from ullage.expert_load import expert_load
 
 DEFAULT_HARDWARE = "a100-80"
 _DEFAULT_SEQ_LEN = 2048
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool) -> None:
     """Add the options that :func:`request_of` reads. None has a default, so that what was given can be told."""
     group = parser.add_argument_group("what is trained, on which machine")
     group.add_argument(
-        "--model", required=model_required, help="name (see `ullage models`), hub id, or path of a config.json"
+        "--model",
+        required=model_required,
+        help="name (see `ullage models`), hub id, path of a config.json, or package.module:function that returns any "
+        "nn.Module, which is then captured without its memory",
+    )
+    group.add_argument(
+        "--input-shape",
+        type=input_shape,
+        nargs="+",
+        metavar="[NAME=]SHAPE[:TYPE]",
+        help="what a captured model is called with, as in 4x2048:int64 or input_ids=4x2048:int64 "
+        "labels=4x2048:int64; TYPE is float (that of the weights; the default), int64, int32 or bool. The leading "
+        "dimension is the micro-batch. The loss is the output if it is a scalar, its .loss if it has one, the only "
+        "scalar in it, or else the mean of its first floating tensor",
     )
     group.add_argument("--gpus", type=positive_int, metavar="N", help="devices to train on (default: 1)")
     group.add_argument(
@@ -94,21 +105,22 @@ def request_of(args: argparse.Namespace) -> Request:
         hardware = hardware.with_device_memory(args.device_memory)
     if args.nodes is not None:
         hardware = _spread(hardware, args.gpus or 1, args.nodes)
-    model = resolve_model(args.model)
+    precision = Precision(weights=args.precision or "bf16")
+    model, seq_len, micro_batch = _trained(args, precision, as_on_gpu=hardware.device.kind == "gpu")
     return Request(
         model=model,
         hardware=hardware,
         num_devices=args.gpus or 1,
-        seq_len=args.seq_len or min(_DEFAULT_SEQ_LEN, model.max_positions),
-        micro_batch=args.micro_batch,
+        seq_len=seq_len,
+        micro_batch=micro_batch,
         num_micro_batches=args.accumulate,
         global_batch=args.global_batch,
         tensor_parallel=args.tensor_parallel,
         pipeline_parallel=args.pipeline_parallel,
         expert_parallel=args.expert_parallel,
         expert_units=args.expert_units,
-        expert_load=_expert_load(args.expert_load or "uniform", model),
-        precision=Precision(weights=args.precision or "bf16"),
+        expert_load=expert_load(args.expert_load or "uniform", model),
+        precision=precision,
         clip=not args.no_clip,
     )
 
@@ -124,36 +136,24 @@ def _spread(hardware: HardwareProfile, num_devices: int, num_nodes: int) -> Hard
     return hardware.model_copy(update={"devices_per_node": per_node})
 
 
-def _expert_load(text: str, model: ModelConfig) -> tuple[tuple[float, ...], ...]:
-    """Return the shares of visits that ``uniform``, ``zipf:S`` or a file gives to experts.
+def _trained(args: argparse.Namespace, precision: Precision, *, as_on_gpu: bool) -> tuple[Model, int, int | None]:
+    """Return the model, its tokens per sequence and the sequences of a micro-batch, if that is fixed."""
+    if not _FACTORY.fullmatch(args.model) or Path(args.model).exists():
+        if args.input_shape:
+            raise ValueError(
+                f"--input-shape is for models that are captured, but --model {args.model} has no function; "
+                "give package.module:function, or --seq-len and --micro-batch"
+            )
+        model = resolve_model(args.model)
+        seq_len = args.seq_len or min(_DEFAULT_SEQ_LEN, model.max_positions)
+        return model, seq_len, args.micro_batch
+    for option in ("seq_len", "micro_batch"):
+        if getattr(args, option) is not None:
+            raise ValueError(
+                f"--{option.replace('_', '-')} and --model {args.model}: what a captured model is called "
+                "with says --input-shape alone; leave it out"
+            )
+    from ullage.capture import capture  # noqa: PLC0415 - torch is slow to import, and may be missing
 
-    Raises:
-        ValueError: it is none of them.
-    """
-    if text == "uniform":
-        return ()
-    if text.startswith("zipf:"):
-        try:
-            exponent = float(text.removeprefix("zipf:"))
-        except ValueError:
-            exponent = math.nan
-        if not 0 <= exponent <= 10:
-            raise ValueError(f"--expert-load {text}: the exponent must be a number from 0 to 10, as in zipf:1.2")
-        return (experts.zipf(max(model.num_experts, 1), exponent),)
-    try:
-        return TypeAdapter(_Shares).validate_json(Path(text).read_bytes())
-    except OSError as error:
-        raise ValueError(f"--expert-load {text}: {error.strerror}; give uniform, zipf:S or a JSON file") from error
-    except ValidationError as error:
-        raise ValueError(
-            f"--expert-load {text} must hold a list of shares, or one for each layer; "
-            f"{error.errors()[0]['msg'].lower()}"
-        ) from error
-
-
-def _rows(value: object) -> object:
-    """One row of shares is a list of one."""
-    return [value] if isinstance(value, list) and value and not isinstance(value[0], list) else value
-
-
-_Shares = Annotated[tuple[tuple[float, ...], ...], BeforeValidator(_rows)]
+    captured: CapturedModel = capture(args.model, args.input_shape or (), precision.weights, as_on_gpu=as_on_gpu)
+    return captured, captured.seq_len, captured.micro_batch

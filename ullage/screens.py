@@ -6,7 +6,7 @@ from rich.table import Table
 
 from planner.allocator import AllocatorUse
 from planner.bounds.proof import Certificate
-from planner.models.config import ModelConfig
+from planner.models.captured import CapturedModel, Model, counted
 from planner.models.parameters import num_parameters
 from planner.plan import EngineRow, Plan
 from planner.planning import describe
@@ -38,8 +38,14 @@ def plan_screen(plan: Plan, path: Path, *, default_hardware: bool) -> None:
     out.print(f"plan written to {path}", markup=False, soft_wrap=True)
 
 
-def model_line(model: ModelConfig) -> str:
-    """Return a model's sizes and number of parameters."""
+def model_line(model: Model) -> str:
+    """Return a model's sizes and number of parameters; of a captured one what was captured, and the loss."""
+    if isinstance(model, CapturedModel):
+        num_repeated = sum(bool(segment.path) for segment in model.segments)
+        return (
+            f"{model.name}({', '.join(map(str, model.inputs))}): captured, {num_repeated} repeated blocks, "
+            f"{si(model.forward_flop, 'FLOP')} forward, the loss is {model.loss}; {model.num_params:,} parameters"
+        )
     experts = f", {model.experts_per_token} of {model.num_experts} experts" if model.num_experts else ""
     return (
         f"{model.name}: {model.family}, {model.num_layers} layers, hidden {model.hidden_size}, "
@@ -85,18 +91,22 @@ def mfu(plan: Plan) -> float:
 def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
     decided, seen, hardware = plan.decisions, plan.prediction, plan.hardware
     tokens = decided.data_parallel * decided.num_micro_batches * decided.micro_batch * plan.seq_len
+    items = counted(plan.model)
+    batch = f"{plan.seq_len} tokens x {decided.micro_batch} sequences"
+    if items == "samples":
+        batch = f"{decided.micro_batch} samples"
     origins = ", ".join(f"{100 * share:.0f} % {origin}" for origin, share in origin_shares(hardware).items())
     chosen = " (the default; choose another with --hardware)" if default_hardware else ""
     accumulated = f" x {decided.num_micro_batches} micro-batches" if decided.num_micro_batches > 1 else ""
     return {
         "model": model_line(plan.model),
         "hardware": f"{hardware.name}{chosen}: {hardware.description}. Its quantities are {origins}",
-        "batch": f"{plan.seq_len} tokens x {decided.micro_batch} sequences{accumulated} x {decided.data_parallel} "
-        f"device(s) = {tokens:,} tokens, {decided.precision.weights}, {'clipped' if decided.clip else 'not clipped'}",
+        "batch": f"{batch}{accumulated} x {decided.data_parallel} device(s) = {tokens:,} {items}, "
+        f"{decided.precision.weights}, {'clipped' if decided.clip else 'not clipped'}",
         "fits": _fits(seen.memory),
         "iteration": f"{si(seen.iteration_s, 's')} = forward {si(seen.forward_s, 's')} + backward "
         f"{si(seen.backward_s, 's')} + update {si(seen.update_s, 's')} (updates may run inside the next forward)",
-        "speed": f"{seen.tokens_per_s:,.0f} tokens/s; {si(seen.model_flop_per_s, 'FLOP/s')} of the model per device, "
+        "speed": f"{seen.tokens_per_s:,.0f} {items}/s; {si(seen.model_flop_per_s, 'FLOP/s')} of the model per device, "
         f"{percent(mfu(plan))} of the best GEMM rate",
         "binds": binds(seen.critical_s, seen.iteration_s),
         "best": gap_line(plan.certificate, seen.iteration_s),

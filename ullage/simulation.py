@@ -8,7 +8,7 @@ from planner.costs import CostModel
 from planner.decisions import Decisions
 from planner.engines import POLICIES, STORAGE_POLICIES, Setup, interleaved, twin_flow
 from planner.lowering import lower
-from planner.models.config import ModelConfig
+from planner.models.captured import Model
 from planner.plan import Plan
 from planner.planning import Request, prepare
 from planner.prediction import Workload
@@ -36,7 +36,7 @@ class Subject:
     """
 
     engine: str
-    model: ModelConfig
+    model: Model
     hardware: HardwareProfile
     workload: Workload
     decisions: Decisions

@@ -9,22 +9,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from executor.memory import DeviceMemoryError
 from executor.prepare import OffloadedAdamW, prepare_session
 from executor.session import Session, SessionOptions
 from hwprofiles.allocator import keep_freed_memory
-from planner.models import to_hf_config_dict
+from planner.models.captured import counted
 from planner.plan import Plan, PlanError
 from planner.schedule import Tier
 from planner.trace import chrome_trace, write_trace
 from ullage.comparison import Comparison, compare, render_comparison
 from ullage.console import console, write_json
+from ullage.feeds import Feed, feed_of
 from ullage.options import ExecuteOptions
 from ullage.runs import RunRecord, rows, save_run
 from ullage.simulation import simulate
-from ullage.text import TokenStream, read_text
 
 # What warms up (first touches, compiled kernels) is not measured, nor is the iteration whose memory is metered.
 _METERED = 1
@@ -32,7 +31,6 @@ _FIRST_STEADY = 3
 MIN_ITERATIONS = _FIRST_STEADY + 3
 _MAX_GRADIENT_NORM = 1.0
 _WARMUP_ITERATIONS = 5
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> tuple[nn.Module, OffloadedAdamW]:
@@ -56,26 +54,28 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> t
 
 
 def execute(plan: Plan, options: ExecuteOptions) -> RunRecord:
-    """Train a plan's model on text, measure every task, and compare with the prediction.
+    """Train a plan's model, measure every task, and compare with the prediction.
+
+    It is trained on text, or on one random batch if it was captured.
 
     Writes ``run.json`` (with the plan) and ``trace.json.gz`` (both timelines) into the output folder, each whole or not
     at all, when training has ended.
 
     Raises:
         PlanError: the plan was made for another kind of machine.
-        ValueError: too few iterations, or too little text.
+        ValueError: too few iterations, too little text, or a captured model that is not there.
         OSError: the text cannot be read or the results cannot be written.
         DeviceMemoryError: training takes more of a tier than it has.
     """
     if options.num_iterations < MIN_ITERATIONS:
         raise ValueError(f"{options.num_iterations} iterations are too few to measure; run at least {MIN_ITERATIONS}")
     _check_machine(plan, options)
-    stream = TokenStream(read_text(options.text), plan.seq_len, options.seed)
+    feed = feed_of(plan, options)
     options.output_dir.mkdir(parents=True, exist_ok=True)  # before training: a bad path must not cost a run
-    model, optimizer, scheduler = _make(plan, options)
+    model, optimizer, scheduler = _make(plan, options, feed)
     with optimizer.session as session:
-        losses = list(_train(plan, options, stream, model, optimizer, scheduler))
-        record = _record(plan, session, losses, stream)
+        losses = list(_train(plan, options, feed, model, optimizer, scheduler))
+        record = _record(plan, session, losses, feed)
     simulation = simulate(plan)
     comparison = compare(
         simulation.timeline,
@@ -129,17 +129,15 @@ def _session_options(plan: Plan) -> SessionOptions:
     )
 
 
-def _make(plan: Plan, options: ExecuteOptions) -> tuple[nn.Module, OffloadedAdamW, torch.optim.lr_scheduler.LambdaLR]:
+def _make(
+    plan: Plan, options: ExecuteOptions, feed: Feed
+) -> tuple[nn.Module, OffloadedAdamW, torch.optim.lr_scheduler.LambdaLR]:
     """Make the planned model with random weights, its optimizer, and a cosine schedule with warm-up."""
     if plan.hardware.device.kind == "host":
         torch.set_num_threads(plan.hardware.device.num_cores)
         keep_freed_memory()
     torch.manual_seed(options.seed)
-    config = AutoConfig.for_model(**to_hf_config_dict(plan.model))
-    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        config, dtype=_DTYPES[plan.decisions.precision.weights]
-    )
-    model.train()
+    model = feed.model().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
 
     def factor(iteration: int) -> float:
@@ -153,7 +151,7 @@ def _make(plan: Plan, options: ExecuteOptions) -> tuple[nn.Module, OffloadedAdam
 def _train(
     plan: Plan,
     options: ExecuteOptions,
-    stream: TokenStream,
+    feed: Feed,
     model: nn.Module,
     optimizer: OffloadedAdamW,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
@@ -167,9 +165,8 @@ def _train(
             total = torch.zeros((), device=device)
             with metered:
                 for _ in range(decisions.num_micro_batches):
-                    tokens = stream.next(decisions.micro_batch).to(device)
-                    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss / decisions.num_micro_batches
-                    loss.backward()
+                    loss = feed.loss(model, device) / decisions.num_micro_batches
+                    loss.backward()  # type: ignore[no-untyped-call]
                     total += loss.detach()
                 if decisions.clip:
                     optimizer.clip_grad_norm_(_MAX_GRADIENT_NORM)
@@ -211,7 +208,7 @@ def _progress(num_iterations: int) -> Iterator[Any]:
         yield lambda iteration, loss: bar.update(task, completed=iteration + 1, description=f"loss {loss:.3f}")
 
 
-def _record(plan: Plan, session: Session, losses: list[float], stream: TokenStream) -> RunRecord:
+def _record(plan: Plan, session: Session, losses: list[float], feed: Feed) -> RunRecord:
     timeline = session.timeline()
     return RunRecord(
         plan=plan,
@@ -221,7 +218,7 @@ def _record(plan: Plan, session: Session, losses: list[float], stream: TokenStre
         end_s=rows(timeline.end_s),
         steady_iterations=tuple(range(_FIRST_STEADY, timeline.num_iterations - 1)),
         memory={tier: use.peak_bytes for tier, use in session.memory().items()},
-        data_position=stream.position,
+        data_position=feed.position,
     )
 
 
@@ -236,7 +233,7 @@ def _report(options: ExecuteOptions, record: RunRecord, comparison: Comparison) 
     iteration = next(row for row in comparison.phases if row.name == "iteration")
     out.print(f"{plan.model.name}: {len(losses)} iterations, loss {losses[0]:.3f} -> {losses[-1]:.3f}", markup=False)
     if iteration.measured:
-        out.print(f"{tokens / iteration.measured:,.0f} tokens/s on {record.machine}", markup=False)
+        out.print(f"{tokens / iteration.measured:,.0f} {counted(plan.model)}/s on {record.machine}", markup=False)
     out.print()
     out.print(render_comparison(comparison))
     out.print()

@@ -59,7 +59,9 @@ def certify(rivals: Sequence[Variant], own: Variant, decisions: Decisions, itera
     program = _placed(space, own.cost, decisions, limit_s)
     solution = solve(program)
     assert solution is not None, "the plan itself satisfies the conditions"
-    placement_s = max(bound_s, _proven(program, solution.multipliers))
+    # Proofs are exact, but the simulated time is rounded: of a plan that attains its bound it may be a digit below.
+    bound_s = min(iteration_s, bound_s)
+    placement_s = min(iteration_s, max(bound_s, _proven(program, solution.multipliers)))
     return Certificate(
         bound_s=bound_s,
         placement_bound_s=placement_s,

@@ -88,7 +88,7 @@ def _gradients(program: Program, unit: Unit, maker: str, fresh: Fresh) -> None:
     _host_gradients(program, unit, host_bytes)
     summed: str | None = None  # since when the sum that the device updates with is there
     for micro_batch in range(decisions.num_micro_batches):
-        new = unit.num_params if decisions.data_parallel > 1 else host + (0 if summed else resident)
+        new = unit.num_params if decisions.replicas(unit) > 1 else host + (0 if summed else resident)
         share = 0.0 if made else new / unit.num_params
         fresh[maker, micro_batch] |= {spec.name: share for spec in unit.parameters}
         made = made or f"{Op.BACKWARD}:{maker}:{micro_batch}"

@@ -29,6 +29,8 @@ def backward_workspace_bytes(
             which is there before, what it makes is added.
         weight_bytes: bytes of one value of a gradient.
     """
+    if unit.operators[0].measured:
+        return unit.workspace_bytes
     # The gradient of what goes around the unit waits until that of what goes through it is there.
     around_bytes = unit.activation_output_bytes if unit.recompute else 0
     steps = tuple(

@@ -76,6 +76,8 @@ class Operator:
         output_bytes: what it hands on.
         shared_parameters: names of parameters of other operators that it uses too (tied embeddings).
         num_skipped: kernels at the end of ``forward`` that recomputation does not reach.
+        measured: its workspace is what was alive at its fullest, seen from outside its unit; otherwise what the
+            operator alone needs.
         between_bytes: what its products hand to each other, which elementwise kernels cannot make again.
     """
 
@@ -94,6 +96,7 @@ class Operator:
     num_skipped: int = 0
     between_bytes: int = 0
     copies_input: bool = False
+    measured: bool = False
 
     @property
     def num_params(self) -> int:

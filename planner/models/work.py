@@ -202,6 +202,12 @@ def grouped(counts: Mapping[int, int], n: int, k: int) -> tuple[Gemm, ...]:
     return tuple(Gemm(m, n, k, count) for m, count in counts.items())
 
 
+def equal_shares(rows: int, num_groups: int) -> dict[int, int]:
+    """Return how many groups have so many of ``rows`` tokens, if their shares are as equal as integers allow."""
+    share, rest = divmod(rows, num_groups)
+    return {size: count for size, count in ((share + 1, rest), (share, num_groups - rest)) if size and count}
+
+
 def _grouped_wgrad(n: int, k: int, counts: Mapping[int, int]) -> Kernels:
     return tuple(Gemm(n, k, m, count) for m, count in counts.items())
 

@@ -17,6 +17,7 @@ from ullage.commands import SUMMARIES
 
 REQUEST = {
     "--model",
+    "--input-shape",
     "--gpus",
     "--hardware",
     "--seq-len",
@@ -89,7 +90,17 @@ def test_help_and_version(cli):
 
 
 def test_public_surface():
-    names = ["Plan", "Request", "load_plan", "load_profile", "plan", "prepare", "resolve_model", "simulate"]
+    names = [
+        "Plan",
+        "Request",
+        "capture_module",
+        "load_plan",
+        "load_profile",
+        "plan",
+        "prepare",
+        "resolve_model",
+        "simulate",
+    ]
     assert ullage.__all__ == names
     for name in names:
         assert callable(getattr(ullage, name))

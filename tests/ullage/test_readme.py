@@ -45,6 +45,19 @@ def published_rows() -> list[str]:
     return rows
 
 
+def capture_figures() -> dict[str, str]:
+    capture = result("capture.json")
+    off = {key: max(abs(ratio - 1) for ratio in ends) for key, ends in capture["range"].items()}
+    assert all(off[key] == 0 for key in off if "flop" in key or "num_params" in key)
+    digits = {"saved_bytes": 3, "moved_bytes": 2, "iteration": 2}
+    within = [f"{100 * off[f'{key}_ratio']:.{number}f} %" for key, number in digits.items()]
+    return {
+        "capture": f"FLOP and parameters equal; saved activations within {within[0]}, bytes moved within {within[1]}, "
+        f"iteration time within {within[2]}",
+        "capture_cost": f"{capture['slowest_capture_s']:.1f} s, {capture['most_rss_bytes'] / 1e9:.2f} GB of memory",
+    }
+
+
 def figures() -> dict[str, str]:
     """Return every figure of the README, from the committed result files."""
     errors = [f"{100 * error:+.1f} %" for error in result("demo.json")["iteration_errors"]]
@@ -81,6 +94,7 @@ def figures() -> dict[str, str]:
         "stride_lost": f"loses up to {100 * stride['most_lost_by_formula']:.0f} %",
         "stride_ours": f"at least {stride['least_best_stride_over_ours']:.1f} {TIMES} the time of our plan",
         "memory_wall": f"within {100 * shares:.0f} points of those measured in {len(claims['memory_wall'])} runs",
+        **capture_figures(),
         "adamw_low": f"{min(adamw):.1f}",
         "adamw_high": f"{max(adamw):.1f}",
     }

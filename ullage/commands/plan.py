@@ -23,13 +23,15 @@ def add_parser(subparsers: Subparsers) -> None:
         "plan",
         run,
         "Find the fastest way to train a model on some hardware: says whether it fits, how long an iteration takes,\n"
-        "what binds, and what other engines would take. Writes the plan to a file that `ullage execute` runs.",
+        "what binds, and what other engines would take. Writes the plan to a file that `ullage execute` runs.\n"
+        "A model of your own is captured from package.module:function, looked for from the current directory.",
         """
         ullage plan --model opt-13b --gpus 8
         ullage plan --model path/to/config.json --hardware h100 --gpus 4 --seq-len 4096 --micro-batch 2
         ullage plan --model llama-3-70b --hardware a100-cluster --gpus 64 --global-batch 256
         ullage plan --model mixtral-8x7b --hardware h100 --gpus 8 --expert-parallel 4 --expert-load zipf:1.2
         ullage plan --model gpt2 --hardware local --device-memory 1.5GiB --output small.json
+        ullage plan --model my_package.models:make --input-shape 8x3x224x224 8:int64 --gpus 2
         """,
     )
     add_request_options(parser, model_required=True)

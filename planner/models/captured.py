@@ -1,0 +1,232 @@
+"""A model that was captured from an ``nn.Module``: its operators at one batch size, as plain data.
+
+The capture itself needs PyTorch and lives in :mod:`ullage.capture`. What it yields is all that planning, simulating and
+verifying need, so that a plan of a captured model stands alone as every other.
+"""
+
+import contextlib
+import functools
+import re
+from typing import Annotated, Any, Literal, Self
+
+import networkx as nx
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+
+from planner.models.config import ModelConfig, ModelConfigError
+from planner.models.kernels import Attention, Elementwise, Gemm, flop
+from planner.models.operators import Batch, Operator
+from planner.models.parameters import ParameterSpec
+from planner.models.patterns import Pattern
+
+Count = Annotated[int, Field(ge=0)]
+_INPUT = re.compile(r"(?:([A-Za-z_]\w*)=)?(\d{1,9}(?:x\d{1,9})*)(?::(\w+))?", re.ASCII)
+CapturedKernels = tuple[Gemm | Attention | Elementwise, ...]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class CapturedInput(_Frozen):
+    """One tensor that the module is called with.
+
+    Attributes:
+        name: keyword; empty for a positional argument.
+        shape: the leading dimension is the micro-batch.
+        dtype: ``float`` is the type of the weights.
+        num_values: integers are below it, as the model looks them up in a table of this length (an embedding's rows,
+            a loss's classes).
+    """
+
+    name: str = ""
+    shape: tuple[Annotated[int, Field(gt=0)], ...] = Field(min_length=1)
+    dtype: Literal["float", "int64", "int32", "bool"] = "float"
+    num_values: Annotated[int, Field(gt=0)] | None = None
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Return the input that ``2x512:int64``, ``8x3x224x224`` or ``labels=2x512:int64`` means.
+
+        Raises:
+            ModelConfigError: it is none.
+        """
+        if found := _INPUT.fullmatch(text):
+            name, shape, dtype = found.groups()
+            with contextlib.suppress(ValidationError):
+                sizes = tuple(map(int, shape.split("x")))
+                return cls.model_validate({"name": name or "", "shape": sizes, "dtype": dtype or "float"})
+        raise ModelConfigError(
+            f"{text!r} is not an input; give [NAME=]SHAPE[:TYPE] with sizes from 1 on and one of float, int64, int32, "
+            "bool, as in 2x512:int64 or labels=2x512:int64"
+        )
+
+    def __str__(self) -> str:
+        """Return it as :meth:`read` reads it."""
+        shape = f"{'x'.join(map(str, self.shape))}:{self.dtype}"
+        return f"{self.name}={shape}" if self.name else shape
+
+
+class CapturedOperator(_Frozen):
+    """An operator with names relative to its block; see :class:`planner.models.operators.Operator`.
+
+    Attributes:
+        name: path of the module whose forward ran it; ``#2`` marks what that module runs later.
+        kind: class of the module.
+        unit: path of the unit.
+        saved_bytes: as autograd saves them, each storage once.
+        workspace_bytes: most bytes alive while it runs forward or backward beyond what units up to its own have saved
+            and gradients of parameters. The hidden state and its gradient count, as they are alive.
+    """
+
+    name: str
+    kind: str
+    unit: str
+    parameters: tuple[ParameterSpec, ...] = ()
+    shared_parameters: tuple[str, ...] = ()
+    forward: CapturedKernels
+    backward: CapturedKernels
+    saved_bytes: Count
+    output_bytes: Count
+    workspace_bytes: Count
+    num_skipped: Count = 0
+
+
+class CapturedBlock(_Frozen):
+    """Operators in forward order; blocks that are equal but for their path are stored once."""
+
+    operators: tuple[CapturedOperator, ...]
+
+
+class CapturedSegment(_Frozen):
+    """Where a block is in the model.
+
+    Attributes:
+        path: of the module that is recomputed as a whole; empty for what is outside repeated blocks, of which every
+            unit is a segment of its own that is never recomputed.
+        block: index of its block.
+    """
+
+    path: str
+    block: Count
+
+
+class CapturedModel(_Frozen):
+    """A captured ``nn.Module``.
+
+    Attributes:
+        factory: ``package.module:function`` that made it.
+        inputs: what it was called with.
+        loss: what backward began from, in words.
+        dtype: of weights and floating inputs.
+        seq_len: tokens per sample: the second dimension of the first input where that is of integers, else 1 (a token
+            is then a sample).
+        blocks, segments: its operators.
+    """
+
+    factory: str
+    inputs: tuple[CapturedInput, ...] = Field(min_length=1)
+    loss: str
+    dtype: Literal["bf16", "fp32"]
+    seq_len: Annotated[int, Field(gt=0)]
+    blocks: tuple[CapturedBlock, ...]
+    segments: tuple[CapturedSegment, ...] = Field(min_length=1)
+
+    @property
+    def name(self) -> str:
+        """How it is called in tables."""
+        return self.factory
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of one forward."""
+        return self.inputs[0].shape[0]
+
+    @functools.cached_property
+    def num_params(self) -> int:
+        """Number of its parameters, tied ones counted once."""
+        return sum(operator.num_params for operator in self.operators())
+
+    @functools.cached_property
+    def forward_flop(self) -> int:
+        """FLOP of one forward."""
+        return sum(flop(operator.forward) for operator in self.operators())
+
+    def operators(self) -> tuple[Operator, ...]:
+        """Return the operators in forward order; equal blocks share their kernels.
+
+        Raises:
+            ModelConfigError: a segment has no block.
+        """
+        result: list[Operator] = []
+        for segment in self.segments:
+            if segment.block >= len(self.blocks):
+                raise ModelConfigError(
+                    f"segment {segment.path} has block {segment.block}, but there are {len(self.blocks)}; capture the "
+                    "model again"
+                )
+            result += [_operator(segment.path, operator) for operator in self.blocks[segment.block].operators]
+        return tuple(result)
+
+    def graph(self, batch: Batch) -> "nx.DiGraph[str]":
+        """Return the operators as a chain; see :func:`planner.graph.build_graph`.
+
+        Raises:
+            ModelConfigError: the batch is not the one that was captured.
+        """
+        captured = (self.micro_batch, self.seq_len, 2 if self.dtype == "bf16" else 4, 1)
+        if captured != (asked := (batch.micro_batch, batch.seq_len, batch.dtype_bytes, batch.tensor_parallel)):
+            raise ModelConfigError(
+                f"{self.name} was captured for (micro-batch, tokens, bytes per value, tensor-parallel ranks) "
+                f"{captured}, not {asked}; capture it again with other inputs"
+            )
+        graph: nx.DiGraph[str] = nx.DiGraph()
+        source: Operator | None = None
+        for operator in self.operators():
+            graph.add_node(operator.name, operator=operator)
+            if source is not None:
+                graph.add_edge(source.name, operator.name, num_bytes=source.output_bytes)
+            source = operator
+        return graph
+
+
+def join(path: str, name: str) -> str:
+    """Return the path of ``name`` below ``path``; either may be empty."""
+    return f"{path}.{name}" if path and name else path or name
+
+
+def _operator(path: str, captured: CapturedOperator) -> Operator:
+    unit = join(path, captured.unit)
+    return Operator(
+        join(path, captured.name),
+        captured.kind,
+        unit,
+        path or unit,
+        tuple(ParameterSpec(join(path, spec.name), spec.shape) for spec in captured.parameters),
+        Pattern.REPLICATE,
+        captured.forward,
+        captured.backward,
+        captured.saved_bytes,
+        captured.output_bytes,
+        captured.workspace_bytes,
+        captured.shared_parameters,
+        captured.num_skipped,
+        measured=True,
+    )
+
+
+def _tag(value: Any) -> str:
+    return (
+        "captured" if isinstance(value, CapturedModel) or (isinstance(value, dict) and "factory" in value) else "sizes"
+    )
+
+
+# What is trained: sizes from which operators follow, or the operators themselves.
+Model = ModelConfig | CapturedModel
+ModelField = Annotated[
+    Annotated[ModelConfig, Tag("sizes")] | Annotated[CapturedModel, Tag("captured")], Discriminator(_tag)
+]
+
+
+def counted(model: Model) -> str:
+    """Return what a model's speed counts, in the plural."""
+    return "samples" if isinstance(model, CapturedModel) and model.seq_len == 1 else "tokens"

@@ -1,0 +1,246 @@
+"""Modules as people write them: no preset knows any of them."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from planner.models.captured import CapturedInput
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x):
+        return self.down(functional.gelu(self.up(x)))
+
+
+class MixerBlock(nn.Module):
+    def __init__(self, tokens: int, width: int) -> None:
+        super().__init__()
+        self.norm1, self.tokens = nn.LayerNorm(width), Mlp(tokens, 2 * tokens)
+        self.norm2, self.channels = nn.LayerNorm(width), Mlp(width, 4 * width)
+
+    def forward(self, x):
+        x = x + self.tokens(self.norm1(x).transpose(1, 2)).transpose(1, 2)
+        return x + self.channels(self.norm2(x))
+
+
+class Mixer(nn.Module):
+    """MLP-Mixer; its forward returns the loss."""
+
+    def __init__(self, num_blocks: int = 3, width: int = 48) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, width, 4, 4)
+        self.blocks = nn.Sequential(*(MixerBlock(16, width) for _ in range(num_blocks)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def forward(self, images, labels):
+        x = self.blocks(self.patch(images).flatten(2).transpose(1, 2))
+        return functional.cross_entropy(self.head(self.norm(x).mean(1)), labels)
+
+
+class ScaledBlock(nn.Module):
+    """Uses parameters of its own around both of its halves."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
+        self.mlp = Mlp(width, 4 * width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.scale1, self.scale2 = nn.Parameter(torch.ones(width)), nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        y = self.norm1(x)
+        x = x + self.scale1 * self.attention(y, y, y, need_weights=False)[0]
+        return x + self.scale2 * self.mlp(self.norm2(x))
+
+
+class Vit(nn.Module):
+    """Parameters of the root are used at the beginning; the output is a dictionary."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, width, 4, 4)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.zeros(1, 17, width))
+        self.layers = nn.ModuleList(ScaledBlock(width) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def forward(self, images, labels):
+        x = self.patch(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x)[:, 0])
+        return {"logits": logits, "loss": functional.cross_entropy(logits, labels)}
+
+
+class Tied(nn.Module):
+    """A head that uses the embedding's weight through a module of its own."""
+
+    def __init__(self, width: int = 32, vocabulary: int = 60) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 64, dropout=0.0, batch_first=True, norm_first=True) for _ in range(3)
+        )
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return functional.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder whose embeddings, and the head, are one weight."""
+
+    def __init__(self, width: int = 32, vocabulary: int = 60) -> None:
+        super().__init__()
+        self.read, self.write = nn.Embedding(vocabulary, width), nn.Embedding(vocabulary, width)
+        layer = {"dropout": 0.0, "batch_first": True}
+        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, 64, **layer) for _ in range(2))
+        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(width, 4, 64, **layer) for _ in range(2))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.write.weight = self.head.weight = self.read.weight
+
+    def forward(self, ids):
+        memory = self.read(ids)
+        for layer in self.encoder:
+            memory = layer(memory)
+        x = self.write(ids)
+        for layer in self.decoder:
+            x = layer(x, memory)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class Repeated(nn.Module):
+    """One block that runs three times."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, width)
+        self.block = Mlp(width, 64)
+        self.last = nn.Linear(width, 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(3):
+            x = x + self.block(x)
+        return self.last(x)
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp(16, 32) for _ in range(2))
+        self.spare = nn.Linear(16, 16)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        y = functional.relu(self.norm1(self.conv1(x)))
+        return functional.relu(x + self.norm2(self.conv2(y)))
+
+
+def residual() -> nn.Module:
+    """Blocks that keep statistics, which running them again would change."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.Sequential(*(Residual(16) for _ in range(3))),
+        nn.Flatten(),
+        nn.Linear(4096, 4),
+    )
+
+
+class Stage(nn.Module):
+    """A list of blocks of its own, and what leads to the next stage."""
+
+    def __init__(self, width: int, *, last: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mlp(width, 4 * width) for _ in range(2))
+        self.grow = nn.Identity() if last else nn.Linear(width, 2 * width)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.grow(x)
+
+
+class Stages(nn.Module):
+    """Its output is a tuple with the loss in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.Sequential(Stage(16, last=False), Stage(32, last=True))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x):
+        logits = self.head(self.stages(x))
+        return logits, logits.float().square().mean()
+
+
+def convolutions() -> nn.Module:
+    """Plain, depthwise, grouped and transposed convolutions, one after another, without blocks."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.GroupNorm(4, 16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1, groups=16),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1, groups=2),
+        nn.ReLU(),
+        nn.ConvTranspose2d(32, 16, 2, stride=2),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * 64, 10),
+    )
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0), 3)
+
+
+IMAGES, LABELS = CapturedInput(shape=(4, 3, 16, 16)), CapturedInput(shape=(4,), dtype="int64")
+OWN = {
+    "mixer": (Mixer, (IMAGES, LABELS)),
+    "vit": (Vit, (IMAGES, CapturedInput(name="labels", shape=(4,), dtype="int64"))),
+    "tied": (Tied, (CapturedInput(shape=(4, 12), dtype="int64"),)),
+    "translator": (Translator, (CapturedInput(shape=(4, 12), dtype="int64"),)),
+    "repeated": (Repeated, (CapturedInput(shape=(4, 16)),)),
+    "unused": (Unused, (CapturedInput(shape=(4, 5, 16)),)),
+    "residual": (residual, (IMAGES,)),
+    "stages": (Stages, (CapturedInput(shape=(4, 64, 16)),)),
+    "convolutions": (convolutions, (CapturedInput(shape=(2, 3, 16, 16)),)),
+    "encoder": (encoder, (CapturedInput(shape=(4, 24, 64)),)),
+}
+NUM_VALUES = {"mixer": 10, "vit": 10, "tied": 60, "translator": 60}
+
+
+def batch(name: str, dtype: torch.dtype, seed: int = 0) -> tuple[list, dict]:
+    """Return positional and named inputs of a module."""
+    generator = torch.Generator().manual_seed(seed)
+    args, kwargs = [], {}
+    for spec in OWN[name][1]:
+        if spec.dtype == "float":
+            tensor = torch.randn(spec.shape, generator=generator).to(dtype)
+        else:
+            tensor = torch.randint(NUM_VALUES[name], spec.shape, generator=generator)
+        if spec.name:
+            kwargs[spec.name] = tensor
+        else:
+            args.append(tensor)
+    return args, kwargs

@@ -1,0 +1,95 @@
+"""Captured models under random plans, against the same training in memory: the same bits."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from own_models import OWN, batch
+from training import ReferenceAdamW, weights
+
+from executor.prepare import prepare_session
+from executor.session import SessionOptions
+from planner.decisions import Decisions, Place, Precision, UnitDecision
+from planner.graph import Batch, Unit, build_graph, segments, units
+from ullage.capture import capture_module
+from ullage.capture.recording import find_loss
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SUBGROUP_PARAMS = 3000
+ITERATIONS = 3
+
+
+@functools.cache
+def units_of(name: str, dtype: str) -> tuple[Unit, ...]:
+    make, inputs = OWN[name]
+    model = capture_module(lambda: make().to(DTYPES[dtype]), inputs, dtype, as_on_gpu=False)
+    return units(build_graph(model, Batch(model.micro_batch, model.seq_len, 2 if dtype == "bf16" else 4)))
+
+
+def make(name: str, dtype: str) -> tuple[torch.nn.Module, torch.optim.AdamW]:
+    torch.manual_seed(7)
+    model = OWN[name][0]().to(DTYPES[dtype]).train()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def train(name: str, dtype: str, model: torch.nn.Module, optimizer) -> list[float]:
+    seen = []
+    for iteration in range(ITERATIONS):
+        args, kwargs = batch(name, DTYPES[dtype], seed=iteration)
+        loss = find_loss(model(*args, **kwargs))[0]
+        loss.backward()
+        seen += [loss.item(), float(optimizer.clip_grad_norm_(0.5))]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@functools.cache
+def reference(name: str, dtype: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, optimizer = make(name, dtype)
+    return train(name, dtype, model, ReferenceAdamW(optimizer, model)), weights(model)
+
+
+@st.composite
+def decided(draw: st.DrawFn, found: tuple[Unit, ...], dtype: str) -> Decisions:
+    chosen = {}
+    for segment in segments(found):
+        again = draw(st.booleans()) and all(unit.recompute for unit in segment)
+        for unit in segment:
+            count = -(-unit.num_params // SUBGROUP_PARAMS)
+            places = draw(
+                st.lists(st.sampled_from([Place.GPU, Place.STREAM, Place.CPU]), min_size=count, max_size=count)
+            )
+            host = Place.GPU not in places and count and draw(st.booleans())
+            activations = "recompute" if again else "keep"
+            chosen[unit.name] = UnitDecision(
+                params="host" if host else "gpu", activations=activations, update=tuple(places)
+            )
+    return Decisions(
+        policy="test",
+        precision=Precision(weights=dtype),
+        micro_batch=4,
+        subgroup_params=SUBGROUP_PARAMS,
+        clip=True,
+        units=chosen,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OWN)
+@given(data=st.data())
+@settings(max_examples=6)
+def test_training_is_the_same_bit_for_bit(name: str, dtype: str, data: st.DataObject) -> None:
+    found = units_of(name, dtype)
+    decisions = data.draw(decided(found, dtype))
+    model, given_optimizer = make(name, dtype)
+    model, optimizer = prepare_session(model, given_optimizer, found, decisions, SessionOptions(num_threads=1))
+    with optimizer.session:
+        seen = train(name, dtype, model, optimizer)
+        final = {path: weight.clone() for path, weight in optimizer.session.full_parameters().items()}
+    expected, expected_weights = reference(name, dtype)
+    assert seen == expected
+    assert final.keys() == expected_weights.keys()
+    assert not [path for path in final if not torch.equal(final[path], expected_weights[path])]

@@ -1,0 +1,205 @@
+"""Modules that no preset knows, captured, against what PyTorch does with them in memory."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from own_models import NUM_VALUES, OWN, batch
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
+
+from planner.graph import Batch, Unit, build_graph, segments, units
+from planner.models.captured import CapturedModel
+from planner.models.kernels import Attention, flop
+from ullage.capture import capture_module
+from ullage.capture.recording import find_loss
+
+aten = torch.ops.aten
+FUSED = {
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda *a, **_: sdpa_flop(*a[:3]),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *a, **_: sdpa_backward_flop(*a[:4]),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def captured(name: str, dtype: str = "fp32") -> CapturedModel:
+    make, inputs = OWN[name]
+    return capture_module(lambda: make().to(DTYPES[dtype]), inputs, dtype, as_on_gpu=False)
+
+
+def units_of(model: CapturedModel) -> tuple[Unit, ...]:
+    return units(build_graph(model, Batch(model.micro_batch, model.seq_len, 2 if model.dtype == "bf16" else 4)))
+
+
+def real(name: str, dtype: str = "fp32") -> torch.nn.Module:
+    torch.manual_seed(0)
+    return OWN[name][0]().to(DTYPES[dtype]).train()
+
+
+def loss_of(name: str, model: torch.nn.Module, dtype: str = "fp32") -> torch.Tensor:
+    args, kwargs = batch(name, DTYPES[dtype])
+    return find_loss(model(*args, **kwargs))[0]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_flop_equal_those_of_the_flop_counter(name: str) -> None:
+    model, found = real(name), captured(name)
+    forward_flop = 0
+    for phase in ("forward", "backward"):
+        with FlopCounterMode(display=False, custom_mapping=FUSED) as counter:
+            loss = loss_of(name, model)
+            if phase == "backward":
+                before = counter.get_total_flops()
+                loss.backward()
+        total = counter.get_total_flops() - (before if phase == "backward" else 0)
+        kernels = [kernel for unit in units_of(found) for kernel in getattr(unit, phase)]
+        if name == "convolutions" and phase == "backward":
+            # The counter takes gradients of grouped weights for those of whole ones. Without the gradient of its
+            # input, the first convolution has half the backward of the others.
+            assert flop(kernels) == 2 * forward_flop - 2 * 2 * 16 * 16 * 16 * 27
+            continue
+        forward_flop = flop(kernels)
+        assert not any(kernel.causal for kernel in kernels if isinstance(kernel, Attention))
+        assert flop(kernels) == total > 0
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_units_hold_every_parameter_once(name: str) -> None:
+    model, found = real(name), units_of(captured(name))
+    specs = [(spec.name, spec.shape) for unit in found for spec in unit.parameters]
+    assert sorted(specs) == sorted((path, tuple(p.shape)) for path, p in model.named_parameters())
+    assert len({unit.name for unit in found}) == len(found)
+
+
+@pytest.mark.parametrize(("name", "dtype"), list(itertools.product(OWN, DTYPES)))
+def test_saved_bytes_are_what_autograd_saves(name: str, dtype: str) -> None:
+    model = real(name, dtype)
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        held.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss_of(name, model, dtype)
+    saved = sum(storage.nbytes() for address, storage in held.items() if address not in known)
+    assert sum(unit.saved_bytes for unit in units_of(captured(name, dtype))) == pytest.approx(saved, rel=0.02)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_peak_memory_is_saved_bytes_and_workspace(name: str) -> None:
+    model, found = real(name), units_of(captured(name))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    args, kwargs = batch(name, torch.float32)
+    tracker = MemTracker()
+    tracker.track_external(model, *args, *kwargs.values())
+    with tracker:
+        find_loss(model(*args, **kwargs))[0].backward()
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    counted = {str(kind).rpartition(".")[2]: num_bytes for kind, num_bytes in peak.items()}
+    held = itertools.accumulate(unit.saved_bytes for unit in found)
+    predicted = max(saved + unit.workspace_bytes for saved, unit in zip(held, found, strict=True))
+    measured = sum(counted[kind] for kind in ("ACT", "TEMP"))
+    assert predicted == pytest.approx(measured, rel=0.1)
+
+
+def segment_names(found: tuple[Unit, ...]) -> list[list[str]]:
+    return [[unit.name for unit in segment] for segment in segments(found)]
+
+
+def test_repeated_blocks_are_segments_and_their_halves_units() -> None:
+    blocks = [[f"blocks.{i}.tokens", f"blocks.{i}.channels"] for i in range(3)]
+    assert segment_names(units_of(captured("mixer"))) == [["patch"], *blocks, ["head"]]
+    layers = [[f"layers.{i}.self_attn", f"layers.{i}.linear1"] for i in range(3)]
+    assert segment_names(units_of(captured("encoder"))) == layers
+
+
+def test_blocks_of_stages_are_segments() -> None:
+    names = [unit.segment for unit in units_of(captured("stages")) if unit.recompute]
+    assert names == [f"stages.{stage}.blocks.{block}" for stage in range(2) for block in range(2)]
+
+
+def test_equal_blocks_are_stored_once() -> None:
+    mixer = captured("mixer")
+    assert [segment.block for segment in mixer.segments] == [0, 1, 1, 1, 2]
+    first, second = (unit for unit in units_of(mixer) if unit.name in {"blocks.0.tokens", "blocks.1.tokens"})
+    assert all(a.forward is b.forward for a, b in zip(first.operators, second.operators, strict=True))
+
+
+def test_a_module_that_runs_again_is_one_unit() -> None:
+    assert segment_names(units_of(captured("repeated"))) == [["first"], ["block.up"]]
+
+
+def test_parameters_of_a_block_itself_join_its_units() -> None:
+    names = segment_names(units_of(captured("vit")))
+    assert [len(segment) for segment in names] == [1, 1, 1, 1, 1]
+
+
+def test_a_tied_weight_is_owned_once_and_shared() -> None:
+    first, *_, last = units_of(captured("tied"))
+    assert (last.num_params, last.shared_units) == (0, (first.name,))
+
+
+@pytest.mark.parametrize("name", ["mixer", "encoder", "tied"])
+def test_recomputation_reruns_what_checkpointing_does(name: str) -> None:
+    """Non-reentrant checkpoints stop with the last tensor that a block keeps."""
+    counts = []
+    for again in (False, True):
+        model = real(name)
+        if again:
+            for block in (model.blocks if name == "mixer" else model.layers).children():
+                block.forward = checkpointed(block.forward)
+        with FlopCounterMode(display=False, custom_mapping=FUSED) as counter:
+            loss_of(name, model).backward()
+        counts.append(counter.get_total_flops())
+    rerun = flop(kernel for unit in units_of(captured(name)) for kernel in unit.recompute)
+    assert rerun == counts[1] - counts[0] > 0
+
+
+def test_blocks_that_keep_statistics_are_not_recomputed() -> None:
+    found = units_of(captured("residual"))
+    assert [unit.name for unit in found][1:4] == ["1.0.conv1", "1.1.conv1", "1.2.conv1"]
+    assert not any(unit.recompute for unit in found)
+    with pytest.raises(ValueError, match=r"module 1\.0\.norm1 keeps statistics in torch.float32"):
+        capture_module(*OWN["residual"], "bf16")
+
+
+def checkpointed(forward):
+    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+@pytest.mark.parametrize("name", NUM_VALUES)
+def test_inputs_that_are_looked_up_know_their_table(name: str) -> None:
+    known = [spec.num_values for spec in captured(name).inputs if spec.dtype == "int64"]
+    assert known == [NUM_VALUES[name]]
+
+
+def test_the_loss_is_said() -> None:
+    said = {name: captured(name).loss for name in ("mixer", "vit", "stages", "encoder")}
+    assert said == {
+        "mixer": "the output",
+        "vit": "the output's loss",
+        "stages": "the scalar in the output",
+        "encoder": "the mean of the first floating output",
+    }
+
+
+def dropouts() -> Iterator[tuple[bool, int]]:
+    def make() -> torch.nn.Module:
+        return torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.1)
+
+    for as_on_gpu in (False, True):
+        found = units_of(capture_module(make, OWN["encoder"][1], "fp32", as_on_gpu=as_on_gpu))
+        kernels = [kernel for unit in found for kernel in unit.forward]
+        yield any(isinstance(kernel, Attention) for kernel in kernels), sum(unit.saved_bytes for unit in found)
+
+
+def test_dropout_on_a_gpu_is_fused_and_keeps_bytes() -> None:
+    """PyTorch's CPU attention is not fused where there is dropout, and keeps a mask of numbers."""
+    (fused_on_cpu, on_cpu_bytes), (fused_on_gpu, on_gpu_bytes) = dropouts()
+    assert (fused_on_cpu, fused_on_gpu) == (False, True)
+    assert on_gpu_bytes < on_cpu_bytes

@@ -1,0 +1,324 @@
+"""From a recording and its places to a captured model: operators with what they run, save and hold."""
+
+import bisect
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from planner.models.captured import (
+    CapturedBlock,
+    CapturedInput,
+    CapturedKernels,
+    CapturedModel,
+    CapturedOperator,
+    CapturedSegment,
+    join,
+)
+from planner.models.kernels import Elementwise, Kernel, flop
+from planner.models.parameters import ParameterSpec
+from ullage.capture.placing import Place
+from ullage.capture.recording import Recording
+
+# Work behind the last block that has no unit of its own counts as that block's, but recomputation does not rerun it;
+# with more saved bytes than this share of the block's, it cannot be told as if it did.
+_NEGLIGIBLE = 0.1
+
+
+@dataclasses.dataclass(slots=True)
+class _Draft:
+    """An operator on its way: its forward events, and what belongs to them."""
+
+    path: str
+    kind: str
+    unit: int
+    events: list[int] = dataclasses.field(default_factory=list)
+    backward: list[Kernel] = dataclasses.field(default_factory=list)
+    parameters: list[str] = dataclasses.field(default_factory=list)
+    shared: list[str] = dataclasses.field(default_factory=list)
+    saved_bytes: int = 0
+    workspace_bytes: int = 0
+    output_bytes: int = 0
+
+
+def assemble(
+    recording: Recording,
+    places: list[Place],
+    *,
+    factory: str,
+    inputs: tuple[CapturedInput, ...],
+    dtype: Literal["bf16", "fp32"],
+    seq_len: int,
+) -> CapturedModel:
+    """Return the captured model."""
+    drafts = _operators(recording, places)
+    operator_of = {index: number for number, draft in enumerate(drafts) for index in draft.events}
+    for event in recording.backward:
+        drafts[operator_of[event.source]].backward += event.kernels
+    _own(recording, places, drafts)
+    _save(recording, drafts, operator_of, places)
+    _unsegment(recording, places, drafts)
+    _work(recording, drafts, operator_of, len(places))
+    _hand_on(recording, places, drafts)
+    blocks: dict[CapturedBlock, int] = {}
+    segments = []
+    outside: dict[str, int] = {}  # how many operators outside segments have a name
+    for path, numbers in itertools.groupby(range(len(places)), key=lambda number: places[number].segment):
+        units = set(numbers)
+        block = _block(
+            recording, places, [draft for draft in drafts if draft.unit in units], path, {} if path else outside
+        )
+        segments.append(CapturedSegment(path=path, block=blocks.setdefault(block, len(blocks))))
+    return CapturedModel(
+        factory=factory,
+        inputs=tuple(
+            spec.model_copy(update={"num_values": num_values})
+            for spec, num_values in zip(inputs, recording.num_values, strict=True)
+        ),
+        loss=recording.loss,
+        dtype=dtype,
+        seq_len=seq_len,
+        blocks=tuple(blocks),
+        segments=tuple(segments),
+    )
+
+
+def _operators(recording: Recording, places: list[Place]) -> list[_Draft]:
+    """Return stretches of forward events of one module; those that run nothing belong to the stretch around them."""
+    drafts: list[_Draft] = []
+    for number, unit in enumerate(places):
+        begun = False
+        for index in unit.events:
+            event = recording.forward[index]
+            visit = recording.visits[event.visit]
+            if not begun or (visit.path != drafts[-1].path and event.kernels and _runs(recording, drafts[-1])):
+                drafts.append(_Draft(visit.path, type(visit.module).__name__, number))
+                begun = True
+            elif event.kernels and not _runs(recording, drafts[-1]):  # what came before was bookkeeping
+                drafts[-1].path, drafts[-1].kind = visit.path, type(visit.module).__name__
+            drafts[-1].events.append(index)
+    return drafts
+
+
+def _runs(recording: Recording, draft: _Draft) -> bool:
+    return any(recording.forward[index].kernels for index in draft.events)
+
+
+def _own(recording: Recording, places: list[Place], drafts: list[_Draft]) -> None:
+    """Give every parameter to the operator that uses it first, those of one module to one unit."""
+    uses = [
+        (name, number)
+        for number, draft in enumerate(drafts)
+        for index in draft.events
+        for name in recording.forward[index].parameters
+    ]
+    first_use = dict(reversed(uses))
+    unit_of: dict[str, int] = {}  # of modules
+    for name, number in uses:
+        unit_of.setdefault(name.rpartition(".")[0], drafts[number].unit)
+    last = {draft.unit: number for number, draft in enumerate(drafts)}
+    for name, _ in recording.model.named_parameters():
+        module = name.rpartition(".")[0]
+        if module not in unit_of:  # never used: it is trained beside its nearest neighbours
+            unit_of[module] = _nearest(module, unit_of, places)
+        number = first_use.get(name, -1)
+        if number < 0 or drafts[number].unit != unit_of[module]:
+            number = last[unit_of[module]]
+        drafts[number].parameters.append(name)
+    for draft in drafts:
+        draft.parameters.sort(key=lambda name: _first_read(recording, draft, name))
+    shared: set[tuple[int, str]] = set()
+    for name, number in uses:
+        draft = drafts[number]
+        if unit_of[name.rpartition(".")[0]] != draft.unit and (draft.unit, name) not in shared:
+            shared.add((draft.unit, name))
+            draft.shared.append(name)
+
+
+def _first_read(recording: Recording, draft: _Draft, name: str) -> int:
+    return next((i for i in draft.events if name in recording.forward[i].parameters), len(recording.forward))
+
+
+def _nearest(module: str, unit_of: dict[str, int], places: list[Place]) -> int:
+    def common(other: str) -> int:
+        pairs = zip(module.split("."), other.split("."), strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    best = max(unit_of, key=common, default=None)
+    return len(places) - 1 if best is None else unit_of[best]
+
+
+def _save(recording: Recording, drafts: list[_Draft], operator_of: dict[int, int], places: list[Place]) -> None:
+    """Count what autograd keeps: each storage once, at the first operator that keeps it.
+
+    What several segments keep (rotary factors, a mask) outlives the recomputation of each, so that it counts where it
+    was made. Buffers are there all the time, and count as kept by the first operator.
+    """
+    keepers: defaultdict[int, list[int]] = defaultdict(list)
+    for save in recording.saves:
+        if recording.storages[save.storage].owner in {"", "input"}:
+            keepers[save.storage].append(operator_of[_event_of(recording, save.position, save.visit)])
+    for storage, numbers in keepers.items():
+        keeper = min(numbers)
+        segments = {places[drafts[number].unit].segment or drafts[number].unit for number in numbers}
+        born = recording.storages[storage].born
+        if len(segments) > 1 and 0 <= born < len(recording.forward):
+            keeper = operator_of[born]
+        drafts[keeper].saved_bytes += recording.storages[storage].num_bytes
+    drafts[0].saved_bytes += sum(storage.num_bytes for storage in recording.storages if storage.owner == "buffer")
+
+
+def _event_of(recording: Recording, position: int, visit: int) -> int:
+    """Return the forward event for which a tensor was kept: inputs are kept just before it, results just after."""
+    events = recording.forward
+    return position if position < len(events) and events[position].visit == visit else max(position - 1, 0)
+
+
+def _unsegment(recording: Recording, places: list[Place], drafts: list[_Draft]) -> None:
+    """Take segments apart of which recomputation would not do what is told of them."""
+    stops = {visit.path: visit.stop for visit in recording.visits}
+    behind: defaultdict[str, int] = defaultdict(int)
+    saved: defaultdict[str, int] = defaultdict(int)
+    spoilt = {unit.segment for unit in places if unit.segment and _keeps_statistics(recording, unit.segment)}
+    for draft in drafts:
+        if not (segment := places[draft.unit].segment):
+            continue
+        saved[segment] += draft.saved_bytes
+        late = [index for index in draft.events if index >= stops[segment]]
+        if any(flop(recording.forward[index].kernels) for index in late):
+            spoilt.add(segment)
+        if late and late[0] == draft.events[0]:
+            behind[segment] += draft.saved_bytes
+        if any(not name.startswith(f"{segment}.") for name in draft.parameters):
+            spoilt.add(segment)
+    spoilt |= {segment for segment, num_bytes in behind.items() if num_bytes > _NEGLIGIBLE * saved[segment]}
+    for unit in places:
+        if unit.segment in spoilt:
+            unit.segment = ""
+
+
+def _keeps_statistics(recording: Recording, segment: str) -> bool:
+    """Return whether running a block again would count its batch twice."""
+    modules = recording.model.get_submodule(segment).modules()
+    return any(isinstance(module, _BatchNorm) and module.track_running_stats for module in modules)
+
+
+def _work(recording: Recording, drafts: list[_Draft], operator_of: dict[int, int], num_units: int) -> None:
+    """Note the most bytes that are alive beyond what units up to an operator's own have saved."""
+    events = (*recording.forward, *recording.backward)
+    change = [0] * (len(events) + 1)
+    elsewhere = _tied_gradients(recording, drafts)
+    for number, storage in enumerate(recording.storages):
+        if storage.owner not in {"parameter", "gradient"} and number not in elsewhere:
+            change[max(storage.born, 0)] += storage.num_bytes
+            if storage.died is not None:
+                change[max(storage.died, storage.born, 0) + 1] -= storage.num_bytes
+    saved = [0] * num_units
+    for draft in drafts:
+        saved[draft.unit] += draft.saved_bytes
+    held = list(itertools.accumulate(saved))
+    for event, alive in zip(events, itertools.accumulate(change), strict=False):
+        draft = drafts[operator_of[event.source]]
+        draft.workspace_bytes = max(draft.workspace_bytes, alive - held[draft.unit])
+
+
+def _tied_gradients(recording: Recording, drafts: list[_Draft]) -> set[int]:
+    """Return the storages whose sum is the gradient of a weight that several units use: lowering holds them."""
+    tied = {name for draft in drafts for name in draft.shared}
+    left = [recording.gradients[name] for name in tied if name in recording.gradients]
+    found: set[int] = set()
+    while left:
+        number = left.pop()
+        found.add(number)
+        left += [n for n in recording.sums.get(number, ()) if n not in found and not recording.storages[n].owner]
+    return found
+
+
+def _hand_on(recording: Recording, places: list[Place], drafts: list[_Draft]) -> None:
+    """Note what operators hand on; of the first unit of a block, and the one before it, what the block is given.
+
+    That is ``Unit.activation_output_bytes``: what recomputation of the block must keep.
+    """
+    given = {visit.path: visit.input_bytes for visit in recording.visits}
+    for number, draft in enumerate(drafts):
+        made = (recording.forward[i].output_bytes for i in reversed(draft.events) if recording.forward[i].kernels)
+        draft.output_bytes = next(made, 0)
+        if number + 1 < len(drafts) and drafts[number + 1].unit == draft.unit:
+            continue
+        around = [places[unit].segment for unit in range(max(draft.unit - 1, 0), min(draft.unit + 2, len(places)))]
+        before, segment = around[0] if draft.unit else "", places[draft.unit].segment
+        if segment and (not draft.unit or before != segment):
+            draft.output_bytes = given[segment] or draft.output_bytes
+        elif around[-1] and around[-1] != segment:
+            draft.output_bytes = given[around[-1]] or draft.output_bytes
+
+
+def _block(
+    recording: Recording, places: list[Place], drafts: Sequence[_Draft], path: str, seen: dict[str, int]
+) -> CapturedBlock:
+    shapes = {name: tuple(parameter.shape) for name, parameter in recording.model.named_parameters()}
+    rerun_until = _rerun_until(recording, path)
+    operators = []
+    for draft in drafts:
+        unit = _below(path, places[draft.unit].name)
+        name = _below(path, draft.path) if draft.path and _is_below(path, draft.path) else unit
+        seen[name] = seen.get(name, 0) + 1
+        cut = bisect.bisect_left(draft.events, rerun_until) if path else len(draft.events)
+        kept, skipped = (_kernels(recording, part) for part in (draft.events[:cut], draft.events[cut:]))
+        operators.append(
+            CapturedOperator(
+                name=name if seen[name] == 1 else f"{name}#{seen[name]}",
+                kind=draft.kind,
+                unit=unit,
+                parameters=tuple(ParameterSpec(_below(path, n), shapes[n]) for n in draft.parameters),
+                shared_parameters=tuple(draft.shared),
+                forward=kept + skipped,
+                backward=_merged(draft.backward),
+                saved_bytes=draft.saved_bytes,
+                output_bytes=draft.output_bytes,
+                workspace_bytes=draft.workspace_bytes,
+                num_skipped=len(skipped),
+            )
+        )
+    return CapturedBlock(operators=tuple(operators))
+
+
+def _rerun_until(recording: Recording, path: str) -> int:
+    """Return the event before which recomputing a block stops: non-reentrant, with the last tensor that it keeps."""
+    visits = recording.visits
+    inside: set[int] = set()
+    for index, visit in enumerate(visits):
+        if path and (visit.path == path or visit.parent in inside):
+            inside.add(index)
+    return max((save.position for save in recording.saves if save.visit in inside), default=0)
+
+
+def _kernels(recording: Recording, events: Iterable[int]) -> CapturedKernels:
+    return _merged(kernel for index in events for kernel in recording.forward[index].kernels)
+
+
+def _merged(kernels: Iterable[Kernel]) -> CapturedKernels:
+    """Return kernels with equal neighbours that are bound by memory as one entry."""
+    result: list[Kernel] = []
+    for kernel in kernels:
+        last = result[-1] if result else None
+        if isinstance(kernel, Elementwise) and isinstance(last, Elementwise) and last.num_bytes == kernel.num_bytes:
+            result[-1] = Elementwise(kernel.num_bytes, last.count + kernel.count)
+        else:
+            result.append(kernel)
+    return tuple(result)  # type: ignore[arg-type]  # a capture has no collectives
+
+
+def _is_below(path: str, name: str) -> bool:
+    return not path or name == path or name.startswith(f"{path}.")
+
+
+def _below(path: str, name: str) -> str:
+    """Return ``name`` relative to ``path``."""
+    if path and name.startswith(f"{path}#"):  # a second unit of the block's own name
+        return name[len(path) :]
+    assert join(path, "") == path
+    return name[len(path) :].removeprefix(".") if path else name

@@ -1,0 +1,167 @@
+"""From an operator of PyTorch's dispatcher, with its tensors, to the planner's kernels.
+
+FLOP are those of ``torch.utils.flop_counter`` (a test compares them), but for causal attention, of which a fused kernel
+does half. Bytes are those of the tensors read and written, an expanded dimension once.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from planner.models.kernels import Attention, Elementwise, Gemm, Kernels
+from planner.models.work import equal_shares, grouped
+
+# Bookkeeping that moves no data; is_view says the rest.
+_FREE = frozenset(
+    {"detach", "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+    | {"_reshape_alias", "alias", "lift_fresh", "resize_", "set_", "_local_scalar_dense"}
+)
+# In place, without reading what was there.
+_OVERWRITE = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
+# They read of their first tensor as much as they write.
+_LOOK_UP = frozenset({"embedding", "index", "_unsafe_index", "index_select", "gather", "take"})
+# They fill their output and then copy their first tensor into it.
+_INTO_ZEROS = frozenset({"slice_backward", "select_backward"})
+# Work of which neither FLOP nor bytes say how long it takes.
+_UNPRICED = (
+    *("mkldnn_rnn", "_cudnn_rnn", "miopen_rnn", "_thnn_fused"),
+    *("linalg_", "_linalg_", "_fft_", "_cdist", "_trilinear"),
+)
+
+
+class UnsupportedOperatorError(ValueError):
+    """An operator that no kernel of the planner describes."""
+
+
+def kernels_of(function: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> Kernels:
+    """Return what a device runs for one call of an operator.
+
+    Raises:
+        UnsupportedOperatorError: nothing is known about it.
+    """
+    name = function.overloadpacket.__name__
+    if function.namespace == "prim" or function.is_view or name in _FREE:
+        return ()
+    if (rule := _PRODUCTS.get(name)) is not None:
+        return rule(args, kwargs, output)
+    if function.namespace != "aten" or function.overloadpacket in flop_registry or name.startswith(_UNPRICED):
+        raise UnsupportedOperatorError(
+            f"operator {function} has no known cost; write it with products, convolutions, "
+            "scaled_dot_product_attention and elementwise operators"
+        )
+    read = [_num_bytes(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    written = [_num_bytes(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return tuple(Elementwise(num_bytes) for num_bytes in _passes(name, args, read, written) if num_bytes)
+
+
+def _passes(name: str, args: Sequence[Any], read: list[int], written: list[int]) -> list[int]:
+    """Return the bytes of each kernel of an operator that is bound by memory."""
+    passes = [sum(read) + sum(written)]
+    if name in _OVERWRITE:
+        passes = [sum(written)]
+    elif name == "copy_":
+        passes = [sum(written) + sum(read[1:])]
+    elif name.startswith("nll_loss"):  # one value per target, or zeros but for one
+        passes = [args[1].numel() * (8 + args[0].element_size()) if name.endswith("forward") else written[0]]
+    elif name in _LOOK_UP:
+        passes = [2 * written[0] + sum(read[1:])]
+    elif name in _INTO_ZEROS:
+        passes = [written[0], 2 * read[0]]
+    elif name == "embedding_dense_backward":
+        passes = [written[0], 3 * read[0]]
+    elif name == "native_layer_norm_backward":  # once for the input, once for weight and bias
+        passes = [read[0] + read[1] + written[0], read[0] + read[1]]
+    return passes
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Return the bytes behind a tensor: an expanded dimension is read once."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(n for n, stride in sizes if stride) * tensor.element_size()
+
+
+def _product(args: Sequence[Any], _kwargs: dict[str, Any], _output: Any) -> Kernels:
+    a, b = args[-2:] if len(args) > 2 else args
+    if a.dim() == 2:
+        return (Gemm(a.shape[0], b.shape[1], a.shape[1]),)
+    return (Gemm(a.shape[1], b.shape[2], a.shape[2], a.shape[0], batched=True),)
+
+
+def _added_product(args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> Kernels:
+    return _product(args[1:3], kwargs, output)
+
+
+def _grouped_product(args: Sequence[Any], _kwargs: dict[str, Any], _output: Any) -> Kernels:
+    """Shares of the groups are equal: which tokens go where is data."""
+    a, b = args[:2]
+    if a.dim() == 2 and b.dim() == 3:
+        return grouped(equal_shares(a.shape[0], b.shape[0]), b.shape[2], a.shape[1])
+    if a.dim() == 2:  # the inner dimension is in groups, as for gradients of weights
+        groups = _output.shape[0]
+        shares = equal_shares(a.shape[1], groups)
+        return tuple(Gemm(a.shape[0], b.shape[1], size, count) for size, count in shares.items())
+    if b.dim() == 2:
+        return grouped(equal_shares(b.shape[1], a.shape[0]), a.shape[1], a.shape[2])
+    return (Gemm(a.shape[1], b.shape[2], a.shape[2], a.shape[0], batched=True),)
+
+
+def _convolution(args: Sequence[Any], _kwargs: dict[str, Any], output: Any) -> Kernels:
+    source, weight, transposed, groups = args[0], args[1], args[6], args[8]
+    return (_convolution_gemm(source, output, weight, groups, transposed=transposed),)
+
+
+def _convolution_backward(args: Sequence[Any], _kwargs: dict[str, Any], _output: Any) -> Kernels:
+    gradient, source, weight, transposed, groups, mask = args[0], args[1], args[2], args[7], args[9], args[10]
+    forward = _convolution_gemm(source, gradient, weight, groups, transposed=transposed)
+    m, n, k = forward.m, forward.n, forward.k
+    shapes = [shape for shape, wanted in zip(((m, k, n), (n, k, m)), mask, strict=False) if wanted]
+    kernels: Kernels = tuple(Gemm(*shape, forward.count, batched=forward.batched) for shape in shapes)
+    return (*kernels, Elementwise(_num_bytes(gradient))) if mask[2] else kernels
+
+
+def _convolution_gemm(source: Tensor, output: Tensor, weight: Tensor, groups: int, *, transposed: bool) -> Gemm:
+    """Return a convolution as the product that implicit GEMM does (cuDNN): one per group."""
+    window = math.prod(weight.shape[2:])
+    rows = source.shape[0] * math.prod((source if transposed else output).shape[2:])
+    if transposed:
+        return Gemm(rows, weight.shape[1] * window, weight.shape[0] // groups, groups, batched=groups > 1)
+    return Gemm(rows, weight.shape[0] // groups, weight.shape[1] * window, groups, batched=groups > 1)
+
+
+def _attention(args: Sequence[Any], kwargs: dict[str, Any], _output: Any) -> Kernels:
+    return (_core(args[0], args[1], _argument(args, kwargs, 4, "is_causal"), backward=False),)
+
+
+def _attention_backward(args: Sequence[Any], kwargs: dict[str, Any], _output: Any) -> Kernels:
+    return (_core(args[1], args[2], _argument(args, kwargs, 7, "is_causal"), backward=True),)
+
+
+def _argument(args: Sequence[Any], kwargs: dict[str, Any], position: int, name: str) -> bool:
+    return bool(args[position] if len(args) > position else kwargs.get(name, False))
+
+
+def _core(query: Tensor, key: Tensor, causal: bool, *, backward: bool) -> Attention:
+    """Return fused attention; queries and keys of different number are as many square cores as they hold."""
+    batch, num_heads, num_queries, head_dim = query.shape
+    side = math.gcd(num_queries, key.shape[2])
+    repeats = (num_queries // side) * (key.shape[2] // side)
+    return Attention(batch * repeats, num_heads, side, head_dim, causal=causal and repeats == 1, backward=backward)
+
+
+_PRODUCTS: dict[str, Callable[[Sequence[Any], dict[str, Any], Any], Kernels]] = {
+    "mm": _product,
+    "bmm": _product,
+    "addmm": _added_product,
+    "baddbmm": _added_product,
+    "_grouped_mm": _grouped_product,
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+}
+assert all(hasattr(torch.ops.aten, name) for name in _PRODUCTS)

@@ -1,0 +1,230 @@
+"""From ``package.module:function`` and the shapes of its inputs to a captured model."""
+
+import contextlib
+import importlib
+import itertools
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from planner.models.captured import CapturedInput, CapturedModel
+from ullage.capture.assembly import assemble
+from ullage.capture.kernels import UnsupportedOperatorError
+from ullage.capture.placing import place
+from ullage.capture.recording import CaptureError, record
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it tells of errors that are told here
+_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+_UNKNOWN = (UnsupportedOperatorException, UnsupportedFakeTensorException)
+
+
+def capture(
+    factory: str,
+    inputs: Sequence[CapturedInput],
+    dtype: Literal["bf16", "fp32"] = "bf16",
+    *,
+    as_on_gpu: bool = True,
+) -> CapturedModel:
+    """Capture the module that a function makes.
+
+    Args:
+        factory: ``package.module:function``; the function takes no arguments. The current directory can be imported.
+        inputs: what the module is called with; the leading dimension is the micro-batch.
+        dtype: of weights and floating inputs.
+        as_on_gpu: the kernels of a GPU, where PyTorch has others for it.
+
+    Raises:
+        CaptureError: there is no such function, or what it makes cannot be captured.
+    """
+    return capture_module(load_factory(factory), inputs, dtype, name=factory, as_on_gpu=as_on_gpu)
+
+
+def capture_module(
+    make: Callable[[], nn.Module],
+    inputs: Sequence[CapturedInput | str],
+    dtype: Literal["bf16", "fp32"] = "bf16",
+    *,
+    name: str = "",
+    as_on_gpu: bool = True,
+) -> CapturedModel:
+    """Capture the module that ``make`` makes; see :func:`capture`. Inputs may be written as after ``--input-shape``."""
+    given = tuple(CapturedInput.read(spec) if isinstance(spec, str) else spec for spec in inputs)
+    name = name or f"{make.__module__}:{make.__qualname__}"
+    _check_inputs(given)
+    # Made without memory, as `transformers` does, and then of fake tensors, which take part in autograd like real ones.
+    with _refusing(f"{name}()"), torch.device("meta"):
+        model = make()
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"{name}() returned a {type(model).__name__}, not an nn.Module; return the model")
+    _check_parameters(model, name)
+    _check_statistics(model, name, DTYPES[dtype])
+    with FakeTensorMode(allow_non_fake_inputs=True), _refusing(name, model), _positions_known():
+        _make_fake(model, DTYPES[dtype])
+        args = [_tensor(spec, DTYPES[dtype]) for spec in given if not spec.name]
+        named = {spec.name: _tensor(spec, DTYPES[dtype]) for spec in given if spec.name}
+        recording = record(model.train(), args, named, as_on_gpu=as_on_gpu)
+    first = given[0]
+    seq_len = first.shape[1] if first.dtype.startswith("int") and len(first.shape) > 1 else 1
+    return assemble(recording, place(recording), factory=name, inputs=given, dtype=dtype, seq_len=seq_len)
+
+
+def load_factory(text: str) -> Callable[[], nn.Module]:
+    """Return the function that ``package.module:function`` names.
+
+    Raises:
+        CaptureError: there is none.
+    """
+    module_name, _, attribute = text.partition(":")
+    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 - as `python -m` does
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise CaptureError(f"{module_name} cannot be imported: {error}; install what it needs") from error
+        raise CaptureError(
+            f"there is no module {error.name}; --model {text} is looked for from the current directory, {here}"
+        ) from error
+    except Exception as error:
+        raise CaptureError(f"{module_name} cannot be imported: {_say(error)}") from error
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise CaptureError(f"{module_name} has no function {attribute}; --model takes package.module:function")
+    return found  # type: ignore[no-any-return]
+
+
+def _check_inputs(inputs: Sequence[CapturedInput]) -> None:
+    if any(a.name and not b.name for a, b in itertools.pairwise(inputs)):
+        raise CaptureError("an input without a name follows one that has a name; change the order of --input-shape")
+    if not inputs:
+        raise CaptureError("a captured model needs the shapes of its inputs; give --input-shape, as in 4x2048:int64")
+    sizes = {spec.shape[0] for spec in inputs}
+    if len(sizes) > 1:
+        raise CaptureError(
+            f"inputs have leading dimensions {', '.join(map(str, sorted(sizes)))}, but it is the micro-batch, the same "
+            "for all; change --input-shape"
+        )
+
+
+def _check_parameters(model: nn.Module, name: str) -> None:
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise CaptureError(f"{name}() has no parameters; return a model to train")
+    if frozen := [path for path, parameter in parameters.items() if not parameter.requires_grad]:
+        raise CaptureError(
+            f"{name}: {len(frozen)} parameter(s) are frozen, {frozen[0]} first, but a plan trains all; make them "
+            "buffers, or set requires_grad"
+        )
+
+
+def _check_statistics(model: nn.Module, name: str, dtype: torch.dtype) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            found = module.running_mean.dtype
+            if found is not dtype:
+                raise CaptureError(
+                    f"{name}: module {path} keeps statistics in {found}, which PyTorch does not combine with weights "
+                    f"in {dtype}; give the model that type in {name}(), or choose another --precision"
+                )
+
+
+def _make_fake(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make parameters anew, of the planned type, tied ones still one; and all other tensors, of theirs."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype))
+            setattr(module, name, made[id(parameter)])
+        plain = [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]
+        for name, tensor in (*module.named_buffers(recurse=False), *plain):
+            setattr(module, name, torch.empty(tensor.shape, dtype=tensor.dtype))
+
+
+def _tensor(spec: CapturedInput, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(spec.shape, dtype=dtype if spec.dtype == "float" else getattr(torch, spec.dtype))
+
+
+@contextlib.contextmanager
+def _positions_known() -> Iterator[None]:
+    """Keep ``transformers`` from asking positions for their values: unless given, they are those of whole sequences.
+
+    It looks whether a batch is packed from several sequences, and under fake tensors assumes that it is.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is None or not hasattr(masks, "find_packed_sequence_indices"):
+        yield
+        return
+    with mock.patch.object(masks, "find_packed_sequence_indices", return_value=None):
+        yield
+
+
+@contextlib.contextmanager
+def _refusing(name: str, model: nn.Module | None = None) -> Iterator[None]:
+    """Say in one line what cannot be captured, and where."""
+    inside: list[str] = []  # the modules whose forward runs
+
+    def entered(path: str) -> Callable[..., None]:
+        return lambda *_args: inside.append(path)
+
+    def left(*_args: Any) -> None:
+        inside.pop()
+
+    handles = []
+    for path, module in model.named_modules() if model else ():
+        handles += [module.register_forward_pre_hook(entered(path)), module.register_forward_hook(left)]
+    try:
+        with warnings.catch_warnings(), mock.patch.object(_FAKE_LOG, "disabled", new=True):
+            # Copying a module asks for addresses, which fake tensors do not have.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            yield
+    except (CaptureError, UnsupportedOperatorError) as error:
+        raise CaptureError(f"{name}{_at(inside)}: {error}") from error
+    except _VALUES as error:
+        raise CaptureError(
+            f"{name}{_at(inside)}: {error.func} needs the values of a tensor, which a capture has none of (control "
+            "flow or shapes that depend on data, .item(), boolean masks); compute the same for all values, as "
+            "torch.where does"
+        ) from error
+    except _UNKNOWN as error:
+        raise CaptureError(
+            f"{name}{_at(inside)}: {_say(error)}: PyTorch does not know the shapes that this operator makes; register "
+            "a fake implementation (torch.library.register_fake)"
+        ) from error
+    except Exception as error:
+        remedy = "make it run with these inputs first"
+        if model is None:
+            remedy = (
+                "it is called for a model without memory: give device='cpu' for tensors whose values it reads, load "
+                "no weights, and leave the model where it is"
+            )
+        raise CaptureError(f"{name}{_at(inside)}: {_say(error)}; {remedy}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _at(inside: list[str]) -> str:
+    return f", in module {inside[-1]}" if inside and inside[-1] else ""
+
+
+def _say(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -1,0 +1,264 @@
+"""Which unit and segment every recorded operator belongs to.
+
+*Segments* are repeated blocks: children of one class, with modules inside them, of a ``ModuleList`` or another
+container, the outermost ones that are more than lists of blocks themselves. Within a segment *units* are the children
+of the block that have parameters: those that have modules inside them (attention, an MLP) each, plain ones
+(``nn.Linear``) together with their neighbours, and small ones (a norm) with the next. Outside segments neighbours that
+own parameters are joined until they are worth a unit.
+"""
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from planner.models.captured import join
+from ullage.capture.recording import Recording, Visit
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+# What has fewer parameters than this share is moved with a neighbour: of the block, plain modules together and a module
+# that has modules inside it; outside blocks of the largest block, or of the whole model where there is none.
+_SMALL_PLAIN, _SMALL_COMPOSITE = 1 / 16, 1 / 1000
+_SMALL_OUTSIDE, _SMALL_ALONE = 1 / 4, 1 / 16
+
+
+@dataclasses.dataclass(slots=True)
+class Place:
+    """A unit, and what it consists of.
+
+    Attributes:
+        name: path of its largest module.
+        segment: path of the block it is in; empty outside blocks.
+        visits: indices of the visits of its modules, in order.
+        events: indices of its forward events, in order; those behind the segment's block are at the end.
+    """
+
+    name: str
+    segment: str
+    visits: list[int]
+    events: list[int] = dataclasses.field(default_factory=list)
+
+
+def place(recording: Recording) -> list[Place]:
+    """Return the units of a recording in forward order; every forward event is in one of them."""
+    visits = recording.visits
+    blocks = _block_visits(recording)
+    places: list[Place] = []
+    atoms: list[int] = []
+    largest = max((_num_params(visits[block].module) for block in blocks), default=0)
+    small = _SMALL_OUTSIDE * largest or _SMALL_ALONE * _num_params(recording.model)
+    inside = {block: [block, *_descendants(visits, block)] for block in blocks}
+    skipped = set(itertools.chain.from_iterable(inside.values()))
+    for index, visit in enumerate(visits):
+        if index in inside:
+            places += _outside(visits, atoms, small)
+            atoms = []
+            places += _inside(visits, index)
+        elif index not in skipped and next(visit.module.parameters(recurse=False), None) is not None:
+            atoms.append(index)
+    places += _outside(visits, atoms, small)
+    if not places:
+        places = [Place("model", "", [0])]
+    places = _joined(places, _called_again(visits, places))
+    _assign(recording, places, inside)
+    places = _joined(places, _used_apart(recording, places))
+    return _named([unit for unit in places if unit.events])
+
+
+def _block_visits(recording: Recording) -> list[int]:
+    """Return the visits of repeated blocks that run once each."""
+    count = Counter(visit.path for visit in recording.visits)
+    visit_of = {visit.path: index for index, visit in enumerate(recording.visits) if count[visit.path] == 1}
+    found = (visit_of[path] for path in _blocks(recording, visit_of, recording.model, ""))
+    return sorted(found)
+
+
+def _blocks(recording: Recording, visit_of: dict[str, int], module: nn.Module, path: str) -> Iterator[str]:
+    children = list(module.named_children())
+    classes = Counter(type(child) for _, child in children if _is_composite(child))
+    is_list = isinstance(module, _LISTS) or all(name.isdigit() for name, _ in children)
+    repeats = is_list and max(classes.values(), default=0) > 1
+    for name, child in children:
+        below = join(path, name)
+        inner = list(_blocks(recording, visit_of, child, below))
+        if repeats and _is_composite(child) and below in visit_of and not _is_stage(recording, visit_of, below, inner):
+            yield below
+        else:
+            yield from inner
+
+
+def _is_stage(recording: Recording, visit_of: dict[str, int], path: str, inner: list[str]) -> bool:
+    """Return whether a block is little but a list of blocks that it calls itself (experts are called by their MLP)."""
+    visits = recording.visits
+    for block in inner:
+        parent = visits[visit_of[block]].parent
+        while visits[parent].path != path and isinstance(visits[parent].module, _LISTS):
+            parent = visits[parent].parent
+        if visits[parent].path != path:
+            return False
+    whole = _num_params(visits[visit_of[path]].module)
+    return sum(_num_params(visits[visit_of[block]].module) for block in inner) > whole / 2
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Return whether a module has modules inside it, and parameters."""
+    return next(module.children(), None) is not None and next(module.parameters(), None) is not None
+
+
+def _num_params(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _descendants(visits: list[Visit], root: int) -> list[int]:
+    found = {root}
+    for index in range(root + 1, len(visits)):
+        if visits[index].parent in found:
+            found.add(index)
+    return sorted(found - {root})
+
+
+def _inside(visits: list[Visit], block: int) -> list[Place]:
+    """Return the units of a block."""
+    segment = visits[block].path
+    children = [
+        index
+        for index in range(block + 1, len(visits))
+        if visits[index].parent == block and next(visits[index].module.parameters(), None) is not None
+    ]
+    whole = _num_params(visits[block].module)
+    runs: list[list[int]] = []
+    plain = False  # whether the last run is of plain modules
+    for child in children:
+        composite = _num_params(visits[child].module) >= _SMALL_COMPOSITE * whole and _is_composite(
+            visits[child].module
+        )
+        if composite or not plain:
+            runs.append([])
+        runs[-1].append(child)
+        plain = not composite
+    result: list[list[int]] = []
+    carried: list[int] = []
+    for run in runs:
+        carried = carried + run
+        size = sum(_num_params(visits[index].module) for index in carried)
+        if size >= _SMALL_PLAIN * whole or (len(run) == 1 and _is_composite(visits[run[0]].module)):
+            result.append(carried)
+            carried = []
+    if carried and result:
+        result[-1] += carried
+    elif carried:
+        result.append(carried)
+    return [Place(_largest(visits, run), segment, run) for run in result or [[block]]]
+
+
+def _outside(visits: list[Visit], atoms: list[int], small: float) -> list[Place]:
+    """Return the units of neighbours that own parameters and are in no block."""
+    runs: list[list[int]] = []
+    for atom in atoms:
+        if not runs or _own(visits, runs[-1]) >= small:
+            runs.append([])
+        runs[-1].append(atom)
+    if len(runs) > 1 and _own(visits, runs[-1]) < small:
+        last = runs.pop()
+        runs[-1] += last
+    return [Place(_largest(visits, run, own=True), "", run) for run in runs]
+
+
+def _own(visits: list[Visit], run: Iterable[int]) -> int:
+    return sum(p.numel() for index in run for p in visits[index].module.parameters(recurse=False))
+
+
+def _largest(visits: list[Visit], run: list[int], *, own: bool = False) -> str:
+    def size(index: int) -> int:
+        return _own(visits, [index]) if own else _num_params(visits[index].module)
+
+    return visits[max(run, key=size)].path
+
+
+def _called_again(visits: list[Visit], places: list[Place]) -> Iterator[tuple[int, int]]:
+    """Yield the units between two calls of a module that owns parameters: a unit is computed once in a forward."""
+    unit_of = {index: number for number, unit in enumerate(places) for index in unit.visits}
+    ranges: dict[int, tuple[int, int]] = {}
+    for index, visit in enumerate(visits):  # parents come first
+        number = unit_of.setdefault(index, unit_of.get(visit.parent, -1))
+        if number >= 0 and next(visit.module.parameters(recurse=False), None) is not None:
+            first, last = ranges.get(id(visit.module), (number, number))
+            ranges[id(visit.module)] = (min(first, number), max(last, number))
+    for first, last in ranges.values():
+        if places[first].segment != places[last].segment:  # whole segments, which then are none
+            yield _whole(places, first, last)
+        elif first != last:
+            yield first, last
+
+
+def _used_apart(recording: Recording, places: list[Place]) -> Iterator[tuple[int, int]]:
+    """Yield the units of a segment that use parameters of one module: its mark is where it is called."""
+    used: dict[str, set[int]] = {}
+    for number, unit in enumerate(places):
+        for index in unit.events:
+            for name in recording.forward[index].parameters:
+                used.setdefault(name.rpartition(".")[0], set()).add(number)
+    for numbers in used.values():
+        first = min(numbers)
+        last = max(n for n in numbers if places[n].segment == places[first].segment)
+        if places[first].segment and first != last:
+            yield first, last
+
+
+def _joined(places: list[Place], ranges: Iterable[tuple[int, int]]) -> list[Place]:
+    groups = list(range(len(places)))  # of each unit, the first that it is joined with
+    for first, last in sorted(ranges):
+        for number in range(first, last + 1):
+            groups[number] = min(groups[number], groups[first])
+    result = []
+    for _, numbers in itertools.groupby(range(len(places)), key=lambda number: groups[number]):
+        members = [places[number] for number in numbers]
+        names = {unit.segment for unit in members}
+        joined = Place(members[0].name, names.pop() if len(names) == 1 else "", [])
+        for unit in members:
+            joined.visits += unit.visits
+            joined.events += unit.events
+        result.append(joined)
+    return result
+
+
+def _whole(places: list[Place], first: int, last: int) -> tuple[int, int]:
+    while first and places[first].segment and places[first - 1].segment == places[first].segment:
+        first -= 1
+    while last + 1 < len(places) and places[last].segment and places[last + 1].segment == places[last].segment:
+        last += 1
+    return first, last
+
+
+def _assign(recording: Recording, places: list[Place], inside: dict[int, list[int]]) -> None:
+    """Give each forward event to the unit of its visit, or of the visit around it, or else to the unit before it."""
+    visits = recording.visits
+    unit_of = {index: number for number, unit in enumerate(places) for index in unit.visits}
+    block_of = {index: block for block, members in inside.items() for index in members}
+    current = 0
+    for index, event in enumerate(recording.forward):
+        at = event.visit
+        while at != -1 and at not in unit_of:
+            at = visits[at].parent
+        block = block_of.get(event.visit)
+        if block is not None and (at == -1 or block_of.get(at) != block):
+            # In a block, but in none of its units: the unit before it, or the block's first.
+            within = [unit_of[i] for i in inside[block] if i in unit_of]
+            at_unit = min(max(current, min(within)), max(within)) if within else current
+        else:
+            at_unit = unit_of.get(at, current)
+        current = max(current, at_unit)
+        places[current].events.append(index)
+
+
+def _named(places: list[Place]) -> list[Place]:
+    """Give units that are called alike different names."""
+    seen: Counter[str] = Counter()
+    for unit in places:
+        unit.name = unit.name or "model"
+        seen[unit.name] += 1
+        if seen[unit.name] > 1:
+            unit.name += f"#{seen[unit.name]}"
+    return places

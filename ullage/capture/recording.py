@@ -1,0 +1,379 @@
+"""One forward and backward of a module under fake tensors, operator by operator.
+
+Fake tensors have shapes and types and no memory, so a model of any size is recorded on any machine. Operators are those
+of a CPU, as autograd there needs no device; where a GPU runs something else (:func:`_as_on_gpu`), that is recorded.
+"""
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from planner.models.kernels import Kernels
+from ullage.capture.kernels import kernels_of
+
+# Operators that look integers up: the argument that holds them, and the dimension of the first that is the table.
+_TABLES = {"embedding": (1, 0), "nll_loss_forward": (1, 1), "nll_loss2d_forward": (1, 1)}
+_NO_SEQUENCE = 2**63  # autograd numbers the nodes that accumulate gradients with the largest integer
+
+
+@dataclasses.dataclass(slots=True)
+class Visit:
+    """One call of a module's forward.
+
+    Attributes:
+        parent: index of the visit it was called from; -1 for the model's own.
+        first, stop: range of forward events.
+        input_bytes: of the tensors it was given that have a gradient: what recomputation must keep.
+    """
+
+    path: str
+    module: nn.Module
+    parent: int
+    first: int
+    stop: int = -1
+    input_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """One operator that was dispatched.
+
+    Attributes:
+        visit: index of the visit that ran it; in backward that of the forward whose gradient it computes.
+        source: index of the forward event that it belongs to: itself, or the one whose autograd node runs.
+        kernels: empty for views and bookkeeping.
+        storages: numbers of the storages it wrote.
+        output_bytes: of its first result.
+        parameters: names of those it read.
+    """
+
+    visit: int
+    source: int
+    kernels: Kernels
+    storages: tuple[int, ...]
+    output_bytes: int
+    parameters: tuple[str, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class Storage:
+    """Memory that was allocated.
+
+    Attributes:
+        born, died: first and last event at which it is there; what is there before the first was born at -1.
+        owner: ``parameter``, ``buffer``, ``input``, ``gradient`` of a parameter, or empty.
+    """
+
+    num_bytes: int
+    born: int
+    died: int | None = None
+    owner: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Save:
+    """A tensor that autograd keeps.
+
+    Attributes:
+        position: forward events that had been dispatched when it was kept.
+    """
+
+    storage: int
+    position: int
+    visit: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recording:
+    """What happened.
+
+    Attributes:
+        forward, backward: events; backward ones are numbered from ``len(forward)`` on.
+        loss: what backward began from, in words.
+        gradients: numbers of the storages that parameters' gradients are in at the end.
+        sums: of every sum in backward, the storages that it was made of.
+        num_values: of every input, how many different integers it may hold, where it is looked up in a table.
+    """
+
+    model: nn.Module
+    visits: list[Visit]
+    forward: list[Event]
+    backward: list[Event]
+    storages: list[Storage]
+    saves: list[Save]
+    loss: str
+    gradients: dict[str, int]
+    sums: dict[int, tuple[int, ...]]
+    num_values: list[int | None]
+
+
+class CaptureError(ValueError):
+    """A model that cannot be captured, and what to do about it."""
+
+
+def record(model: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str, Tensor], *, as_on_gpu: bool) -> Recording:
+    """Run forward and backward of a model whose parameters, like its inputs, are fake, and record it.
+
+    Args:
+        model: in training mode.
+        args: what it is called with.
+        kwargs: likewise, by name.
+        as_on_gpu: record GPU kernels where PyTorch has others for it than for a CPU.
+
+    Raises:
+        CaptureError: there is nothing to begin backward from.
+        UnsupportedOperatorError: an operator has no known cost.
+    """
+    recorder = _Recorder(model, [*args, *kwargs.values()])
+    with contextlib.ExitStack() as stack:
+        if as_on_gpu:
+            stack.enter_context(_as_on_gpu())
+        stack.enter_context(recorder.hooked())
+        stack.enter_context(recorder)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor))
+        loss, words = find_loss(model(*args, **kwargs))
+        recorder.begin_backward(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+    recorder.end()
+    return Recording(
+        model,
+        recorder.visits,
+        recorder.forward,
+        recorder.backward,
+        recorder.storages,
+        recorder.saves,
+        words,
+        recorder.gradients,
+        recorder.sums,
+        recorder.num_values,
+    )
+
+
+def find_loss(output: Any) -> tuple[Tensor, str]:
+    """Return the loss that a model's output holds, and where it was found.
+
+    It is the output itself if that is a floating scalar, its ``loss`` (an attribute or a key) if it has one, the only
+    floating scalar in it, or else the mean of the first floating tensor in it.
+
+    Raises:
+        CaptureError: nothing in it has a gradient.
+    """
+    if isinstance(output, Tensor) and output.dim() == 0 and output.requires_grad:
+        return output, "the output"
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(named, Tensor) and named.requires_grad:
+        return (named, "the output's loss") if named.dim() == 0 else (named.mean(), "the mean of the output's loss")
+    trained = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    scalars = [leaf for leaf in trained if leaf.dim() == 0]
+    if len(scalars) == 1:
+        return scalars[0], "the scalar in the output"
+    if trained:
+        return trained[0].float().mean(), "the mean of the first floating output"
+    raise CaptureError(
+        f"the output, a {type(output).__name__}, has no tensor with a gradient, so that nothing can be trained; return "
+        "a scalar loss, an object with a loss, or the tensor to train"
+    )
+
+
+@contextlib.contextmanager
+def _as_on_gpu() -> Iterator[None]:
+    """Let attention's dropout be inside its fused kernel, and dropout one kernel with a mask of bytes, as on a GPU."""
+    attention, dropout = functional.scaled_dot_product_attention, functional.dropout
+
+    def fused_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,  # noqa: ARG001
+        is_causal: bool = False,
+        **rest: Any,
+    ) -> Tensor:
+        return attention(query, key, value, attn_mask, 0.0, is_causal, **rest)
+
+    def fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
+        if not training or not p or inplace:
+            return dropout(input, p, training, inplace)
+        return torch.native_dropout(input, p, True)[0]
+
+    with mock.patch.multiple(functional, scaled_dot_product_attention=fused_attention, dropout=fused_dropout):
+        yield
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, model: nn.Module, inputs: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.visits: list[Visit] = []
+        self.forward: list[Event] = []
+        self.backward: list[Event] = []
+        self.storages: list[Storage] = []
+        self.saves: list[Save] = []
+        self._model = model
+        self._stack: list[int] = [-1]
+        self._number: dict[int, int] = {}  # of the storages that are there, by address
+        self._held: list[Any] = []
+        self._watch: dict[int, weakref.ref[Any]] = {}
+        self._name: dict[int, str] = {}  # of parameters, by their storage's number
+        self._sequences: list[int] = []  # autograd's next number when each forward event was dispatched
+        self._source = -1  # forward event of the autograd node that runs
+        self._in_backward = False
+        self.num_values: list[int | None] = [None] * len(inputs)
+        self._index_of: dict[int, set[int]] = {}  # inputs that the integers in a storage come from
+        self.gradients: dict[str, int] = {}
+        self.sums: dict[int, tuple[int, ...]] = {}
+        for name, parameter in model.named_parameters():
+            self._name[self._known(parameter, "parameter")] = name
+        for buffer in model.buffers():
+            self._known(buffer, "buffer")
+        for number, tensor in enumerate(inputs):
+            self._index_of[self._known(tensor, "input")] = {number}
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if func.namespace == "prim":
+            return output
+        kernels = kernels_of(func, args, kwargs, output)
+        read = [self._storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        written = tuple(self._storage(leaf) for leaf in results)
+        num_bytes = results[0].numel() * results[0].element_size() if results else 0
+        names = tuple(dict.fromkeys(self._name[number] for number in read if number in self._name))
+        if self._in_backward:
+            if func.overloadpacket is torch.ops.aten.add:
+                self.sums[written[0]] = tuple(read)
+            event = Event(self.forward[self._source].visit, self._source, kernels, written, num_bytes, names)
+            self.backward.append(event)
+        else:
+            self._follow_integers(func.overloadpacket.__name__, args, read, results, written)
+            self._sequences.append(torch._C._autograd._get_sequence_nr())
+            event = Event(self._stack[-1], len(self.forward), kernels, written, num_bytes, names)
+            self.forward.append(event)
+        return output
+
+    def _follow_integers(
+        self, name: str, args: Sequence[Any], read: list[int], results: list[Tensor], written: tuple[int, ...]
+    ) -> None:
+        """Note which inputs are looked up in a table, and how long that is."""
+        table = _TABLES.get(name)
+        if table is not None:
+            index, size = args[table[0]], args[0].shape[table[1]]
+            for number in self._index_of.get(self._storage(index), ()):
+                known = self.num_values[number]
+                self.num_values[number] = size if known is None else min(known, size)
+        sources = set().union(*(self._index_of.get(number, ()) for number in read))
+        for result, number in zip(results, written, strict=True):
+            if sources and not result.is_floating_point():
+                self._index_of.setdefault(number, set()).update(sources)
+
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Follow which module's forward runs."""
+        handles = []
+        for path, module in self._model.named_modules():
+            handles.append(module.register_forward_pre_hook(self._enter(path), prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Note what autograd keeps."""
+        if not self._in_backward:
+            self.saves.append(Save(self._storage(tensor), len(self.forward), self._stack[-1]))
+        return tensor
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """Follow which autograd node runs from here on."""
+        self._in_backward = True
+        self._source = len(self.forward) - 1
+        starts: dict[int, int] = {}  # the first event that saw autograd's number past that of a node
+        for index, sequence in enumerate(self._sequences):
+            starts.setdefault(sequence, index)
+        for node in _nodes(loss.grad_fn):
+            if (number := node._sequence_nr()) < _NO_SEQUENCE:
+                source = next((starts[n] for n in range(number + 1, number + 64) if n in starts), None)
+                if source is not None:
+                    node.register_prehook(self._running(source))
+
+    def end(self) -> None:
+        """Tell gradients of parameters from what backward needs for itself."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None:
+                self.gradients[name] = number = self._storage(parameter.grad)
+                self.storages[number].owner = "gradient"
+
+    def _enter(self, path: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._in_backward:
+                return
+            held = {
+                tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+                for tensor in tree_leaves((args, kwargs))
+                if isinstance(tensor, Tensor) and tensor.requires_grad
+            }
+            visit = Visit(path, module, self._stack[-1], len(self.forward), input_bytes=sum(held.values()))
+            self._stack.append(len(self.visits))
+            self.visits.append(visit)
+
+        return enter
+
+    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        if not self._in_backward:
+            self.visits[self._stack.pop()].stop = len(self.forward)
+
+    def _running(self, source: int) -> Callable[[Any], None]:
+        def hook(_gradients: Any) -> None:
+            self._source = source
+
+        return hook
+
+    def _known(self, tensor: Tensor, owner: str) -> int:
+        number = self._storage(tensor)
+        self._held.append(tensor.untyped_storage())  # or its number would be forgotten with what PyTorch hands out here
+        self.storages[number].owner = owner
+        self.storages[number].born = -1
+        return number
+
+    def _storage(self, tensor: Tensor) -> int:
+        """Return the number of a tensor's storage, a new one where it is new."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if (number := self._number.get(address)) is not None:
+            return number
+        number = self._number[address] = len(self.storages)
+        self.storages.append(Storage(storage.nbytes(), len(self.forward) + len(self.backward)))
+
+        def died(_reference: Any) -> None:
+            self.storages[number].died = len(self.forward) + len(self.backward) - 1
+            if self._number.get(address) == number:
+                del self._number[address]
+            self._watch.pop(number, None)
+
+        self._watch[number] = weakref.ref(storage, died)
+        return number
+
+
+def _nodes(root: Any) -> Iterator[Any]:
+    """Yield all autograd nodes behind ``root``."""
+    seen, left = {root}, [root]
+    while left:
+        node = left.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                left.append(following)

@@ -1,0 +1,48 @@
+"""How tokens spread over experts, as it is asked for on the command line."""
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
+
+from planner.models import experts
+from planner.models.captured import Model
+from planner.models.config import ModelConfig
+
+
+def _rows(value: object) -> object:
+    """One row of shares is a list of one."""
+    return [value] if isinstance(value, list) and value and not isinstance(value[0], list) else value
+
+
+_Shares = Annotated[tuple[tuple[float, ...], ...], BeforeValidator(_rows)]
+
+
+def expert_load(text: str, model: Model) -> tuple[tuple[float, ...], ...]:
+    """Return the shares of visits that ``uniform``, ``zipf:S`` or a file gives to experts.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if text == "uniform":
+        return ()
+    if not isinstance(model, ModelConfig) or not model.is_expert_model:
+        raise ValueError(f"--expert-load {text}: {model.name} has no experts; leave it out")
+    if text.startswith("zipf:"):
+        try:
+            exponent = float(text.removeprefix("zipf:"))
+        except ValueError:
+            exponent = math.nan
+        if not 0 <= exponent <= 10:
+            raise ValueError(f"--expert-load {text}: the exponent must be a number from 0 to 10, as in zipf:1.2")
+        return (experts.zipf(model.num_experts, exponent),)
+    try:
+        return TypeAdapter(_Shares).validate_json(Path(text).read_bytes())
+    except OSError as error:
+        raise ValueError(f"--expert-load {text}: {error.strerror}; give uniform, zipf:S or a JSON file") from error
+    except ValidationError as error:
+        raise ValueError(
+            f"--expert-load {text} must hold a list of shares, or one for each layer; "
+            f"{error.errors()[0]['msg'].lower()}"
+        ) from error

@@ -1,0 +1,102 @@
+"""What ``ullage execute`` trains on: text for models known by their sizes, one random batch for captured ones."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from planner.models import to_hf_config_dict
+from planner.models.captured import CapturedInput, CapturedModel
+from planner.plan import Plan, PlanError
+from ullage.capture.module import DTYPES, load_factory
+from ullage.capture.recording import find_loss
+from ullage.options import ExecuteOptions
+from ullage.text import TokenStream, read_text
+
+
+class Feed(Protocol):
+    """Makes the model, and its loss on one micro-batch after another."""
+
+    @property
+    def position(self) -> int:
+        """Sequences read so far."""
+        ...
+
+    def model(self) -> nn.Module:
+        """Make the planned model with random weights."""
+        ...
+
+    def loss(self, model: nn.Module, device: torch.device) -> Tensor:
+        """Return the loss on the next micro-batch."""
+        ...
+
+
+def feed_of(plan: Plan, options: ExecuteOptions) -> Feed:
+    """Return what a plan's model is trained on.
+
+    Raises:
+        PlanError: text was given for a captured model.
+        ValueError: there is too little text.
+        OSError: it cannot be read.
+        CaptureError: the function that makes a captured model is not there.
+    """
+    if not isinstance(plan.model, CapturedModel):
+        return _TextFeed(plan, options)
+    if options.text is not None:
+        raise PlanError(
+            f"--text {options.text}: a captured model is trained on one random batch of its inputs; leave it out, or "
+            "use ullage.prepare in a loop of your own"
+        )
+    return _RandomFeed(plan, plan.model, options)
+
+
+class _TextFeed:
+    def __init__(self, plan: Plan, options: ExecuteOptions) -> None:
+        self._plan = plan
+        self._stream = TokenStream(read_text(options.text), plan.seq_len, options.seed)
+
+    @property
+    def position(self) -> int:
+        return self._stream.position
+
+    def model(self) -> nn.Module:
+        assert not isinstance(self._plan.model, CapturedModel)
+        config = AutoConfig.for_model(**to_hf_config_dict(self._plan.model))
+        dtype = DTYPES[self._plan.decisions.precision.weights]
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        return model
+
+    def loss(self, model: nn.Module, device: torch.device) -> Tensor:
+        tokens = self._stream.next(self._plan.decisions.micro_batch).to(device)
+        loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return loss
+
+
+class _RandomFeed:
+    def __init__(self, plan: Plan, model: CapturedModel, options: ExecuteOptions) -> None:
+        self._factory = load_factory(model.factory)
+        self._micro_batch = model.micro_batch
+        generator = torch.Generator().manual_seed(options.seed)
+        dtype = DTYPES[plan.decisions.precision.weights]
+        batch = [(spec.name, _random(spec, dtype, generator)) for spec in model.inputs]
+        self._args = [tensor for name, tensor in batch if not name]
+        self._kwargs = {name: tensor for name, tensor in batch if name}
+        self.position = 0
+
+    def model(self) -> nn.Module:
+        return self._factory()
+
+    def loss(self, model: nn.Module, device: torch.device) -> Tensor:
+        self.position += self._micro_batch
+        args = [tensor.to(device) for tensor in self._args]
+        return find_loss(model(*args, **{name: tensor.to(device) for name, tensor in self._kwargs.items()}))[0]
+
+
+def _random(spec: CapturedInput, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return normal values, integers that the model can look up, or ones (a mask that hides nothing)."""
+    if spec.dtype == "float":
+        return torch.randn(spec.shape, generator=generator).to(dtype)
+    if spec.num_values is None:
+        return torch.ones(spec.shape, dtype=getattr(torch, spec.dtype))
+    return torch.randint(spec.num_values, spec.shape, generator=generator, dtype=getattr(torch, spec.dtype))
