@@ -198,7 +198,8 @@ class Mix:
     """A point of the family that our own policy searches (all counts from 0).
 
     Attributes:
-        num_gpu, num_stream: subgroups updated on the device, resident or streamed; the rest is updated on the CPU.
+        num_gpu, num_stream: of :func:`movable` subgroups, those updated on the device, resident or streamed; the rest
+            is updated on the CPU.
         num_keep: segments, from the last on, whose activations are kept.
         num_host: units, from the last on, whose parameters are fetched from the host for every use.
         num_slots: slots per ring of parameters.
@@ -218,22 +219,24 @@ class Mix:
 def mixed(setup: Setup, mix: Mix) -> Decisions:
     """Our policy at one point: updates wherever rates and memory allow, each gating only its unit's next forward.
 
-    Resident state goes to the units whose deadline is nearest, the first in forward order; streamed subgroups are
+    Resident state goes to the units whose deadline is nearest, the first in forward order, and of a layer's experts to
+    the most visited; streamed subgroups are
     spread evenly among those that the CPU updates, so that both sides stay busy. Units with a shared weight, and those
     that are updated on the device, keep their parameters there. What is very small always does: anywhere else it would
     take a turn, and a slot, for next to nothing.
     """
-    large = max(unit.num_params for unit in setup.units) * _SMALL
-    counts = [len(pieces(setup, unit)) if unit.num_params > large else 0 for unit in setup.units]
+    counts = movable(setup)
     fixed = tied(setup)
-    places = list(_spread(sum(counts), mix.num_gpu, mix.num_stream))
+    order = _in_turn(setup)
+    places = list(_spread(sum(counts.values()), mix.num_gpu, mix.num_stream))
     keep = set(swappable(setup)[::-1][: mix.num_keep])
     units: dict[str, UnitDecision] = {}
     offset = 0
-    for position, (unit, count) in enumerate(zip(setup.units, counts, strict=True)):
+    for position, unit in enumerate(order):
+        count = counts[unit.name]
         update = tuple(places[offset : offset + count]) if count else (Place.GPU,) * len(pieces(setup, unit))
         offset += count
-        late = position >= len(setup.units) - mix.num_host
+        late = position >= len(order) - mix.num_host
         alone = mix.zero_stage not in {1, 2} or setup.replicas(unit) == 1
         host = late and alone and unit.num_params > 0 and unit.name not in fixed and Place.GPU not in update
         kept = not unit.recompute or unit.segment in keep
@@ -250,6 +253,20 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
         update_order="forward" if setup.clip else "backward",
         units=units,
     )
+
+
+def _in_turn(setup: Setup) -> list[Unit]:
+    """Return the units in forward order, but a layer's experts by how much they compute."""
+    groups = itertools.groupby(setup.units, key=lambda unit: (unit.segment, ".experts." in unit.name))
+    return [
+        unit for _, group in groups for unit in sorted(group, key=lambda u: -u.forward_flop * (".experts." in u.name))
+    ]
+
+
+def movable(setup: Setup) -> dict[str, int]:
+    """Return how many subgroups of each unit a mix places, by name: none of those that are very small."""
+    large = max(unit.num_params for unit in setup.units) * _SMALL
+    return {unit.name: len(pieces(setup, unit)) if unit.num_params > large else 0 for unit in setup.units}
 
 
 def pieces(setup: Setup, unit: Unit) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from planner.bounds.solver import solve
 from planner.bounds.space import NEVER_S, ROOM, Space
 from planner.costs import UPDATE_BYTES_PER_PARAM, CostModel
 from planner.decisions import STATE_BYTES_PER_PARAM, Decisions, GradientPath, HostUpdate, Place, UnitDecision
-from planner.engines import POLICIES, Mix, Setup, mixed, pieces, swappable, tied
+from planner.engines import POLICIES, Mix, Setup, mixed, movable, pieces, swappable, tied
 from planner.lowering import lower
 from planner.prediction import Prediction, Workload, always_held, capacities, memory_peaks, predict
 from planner.schedule import Lane, Schedule, Tier
@@ -446,7 +446,7 @@ def _most_alike(setup: Setup) -> int:
 
 def _rounded(setup: Setup, values: Mapping[str, float], zero_stage: int) -> Mix:
     """Return the mix nearest to fractions of decisions; see :mod:`planner.bounds.conditions` for their names."""
-    counts = {unit.name: len(pieces(setup, unit)) for unit in setup.units}
+    counts = movable(setup)
     placed = {
         place: sum(values.get(f"{name}:{place}", 0.0) * count for name, count in counts.items()) for place in Place
     }
@@ -495,8 +495,8 @@ def _descend(
     The first steps are a fraction ``first_step`` of all there is to move.
     """
     limits = {
-        "num_gpu": sum(len(pieces(setup, unit)) for unit in setup.units),
-        "num_stream": sum(len(pieces(setup, unit)) for unit in setup.units),
+        "num_gpu": sum(movable(setup).values()),
+        "num_stream": sum(movable(setup).values()),
         "num_keep": len(swappable(setup)),
         "num_host": len(setup.units) if start.zero_stage in {0, 3} or setup.expert_parallel > 1 else 0,
         "num_slots": max(4, _most_alike(setup)),

@@ -113,7 +113,7 @@ class _Conditions:
         """Count how often parameters that are not resident come: before every use that they were not kept for."""
         program, name = self.program, unit.name
         need = Sum(("", 1.0)) if self.given.gathers(unit) else away
-        if not need:
+        if not need or not unit.forward:  # an expert that no token visits
             return
         uses = 2.0 * self.repeats
         kept = Sum()
@@ -215,7 +215,7 @@ class _Conditions:
             self.loads.scatter(total, unit, often)
         if self.given.regathers(unit):
             self.loads.gather(total, unit, Sum(("", 1.0)))
-        if self.given.gathers(unit):
+        if self.given.gathers(unit) and unit.forward:
             self.loads.gather(total, unit, Sum((f"{name}:fills", 1.0)))
         fetched = next((v for v in (f"{name}:fetches", f"{name}:fills") if v in self.program.boxes), None)
         if fetched and (away := self._away(unit)):
@@ -289,9 +289,9 @@ class _Conditions:
         if unit.num_params:
             self._updates(load, unit)
             num_bytes = self.weight_bytes * self.given.shard_params(unit)
-            comes = Sum((f"{unit.name}:upload", 1.0)).plus(self._away(unit))
+            comes = Sum((f"{unit.name}:upload", 1.0)).plus(self._away(unit) if unit.forward else {})
             self.loads.copy(load, Resource.LINK_DOWN, num_bytes, comes)
-            if self.given.gathers(unit) or self.given.regathers(unit):
+            if (self.given.gathers(unit) and unit.forward) or self.given.regathers(unit):
                 self.loads.gather(load, unit, Sum(("", 1.0)))
         return load
 
@@ -378,7 +378,7 @@ class _Conditions:
                 if f"{segment[0].segment}:recompute" in program.boxes and segment[0].operators[0].copies_input:
                     held[f"{segment[0].segment}:recompute"] += segment[0].activation_output_bytes * scale
                 needed = Sum(("", 1.0)) if self.given.gathers(unit) else self._away(unit)
-                if unit.num_params:
+                if unit.num_params and unit.forward:
                     held.plus(needed, whole[position][""])
                 name = f"memory: device at the backward of {unit.name}"
                 gradients = Sum()  # of units behind it; of all others, if there were micro-batches before

@@ -39,7 +39,9 @@ def _parameters(program: Program) -> None:
     slots = assign_slots(program)
     for slot, num_params in enumerate(slots.num_params):
         program.hold(Tier.GPU, MemoryClass.PARAMETERS, weight_bytes * num_params, f"slot {slot}")
-        read = [u for u in program.units if decisions.units[u.name].params == "nvme" and slots.of_unit[u.name] == slot]
+        read = [
+            u for u in program.units if decisions.units[u.name].params == "nvme" and slots.of_unit.get(u.name) == slot
+        ]
         if read:
             num_bytes = weight_bytes * max(program.shard_params[unit.name] for unit in read)
             program.hold(Tier.HOST, MemoryClass.PARAMETERS, num_bytes, f"buffer of slot {slot}")

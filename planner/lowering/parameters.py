@@ -46,7 +46,10 @@ def assign_slots(program: Program) -> Slots:
 
 def needs_slot(program: Program, unit: Unit) -> bool:
     """Return whether a unit's full parameters are on the device only while they are in a slot."""
-    return unit.num_params > 0 and (program.decisions.units[unit.name].fetched or unit.name in program.gathered)
+    # An expert that no token visits is needed nowhere.
+    return bool(unit.num_params and unit.forward) and (
+        program.decisions.units[unit.name].fetched or unit.name in program.gathered
+    )
 
 
 def parameters(program: Program) -> None:

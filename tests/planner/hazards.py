@@ -62,8 +62,9 @@ class Walk:
         self.schedule, self.decisions, self.ordered = schedule, decisions, ordered
         self.units = {unit.name: unit for unit in units}
         self.slot_of = slots(units, decisions).of_unit
-        self.gathers = decisions.data_parallel > 1 and decisions.zero_stage == 3
-        self.regathers = decisions.data_parallel > 1 and decisions.zero_stage in {1, 2}
+        self.gathers = {name for name, unit in self.units.items() if decisions.gathers(unit)}
+        self.regathers = {name for name, unit in self.units.items() if decisions.regathers(unit)}
+        self.replicated = {name for name, unit in self.units.items() if decisions.replicas(unit) > 1}
         self.contributors: dict[str, set[str]] = defaultdict(set)  # whose backward makes a part of a unit's gradient
         for unit in units:
             for name in (unit.name, *unit.shared_units):
@@ -138,13 +139,13 @@ class Walk:
     def _weights(self, task: Task) -> None:
         """Every use finds the weights of this iteration, updated as often as iterations have passed."""
         for name in (task.unit, *self.units[task.unit].shared_units):
-            if not self.units[name].num_params:
+            if not self.units[name].num_params or not self.units[name].forward:
                 continue
             if name in self.slot_of:
                 place: Hashable = ("slot", self.slot_of[name])
             else:  # where they are regathered, the own shard is a part of the whole
                 self.expect(self._version(name, "device"), self.node[0], f"weights of {name} of version")
-                if not self.regathers:
+                if name not in self.regathers:
                     continue
                 place = ("whole", name)
             wanted = (name, self.node[0]) if name in self.slot_of else self.node[0]
@@ -196,7 +197,7 @@ class Walk:
                 continue
             place = ("gradient", name, self.node[0], task.micro_batch)
             self.write(place, self.memory.get(place, frozenset()) | {task.unit})
-            if self.stays(name) and self.decisions.data_parallel == 1:  # what updates on the device read
+            if self.stays(name) and name not in self.replicated:  # what updates on the device read
                 self.write(("sum", name), None)
         if self.units[task.unit].num_params:
             self.flushes[self.node[0], task.unit, task.micro_batch] = []
@@ -215,12 +216,13 @@ class Walk:
             version = self._version(task.unit, "host weights")
         # A shard that is about to be gathered lands in its place in the slot.
         self.write(
-            ("slot", self.slot_of[task.unit]), (task.unit, "shard", version) if self.gathers else (task.unit, version)
+            ("slot", self.slot_of[task.unit]),
+            (task.unit, "shard", version) if task.unit in self.gathers else (task.unit, version),
         )
-        self.expect(task.slot, -1 if self.gathers else self.slot_of[task.unit], "its slot as")
+        self.expect(task.slot, -1 if task.unit in self.gathers else self.slot_of[task.unit], "its slot as")
 
     def _gather(self, task: Task) -> None:
-        if not self.gathers:
+        if task.unit not in self.gathers:
             self.write(("whole", task.unit), self._version(task.unit, "device"))
             return
         if self.fetched(task.unit):
@@ -245,7 +247,7 @@ class Walk:
     def _reduced(self, unit: str, micro_batch: int) -> frozenset[int]:
         """Return the micro-batches whose complete gradient, of all ranks, this micro-batch made ready on the device."""
         iteration = self.node[0]
-        if self.decisions.data_parallel > 1:
+        if unit in self.replicated:
             return self.read(("shard", unit, iteration, micro_batch), frozenset())
         return self._complete(unit, micro_batch)
 
@@ -313,7 +315,7 @@ class Walk:
 
     def _present(self, unit: str, micro_batch: int) -> frozenset[int]:
         """Return what :meth:`_reduced` does, where a reduction may wait for a later micro-batch."""
-        if self.decisions.data_parallel > 1 and ("shard", unit, self.node[0], micro_batch) not in self.memory:
+        if unit in self.replicated and ("shard", unit, self.node[0], micro_batch) not in self.memory:
             return frozenset()
         return self._reduced(unit, micro_batch)
 

@@ -249,4 +249,4 @@ def test_too_little_nvme_is_named() -> None:
         held = STATE_BYTES_PER_PARAM + SPILLED_BYTES_PER_PARAM
         total = sum(unit.num_params for unit in chosen.units)
         assert candidate.missing_bytes == {Tier.NVME: held * total - num_bytes}
-        assert re.search(message, _shortfall(request, candidate, cost, chosen.units, ()))
+        assert re.search(message, _shortfall(request, candidate, request.variants()[0], ()))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planner.costs import CostModel
 from planner.decisions import STATE_BYTES_PER_PARAM, Decisions, GradientPath, HostUpdate, Place, Precision
-from planner.engines import POLICIES, STORAGE_POLICIES, Mix, Setup, mixed
+from planner.engines import POLICIES, STORAGE_POLICIES, Mix, Setup, mixed, movable
 from planner.graph import Unit
 from planner.lowering import lower, slots
 from planner.schedule import Lane, MemoryClass, Op, Schedule, Tier
@@ -449,8 +449,8 @@ def test_mixes_are_valid(data: st.DataObject) -> None:
     model, ranks = data.draw(st.sampled_from(MODELS)), data.draw(st.sampled_from([1, 4]))
     units: tuple[Unit, ...] = small_units(model)
     setup = Setup(units, data_parallel=ranks, subgroup_params=500_000, clip=data.draw(st.booleans()))
-    probe = decide(units, data_parallel=ranks, zero_stage=2 if ranks > 1 else 0, subgroup_params=500_000)
-    total = sum(len(unit.update) for unit in probe.units.values())
+    counts = movable(setup)
+    total = sum(counts.values())
     num_gpu = data.draw(st.integers(0, total))
     mix = Mix(
         num_gpu=num_gpu,
@@ -461,7 +461,8 @@ def test_mixes_are_valid(data: st.DataObject) -> None:
         zero_stage=data.draw(st.sampled_from([1, 2, 3])) if ranks > 1 else 0,
     )
     decisions = mixed(setup, mix)
-    placed = Counter(place for unit in decisions.units.values() for place in unit.update)
+    placed = Counter(place for name, unit in decisions.units.items() if counts[name] for place in unit.update)
+    assert all(set(unit.update) <= {Place.GPU} for name, unit in decisions.units.items() if not counts[name])
     assert (placed[Place.GPU], placed[Place.STREAM], placed.total()) == (num_gpu, num_stream, total)
     Decisions.model_validate(decisions.model_dump())
     schedule = lower(units, decisions, asynchronous=True)

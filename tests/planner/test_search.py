@@ -10,7 +10,7 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.critical import critical_path
 from planner.models import resolve_model
-from planner.planning import Request, prepare
+from planner.planning import Request, make_plan, prepare
 from planner.prediction import always_held, capacities
 from planner.search import Candidate, Outcome, Scorer, search
 from planner.simulate.machine import run_until_steady
@@ -94,7 +94,6 @@ def test_progress_only_improves() -> None:
 
 def test_garbage_collection_is_only_suspended() -> None:
     """Interrupted or not, the caller's collector is as it was."""
-    setup, workload, cost = prepare(REQUESTS["roomy"])
 
     def interrupt(_: Candidate, _num: int) -> None:
         assert not gc.isenabled()
@@ -102,7 +101,7 @@ def test_garbage_collection_is_only_suspended() -> None:
 
     assert gc.isenabled()
     with pytest.raises(KeyboardInterrupt):
-        search(setup, Scorer(workload, cost), 1, interrupt)
+        make_plan(REQUESTS["roomy"], 1, interrupt)
     assert gc.isenabled()
 
 
