@@ -87,6 +87,7 @@ class Asked(Frozen):
             self._check_captured(model)
         found: list[Choice] = []
         reasons: list[ValueError] = []
+        can_be_shared = False
         for tensor, pipeline in itertools.product(*self._ways(model, devices_per_node)):
             if self.num_devices % (tensor * pipeline):
                 continue
@@ -99,19 +100,18 @@ class Asked(Frozen):
                 except ValueError as error:
                     reasons.append(error)
                     continue
+                can_be_shared = True
                 units = self.expert_units or _expert_units(model, expert)
                 found += [
                     Choice(**degrees, expert_units=units, micro_batch=size, num_micro_batches=count)
                     for size, count in self._cuts(data, pipeline)
                 ]
         if not found:
-            raise (
-                reasons[0]
-                if reasons
-                else ValueError(
-                    f"a global batch of {self.global_batch} sequences cannot be cut into equal micro-batches for "
-                    f"{self.num_devices} devices in the way asked for; choose a multiple of the data-parallel ranks"
-                )
+            if not can_be_shared:
+                raise reasons[0]
+            raise ValueError(
+                f"a global batch of {self.global_batch} sequences cannot be cut into equal micro-batches for "
+                f"{self.num_devices} devices in the way asked for; choose a multiple of the data-parallel ranks"
             )
         return tuple(found)
 

@@ -72,17 +72,18 @@ def certify(rivals: Sequence[Variant], own: Variant, decisions: Decisions, itera
 
 
 def computing_s(variant: Variant) -> float:
-    """Return how long the device computes at least, in seconds: the simplest of all bounds."""
+    """Return how long the device computes, or the host issues, at least, in seconds: the simplest of all bounds."""
     return max(_computing(variant).values()) * (1 - _RELATIVE)  # the sum of a proof may be rounded otherwise
 
 
 def _computing(variant: Variant) -> dict[str, float]:
-    """Return conditions on what is computed if nothing is recomputed, and what each of them proves alone."""
+    """Return conditions on what is computed and issued if nothing is recomputed, and what each of them proves alone."""
     given, cost = variant.space.given, variant.cost
     if given.pipeline_parallel == 1:
         loads = Loads(cost, given)
-        passes = (loads.computing(unit, op) for unit in variant.setup.units for op in (Op.FORWARD, Op.BACKWARD))
-        return {f"work: {Lane.COMPUTE.value}": given.num_micro_batches * sum(p[Lane.COMPUTE][""] for p in passes)}
+        passes = [loads.computing(unit, op) for unit in variant.setup.units for op in (Op.FORWARD, Op.BACKWARD)]
+        lanes = (Lane.COMPUTE, Lane.LAUNCH)
+        return {f"work: {lane}": given.num_micro_batches * sum(p[lane][""] for p in passes) for lane in lanes}
     program = conditions(variant.space, cost, NEVER_S)
     return {row.name: row.least for row in program.rows if row.name.startswith("work: ")}
 

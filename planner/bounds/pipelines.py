@@ -4,7 +4,7 @@
 segments are recomputed. Two consequences of the rules, for every stage s of p:
 
 - *work*: its first forward waits for those of the stages before it, and its last backward is followed by theirs. In
-  between it computes all its micro-batches;
+  between it computes all its micro-batches, and its host issues their kernels;
 - *memory*: with one forward and one backward in turn it holds the activations of ``min(p - s, micro-batches)``
   micro-batches when its first backward begins, and all its gradients when its last one ends.
 """
@@ -15,8 +15,9 @@ from planner.costs import CostModel
 from planner.decisions import STATE_BYTES_PER_PARAM
 from planner.graph import Unit
 from planner.lowering.pipeline import deal
+from planner.models.kernels import Kernels, num_kernels
 from planner.prediction import capacities
-from planner.schedule import Tier
+from planner.schedule import Lane, Tier
 
 Stage = list[list[Unit]]
 
@@ -33,14 +34,15 @@ def pipelined(space: Space, cost: CostModel, limit_s: float, *, soft: bool) -> L
         for segment in stage:
             if segment[0].recompute:
                 program.variable(f"{segment[0].segment}:recompute")
-    passes = [_pass(stage, cost) for stage in dealt]
+    lanes = {lane: [_pass(stage, cost, lane) for stage in dealt] for lane in (Lane.COMPUTE, Lane.LAUNCH)}
     repeats = space.given.num_micro_batches
     room = Sum((ROOM[Tier.GPU], 1.0)).plus(overrun)
     for number, stage in enumerate(dealt):
-        needs = Sum().plus(passes[number], float(repeats))
-        for before in passes[:number]:
-            needs.plus(before)
-        program.at_least(work_of(number), Sum((TIME, 1.0)), needs)
+        for lane, passes in lanes.items():
+            needs = Sum().plus(passes[number], float(repeats))
+            for before in passes[:number]:
+                needs.plus(before)
+            program.at_least(f"work: {lane} of stage {number}", Sum((TIME, 1.0)), needs)
         scale = 1.0 / capacities(cost)[Tier.GPU]
         ahead = min(len(dealt) - number, repeats)
         held, gradients = _always(stage, space), Sum(("", _gradient_bytes(stage, space)))
@@ -50,18 +52,20 @@ def pipelined(space: Space, cost: CostModel, limit_s: float, *, soft: bool) -> L
     return program
 
 
-def work_of(stage: int) -> str:
-    """Return the name of the condition on a stage's work."""
-    return f"work: stage {stage}"
+def _pass(stage: Stage, cost: CostModel, lane: Lane) -> Sum:
+    """Return for how long one micro-batch occupies a stage's device or host, forward and backward, in seconds."""
 
+    def takes_s(kernels: Kernels) -> float:
+        if lane is Lane.COMPUTE:
+            return cost.compute_s(kernels)
+        # The next pass waits for the slower of both, and a CPU issues and computes in turn.
+        return cost.profile.device.issue_s.value * num_kernels(kernels) if cost.asynchronous else 0.0
 
-def _pass(stage: Stage, cost: CostModel) -> Sum:
-    """Return what one micro-batch computes in a stage, forward and backward, in seconds."""
     found = Sum()
     for segment in stage:
-        found[""] += sum(cost.compute_s(unit.forward) + cost.compute_s(unit.backward) for unit in segment)
+        found[""] += sum(takes_s(unit.forward) + takes_s(unit.backward) for unit in segment)
         if segment[0].recompute:
-            found[f"{segment[0].segment}:recompute"] += sum(cost.compute_s(unit.recompute) for unit in segment)
+            found[f"{segment[0].segment}:recompute"] += sum(takes_s(unit.recompute) for unit in segment)
     return found
 
 

@@ -1,0 +1,257 @@
+"""Degrees and batch sizes: what is fixed stays fixed, what is open is chosen, and all of it is in the certificate."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+from cases import small_units
+from hazards import ordered_by_rules, violations
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machines import machine
+
+from planner.bounds.certificate import CertificateError, certify, check, computing_s
+from planner.bounds.conditions import conditions, decided
+from planner.bounds.program import bound
+from planner.bounds.solver import solve
+from planner.choices import Asked, Choice
+from planner.costs import CostModel
+from planner.decisions import BF16
+from planner.engines import Setup
+from planner.graph import Unit
+from planner.lowering import lower
+from planner.models import resolve_model
+from planner.models.kernels import Collective
+from planner.models.patterns import Degrees, Pattern
+from planner.pipelining import search_pipeline, staged
+from planner.plan import Plan
+from planner.planning import Request, make_plan
+from planner.prediction import Workload
+from planner.search import Scorer, search
+from planner.variants import Variant
+from planner.verification import verify
+
+OPT, MIXTRAL = resolve_model("opt-125m"), resolve_model("mixtral-8x7b")
+
+
+@given(
+    st.sampled_from([OPT, MIXTRAL]),
+    st.sampled_from([1, 2, 4, 6, 8, 16]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([None, 8, 12, 32]),
+    st.sampled_from([None, 1, 2]),
+    st.sampled_from([None, 1, 2]),
+)
+@settings(deadline=None, max_examples=100)
+def test_choices_are_what_was_asked_for(model, num_devices, per_node, batch, tensor, micro_batch) -> None:
+    if num_devices % (tensor or 1):
+        with pytest.raises(ValueError, match="must divide the"):
+            Asked(num_devices=num_devices, tensor_parallel=tensor)
+        return
+    asked = Asked(
+        num_devices=num_devices, global_batch=batch, tensor_parallel=tensor, micro_batch=micro_batch, expert_units=8
+    )
+    try:
+        choices = asked.choices(model, per_node)
+    except ValueError as error:
+        assert batch is not None and "cannot be cut" in str(error)
+        return
+    assert len(set(choices)) == len(choices)
+    for choice in choices:
+        assert choice.data_parallel * choice.tensor_parallel * choice.pipeline_parallel == num_devices
+        assert choice.data_parallel % choice.expert_parallel == 0
+        assert tensor in {None, choice.tensor_parallel}
+        assert micro_batch in {None, choice.micro_batch}
+        if tensor is None:
+            assert per_node % choice.tensor_parallel == 0
+        if batch:
+            assert choice.data_parallel * choice.micro_batch * choice.num_micro_batches == batch
+        else:
+            assert choice.pipeline_parallel == choice.expert_parallel == choice.num_micro_batches == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel": 5}, "tensor_parallel 5 x pipeline_parallel 1 must divide the 8 devices"),
+        ({"expert_parallel": 2}, "opt-125m has no experts"),
+        ({"tensor_parallel": 8}, "num_attention_heads of opt-125m is 12, which 8 tensor-parallel ranks cannot share"),
+        ({"global_batch": 7, "micro_batch": 2}, "a global batch of 7 sequences cannot be cut"),
+        ({"num_devices": 16, "pipeline_parallel": 16}, "has 12 layers, which 16 pipeline stages cannot share"),
+    ],
+)
+def test_what_cannot_be_done_is_named(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Asked(**{"num_devices": 8, **options}).choices(OPT, 8)
+
+
+def test_experts_fall_into_units_that_are_worth_moving() -> None:
+    for name, ranks, expected in (("mixtral-8x7b", 1, 8), ("mixtral-8x7b", 4, 2), ("qwen3-30b-a3b", 1, 6)):
+        (choice,) = Asked(num_devices=8, expert_parallel=ranks).choices(resolve_model(name), 8)
+        assert choice.expert_units == expected
+    (dense,) = Asked(num_devices=8).choices(OPT, 8)
+    assert dense.expert_units == 1
+
+
+def request(**options: object) -> Request:
+    hardware = machine(devices_per_node=4, gpu_bytes=3e8, cpu_params_per_s=1e8)
+    return Request(resolve_model("demo-llama"), **{"hardware": hardware, "seq_len": 128, **options})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def competed() -> Plan:
+    return make_plan(request(num_devices=4, global_batch=16), 60)
+
+
+def test_the_best_of_all_choices_wins(competed: Plan) -> None:
+    """Every choice planned by itself is no better, as far as the search can tell, and none beats the bound."""
+    asked = request(num_devices=4, global_batch=16)
+    variants = asked.variants()
+    assert len(variants) > 10
+    least_s = math.inf
+    for variant in variants:
+        fixed = variant.choice.model_dump()
+        del fixed["data_parallel"]
+        alone = make_plan(dataclasses.replace(asked, global_batch=None, **fixed), 60)
+        least_s = min(least_s, alone.prediction.iteration_s)
+        assert competed.certificate.bound_s <= alone.prediction.iteration_s
+        assert computing_s(variant) <= alone.prediction.iteration_s
+    assert competed.prediction.iteration_s <= least_s * 1.02
+
+
+def test_a_competition_is_verified(competed: Plan) -> None:
+    verify(competed)
+    choices = {proof.choice for proof in competed.certificate.proofs}
+    assert len(choices) == len(request(num_devices=4, global_batch=16).variants())
+    data = json.loads(competed.to_json())
+    del data["content_digest"]
+    # To say that less was asked for than was, or to leave out a choice, is noticed.
+    fewer = [p for p in data["certificate"]["proofs"] if p["choice"] != data["certificate"]["proofs"][-1]["choice"]]
+    forged = json.loads(json.dumps(data))
+    forged["certificate"]["proofs"] = fewer
+    with pytest.raises(CertificateError, match="there is none for"):
+        verify(Plan.model_validate(forged).sealed())
+    forged = json.loads(json.dumps(data))
+    forged["asked"]["global_batch"] = 8
+    with pytest.raises(CertificateError, match="not what was asked for"):
+        verify(Plan.model_validate(forged).sealed())
+
+
+def test_plans_over_slow_networks_keep_their_parameters_still() -> None:
+    """Where gathering parameters between nodes is slow, pipeline stages or tensor parallelism take over."""
+    fast = machine(devices_per_node=4, gpu_bytes=4e8)
+    assert fast.inter_node is not None
+    slow_rate = fast.inter_node.bytes_per_s.model_copy(update={"value": 2e7})
+    slow = fast.model_copy(update={"inter_node": fast.inter_node.model_copy(update={"bytes_per_s": slow_rate})})
+    plan = make_plan(request(hardware=slow, num_devices=8, global_batch=16), 40)
+    assert plan.decisions.pipeline_parallel > 1
+    assert {engine.name for engine in plan.engines} >= {"gpu-only", "zero-offload"}
+    verify(plan)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("kept", [0, 3, 100])
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_pipelines_satisfy_their_conditions(num_stages: int, kept: int, stage: int) -> None:
+    units = small_units("demo-llama", 6)
+    setup = Setup(units, data_parallel=2, pipeline_parallel=num_stages, num_micro_batches=4)
+    profile = machine(devices_per_node=4)
+    free = Scorer(Workload(units, 64), CostModel(profile, units, BF16, 2, 1, num_stages))
+    decisions = staged(setup, kept, stage)
+    prediction = free.predict(decisions)
+    exact = machine(devices_per_node=4, gpu_bytes=max(use.peak_bytes for use in prediction.memory.values()))
+    choice = Choice(data_parallel=2, pipeline_parallel=num_stages, num_micro_batches=4)
+    variant = Variant(choice, setup, CostModel(exact, units, BF16, 2, 1, num_stages))
+    for space in variant.space.stages():
+        if space.given.zero_stage == stage:
+            program = decided(conditions(space, variant.cost, 1e9), units, decisions)
+            solution = solve(program)
+            assert solution is not None
+            assert bound(program, solution.multipliers) <= prediction.iteration_s * (1 + 1e-9)
+            assert solution.value >= 0.8 * prediction.iteration_s
+
+
+def test_a_pipeline_keeps_as_many_activations_as_fit() -> None:
+    units = small_units("demo-llama", 6)
+    setup = Setup(units, pipeline_parallel=2, num_micro_batches=8)
+    peaks = {}
+    for kept in (0, 3, 6):
+        cost = CostModel(machine(devices_per_node=2, issue_s=1e-9), units, BF16, 1, 1, 2)
+        peaks[kept] = Scorer(Workload(units, 64), cost).score(staged(setup, kept, 0))
+    times = [peaks[kept].iteration_s for kept in (0, 3, 6)]
+    assert times[0] > times[1] > times[2]
+    room = peaks[3].filled["gpu"] * 1e12 * 1.001  # type: ignore[index]
+    tight = CostModel(machine(devices_per_node=2, issue_s=1e-9, gpu_bytes=room), units, BF16, 1, 1, 2)
+    found = search_pipeline(setup, Scorer(Workload(units, 64), tight)).best
+    assert not found.missing_bytes
+    assert found.iteration_s <= times[1]
+
+
+HALVES = Pattern("halves", lambda degrees: 2 if degrees.data_parallel % 2 == 0 else 1)
+
+
+def halved(units: tuple[Unit, ...]) -> tuple[Unit, ...]:
+    """Return units whose MLPs are spread in a way that the planner has never heard of.
+
+    Of two neighbours each has half of every weight, and they exchange what they work on.
+    """
+    swap = Collective(1 << 16, 2, kind="all-to-all")
+    result = []
+    for unit in units:
+        if not unit.name.endswith(".mlp"):
+            result.append(unit)
+            continue
+        operators = tuple(
+            dataclasses.replace(
+                operator,
+                pattern=HALVES,
+                parameters=tuple(
+                    dataclasses.replace(spec, shape=(spec.shape[0] // 2, *spec.shape[1:]))
+                    for spec in operator.parameters
+                ),
+                forward=(swap, *operator.forward),
+                backward=(*operator.backward, swap),
+            )
+            for operator in unit.operators
+        )
+        parameters = tuple(spec for operator in operators for spec in operator.parameters)
+        result.append(dataclasses.replace(unit, operators=operators, parameters=parameters))
+    return tuple(result)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_new_pattern_is_planned_without_being_known(ranks: int) -> None:
+    units = halved(small_units("demo-llama", 3))
+    mlp = next(unit for unit in units if unit.name == "layers.1.mlp")
+    assert mlp.parts(Degrees(data_parallel=ranks)) == 2
+    profile = machine(devices_per_node=4, gpu_bytes=3e7)
+    setup = Setup(units, data_parallel=ranks, subgroup_params=400_000)
+    variant = Variant(Choice(data_parallel=ranks), setup, CostModel(profile, units, BF16, ranks))
+    found = search(setup, Scorer(Workload(units, 64), variant.cost), 60).best
+    assert not found.missing_bytes
+    schedule = lower(units, found.decisions, asynchronous=True)
+    assert violations(schedule, units, found.decisions, ordered_by_rules(schedule)) == []
+    # Two ranks have nothing to add up of what each has a part of; four do so in pairs.
+    summed = {task.unit for task in schedule.tasks if task.lane == "collective"}
+    assert ("layers.1.mlp" in summed) == (ranks == 4)
+    assert "layers.1.attn" in summed
+    certificate = certify([variant], variant, found.decisions, found.iteration_s)
+    check(certificate, [variant], variant, found.decisions, found.iteration_s)
+    assert certificate.bound_s > 0.5 * found.iteration_s
+
+
+def test_patterns_that_differ_cannot_move_as_one() -> None:
+    unit = small_units("demo-llama", 1)[1]
+    mixed = (dataclasses.replace(unit.operators[0], pattern=HALVES), *unit.operators[1:])
+    with pytest.raises(ValueError, match="make them units of their own"):
+        dataclasses.replace(unit, operators=mixed).parts(Degrees(data_parallel=2))
+
+
+def test_a_budget_in_seconds_ends_the_search() -> None:
+    tight = machine(gpu_bytes=1.5e8, cpu_params_per_s=1e8)
+    plan = make_plan(request(hardware=tight), budget_s=0.01)
+    longer = make_plan(request(hardware=tight), budget_s=3.0)
+    assert plan.num_simulations < longer.num_simulations
+    assert longer.prediction.iteration_s <= plan.prediction.iteration_s
+    verify(plan)
