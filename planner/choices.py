@@ -140,7 +140,7 @@ class Asked(Frozen):
             return [self.expert_parallel]
         if self.global_batch is None or isinstance(model, CapturedModel) or not model.is_expert_model:
             return [1]
-        return [n for n in range(1, data + 1) if data % n == 0 and model.num_experts % n == 0]
+        return [2**i for i in range(data.bit_length()) if data % 2**i == 0 and model.num_experts % 2**i == 0]
 
     def _cuts(self, data: int, pipeline: int) -> Iterator[tuple[int, int]]:
         """Yield sizes and numbers of micro-batches."""
