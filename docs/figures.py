@@ -21,6 +21,7 @@ from ullage.simulation import requested, simulate
 HERE = Path(__file__).parent
 RUN = HERE.parent / "benchmarks" / "results" / "demo_run.json"
 PUBLISHED = HERE.parent / "benchmarks" / "results" / "published.json"
+SPEED = HERE.parent / "benchmarks" / "results" / "planning_speed.json"
 PUBLISHED_PANELS = (
     ("iteration and end-to-end time (s)", ("iteration", "end to end"), 1.0),
     ("phases: backward and update (s)", ("backward", "update"), 1.0),
@@ -94,6 +95,22 @@ def draw_published() -> None:
     plt.close(figure)
 
 
+def draw_growth() -> None:
+    """Draw how long planning takes as models get deeper and devices more."""
+    growth = json.loads(SPEED.read_text(encoding="utf-8"))["growth"]
+    figure, panels = plt.subplots(1, len(growth), figsize=(9, 3), sharey=True, layout="constrained")
+    for axes, (what, rows) in zip(panels, growth.items(), strict=True):
+        counts = [next(value for key, value in row.items() if key.startswith("num_")) for row in rows]
+        axes.loglog(counts, [row["process_s"] for row in rows], "o-", color="#0072b2")
+        axes.set_xticks(counts, [f"{count:,}" for count in counts])
+        axes.minorticks_off()
+        axes.set_xlabel(what)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("s to plan, whole process")
+    panels[0].yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    figure.savefig(HERE / "growth.svg", metadata={"Date": None})
+
+
 def draw_simulated() -> None:
     """Draw OPT-13B on four H100, by ZeRO-Offload and by our plan, as the memory-wall study draws measured runs."""
     request = Request(resolve_model("opt-13b"), load_profile("h100x4-80g"), num_devices=4)
@@ -118,6 +135,7 @@ def main() -> None:
     figure.legend(handles, [op.value for op in COLOURS if op in used], loc="outside right upper", frameon=False)
     figure.savefig(HERE / "demo_iteration.svg", metadata={"Date": None})
     draw_simulated()
+    draw_growth()
     draw_published()
 
 
