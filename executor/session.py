@@ -445,9 +445,10 @@ def _check(decisions: Decisions) -> None:
             f"policy {decisions.policy} uses NVMe or offloads activations, which can be simulated but not executed so "
             "far: set params to 'gpu' or 'host', activations to 'keep' or 'recompute', and no update to 'nvme'"
         )
-    for name in ("tensor_parallel", "pipeline_parallel"):
-        if (degree := getattr(decisions, name)) > 1:
-            raise ValueError(f"{name} is {degree}, which can be simulated but not executed so far; plan with 1")
+    for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_units"):
+        if (count := getattr(decisions, name)) > 1:
+            option = f"--{name.replace('_', '-')} 1"
+            raise ValueError(f"{name} is {count}, which can be simulated but not executed so far; plan with {option}")
     if decisions.reduce_start != "backward":
         raise ValueError(
             f"reduce_start is {decisions.reduce_start!r}, which can be simulated but not executed; set it to 'backward'"

@@ -7,9 +7,9 @@ batch. Only with a wanted batch per iteration can degrees be compared: without o
 
 import itertools
 from collections.abc import Iterator
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from planner.decisions import Frozen
 from planner.graph import Batch
@@ -67,22 +67,17 @@ class Asked(Frozen):
     expert_parallel: Count | None = None
     expert_units: Count | None = None
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        fixed = (self.tensor_parallel or 1) * (self.pipeline_parallel or 1)
-        if self.num_devices % fixed:
-            raise ValueError(
-                f"tensor_parallel {self.tensor_parallel or 1} x pipeline_parallel {self.pipeline_parallel or 1} must "
-                f"divide the {self.num_devices} devices; change one of them"
-            )
-        return self
-
     def choices(self, model: Model, devices_per_node: int) -> tuple[Choice, ...]:
         """Return every way to do what is asked; see [Note: Choices].
 
         Raises:
             ValueError: there is none, and why.
         """
+        if self.num_devices % ((self.tensor_parallel or 1) * (self.pipeline_parallel or 1)):
+            raise ValueError(
+                f"tensor_parallel {self.tensor_parallel or 1} x pipeline_parallel {self.pipeline_parallel or 1} must "
+                f"divide the {self.num_devices} devices; change one of them"
+            )
         if isinstance(model, CapturedModel):
             self._check_captured(model)
         found: list[Choice] = []

@@ -293,7 +293,8 @@ def _exchanges(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
             changed = {} if exchange_params else _all_resident(decisions)
             for unit, own, there in ((one, *old), (other, *old[::-1])):
                 place = there.update[0]
-                stays = place is Place.GPU or unit.name in resident or not exchange_params
+                fixed = unit.name in resident or decisions.regathers(unit)
+                stays = place is Place.GPU or fixed or not exchange_params
                 params = "gpu" if stays else there.params
                 changed[unit.name] = own.model_copy(update={"update": (place,) * len(own.update), "params": params})
             yield decisions.model_copy(update={"units": decisions.units | changed})

@@ -6,6 +6,7 @@ from rich.table import Table
 
 from planner.allocator import AllocatorUse
 from planner.bounds.proof import Certificate
+from planner.choices import Choice
 from planner.models.captured import CapturedModel, Model, counted
 from planner.models.parameters import num_parameters
 from planner.plan import EngineRow, Plan
@@ -97,12 +98,14 @@ def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
         batch = f"{decided.micro_batch} samples"
     origins = ", ".join(f"{100 * share:.0f} % {origin}" for origin, share in origin_shares(hardware).items())
     chosen = " (the default; choose another with --hardware)" if default_hardware else ""
+    ranks = "device(s)" if decided.num_devices == decided.data_parallel else "data-parallel rank(s)"
     accumulated = f" x {decided.num_micro_batches} micro-batches" if decided.num_micro_batches > 1 else ""
     return {
         "model": model_line(plan.model),
         "hardware": f"{hardware.name}{chosen}: {hardware.description}. Its quantities are {origins}",
-        "batch": f"{batch}{accumulated} x {decided.data_parallel} device(s) = {tokens:,} {items}, "
+        "batch": f"{batch}{accumulated} x {decided.data_parallel} {ranks} = {tokens:,} {items}, "
         f"{decided.precision.weights}, {'clipped' if decided.clip else 'not clipped'}",
+        **_choice(plan),
         "fits": _fits(seen.memory),
         "iteration": f"{si(seen.iteration_s, 's')} = forward {si(seen.forward_s, 's')} + backward "
         f"{si(seen.backward_s, 's')} + update {si(seen.update_s, 's')} (updates may run inside the next forward)",
@@ -112,6 +115,15 @@ def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
         "best": gap_line(plan.certificate, seen.iteration_s),
         "placement": describe(decided, plan.units()),
     }
+
+
+def _choice(plan: Plan) -> dict[str, str]:
+    """Say which choice of degrees and batch sizes was made, if there was one."""
+    choices = {proof.choice for proof in plan.certificate.proofs}
+    if len(choices) == 1:
+        return {}
+    made = Choice.model_validate({name: getattr(plan.decisions, name) for name in Choice.model_fields})
+    return {"choice": f"{made.words}: the best found of {len(choices)}, all of them within the bound"}
 
 
 def gap_line(certificate: Certificate, iteration_s: float) -> str:

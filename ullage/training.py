@@ -93,7 +93,7 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord:
 
 
 def _check_machine(plan: Plan, options: ExecuteOptions) -> None:
-    ranks, started = plan.decisions.data_parallel, int(os.environ.get("WORLD_SIZE", "1"))
+    ranks, started = plan.decisions.num_devices, int(os.environ.get("WORLD_SIZE", "1"))
     if max(ranks, started) > 1:
         raise PlanError(
             f"the plan is for {ranks} device(s) and {started} process(es) were started, but execution is on one device "

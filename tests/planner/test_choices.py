@@ -47,7 +47,7 @@ OPT, MIXTRAL = resolve_model("opt-125m"), resolve_model("mixtral-8x7b")
 def test_choices_are_what_was_asked_for(model, num_devices, per_node, batch, tensor, micro_batch) -> None:
     if num_devices % (tensor or 1):
         with pytest.raises(ValueError, match="must divide the"):
-            Asked(num_devices=num_devices, tensor_parallel=tensor)
+            Asked(num_devices=num_devices, tensor_parallel=tensor).choices(model, per_node)
         return
     asked = Asked(
         num_devices=num_devices, global_batch=batch, tensor_parallel=tensor, micro_batch=micro_batch, expert_units=8

@@ -1,0 +1,98 @@
+"""Degrees, batches, nodes and experts on the command line: what was asked for is what is planned."""
+
+import json
+
+import pytest
+
+from planner.plan import load_plan
+from ullage.cli import main
+
+MOE = {
+    "model_type": "mixtral",
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+    "num_local_experts": 8,
+}
+
+
+@pytest.fixture
+def moe(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MOE))
+    return str(path)
+
+
+def plan_of(tmp_path, *options: str):
+    path = tmp_path / "plan.json"
+    assert main(["plan", "--seq-len", "64", "--output", str(path), *options]) == 0
+    return load_plan(path)
+
+
+def test_a_batch_is_cut_and_said_so(tiny_model, tmp_path, capsys):
+    options = ("--model", str(tiny_model), "--gpus", "4", "--global-batch", "8")
+    plan = plan_of(tmp_path, *options)
+    decided = plan.decisions
+    assert decided.data_parallel * decided.micro_batch * decided.num_micro_batches == 8
+    assert decided.num_devices == 4
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"the best found of {len({p.choice for p in plan.certificate.proofs})}, all of them within the bound" in said
+    assert main(["verify", str(tmp_path / "plan.json")]) == 0
+
+
+def test_degrees_nodes_and_experts_reach_the_plan(moe, tmp_path):
+    shares = tmp_path / "load.json"
+    shares.write_text(json.dumps([0.3, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]))
+    options = ("--model", moe, "--hardware", "h100", "--gpus", "8", "--nodes", "2", "--micro-batch", "1")
+    more = ("--tensor-parallel", "2", "--expert-parallel", "4", "--expert-units", "2", "--expert-load", str(shares))
+    plan = plan_of(tmp_path, *options, *more)
+    decided = plan.decisions
+    assert (decided.tensor_parallel, decided.data_parallel, decided.expert_parallel) == (2, 4, 4)
+    assert decided.expert_units == 2
+    assert plan.hardware.devices_per_node == 4
+    assert plan.expert_load == ((0.3, *[0.1] * 7),)
+    assert main(["verify", str(tmp_path / "plan.json")]) == 0
+
+
+def test_uneven_experts_take_longer(moe, tmp_path):
+    options = ("--model", moe, "--hardware", "h100", "--gpus", "4", "--expert-parallel", "4")
+    even, uneven = (plan_of(tmp_path, *options, "--expert-load", load) for load in ("uniform", "zipf:1.2"))
+    assert even.expert_load == ()
+    assert uneven.prediction.iteration_s > even.prediction.iteration_s
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--nodes 3", "--nodes 3 cannot share --gpus 4 evenly with at most 8 device(s) per node of h100"),
+        ("--tensor-parallel 3", "tensor_parallel 3 x pipeline_parallel 1 must divide the 4 devices"),
+        ("--expert-parallel 3", "num_experts of"),
+        ("--expert-load zipf:x", "the exponent must be a number from 0 to 10"),
+        ("--expert-load nowhere.json", "--expert-load nowhere.json: No such file or directory; give uniform, zipf:S"),
+        ("--expert-load {bad}", "must hold a list of shares, or one for each layer"),
+        ("--expert-load {short}", "has 2 shares that add up to 1"),
+        ("--global-batch 6 --micro-batch 4", "a global batch of 6 sequences cannot be cut into equal micro-batches"),
+        ("--pipeline-parallel 4", "has 2 layers, which 4 pipeline stages cannot share"),
+    ],
+)
+def test_what_makes_no_sense_is_named_in_one_line(options, message, moe, tmp_path, capsys):
+    files = {"bad": '{"a": 1}', "short": "[0.5, 0.5]"}
+    for name, text in files.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    chosen = options.format(**{name: str(tmp_path / f"{name}.json") for name in files}).split()
+    assert main(["plan", "--model", moe, "--hardware", "h100", "--gpus", "4", "--seq-len", "64", *chosen]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_what_cannot_be_executed_yet_is_refused(moe, tmp_path, capsys):
+    plan_of(tmp_path, "--model", moe, "--hardware", "epyc-turin-2c", "--expert-units", "8", "--micro-batch", "1")
+    assert main(["execute", str(tmp_path / "plan.json"), "--iterations", "6", "--output-dir", str(tmp_path)]) == 2
+    assert "expert_units is 8, which can be simulated but not executed so far; plan with --expert-units 1" in (
+        capsys.readouterr().err
+    )
