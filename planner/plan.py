@@ -57,6 +57,7 @@ class Plan(Frozen):
         engines: what engine policies would take.
         certificate: how fast any schedule could be at best, and what proves it.
         num_simulations: schedules that the search simulated.
+        model_digest, hardware_digest: SHA-256 of the model and of the profile: two plans may be of the same.
         content_digest: SHA-256 of everything else, so that a change by hand is noticed.
     """
 
@@ -72,6 +73,8 @@ class Plan(Frozen):
     engines: tuple[EngineRow, ...]
     certificate: Certificate
     num_simulations: int
+    model_digest: str = ""
+    hardware_digest: str = ""
     content_digest: str = ""
 
     @model_validator(mode="after")
@@ -86,11 +89,15 @@ class Plan(Frozen):
     def digest(self) -> str:
         """Return the SHA-256 of the canonical JSON of everything but ``content_digest``."""
         data = self.model_dump(mode="json", exclude={"content_digest"}, exclude_none=True)
-        return hashlib.sha256(_canonical(data).encode()).hexdigest()
+        return _digest(data)
 
     def sealed(self) -> Self:
         """Return the same plan with its digest."""
-        return self.model_copy(update={"content_digest": self.digest()})
+        parts = {
+            f"{name}_digest": _digest(getattr(self, name).model_dump(mode="json")) for name in ("model", "hardware")
+        }
+        plan = self.model_copy(update=parts)
+        return plan.model_copy(update={"content_digest": plan.digest()})
 
     def units(self) -> tuple[Unit, ...]:
         """Return the model's units for this plan's micro-batch, or one tensor-parallel rank's share of them."""
@@ -154,6 +161,10 @@ def load_plan(path: Path | str) -> Plan:
     if not plan.content_digest:
         raise PlanError(f"{path}: content_digest is missing, so the file cannot be trusted; make the plan again")
     return plan
+
+
+def _digest(data: Any) -> str:
+    return hashlib.sha256(_canonical(data).encode()).hexdigest()
 
 
 def _canonical(data: Any) -> str:

@@ -7,6 +7,7 @@ from rich.table import Table
 from planner.allocator import AllocatorUse
 from planner.bounds.proof import Certificate
 from planner.choices import Choice
+from planner.decisions import Decisions
 from planner.models.captured import CapturedModel, Model, counted
 from planner.models.parameters import num_parameters
 from planner.plan import EngineRow, Plan
@@ -114,6 +115,7 @@ def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
         "binds": binds(seen.critical_s, seen.iteration_s),
         "best": gap_line(plan.certificate, seen.iteration_s),
         "placement": describe(decided, plan.units()),
+        **_execution(decided),
     }
 
 
@@ -124,6 +126,20 @@ def _choice(plan: Plan) -> dict[str, str]:
         return {}
     made = Choice.model_validate({name: getattr(plan.decisions, name) for name in Choice.model_fields})
     return {"choice": f"{made.words}: the best found of {len(choices)}, all of them within the bound"}
+
+
+def _execution(decided: Decisions) -> dict[str, str]:
+    """Say what of a plan our executor cannot run so far."""
+    counts = {
+        "devices": decided.num_devices,
+        "tensor-parallel ranks": decided.tensor_parallel,
+        "pipeline stages": decided.pipeline_parallel,
+        "expert-parallel ranks": decided.expert_parallel,
+        "units of experts (--expert-units 1 plans one)": decided.expert_units,
+    }
+    ahead = [f"{count} {what}" for what, count in counts.items() if count > 1]
+    ahead += ["NVMe or offloaded activations"] if decided.uses_storage else []
+    return {"execution": f"planned and simulated, not executed so far: {', '.join(ahead)}"} if ahead else {}
 
 
 def gap_line(certificate: Certificate, iteration_s: float) -> str:

@@ -145,3 +145,13 @@ def test_another_kind_of_file_is_named(field: str, message: str, tmp_path: Path)
     path.write_text(f'{{"schema_version": 1, "{field}": []}}', encoding="utf-8")
     with pytest.raises(PlanError, match=message):
         load_plan(path)
+
+
+def test_plans_tell_by_digests_what_they_are_of(plan) -> None:
+    other = plan.model_copy(update={"seq_len": 2 * plan.seq_len}).sealed()
+    assert (other.model_digest, other.hardware_digest) == (plan.model_digest, plan.hardware_digest)
+    assert other.content_digest != plan.content_digest
+    machine = plan.hardware.with_device_memory(int(plan.hardware.device.memory_bytes.value) // 2)
+    smaller = plan.model_copy(update={"hardware": machine}).sealed()
+    assert smaller.hardware_digest != plan.hardware_digest
+    assert smaller.model_digest == plan.model_digest
