@@ -117,6 +117,7 @@ class Decisions(Frozen):
         num_state_slots: slots that streamed optimizer state passes through.
         num_nvme_slots: host buffers that optimizer state from NVMe passes through: 1 reads, updates and writes in turn,
             2 read or write one while another is updated, 3 do all at once.
+        num_gradient_slots: units that backward may run ahead of gradients leaving the device.
         num_activation_slots: units that forward may run ahead of activations leaving the device, and that activations
             may come back ahead of backward.
         spill_gradients: gradients that are updated from NVMe wait there too.
@@ -154,6 +155,7 @@ class Decisions(Frozen):
     num_param_slots: Annotated[int, Field(ge=1)] = 2
     num_state_slots: Annotated[int, Field(ge=1)] = 2
     num_nvme_slots: Annotated[int, Field(ge=1)] = 2
+    num_gradient_slots: Annotated[int, Field(ge=1)] = 2
     num_activation_slots: Annotated[int, Field(ge=1)] = 2
     spill_gradients: bool = False
     pinned_reads: bool = True

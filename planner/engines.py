@@ -204,6 +204,7 @@ class Mix:
         num_host: units, from the last on, whose parameters are fetched from the host for every use.
         num_slots: slots per ring of parameters.
         num_state_slots: slots that streamed state passes through.
+        num_gradient_slots: units that backward may run ahead of gradients leaving.
         zero_stage: what is sharded over devices.
     """
 
@@ -213,6 +214,7 @@ class Mix:
     num_host: int = 0
     num_slots: int = 2
     num_state_slots: int = 2
+    num_gradient_slots: int = 2
     zero_stage: int = 0
 
 
@@ -249,6 +251,7 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
         zero_stage=mix.zero_stage,
         num_param_slots=mix.num_slots,
         num_state_slots=mix.num_state_slots,
+        num_gradient_slots=mix.num_gradient_slots,
         update_start="step" if setup.clip else "backward",
         update_order="forward" if setup.clip else "backward",
         units=units,

@@ -39,8 +39,8 @@ _ENDLESS = 10**9
 _POLISH = 0.25
 # Mixtures that are tried until one fills memory this far, as near as that.
 _NUM_FITS, _FULL, _FITTED = 4, 0.995, 4e-3
-# Slots of parameters and of streamed state that are tried with them.
-_SLOTS = ((2, 2), (2, 3), (3, 3))
+# Slots of parameters, of streamed state and of gradients that are tried with them.
+_SLOTS = ((2, 2, 2), (2, 3, 2), (3, 3, 2))
 _BALANCE = "balance"  # a move of its own, beside those of counts
 # First steps of a descent, as fractions of all there is to move.
 _SMALL_STEP, _LARGE_STEP = 1 / 32, 1 / 2
@@ -376,7 +376,7 @@ def _starts(setup: Setup, scorer: Scorer) -> tuple[list[_Start], float]:
     starts: list[_Start] = []
     bounds_s: list[float] = []
     together = _most_alike(setup)
-    slots = (*_SLOTS, *([(together, 3)] if together > _SLOTS[-1][0] else []))
+    slots = (*_SLOTS, *([(together, 3, together), (2 * together, 3, together)] if together > _SLOTS[-1][0] else []))
     for stage in (2, 3) if setup.data_parallel > 1 else (0,):
         space = Space.of(setup.units, mixed(setup, Mix(0, 0, 0, zero_stage=stage)))
         mix, bound_s = _relaxed(setup, scorer, space, stage, slots)
@@ -407,7 +407,7 @@ def _lowest(setup: Setup) -> Mix:
 
 
 def _relaxed(
-    setup: Setup, scorer: Scorer, space: Space, stage: int, slots: Sequence[tuple[int, int]]
+    setup: Setup, scorer: Scorer, space: Space, stage: int, slots: Sequence[tuple[int, int, int]]
 ) -> tuple[Mix | None, float]:
     """Return the mix nearest to the best mixture of decisions that fits, and how fast anything can be at best.
 
@@ -421,13 +421,15 @@ def _relaxed(
     program = program.within({name: (0.0, 0.0) for name in program.boxes if name.endswith(":stays")})
     room = dict.fromkeys(ROOM, 1.0)
     best: tuple[tuple[float, float], Mix] | None = None
-    for num_slots, num_state_slots in slots:
+    for num_slots, num_state_slots, num_gradient_slots in slots:
         for _ in range(_NUM_FITS):
             solution = solve(program.within({ROOM[tier]: (share, share) for tier, share in room.items()}))
             if solution is None:
                 break
             mix = _rounded(setup, solution.values, stage)
-            mix = dataclasses.replace(mix, num_slots=num_slots, num_state_slots=num_state_slots)
+            mix = dataclasses.replace(
+                mix, num_slots=num_slots, num_state_slots=num_state_slots, num_gradient_slots=num_gradient_slots
+            )
             found = scorer.score(mixed(setup, mix))
             if best is None or found.order < best[0]:
                 best = found.order, mix
@@ -440,7 +442,10 @@ def _relaxed(
 
 
 def _most_alike(setup: Setup) -> int:
-    """Return the most units of one size in a segment: with as many slots, recomputation leaves them for backward."""
+    """Return the most units of one size in a segment.
+
+    With as many slots recomputation leaves them all for backward; with twice as many the next ones come meanwhile.
+    """
     sizes = Counter((unit.segment, unit.num_params) for unit in setup.units if unit.num_params)
     return max(sizes.values())
 
@@ -500,8 +505,9 @@ def _descend(
         "num_stream": sum(movable(setup).values()),
         "num_keep": len(swappable(setup)),
         "num_host": len(setup.units) if start.zero_stage in {0, 3} or setup.expert_parallel > 1 else 0,
-        "num_slots": max(4, _most_alike(setup)),
+        "num_slots": max(4, 2 * _most_alike(setup)),
         "num_state_slots": 4,
+        "num_gradient_slots": max(4, 2 * _most_alike(setup)),
     }
     mix, best = start, scorer.score(mixed(setup, start))
     steps = {

@@ -10,9 +10,6 @@ from planner.lowering.program import Draft, Program
 from planner.lowering.storage import spill
 from planner.schedule import Lane, Op, Phase
 
-# Backward may run this many units ahead of the gradients leaving the device, which bounds their memory.
-NUM_GRADIENT_SLOTS = 2
-
 
 def gradients(program: Program) -> None:
     """Reduce gradients over the ranks and flush those that the host updates, as soon as a unit's backward ends."""
@@ -26,7 +23,7 @@ def gradients(program: Program) -> None:
         if not unit.num_params:
             continue
         # Each of those, not only the latest: collectives and copies have lanes of their own, and end in any order.
-        num_over = max(len(leaving) + 1 - NUM_GRADIENT_SLOTS, 0)
+        num_over = max(len(leaving) + 1 - decisions.num_gradient_slots, 0)
         draft.after += leaving[:num_over]
         del leaving[:num_over]
         ready = _reduce(program, unit, draft)

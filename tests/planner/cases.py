@@ -66,6 +66,7 @@ def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> Decisions:
         "clip": clip,
         "num_nvme_slots": draw(st.integers(1, 3)),
         "num_activation_slots": draw(st.integers(1, 3)),
+        "num_gradient_slots": draw(st.integers(1, 4)),
         "spill_gradients": draw(st.booleans()),
     }
     empty = Decisions(policy="random", units={}, **options)

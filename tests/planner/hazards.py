@@ -15,7 +15,6 @@ from typing import Any
 from planner.decisions import Decisions, GradientPath, HostUpdate, Place
 from planner.graph import Unit
 from planner.lowering import slots
-from planner.lowering.gradients import NUM_GRADIENT_SLOTS
 from planner.schedule import Lane, Op, Schedule, Task
 from planner.timeline import Timeline
 
@@ -447,6 +446,6 @@ class Walk:
         for i, ((iteration, unit, micro_batch), _) in enumerate(leaving):
             start = (iteration, backward[unit, micro_batch])
             waiting = [node for _, node in leaving[:i] if not self.ordered(node, start)]
-            if len(waiting) >= NUM_GRADIENT_SLOTS:
+            if len(waiting) >= self.decisions.num_gradient_slots:
                 names = ", ".join(self._name(node) for node in waiting)
                 self.found.append(f"ahead: {self._name(start)} may start while gradients wait for {names}")
