@@ -59,7 +59,7 @@ def check(units: tuple[Unit, ...], decisions: Decisions, profile: HardwareProfil
     peaks = memory_peaks(simulation.timeline, simulation.steady, cost)
     needs = [float(peaks[tier].peak_bytes) if tier in peaks else 1.0 for tier in (Tier.GPU, Tier.HOST, Tier.NVME)]
     full = with_memory(profile, *(max(num_bytes, 1.0) for num_bytes in needs))
-    space = Space(units, decisions.model_copy(update={"units": {}}), storage=True)
+    space = Space(units, decisions.model_copy(update={"units": {}}), storage="nvme")
     period_s = simulation.period_s
     program = conditions(space, CostModel.of(full, units, decisions), 2 * period_s)
     solution = solve(program)
