@@ -210,6 +210,7 @@ class Mix:
         num_slots: slots per ring of parameters.
         num_state_slots: slots that streamed state passes through.
         num_nvme_slots: host buffers that state from NVMe passes through.
+        spill: 1 if gradients that are updated from there wait there too.
         zero_stage: what is sharded over devices.
     """
 
@@ -225,6 +226,7 @@ class Mix:
     num_offload: int = 0
     num_evict: int = 0
     num_nvme_slots: int = 3
+    spill: int = 0
 
 
 def mixed(setup: Setup, mix: Mix) -> Decisions:
@@ -267,6 +269,7 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
         num_param_slots=mix.num_slots,
         num_state_slots=mix.num_state_slots,
         num_nvme_slots=mix.num_nvme_slots,
+        spill_gradients=mix.spill > 0,
         update_start="step" if setup.clip else "backward",
         update_order="forward" if setup.clip else "backward",
         units=units,

@@ -489,8 +489,8 @@ def _relaxed(
         return None, math.inf
     if relaxed.value >= enough_s:
         return None, relaxed.value
-    # Schedules of ours send the gradients of all that is streamed to the host.
-    program = program.within({name: (0.0, 0.0) for name in program.boxes if name.endswith(":stays")})
+    # Schedules of ours send the gradients of all that is streamed to the host, and these mixtures keep gradients there.
+    program = program.within({name: (0.0, 0.0) for name in program.boxes if name.endswith((":stays", ":spill"))})
     room = dict.fromkeys(ROOM, 1.0)
     best: tuple[tuple[float, float], Mix] | None = None
     for num_slots, num_state_slots in slots:
@@ -621,6 +621,7 @@ def _storage_limits(setup: Setup, start: Mix) -> dict[str, int]:
         found["num_nvme"] = sum(len(pieces(setup, unit)) for unit in setup.units)
         found["num_on_nvme"] = len(setup.units) if start.zero_stage in {0, 3} or setup.expert_parallel > 1 else 0
         found["num_nvme_slots"] = _MOST_NVME_SLOTS
+        found["spill"] = int(setup.num_micro_batches == 1)
     return found
 
 

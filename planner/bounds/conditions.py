@@ -31,7 +31,7 @@ from planner.bounds.program import LinearProgram, Sum
 from planner.bounds.space import OVERRUN, ROOM, TIME, Space
 from planner.bounds.storage import STATE_BUFFERS, offloaded
 from planner.costs import CostModel, Resource
-from planner.decisions import STATE_BYTES_PER_PARAM, Decisions, Place
+from planner.decisions import SPILLED_BYTES_PER_PARAM, STATE_BYTES_PER_PARAM, Decisions, Place
 from planner.graph import Unit, segments
 from planner.lowering.workspace import least_workspace_bytes
 from planner.prediction import capacities
@@ -90,6 +90,9 @@ class _Conditions:
         places = [place for place in Place if self._stores(place is Place.NVME)]
         shares = Sum(*((program.variable(f"{name}:{place}"), 1.0) for place in places))
         program.at_least(f"{name}: updated somewhere", shares, Sum(("", 1.0)), equal=True)
+        if Place.NVME in places and self.repeats == 1:  # what is added up later is on the host until then
+            spill = Sum((program.variable(f"{name}:spill"), 1.0))
+            program.at_least(f"{name}: spilled for NVMe", Sum((f"{name}:{Place.NVME}", 1.0)), spill)
         away = self._away(unit)
         if not self.given.regathers(unit):
             for where in ("host", "onnvme"):
@@ -125,6 +128,10 @@ class _Conditions:
         fills = Sum((program.variable(f"{name}:fills", 0.0, uses), 1.0))
         program.at_least(f"{name}: comes for every use", fills, Sum().plus(need, uses).plus(kept, -1.0))
         program.at_least(f"{name}: comes once at least", fills, need)
+        if (there := f"{name}:onnvme") in away:
+            reads = Sum((program.variable(f"{name}:reads", 0.0, uses), 1.0))
+            program.at_least(f"{name}: read for every use", reads, Sum((there, uses)).plus(kept, -1.0))
+            program.at_least(f"{name}: read once at least", reads, Sum((there, 1.0)))
         if self.given.gathers(unit) and away:
             fetches = Sum((program.variable(f"{name}:fetches", 0.0, uses), 1.0))
             program.at_least(f"{name}: fetched for every use", fetches, Sum().plus(away, uses).plus(kept, -1.0))
@@ -220,16 +227,25 @@ class _Conditions:
         if self.given.gathers(unit):
             self.loads.gather(total, unit, Sum((f"{name}:fills", 1.0)))
         fetched = next((v for v in (f"{name}:fetches", f"{name}:fills") if v in self.program.boxes), None)
-        if fetched and (away := self._away(unit)):
+        if fetched and self._away(unit):
             fetch = Task(0, Lane.H2D, Op.FETCH, Phase.FORWARD, num_bytes=self.weight_bytes * shard)
             self.loads.charge(total, fetch, Sum((fetched, 1.0)))
-            if (name := f"{unit.name}:onnvme") in away:
-                self.loads.storage(total, Resource.NVME_READ, self.weight_bytes * shard, Sum((name, 1.0)))
-        if (name := f"{unit.name}:{Place.NVME}") in self.program.boxes:
-            for direction in (Resource.NVME_READ, Resource.NVME_WRITE):
-                self.loads.storage(total, direction, STATE_BYTES_PER_PARAM * shard, Sum((name, 1.0)))
-        if (name := f"{unit.name}:onnvme") in self.program.boxes and not self.given.precision.master_is_weight:
-            self.loads.storage(total, Resource.NVME_WRITE, self.weight_bytes * shard, Sum((name, 1.0)))
+        if self._stores(nvme=True):
+            self._storage_work(unit)
+
+    def _storage_work(self, unit: Unit) -> None:
+        """Add what a unit's parameters, gradients and state on NVMe are read and written in an iteration."""
+        name, shard = unit.name, self.given.shard_params(unit)
+        read, written = Resource.NVME_READ, Resource.NVME_WRITE
+        weights_written = 0 if self.given.precision.master_is_weight else self.weight_bytes
+        for what, num_bytes, directions in (
+            (Place.NVME, STATE_BYTES_PER_PARAM, (read, written)),
+            ("spill", SPILLED_BYTES_PER_PARAM, (read, written)),
+            ("onnvme", weights_written, (written,)),
+            ("reads", self.weight_bytes, (read,)),
+        ):
+            for direction in directions if f"{name}:{what}" in self.program.boxes else ():
+                self.loads.storage(self.total, direction, num_bytes * shard, Sum((f"{name}:{what}", 1.0)))
 
     def _updates(self, load: Load, unit: Unit) -> None:
         """Add the update itself, and the state that is streamed in for it."""
@@ -370,13 +386,15 @@ class _Conditions:
             host.plus(Sum((self._state_buffers(device_bytes), device_bytes)))
         for unit in (unit for unit in self.units if unit.num_params):
             shard = self.given.shard_params(unit)
-            name, updated = unit.name, Sum((f"{unit.name}:{Place.CPU}", 1.0))
-            host.plus(updated, (STATE_BYTES_PER_PARAM + self.weight_bytes) * shard)  # and its gradient
-            host[f"{name}:{Place.STREAM}"] += STATE_BYTES_PER_PARAM * shard
+            name = unit.name
+            for place in (Place.CPU, Place.STREAM):
+                host[f"{name}:{place}"] += STATE_BYTES_PER_PARAM * shard
+            # Gradients have room of their own where they arrive, unless they wait on NVMe.
+            host.plus(self._leaves(unit), float(self.weight_bytes * shard))
+            if (spilled := f"{name}:spill") in self.program.boxes:
+                host[spilled] -= float(self.weight_bytes * shard)
             on_nvme = Sum((f"{name}:{Place.NVME}", 1.0)) if self._stores(nvme=True) else Sum()
             nvme.plus(on_nvme, float(STATE_BYTES_PER_PARAM * shard))
-            if on_nvme and self.repeats > 1:  # with one micro-batch gradients may wait on NVMe
-                host.plus(on_nvme, float(self.weight_bytes * shard))
             if not self.given.precision.master_is_weight:
                 if (name_there := f"{name}:onnvme") in self.program.boxes:
                     nvme[name_there] += float(self.weight_bytes * shard)
@@ -512,6 +530,9 @@ def decided(program: LinearProgram, units: Sequence[Unit], decisions: Decisions)
         for place in Place:
             share = sum(size for size, where in pieces if where is place) / max(sum(size for size, _ in pieces), 1)
             fixed[f"{unit.name}:{place}"] = share
+        stays = not decisions.flushes(Place.STREAM)
+        fixed[f"{unit.name}:stays"] = fixed[f"{unit.name}:{Place.STREAM}"] if stays else 0.0
+        fixed[f"{unit.name}:spill"] = fixed[f"{unit.name}:{Place.NVME}"] if decisions.spill_gradients else 0.0
         fixed[f"{unit.name}:host"] = float(choice.params == "host")
         fixed[f"{unit.name}:onnvme"] = float(choice.params == "nvme")
         way = {"offload-nvme": "evict"}.get(choice.activations, choice.activations)
