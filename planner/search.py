@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import get_args
 
 from planner.bounds.conditions import conditions
+from planner.bounds.program import LinearProgram
 from planner.bounds.solver import solve
 from planner.bounds.space import NEVER_S, ROOM, Space
 from planner.costs import UPDATE_BYTES_PER_PARAM, CostModel
@@ -52,6 +53,8 @@ _NUM_FITS, _FULL, _FITTED = 4, 0.995, 4e-3
 _SLOTS = ((2, 2), (2, 3), (3, 3))
 # Of how many tenths of all segments activations are swapped, in seeds; host buffers of state from NVMe, at most.
 _SWAPPED_TENTHS, _MOST_NVME_SLOTS = (0, 3, 6, 10), 6
+# Gradients wait on NVMe if they do so in a mixture for this share of all units.
+_SPILLING = 0.1
 _BALANCE = "balance"  # a move of its own, beside those of counts
 # First steps of a descent, as fractions of all there is to move.
 _SMALL_STEP, _LARGE_STEP = 1 / 32, 1 / 2
@@ -489,10 +492,22 @@ def _relaxed(
         return None, math.inf
     if relaxed.value >= enough_s:
         return None, relaxed.value
-    # Schedules of ours send the gradients of all that is streamed to the host, and these mixtures keep gradients there.
-    program = program.within({name: (0.0, 0.0) for name in program.boxes if name.endswith((":stays", ":spill"))})
+    # Schedules of ours send the gradients of all that is streamed to the host. Of what may be on storage, mixtures
+    # tend to take a little of everything, so that some is left out too.
+    without = [(":stays", ":spill"), (":stays", ":offload", ":evict")] if setup.storage == "nvme" else [(":stays",)]
+    fitted = []
+    for names in without:
+        limited = program.within({name: (0.0, 0.0) for name in program.boxes if name.endswith(names)})
+        fitted += _fitted(setup, scorer, limited, stage, slots if len(without) == 1 else slots[:1])
+    return min(fitted, key=lambda pair: pair[0])[1] if fitted else None, relaxed.value
+
+
+def _fitted(
+    setup: Setup, scorer: Scorer, program: LinearProgram, stage: int, slots: Sequence[tuple[int, int]]
+) -> list[tuple[tuple[float, float], Mix]]:
+    """Return mixes that are nearer and nearer to filling memory, with the order of their score."""
     room = dict.fromkeys(ROOM, 1.0)
-    best: tuple[tuple[float, float], Mix] | None = None
+    fitted: list[tuple[tuple[float, float], Mix]] = []
     for num_slots, num_state_slots in slots:
         for _ in range(_NUM_FITS):
             solution = solve(program.within({ROOM[tier]: (share, share) for tier, share in room.items()}))
@@ -501,14 +516,13 @@ def _relaxed(
             mix = _rounded(setup, solution.values, stage)
             mix = dataclasses.replace(mix, num_slots=num_slots, num_state_slots=num_state_slots)
             found = scorer.score(mixed(setup, mix))
-            if best is None or found.order < best[0]:
-                best = found.order, mix
+            fitted.append((found.order, mix))
             before = dict(room)
             for tier, share in found.filled.items():
                 room[tier] = min(max(room[tier] + (_FULL - share), room[tier] / 2), 1.0)
             if all(abs(room[tier] - before[tier]) < _FITTED for tier in room) or scorer.spent():
                 break
-    return best[1] if best else None, relaxed.value
+    return fitted
 
 
 def _most_alike(setup: Setup) -> int:
@@ -541,15 +555,26 @@ def _rounded(setup: Setup, values: Mapping[str, float], zero_stage: int) -> Mix:
         num_on_nvme=math.ceil(round(on_nvme, 6)),
         num_offload=round(ways["offload"] + ways["evict"]),
         num_evict=math.ceil(round(ways["evict"], 6)),
+        spill=int(sum(values.get(f"{unit.name}:spill", 0.0) for unit in setup.units) > len(setup.units) * _SPILLING),
     )
 
 
-def _lacking(setup: Setup, found: Candidate) -> int:
-    """Return the resident subgroups that would have to go for a candidate to fit on the device, if that is all."""
-    if set(found.missing_bytes) != {Tier.GPU}:
-        return 0
+def _repaired(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate, moved: str) -> tuple[Mix, Candidate]:
+    """Let go of the resident subgroups without which a mix fits on the device, and move to NVMe what the host lacks.
+
+    Only of what was not moved itself.
+    """
     sizes = [num_params for unit in setup.units for num_params in pieces(setup, unit)]
-    return math.ceil(found.missing_bytes[Tier.GPU] * len(sizes) / (STATE_BYTES_PER_PARAM * sum(sizes)))
+    state_bytes = STATE_BYTES_PER_PARAM * sum(sizes) / len(sizes) * scorer.cost.ranks_per_node
+    if set(found.missing_bytes) == {Tier.GPU} and moved != "num_gpu":
+        lacking = math.ceil(found.missing_bytes[Tier.GPU] * scorer.cost.ranks_per_node / state_bytes)
+        trial = dataclasses.replace(trial, num_gpu=max(trial.num_gpu - lacking, 0))
+    elif set(found.missing_bytes) == {Tier.HOST} and moved != "num_nvme" and setup.storage == "nvme":
+        lacking = math.ceil(found.missing_bytes[Tier.HOST] / state_bytes)
+        trial = dataclasses.replace(trial, num_nvme=trial.num_nvme + lacking)
+    else:
+        return trial, found
+    return trial, scorer.score(mixed(setup, trial))
 
 
 def _balanced(mix: Mix, found: Candidate, num_subgroups: int) -> Mix:
@@ -596,9 +621,8 @@ def _descend(
         for name in (_BALANCE, *steps):
             for trial in _moves(mix, best, name, steps.get(name, 0), limits):
                 candidate = scorer.score(mixed(setup, trial))
-                if name != "num_gpu" and not best.missing_bytes and (lacking := _lacking(setup, candidate)):
-                    trial = dataclasses.replace(trial, num_gpu=max(trial.num_gpu - lacking, 0))  # noqa: PLW2901
-                    candidate = scorer.score(mixed(setup, trial))
+                if not best.missing_bytes and candidate.missing_bytes:
+                    trial, candidate = _repaired(setup, scorer, trial, candidate, name)  # noqa: PLW2901
                 if key(candidate) < key(best):
                     mix, best, moved = trial, candidate, True
                     tell(best)
