@@ -55,6 +55,8 @@ _SLOTS = ((2, 2), (2, 3), (3, 3))
 _SWAPPED_TENTHS, _MOST_NVME_SLOTS = (0, 3, 6, 10), 6
 # Gradients wait on NVMe if they do so in a mixture for this share of all units.
 _SPILLING = 0.1
+# What remains of the budget for descents after each of them.
+_LATER, _LATER_WITH_STORAGE = 0.3, 0.5
 _BALANCE = "balance"  # a move of its own, beside those of counts
 # First steps of a descent, as fractions of all there is to move.
 _SMALL_STEP, _LARGE_STEP = 1 / 32, 1 / 2
@@ -211,7 +213,7 @@ def _improve(
     last: bool,
 ) -> Candidate:
     """Return the best that is found from seeds and mixtures; ``last`` unless more storage will be allowed."""
-    driven = list(seeds)
+    driven, storage = list(seeds), setup.storage != "never"
     best = _best(driven)
     tell(best)
     starts, bound_s = _starts(setup, scorer, best)
@@ -220,11 +222,14 @@ def _improve(
     before = scorer.num_simulations
     if max_simulations is None:
         max_simulations = before + _default_simulations(scorer, best, endless=last)
+        if storage and (best.missing_bytes or best.decisions.uses_storage):  # nothing was searched without it
+            max_simulations += max_simulations - before
     room = max(max_simulations - before, 0)
     mix: Mix | None = None
+    later = _LATER_WITH_STORAGE if storage else _LATER
     for number, start in enumerate(starts):
         # The more promising a start, the more of the budget; a part is always left for moving single units.
-        limit = before + int(room * (1 - _POLISH) * (1 - 0.3 ** (number + 1)))
+        limit = before + int(room * (1 - _POLISH) * (1 - later ** (number + 1)))
         if not best.missing_bytes and best.iteration_s <= max(start.bound_s, bound_s * (1 + _CLOSE)):
             continue  # nothing that is worth the time can be found from there
         trial, found = _descend(setup, scorer, start.mix, lambda c: c.order, limit, tell, start.first_step)
@@ -444,10 +449,9 @@ def _starts(setup: Setup, scorer: Scorer, found: Candidate) -> tuple[list[_Start
     for stage in (2, 3) if setup.data_parallel > 1 else (0,):
         space = _space(setup, stage)
         enough_s = found.iteration_s * (1 - _CLOSE) if setup.storage != "never" and not found.missing_bytes else NEVER_S
-        mix, bound_s = _relaxed(setup, scorer, space, stage, slots, enough_s)
+        mixes, bound_s = _relaxed(setup, scorer, space, stage, slots, enough_s)
         bounds_s.append(bound_s)
-        if mix:
-            starts.append(_Start(mix, _SMALL_STEP, bound_s))
+        starts += [_Start(mix, _SMALL_STEP, bound_s) for mix in mixes]
         if setup.storage == "never":
             starts.append(_Start(Mix(num_gpu=0, num_stream=0, num_keep=0, zero_stage=stage), _LARGE_STEP, bound_s))
     # Parameters too may have to live on the host (their shards, if there are several ranks), or everything on NVMe.
@@ -460,9 +464,8 @@ def first_look(setup: Setup, scorer: Scorer) -> Candidate:
     """Return the best of a few mixtures: near to what a search will find, for a small part of its time."""
     found = [scorer.score(mixed(setup, _lowest(setup)))]
     for stage in (2, 3) if setup.data_parallel > 1 else (0,):
-        mix, _ = _relaxed(setup, scorer, _space(setup, stage), stage, _SLOTS[:1])
-        if mix:
-            found.append(scorer.score(mixed(setup, mix)))
+        mixes, _ = _relaxed(setup, scorer, _space(setup, stage), stage, _SLOTS[:1])
+        found += [scorer.score(mixed(setup, mix)) for mix in mixes]
     return _best(found)
 
 
@@ -479,27 +482,30 @@ def _lowest(setup: Setup) -> Mix:
 
 def _relaxed(
     setup: Setup, scorer: Scorer, space: Space, stage: int, slots: Sequence[tuple[int, int]], enough_s: float = NEVER_S
-) -> tuple[Mix | None, float]:
-    """Return the mix nearest to the best mixture of decisions that fits, and how fast anything can be at best.
+) -> tuple[list[Mix], float]:
+    """Return mixes near to the best mixture of decisions that fits, the best first, and how fast anything can be.
 
-    There is no mix if nothing fits, or can be better than ``enough_s``.
+    There is no mix if nothing fits, or can be better than ``enough_s``; one, or with storage one for each idea of it.
 
     The conditions know nothing of slots and of what is held for a moment only. So a mixture is simulated, and by as
     much as it overruns a memory, or leaves it empty, the next one is allowed less of it, or more.
     """
     program = conditions(space, scorer.cost, NEVER_S)
     if (relaxed := solve(program)) is None:
-        return None, math.inf
+        return [], math.inf
     if relaxed.value >= enough_s:
-        return None, relaxed.value
+        return [], relaxed.value
     # Schedules of ours send the gradients of all that is streamed to the host. Of what may be on storage, mixtures
     # tend to take a little of everything, so that some is left out too.
-    without = [(":stays", ":spill"), (":stays", ":offload", ":evict")] if setup.storage == "nvme" else [(":stays",)]
+    without = (
+        [(":stays", ":spill", ":evict"), (":stays", ":offload", ":evict")] if setup.storage == "nvme" else [(":stays",)]
+    )
     fitted = []
     for names in without:
         limited = program.within({name: (0.0, 0.0) for name in program.boxes if name.endswith(names)})
-        fitted += _fitted(setup, scorer, limited, stage, slots if len(without) == 1 else slots[:1])
-    return min(fitted, key=lambda pair: pair[0])[1] if fitted else None, relaxed.value
+        found = _fitted(setup, scorer, limited, stage, slots if len(without) == 1 else slots[:1])
+        fitted += [min(found, key=lambda pair: pair[0])] if found else []
+    return [mix for _, mix in sorted(fitted, key=lambda pair: pair[0])], relaxed.value
 
 
 def _fitted(
@@ -517,6 +523,9 @@ def _fitted(
             mix = dataclasses.replace(mix, num_slots=num_slots, num_state_slots=num_state_slots)
             found = scorer.score(mixed(setup, mix))
             fitted.append((found.order, mix))
+            if setup.storage != "never" and found.missing_bytes:
+                fixed, better = _repaired(setup, scorer, mix, found)
+                fitted.append((better.order, fixed))
             before = dict(room)
             for tier, share in found.filled.items():
                 room[tier] = min(max(room[tier] + (_FULL - share), room[tier] / 2), 1.0)
@@ -559,7 +568,7 @@ def _rounded(setup: Setup, values: Mapping[str, float], zero_stage: int) -> Mix:
     )
 
 
-def _repaired(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate, moved: str) -> tuple[Mix, Candidate]:
+def _repaired(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate, moved: str = "") -> tuple[Mix, Candidate]:
     """Let go of the resident subgroups without which a mix fits on the device, and move to NVMe what the host lacks.
 
     Only of what was not moved itself.
