@@ -24,7 +24,7 @@ from planner.variants import Job, Variant, variants
 _REMEDIES = {
     Tier.GPU: "use a smaller --micro-batch or --seq-len (of a captured model, --input-shape), more --gpus, or a device "
     "with more memory",
-    Tier.HOST: "use more --gpus (or nodes), --storage nvme, or a host with more memory",
+    Tier.HOST: "use more --gpus (or nodes), or a host with more memory",
     Tier.NVME: "use more nodes, or place less there",
 }
 

@@ -180,7 +180,7 @@ def search(
         setup: what is asked for.
         scorer: scores candidates.
         max_simulations: stop the local search after so many; the seeds are always scored. By default as many as take a
-            second or two: schedules of small models have few tasks.
+            second or two: schedules of small models have few tasks. With storage, as many again.
         progress: called with the best so far and the number of simulations.
     """
 
@@ -194,11 +194,15 @@ def search(
     driven += [candidate for candidate in engines.values() if candidate.decisions.executable]
     storage = setup.storage != "never"
     plain = dataclasses.replace(setup, storage="never")
-    best = _improve(plain, scorer, driven, engines, max_simulations, tell, last=not storage)
+    best, bound_s = _improve(plain, scorer, driven, engines, max_simulations, tell, last=not storage)
     if storage:  # what does without is tried first, so that it is found as it would be otherwise
         if setup.storage == "nvme":
             driven += [scorer.score(_driven_by_us(setup, placement)) for placement in _swapping(setup)]
-        best = _improve(setup, scorer, [best, *driven], engines, max_simulations, tell, last=True)
+        enough_s = NEVER_S if best.missing_bytes else min(bound_s * (1 - _CLOSE), NEVER_S)
+        driven = [best, *driven]
+        if max_simulations is not None:
+            max_simulations += scorer.num_simulations
+        best, _ = _improve(setup, scorer, driven, engines, max_simulations, tell, enough_s=enough_s)
     return Outcome(best, engines, scorer.num_simulations)
 
 
@@ -210,15 +214,27 @@ def _improve(
     max_simulations: int | None,
     tell: Callable[[Candidate], None],
     *,
-    last: bool,
-) -> Candidate:
-    """Return the best that is found from seeds and mixtures; ``last`` unless more storage will be allowed."""
+    last: bool = True,
+    enough_s: float = NEVER_S,
+) -> tuple[Candidate, float]:
+    """Return the best that is found from seeds and mixtures, and how fast anything can be at best.
+
+    Args:
+        setup: what is asked for.
+        scorer: scores candidates.
+        seeds: candidates to start from.
+        engines: the best of every engine policy.
+        max_simulations: see :func:`search`.
+        tell: called with the best so far.
+        last: whether no more storage will be allowed later, so that it is worth looking for what hardly fits.
+        enough_s: if nothing can be faster than this, the best of the seeds is.
+    """
     driven, storage = list(seeds), setup.storage != "never"
     best = _best(driven)
     tell(best)
-    starts, bound_s = _starts(setup, scorer, best)
-    if bound_s == math.inf and not last:
-        return best
+    starts, bound_s = _starts(setup, scorer, enough_s)
+    if bound_s >= enough_s or (bound_s == math.inf and not last):
+        return best, bound_s
     before = scorer.num_simulations
     if max_simulations is None:
         max_simulations = before + _default_simulations(scorer, best, endless=last)
@@ -249,7 +265,7 @@ def _improve(
         tidy = scorer.num_simulations + _TIDY_SIMULATIONS
         _, best = _descend(setup, scorer, mix, _quieter(limit_s), tidy)
         tell(best)
-    return best
+    return best, bound_s
 
 
 def _default_simulations(scorer: Scorer, example: Candidate, *, endless: bool) -> int:
@@ -434,10 +450,10 @@ class _Start:
     bound_s: float
 
 
-def _starts(setup: Setup, scorer: Scorer, found: Candidate) -> tuple[list[_Start], float]:
+def _starts(setup: Setup, scorer: Scorer, enough_s: float) -> tuple[list[_Start], float]:
     """Return where descents start, the most promising first, and how fast anything can be at best.
 
-    Where storage is allowed, mixtures that can be next to no better than what was found without it are left out.
+    Nothing is simulated of a ZeRO stage that can be no faster than ``enough_s``.
 
     Every ZeRO stage is started from the mixture that is best under the necessary conditions, in small steps, and from
     everything on the CPU and recomputed, which needs the least device memory, in large ones.
@@ -448,7 +464,6 @@ def _starts(setup: Setup, scorer: Scorer, found: Candidate) -> tuple[list[_Start
     slots = (*_SLOTS, *([(together, 3)] if together > _SLOTS[-1][0] else []))
     for stage in (2, 3) if setup.data_parallel > 1 else (0,):
         space = _space(setup, stage)
-        enough_s = found.iteration_s * (1 - _CLOSE) if setup.storage != "never" and not found.missing_bytes else NEVER_S
         mixes, bound_s = _relaxed(setup, scorer, space, stage, slots, enough_s)
         bounds_s.append(bound_s)
         starts += [_Start(mix, _SMALL_STEP, bound_s) for mix in mixes]
