@@ -26,6 +26,7 @@ from planner.decisions import (
     GradientPath,
     HostUpdate,
     Place,
+    Storage,
     UnitDecision,
 )
 from planner.engines import POLICIES, Mix, Setup, mixed, pieces, ratel, swappable, tied, zero_infinity
@@ -180,7 +181,7 @@ def search(
         setup: what is asked for.
         scorer: scores candidates.
         max_simulations: stop the local search after so many; the seeds are always scored. By default as many as take a
-            second or two: schedules of small models have few tasks. With storage, as many again.
+            second or two: schedules of small models have few tasks. For each kind of storage, as many again.
         progress: called with the best so far and the number of simulations.
     """
 
@@ -192,17 +193,17 @@ def search(
     # A plan is what we can run: of another engine its placement, driven our way, which is never slower.
     driven = [scorer.score(_driven_by_us(setup, candidate.decisions)) for candidate in engines.values()]
     driven += [candidate for candidate in engines.values() if candidate.decisions.executable]
-    storage = setup.storage != "never"
-    plain = dataclasses.replace(setup, storage="never")
-    best, bound_s = _improve(plain, scorer, driven, engines, max_simulations, tell, last=not storage)
-    if storage:  # what does without is tried first, so that it is found as it would be otherwise
-        if setup.storage == "nvme":
+    enough_s, kinds = NEVER_S, get_args(Storage)
+    for kind in kinds[: kinds.index(setup.storage) + 1]:  # what does with less is found as if no more was allowed
+        last, budget = kind == setup.storage, max_simulations
+        if kind != "never":
+            budget = None if budget is None else scorer.num_simulations + budget
+        if kind == "nvme":
             driven += [scorer.score(_driven_by_us(setup, placement)) for placement in _swapping(setup)]
+        allowed = dataclasses.replace(setup, storage=kind)
+        best, bound_s = _improve(allowed, scorer, driven, engines, budget, tell, last=last, enough_s=enough_s)
         enough_s = NEVER_S if best.missing_bytes else min(bound_s * (1 - _CLOSE), NEVER_S)
-        driven = [best, *driven]
-        if max_simulations is not None:
-            max_simulations += scorer.num_simulations
-        best, _ = _improve(setup, scorer, driven, engines, max_simulations, tell, enough_s=enough_s)
+        driven.append(best)
     return Outcome(best, engines, scorer.num_simulations)
 
 
@@ -238,7 +239,7 @@ def _improve(
     before = scorer.num_simulations
     if max_simulations is None:
         max_simulations = before + _default_simulations(scorer, best, endless=last)
-        if storage and (best.missing_bytes or best.decisions.uses_storage):  # nothing was searched without it
+        if storage and enough_s == NEVER_S:  # nothing was searched with less
             max_simulations += max_simulations - before
     room = max(max_simulations - before, 0)
     mix: Mix | None = None
