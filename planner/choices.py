@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from planner.decisions import Frozen
+from planner.decisions import Frozen, Storage
 from planner.graph import Batch
 from planner.models import experts
 from planner.models.captured import CapturedModel, Model
@@ -56,6 +56,7 @@ class Asked(Frozen):
         global_batch: sequences per iteration over all devices.
         tensor_parallel, pipeline_parallel, expert_parallel: degrees; 1 unless a global batch is wanted.
         expert_units: units that a rank's experts of a layer fall into; by default such that moving one is worth it.
+        storage: what may be used beside device and host; see :data:`planner.decisions.Storage`.
     """
 
     num_devices: Count = 1
@@ -66,6 +67,7 @@ class Asked(Frozen):
     pipeline_parallel: Count | None = None
     expert_parallel: Count | None = None
     expert_units: Count | None = None
+    storage: Storage = "never"
 
     def choices(self, model: Model, devices_per_node: int) -> tuple[Choice, ...]:
         """Return every way to do what is asked; see [Note: Choices].

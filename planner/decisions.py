@@ -11,6 +11,8 @@ STATE_BYTES_PER_PARAM = 12  # fp32 master, first and second moment
 SPILLED_BYTES_PER_PARAM = 4  # a gradient that waits on NVMe does so in fp32
 
 Activations = Literal["keep", "recompute", "offload", "offload-nvme"]
+# What may be used beside device and host: nothing; the host for activations too; that, and NVMe for anything.
+Storage = Literal["never", "activations", "nvme"]
 
 
 class Place(StrEnum):

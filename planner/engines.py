@@ -20,6 +20,7 @@ from planner.decisions import (
     HostUpdate,
     Place,
     Precision,
+    Storage,
     UnitDecision,
     subgroups,
 )
@@ -43,6 +44,7 @@ class Setup:
         clip: clip gradients by their global norm.
         subgroup_params: parameters in one subgroup.
         tensor_parallel, pipeline_parallel, expert_parallel, expert_units: see :class:`planner.decisions.Decisions`.
+        storage: what our own policy may use beside device and host.
     """
 
     units: tuple[Unit, ...]
@@ -56,12 +58,13 @@ class Setup:
     pipeline_parallel: int = 1
     expert_parallel: int = 1
     expert_units: int = 1
+    storage: Storage = "never"
 
     @property
     def given(self) -> dict[str, Any]:
         """What all decisions for it have in common."""
         common = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del common["units"]
+        del common["units"], common["storage"]
         return common
 
     @functools.cached_property
@@ -200,11 +203,16 @@ class Mix:
     Attributes:
         num_gpu, num_stream: of :func:`movable` subgroups, those updated on the device, resident or streamed; the rest
             is updated on the CPU.
+        num_nvme: subgroups among that rest whose state is on NVMe.
         num_keep: segments, from the last on, whose activations are kept.
-        num_host: units, from the last on, whose parameters are fetched from the host for every use.
+        num_offload, num_evict: segments among the others whose activations are offloaded, and go on to NVMe.
+        num_host: units, from the last on, whose parameters are fetched for every use.
+        num_on_nvme: of these, from the last on, those whose parameters are on NVMe, and so their state.
         num_slots: slots per ring of parameters.
         num_state_slots: slots that streamed state passes through.
         num_gradient_slots: units that backward may run ahead of gradients leaving.
+        num_nvme_slots: host buffers that state from NVMe passes through.
+        spill: 1 if gradients that are updated from there wait there too.
         zero_stage: what is sharded over devices.
     """
 
@@ -216,34 +224,48 @@ class Mix:
     num_state_slots: int = 2
     num_gradient_slots: int = 2
     zero_stage: int = 0
+    num_nvme: int = 0
+    num_on_nvme: int = 0
+    num_offload: int = 0
+    num_evict: int = 0
+    num_nvme_slots: int = 3
+    spill: int = 0
 
 
 def mixed(setup: Setup, mix: Mix) -> Decisions:
     """Our policy at one point: updates wherever rates and memory allow, each gating only its unit's next forward.
 
     Resident state goes to the units whose deadline is nearest, the first in forward order, and of a layer's experts to
-    the most visited; streamed subgroups are
-    spread evenly among those that the CPU updates, so that both sides stay busy. Units with a shared weight, and those
+    the most visited; streamed subgroups are spread evenly among those that the CPU updates, so that both sides stay
+    busy, and so is what comes from NVMe, and segments that offload among those that recompute. Units with a shared
+    weight, and those
     that are updated on the device, keep their parameters there. What is very small always does: anywhere else it would
     take a turn, and a slot, for next to nothing.
     """
     counts = movable(setup)
     fixed = tied(setup)
     order = _in_turn(setup)
-    places = list(_spread(sum(counts.values()), mix.num_gpu, mix.num_stream))
-    keep = set(swappable(setup)[::-1][: mix.num_keep])
+    fetchable = [
+        counts[unit.name] > 0 and unit.name not in fixed and (mix.zero_stage not in {1, 2} or setup.replicas(unit) == 1)
+        for unit in order
+    ]
+    first_there = len(order) - min(mix.num_on_nvme, mix.num_host)
+    there = [fetchable[i] and i >= first_there for i in range(len(order))]
+    num_there = sum(counts[unit.name] for unit, whole in zip(order, there, strict=True) if whole)
+    places = _spread(sum(counts.values()) - num_there, mix.num_gpu, mix.num_stream, max(mix.num_nvme - num_there, 0))
+    ways = _activations(setup, mix)
     units: dict[str, UnitDecision] = {}
-    offset = 0
     for position, unit in enumerate(order):
-        count = counts[unit.name]
-        update = tuple(places[offset : offset + count]) if count else (Place.GPU,) * len(pieces(setup, unit))
-        offset += count
-        late = position >= len(order) - mix.num_host
-        alone = mix.zero_stage not in {1, 2} or setup.replicas(unit) == 1
-        host = late and alone and unit.num_params > 0 and unit.name not in fixed and Place.GPU not in update
-        kept = not unit.recompute or unit.segment in keep
+        if there[position]:
+            update = (Place.NVME,) * counts[unit.name]
+        else:
+            update = tuple(itertools.islice(places, counts[unit.name]))
+            update = update or (Place.GPU,) * len(pieces(setup, unit))
+        host = position >= len(order) - mix.num_host and fetchable[position] and Place.GPU not in update
         units[unit.name] = UnitDecision(
-            params="host" if host else "gpu", activations="keep" if kept else "recompute", update=update
+            params="nvme" if there[position] else "host" if host else "gpu",
+            activations=ways.get(unit.segment, "keep"),
+            update=update,
         )
     return Decisions(
         **setup.given,
@@ -252,6 +274,8 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
         num_param_slots=mix.num_slots,
         num_state_slots=mix.num_state_slots,
         num_gradient_slots=mix.num_gradient_slots,
+        num_nvme_slots=mix.num_nvme_slots,
+        spill_gradients=mix.spill > 0,
         update_start="step" if setup.clip else "backward",
         update_order="forward" if setup.clip else "backward",
         units=units,
@@ -282,14 +306,30 @@ def num_subgroups(setup: Setup) -> int:
     return -(-sum(sum(pieces(setup, unit)) for unit in setup.units) // setup.subgroup_params)
 
 
-def _spread(total: int, num_gpu: int, num_stream: int) -> Iterator[Place]:
-    rest = total - num_gpu
-    for i in range(total):
-        if i < num_gpu:
-            yield Place.GPU
-        else:  # Bresenham: num_stream of the rest, evenly spaced
-            j = i - num_gpu
-            yield Place.STREAM if (j + 1) * num_stream // rest > j * num_stream // rest else Place.CPU
+def _spread(total: int, num_gpu: int, num_stream: int, num_nvme: int) -> Iterator[Place]:
+    num_gpu = min(num_gpu, total)
+    yield from (Place.GPU,) * num_gpu
+    streamed = _evenly(total - num_gpu, num_stream)
+    from_nvme = iter(_evenly(streamed.count(False), num_nvme))
+    for here in streamed:
+        yield Place.STREAM if here else Place.NVME if next(from_nvme) else Place.CPU
+
+
+def _activations(setup: Setup, mix: Mix) -> dict[str, Activations]:
+    """Return what becomes of the activations of every segment that need not keep them."""
+    found: dict[str, Activations] = dict.fromkeys(swappable(setup), "keep")
+    rest = list(found)[: max(len(found) - mix.num_keep, 0)]
+    leave = dict(zip(rest, _evenly(len(rest), mix.num_offload), strict=True))
+    evicted = iter(_evenly(sum(leave.values()), mix.num_evict))
+    for segment, leaves in leave.items():
+        found[segment] = "recompute" if not leaves else "offload-nvme" if next(evicted) else "offload"
+    return found
+
+
+def _evenly(total: int, count: int) -> list[bool]:
+    """Return which of ``total`` in a row are chosen if ``count`` of them are, evenly spaced (Bresenham)."""
+    count = min(count, total)
+    return [(i + 1) * count // total > i * count // total for i in range(total)]
 
 
 def tied(setup: Setup) -> set[str]:
@@ -381,5 +421,5 @@ POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {
     "twin-flow": twin_flow,
     "interleaved": interleaved,
 }
-# Those that need NVMe, which not every machine has: simulated when asked for, not tried by a search.
+# Those that need NVMe, which not every machine has: tried where it may be used.
 STORAGE_POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {"zero-infinity": zero_infinity, "ratel": ratel}

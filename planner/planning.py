@@ -10,7 +10,7 @@ from planner.bounds.proof import Proof
 from planner.choices import Asked
 from planner.competition import compete
 from planner.costs import CostModel
-from planner.decisions import BF16, Decisions, Place, Precision
+from planner.decisions import BF16, Decisions, Place, Precision, Storage
 from planner.engines import Setup
 from planner.graph import Unit
 from planner.models.captured import Model
@@ -51,6 +51,7 @@ class Request:
         tensor_parallel, pipeline_parallel, expert_parallel: how devices share the model.
         expert_units: units that a rank's experts of a layer fall into.
         expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
+        storage: what may be used beside device and host; see :data:`planner.decisions.Storage`.
     """
 
     model: Model
@@ -68,11 +69,17 @@ class Request:
     expert_parallel: int | None = None
     expert_units: int | None = None
     expert_load: tuple[tuple[float, ...], ...] = ()
+    storage: Storage = "never"
 
     def __post_init__(self) -> None:
         for field in (*Asked.model_fields, "seq_len", "subgroup_params"):
-            if (value := getattr(self, field)) is not None and value < 1:
+            if isinstance(value := getattr(self, field), int) and value < 1:
                 raise ValueError(f"{field} is {value}, but must be at least 1")
+        if self.storage == "nvme" and self.hardware.nvme is None:
+            raise ValueError(
+                f"storage is 'nvme', but profile {self.hardware.name} has no nvme; ask for 'activations' or choose a "
+                "profile with drives"
+            )
         dtype, device = self.precision.weights, self.hardware.device
         if dtype not in device.gemm or dtype not in device.attention:
             raise ValueError(

@@ -7,6 +7,7 @@ from hwprofiles.paths import number, quantities, replace
 from hwprofiles.quantity import Provenance
 from planner.bounds.certificate import infeasible
 from planner.choices import DEFAULT_MICRO_BATCH
+from planner.decisions import Storage
 from planner.models.captured import CapturedModel
 from planner.planning import InfeasibleError, Request, make_plan
 
@@ -46,7 +47,7 @@ def what_would_fit(request: Request) -> tuple[Remedy, ...]:
 
 
 def _changes(request: Request) -> tuple[Remedy, ...]:
-    kinds = (_smaller_micro_batch, _more_devices, _larger_host, _larger_device)
+    kinds = (_smaller_micro_batch, _storage, _more_devices, _larger_host, _larger_device)
     return tuple(remedy for kind in kinds if (remedy := _first(kind(request))))
 
 
@@ -80,6 +81,13 @@ def _smaller_micro_batch(request: Request) -> Iterator[tuple[str, Request]]:
         size, repeats = size // 2, repeats * 2
         changed = dataclasses.replace(request, micro_batch=size, num_micro_batches=repeats)
         yield f"--micro-batch {size} --accumulate {repeats}", changed
+
+
+def _storage(request: Request) -> Iterator[tuple[str, Request]]:
+    """Use the host for activations, then drives, if there are any and no one said to."""
+    ways: tuple[Storage, ...] = ("never", "activations", "nvme") if request.hardware.nvme else ("never", "activations")
+    for storage in ways[ways.index(request.storage) + 1 :]:
+        yield f"--storage {storage}", dataclasses.replace(request, storage=storage)
 
 
 def _more_devices(request: Request) -> Iterator[tuple[str, Request]]:

@@ -12,13 +12,24 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import get_args
 
 from planner.bounds.conditions import conditions
+from planner.bounds.program import LinearProgram
 from planner.bounds.solver import solve
 from planner.bounds.space import NEVER_S, ROOM, Space
 from planner.costs import UPDATE_BYTES_PER_PARAM, CostModel
-from planner.decisions import STATE_BYTES_PER_PARAM, Decisions, GradientPath, HostUpdate, Place, UnitDecision
-from planner.engines import POLICIES, Mix, Setup, mixed, movable, pieces, swappable, tied
+from planner.decisions import (
+    STATE_BYTES_PER_PARAM,
+    Activations,
+    Decisions,
+    GradientPath,
+    HostUpdate,
+    Place,
+    Storage,
+    UnitDecision,
+)
+from planner.engines import POLICIES, Mix, Setup, mixed, movable, pieces, ratel, swappable, tied, zero_infinity
 from planner.lowering import lower
 from planner.prediction import Prediction, Workload, always_held, capacities, memory_peaks, predict
 from planner.schedule import Lane, Schedule, Tier
@@ -41,6 +52,12 @@ _POLISH = 0.25
 _NUM_FITS, _FULL, _FITTED = 4, 0.995, 4e-3
 # Slots of parameters, of streamed state and of gradients that are tried with them.
 _SLOTS = ((2, 2, 2), (2, 3, 2), (3, 3, 2))
+# Of how many tenths of all segments activations are swapped, in seeds; host buffers of state from NVMe, at most.
+_SWAPPED_TENTHS, _MOST_NVME_SLOTS = (0, 3, 6, 10), 6
+# Gradients wait on NVMe if they do so in a mixture for this share of all units.
+_SPILLING = 0.1
+# What remains of the budget for descents after each of them.
+_LATER, _LATER_WITH_STORAGE = 0.3, 0.5
 _BALANCE = "balance"  # a move of its own, beside those of counts
 # First steps of a descent, as fractions of all there is to move.
 _SMALL_STEP, _LARGE_STEP = 1 / 32, 1 / 2
@@ -164,7 +181,7 @@ def search(
         setup: what is asked for.
         scorer: scores candidates.
         max_simulations: stop the local search after so many; the seeds are always scored. By default as many as take a
-            second or two: schedules of small models have few tasks.
+            second or two: schedules of small models have few tasks. For each kind of storage, as many again.
         progress: called with the best so far and the number of simulations.
     """
 
@@ -175,17 +192,61 @@ def search(
     engines = engine_policies(setup, scorer)
     # A plan is what we can run: of another engine its placement, driven our way, which is never slower.
     driven = [scorer.score(_driven_by_us(setup, candidate.decisions)) for candidate in engines.values()]
-    best = _best([*driven, *(c for c in engines.values() if c.decisions.executable)])
+    driven += [candidate for candidate in engines.values() if candidate.decisions.executable]
+    enough_s, kinds = NEVER_S, get_args(Storage)
+    for kind in kinds[: kinds.index(setup.storage) + 1]:  # what does with less is found as if no more was allowed
+        last, budget = kind == setup.storage, max_simulations
+        if kind != "never":
+            budget = None if budget is None else scorer.num_simulations + budget
+        if kind == "nvme":
+            driven += [scorer.score(_driven_by_us(setup, placement)) for placement in _swapping(setup)]
+        allowed = dataclasses.replace(setup, storage=kind)
+        best, bound_s = _improve(allowed, scorer, driven, engines, budget, tell, last=last, enough_s=enough_s)
+        enough_s = NEVER_S if best.missing_bytes else min(bound_s * (1 - _CLOSE), NEVER_S)
+        driven.append(best)
+    return Outcome(best, engines, scorer.num_simulations)
+
+
+def _improve(
+    setup: Setup,
+    scorer: Scorer,
+    seeds: Iterable[Candidate],
+    engines: Mapping[str, Candidate],
+    max_simulations: int | None,
+    tell: Callable[[Candidate], None],
+    *,
+    last: bool = True,
+    enough_s: float = NEVER_S,
+) -> tuple[Candidate, float]:
+    """Return the best that is found from seeds and mixtures, and how fast anything can be at best.
+
+    Args:
+        setup: what is asked for.
+        scorer: scores candidates.
+        seeds: candidates to start from.
+        engines: the best of every engine policy.
+        max_simulations: see :func:`search`.
+        tell: called with the best so far.
+        last: whether no more storage will be allowed later, so that it is worth looking for what hardly fits.
+        enough_s: if nothing can be faster than this, the best of the seeds is.
+    """
+    driven, storage = list(seeds), setup.storage != "never"
+    best = _best(driven)
     tell(best)
-    starts, bound_s = _starts(setup, scorer)
-    seeds = scorer.num_simulations
+    starts, bound_s = _starts(setup, scorer, enough_s)
+    if bound_s >= enough_s or (bound_s == math.inf and not last):
+        return best, bound_s
+    before = scorer.num_simulations
     if max_simulations is None:
-        max_simulations = seeds + _default_simulations(scorer, best)
-    room = max(max_simulations - seeds, 0)
+        max_simulations = before + _default_simulations(scorer, best, endless=last)
+        if storage and enough_s == NEVER_S:  # nothing was searched with less
+            max_simulations += max_simulations - before
+    room = max(max_simulations - before, 0)
     mix: Mix | None = None
+    later = _LATER_WITH_STORAGE if storage else _LATER
     for number, start in enumerate(starts):
         # The more promising a start, the more of the budget; a part is always left for moving single units.
-        limit = seeds + int(room * (1 - _POLISH) * (1 - 0.3 ** (number + 1)))
+        limit = before + int(room * (1 - _POLISH) * (1 - later ** (number + 1)))
         if not best.missing_bytes and best.iteration_s <= max(start.bound_s, bound_s * (1 + _CLOSE)):
             continue  # nothing that is worth the time can be found from there
         trial, found = _descend(setup, scorer, start.mix, lambda c: c.order, limit, tell, start.first_step)
@@ -194,7 +255,7 @@ def search(
             mix, best = trial, found
             tell(best)
     # From other ends too, the best first, as far as the budget goes: single moves do not lead everywhere.
-    enough_s, limit = bound_s * (1 + _CLOSE), max(max_simulations, seeds)
+    enough_s, limit = bound_s * (1 + _CLOSE), max(max_simulations, before)
     for end in (best, *sorted(driven, key=lambda candidate: candidate.order)):
         if best.order > (0.0, enough_s):
             best = _best([best, _polish(setup, scorer, end, enough_s, limit)])
@@ -205,19 +266,32 @@ def search(
         tidy = scorer.num_simulations + _TIDY_SIMULATIONS
         _, best = _descend(setup, scorer, mix, _quieter(limit_s), tidy)
         tell(best)
-    return Outcome(best, engines, scorer.num_simulations)
+    return best, bound_s
 
 
-def _default_simulations(scorer: Scorer, example: Candidate) -> int:
+def _default_simulations(scorer: Scorer, example: Candidate, *, endless: bool) -> int:
     """Return how many schedules are simulated if nobody says, or until when."""
-    if scorer.deadline_s is not None:
+    if scorer.deadline_s is not None and endless:
         return _ENDLESS
     return max(_SIMULATIONS, _TASKS // len(scorer.schedule(example.decisions).tasks))
 
 
 def engine_policies(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
-    """Return the best candidate of every engine policy, by name."""
-    return {name: _best(map(scorer.score, policy(setup))) for name, policy in POLICIES.items()}
+    """Return the best candidate of every engine policy that does what is asked, by name."""
+    found = {name: _best(map(scorer.score, policy(setup))) for name, policy in POLICIES.items()}
+    if setup.storage == "nvme":
+        found["zero-infinity"] = _best(map(scorer.score, zero_infinity(setup)))
+        if not setup.clip:  # it updates during backward
+            found["ratel"] = _best(map(scorer.score, _swapping(setup)))
+    return found
+
+
+def _swapping(setup: Setup) -> Iterator[Decisions]:
+    """Yield the placements of an engine that swaps all state and more or fewer activations."""
+    num_segments = len(swappable(setup))
+    counts = sorted({round(num_segments * tenths / 10) for tenths in _SWAPPED_TENTHS})
+    for num_on_host in (None, 0):
+        yield from ratel(setup, counts, num_on_host)
 
 
 def _tolerance_s(found: Candidate, engines: Iterable[Candidate]) -> float:
@@ -255,26 +329,33 @@ def _neighbours(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
 
     Units far apart come first, so that a budget that does not last for all still looks everywhere.
     """
-    resident = tied(setup)
+    resident, storage, places, activations = tied(setup), setup.storage, list(Place), list(get_args(Activations))
+    if storage != "nvme":
+        places.remove(Place.NVME)
+        activations = ["keep", "recompute", *(["offload"] if storage == "activations" else [])]
     segments = {segment: [u for u in setup.units if u.segment == segment] for segment in swappable(setup)}
     for _, unit in sorted(enumerate(setup.units), key=lambda numbered: _scattered(numbered[0])):
         old = decisions.units[unit.name]
         changed: list[UnitDecision] = []
-        for piece, place in itertools.product(range(len(old.update)), (Place.GPU, Place.STREAM, Place.CPU)):
+        for piece, place in itertools.product(range(len(old.update)), places):
             update = (*old.update[:piece], place, *old.update[piece + 1 :])
-            changed.append(old.model_copy(update={"update": update}))
+            params = "host" if old.params == "nvme" and place is not Place.NVME else old.params
+            changed.append(old.model_copy(update={"update": update, "params": params}))
         changed.append(old.model_copy(update={"params": "host" if old.params == "gpu" else "gpu"}))
+        if storage == "nvme":
+            whole = {"params": "nvme", "update": (Place.NVME,) * len(old.update)}
+            changed.append(old.model_copy(update=whole))
         for new in changed:
             fetched = new.fetched and (Place.GPU in new.update or unit.name in resident or decisions.regathers(unit))
             if new != old and unit.num_params and not fetched:
                 yield decisions.model_copy(update={"units": decisions.units | {unit.name: new}})
         if unit.recompute and segments[unit.segment][0] is unit:
-            way = "keep" if old.activations == "recompute" else "recompute"
-            together = {
-                other.name: decisions.units[other.name].model_copy(update={"activations": way})
-                for other in segments[unit.segment]
-            }
-            yield decisions.model_copy(update={"units": decisions.units | together})
+            for way in (way for way in activations if way != old.activations):
+                together = {
+                    other.name: decisions.units[other.name].model_copy(update={"activations": way})
+                    for other in segments[unit.segment]
+                }
+                yield decisions.model_copy(update={"units": decisions.units | together})
     yield from _exchanges(setup, decisions)
 
 
@@ -352,6 +433,10 @@ def _driven_by_us(setup: Setup, decisions: Decisions) -> Decisions:
             "max_reuse_params": None,
             "module_hooks": False,
             "device_buffer_bytes": 0,
+            "spill_gradients": False,
+            "pinned_reads": True,
+            "num_nvme_slots": Mix(0, 0, 0).num_nvme_slots,
+            "clip": setup.clip,
             "update_start": "backward" if early else "step",
             "update_order": "backward" if early else "forward",
         }
@@ -367,8 +452,10 @@ class _Start:
     bound_s: float
 
 
-def _starts(setup: Setup, scorer: Scorer) -> tuple[list[_Start], float]:
+def _starts(setup: Setup, scorer: Scorer, enough_s: float) -> tuple[list[_Start], float]:
     """Return where descents start, the most promising first, and how fast anything can be at best.
+
+    Nothing is simulated of a ZeRO stage that can be no faster than ``enough_s``.
 
     Every ZeRO stage is started from the mixture that is best under the necessary conditions, in small steps, and from
     everything on the CPU and recomputed, which needs the least device memory, in large ones.
@@ -378,13 +465,13 @@ def _starts(setup: Setup, scorer: Scorer) -> tuple[list[_Start], float]:
     together = _most_alike(setup)
     slots = (*_SLOTS, *([(together, 3, together), (2 * together, 3, together)] if together > _SLOTS[-1][0] else []))
     for stage in (2, 3) if setup.data_parallel > 1 else (0,):
-        space = Space.of(setup.units, mixed(setup, Mix(0, 0, 0, zero_stage=stage)))
-        mix, bound_s = _relaxed(setup, scorer, space, stage, slots)
+        space = _space(setup, stage)
+        mixes, bound_s = _relaxed(setup, scorer, space, stage, slots, enough_s)
         bounds_s.append(bound_s)
-        if mix:
-            starts.append(_Start(mix, _SMALL_STEP, bound_s))
-        starts.append(_Start(Mix(num_gpu=0, num_stream=0, num_keep=0, zero_stage=stage), _LARGE_STEP, bound_s))
-    # Parameters too may have to live on the host (their shards, if there are several ranks).
+        starts += [_Start(mix, _SMALL_STEP, bound_s) for mix in mixes]
+        if setup.storage == "never":
+            starts.append(_Start(Mix(num_gpu=0, num_stream=0, num_keep=0, zero_stage=stage), _LARGE_STEP, bound_s))
+    # Parameters too may have to live on the host (their shards, if there are several ranks), or everything on NVMe.
     starts.append(_Start(_lowest(setup), _LARGE_STEP, bounds_s[-1]))
     starts.sort(key=lambda start: (start.first_step, start.bound_s))
     return starts, min(bounds_s)
@@ -394,33 +481,61 @@ def first_look(setup: Setup, scorer: Scorer) -> Candidate:
     """Return the best of a few mixtures: near to what a search will find, for a small part of its time."""
     found = [scorer.score(mixed(setup, _lowest(setup)))]
     for stage in (2, 3) if setup.data_parallel > 1 else (0,):
-        space = Space.of(setup.units, mixed(setup, Mix(0, 0, 0, zero_stage=stage)))
-        mix, _ = _relaxed(setup, scorer, space, stage, _SLOTS[:1])
-        if mix:
-            found.append(scorer.score(mixed(setup, mix)))
+        mixes, _ = _relaxed(setup, scorer, _space(setup, stage), stage, _SLOTS[:1])
+        found += [scorer.score(mixed(setup, mix)) for mix in mixes]
     return _best(found)
 
 
+def _space(setup: Setup, stage: int) -> Space:
+    return Space.of(setup.units, mixed(setup, Mix(0, 0, 0, zero_stage=stage)), storage=setup.storage)
+
+
 def _lowest(setup: Setup) -> Mix:
-    """Return the mix that needs the least memory on the device."""
-    return Mix(0, 0, 0, num_host=len(setup.units), zero_stage=3 if setup.data_parallel > 1 else 0)
+    """Return the mix that needs the least memory on the device, and on the host if NVMe may be used."""
+    stage, count = 3 if setup.data_parallel > 1 else 0, len(setup.units)
+    on_nvme = sum(len(pieces(setup, unit)) for unit in setup.units) if setup.storage == "nvme" else 0
+    return Mix(0, 0, 0, num_host=count, zero_stage=stage, num_nvme=on_nvme, num_on_nvme=count if on_nvme else 0)
 
 
 def _relaxed(
-    setup: Setup, scorer: Scorer, space: Space, stage: int, slots: Sequence[tuple[int, int, int]]
-) -> tuple[Mix | None, float]:
-    """Return the mix nearest to the best mixture of decisions that fits, and how fast anything can be at best.
+    setup: Setup,
+    scorer: Scorer,
+    space: Space,
+    stage: int,
+    slots: Sequence[tuple[int, int, int]],
+    enough_s: float = NEVER_S,
+) -> tuple[list[Mix], float]:
+    """Return mixes near to the best mixture of decisions that fits, the best first, and how fast anything can be.
+
+    There is no mix if nothing fits, or can be better than ``enough_s``; one, or with storage one for each idea of it.
 
     The conditions know nothing of slots and of what is held for a moment only. So a mixture is simulated, and by as
     much as it overruns a memory, or leaves it empty, the next one is allowed less of it, or more.
     """
     program = conditions(space, scorer.cost, NEVER_S)
     if (relaxed := solve(program)) is None:
-        return None, float("inf")
-    # Schedules of ours send the gradients of all that is streamed to the host.
-    program = program.within({name: (0.0, 0.0) for name in program.boxes if name.endswith(":stays")})
+        return [], math.inf
+    if relaxed.value >= enough_s:
+        return [], relaxed.value
+    # Schedules of ours send the gradients of all that is streamed to the host. Of what may be on storage, mixtures
+    # tend to take a little of everything, so that some is left out too.
+    without = (
+        [(":stays", ":spill", ":evict"), (":stays", ":offload", ":evict")] if setup.storage == "nvme" else [(":stays",)]
+    )
+    fitted = []
+    for names in without:
+        limited = program.within({name: (0.0, 0.0) for name in program.boxes if name.endswith(names)})
+        found = _fitted(setup, scorer, limited, stage, slots if len(without) == 1 else slots[:1])
+        fitted += [min(found, key=lambda pair: pair[0])] if found else []
+    return [mix for _, mix in sorted(fitted, key=lambda pair: pair[0])], relaxed.value
+
+
+def _fitted(
+    setup: Setup, scorer: Scorer, program: LinearProgram, stage: int, slots: Sequence[tuple[int, int, int]]
+) -> list[tuple[tuple[float, float], Mix]]:
+    """Return mixes that are nearer and nearer to filling memory, with the order of their score."""
     room = dict.fromkeys(ROOM, 1.0)
-    best: tuple[tuple[float, float], Mix] | None = None
+    fitted: list[tuple[tuple[float, float], Mix]] = []
     for num_slots, num_state_slots, num_gradient_slots in slots:
         for _ in range(_NUM_FITS):
             solution = solve(program.within({ROOM[tier]: (share, share) for tier, share in room.items()}))
@@ -431,14 +546,16 @@ def _relaxed(
                 mix, num_slots=num_slots, num_state_slots=num_state_slots, num_gradient_slots=num_gradient_slots
             )
             found = scorer.score(mixed(setup, mix))
-            if best is None or found.order < best[0]:
-                best = found.order, mix
+            fitted.append((found.order, mix))
+            if setup.storage != "never" and found.missing_bytes:
+                fixed, better = _repaired(setup, scorer, mix, found)
+                fitted.append((better.order, fixed))
             before = dict(room)
             for tier, share in found.filled.items():
                 room[tier] = min(max(room[tier] + (_FULL - share), room[tier] / 2), 1.0)
             if all(abs(room[tier] - before[tier]) < _FITTED for tier in room) or scorer.spent():
                 break
-    return best[1] if best else None, relaxed.value
+    return fitted
 
 
 def _most_alike(setup: Setup) -> int:
@@ -457,23 +574,43 @@ def _rounded(setup: Setup, values: Mapping[str, float], zero_stage: int) -> Mix:
         place: sum(values.get(f"{name}:{place}", 0.0) * count for name, count in counts.items()) for place in Place
     }
     segments = swappable(setup)
-    recomputed = sum(values.get(f"{segment}:recompute", 0.0) for segment in segments)
-    on_host = sum(values.get(f"{unit.name}:host", 0.0) for unit in setup.units)
+    ways = {
+        way: sum(values.get(f"{segment}:{way}", 0.0) for segment in segments)
+        for way in ("recompute", "offload", "evict")
+    }
+    on_host, on_nvme = (
+        sum(values.get(f"{unit.name}:{where}", 0.0) for unit in setup.units) for where in ("host", "onnvme")
+    )
     return Mix(
         num_gpu=math.floor(placed[Place.GPU]),
         num_stream=min(round(placed[Place.STREAM]), sum(counts.values()) - math.floor(placed[Place.GPU])),
-        num_keep=math.floor(len(segments) - recomputed),
-        num_host=math.ceil(on_host),
+        num_keep=math.floor(len(segments) - sum(ways.values())),
+        num_host=math.ceil(round(on_host + on_nvme, 6)),
         zero_stage=zero_stage,
+        num_nvme=math.ceil(round(placed[Place.NVME], 6)),
+        num_on_nvme=math.ceil(round(on_nvme, 6)),
+        num_offload=round(ways["offload"] + ways["evict"]),
+        num_evict=math.ceil(round(ways["evict"], 6)),
+        spill=int(sum(values.get(f"{unit.name}:spill", 0.0) for unit in setup.units) > len(setup.units) * _SPILLING),
     )
 
 
-def _lacking(setup: Setup, found: Candidate) -> int:
-    """Return the resident subgroups that would have to go for a candidate to fit on the device, if that is all."""
-    if set(found.missing_bytes) != {Tier.GPU}:
-        return 0
+def _repaired(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate, moved: str = "") -> tuple[Mix, Candidate]:
+    """Let go of the resident subgroups without which a mix fits on the device, and move to NVMe what the host lacks.
+
+    Only of what was not moved itself.
+    """
     sizes = [num_params for unit in setup.units for num_params in pieces(setup, unit)]
-    return math.ceil(found.missing_bytes[Tier.GPU] * len(sizes) / (STATE_BYTES_PER_PARAM * sum(sizes)))
+    state_bytes = STATE_BYTES_PER_PARAM * sum(sizes) / len(sizes) * scorer.cost.ranks_per_node
+    if set(found.missing_bytes) == {Tier.GPU} and moved != "num_gpu":
+        lacking = math.ceil(found.missing_bytes[Tier.GPU] * scorer.cost.ranks_per_node / state_bytes)
+        trial = dataclasses.replace(trial, num_gpu=max(trial.num_gpu - lacking, 0))
+    elif set(found.missing_bytes) == {Tier.HOST} and moved != "num_nvme" and setup.storage == "nvme":
+        lacking = math.ceil(found.missing_bytes[Tier.HOST] / state_bytes)
+        trial = dataclasses.replace(trial, num_nvme=trial.num_nvme + lacking)
+    else:
+        return trial, found
+    return trial, scorer.score(mixed(setup, trial))
 
 
 def _balanced(mix: Mix, found: Candidate, num_subgroups: int) -> Mix:
@@ -508,6 +645,7 @@ def _descend(
         "num_slots": max(4, 2 * _most_alike(setup)),
         "num_state_slots": 4,
         "num_gradient_slots": max(4, 2 * _most_alike(setup)),
+        **_storage_limits(setup, start),
     }
     mix, best = start, scorer.score(mixed(setup, start))
     steps = {
@@ -520,9 +658,8 @@ def _descend(
         for name in (_BALANCE, *steps):
             for trial in _moves(mix, best, name, steps.get(name, 0), limits):
                 candidate = scorer.score(mixed(setup, trial))
-                if name != "num_gpu" and not best.missing_bytes and (lacking := _lacking(setup, candidate)):
-                    trial = dataclasses.replace(trial, num_gpu=max(trial.num_gpu - lacking, 0))  # noqa: PLW2901
-                    candidate = scorer.score(mixed(setup, trial))
+                if not best.missing_bytes and candidate.missing_bytes:
+                    trial, candidate = _repaired(setup, scorer, trial, candidate, name)  # noqa: PLW2901
                 if key(candidate) < key(best):
                     mix, best, moved = trial, candidate, True
                     tell(best)
@@ -533,6 +670,20 @@ def _descend(
             if all(step == 1 for step in steps.values()):
                 return mix, best
             steps = {name: max(step // 2, 1) for name, step in steps.items()}
+
+
+def _storage_limits(setup: Setup, start: Mix) -> dict[str, int]:
+    """Return how much of a mix may be on storage, by what is counted."""
+    found: dict[str, int] = {}
+    if setup.storage != "never":
+        found["num_offload"] = len(swappable(setup))
+    if setup.storage == "nvme":
+        found["num_evict"] = len(swappable(setup))
+        found["num_nvme"] = sum(len(pieces(setup, unit)) for unit in setup.units)
+        found["num_on_nvme"] = len(setup.units) if start.zero_stage in {0, 3} or setup.expert_parallel > 1 else 0
+        found["num_nvme_slots"] = _MOST_NVME_SLOTS
+        found["spill"] = int(setup.num_micro_batches == 1)
+    return found
 
 
 def _moves(mix: Mix, found: Candidate, name: str, step: int, limits: Mapping[str, int]) -> Iterator[Mix]:

@@ -6,7 +6,7 @@ from hwprofiles.profile import HardwareProfile
 from planner.bounds.space import Space
 from planner.choices import Asked, Choice
 from planner.costs import CostModel
-from planner.decisions import Decisions, Precision
+from planner.decisions import Decisions, Precision, Storage
 from planner.engines import Setup
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models.captured import Model
@@ -54,7 +54,7 @@ class Variant:
         """All schedules of it; the ZeRO stage is left open."""
         reduce_start = "step" if self.choice.pipeline_parallel > 1 else "backward"
         given = {**self.setup.given, "policy": "any", "reduce_start": reduce_start, "units": {}}
-        return Space(self.setup.units, Decisions.model_validate(given))
+        return Space(self.setup.units, Decisions.model_validate(given), self.setup.storage)
 
 
 def variants(job: Job, asked: Asked) -> tuple[Variant, ...]:
@@ -65,10 +65,10 @@ def variants(job: Job, asked: Asked) -> tuple[Variant, ...]:
     """
     graphs: dict[Batch, tuple[Unit, ...]] = {}  # the same for all that cut the batch alike
     choices = asked.choices(job.model, job.hardware.devices_per_node)
-    return tuple(variant(job, choice, graphs) for choice in choices)
+    return tuple(variant(job, choice, asked.storage, graphs) for choice in choices)
 
 
-def variant(job: Job, choice: Choice, graphs: dict[Batch, tuple[Unit, ...]] | None = None) -> Variant:
+def variant(job: Job, choice: Choice, storage: Storage, graphs: dict[Batch, tuple[Unit, ...]] | None = None) -> Variant:
     """Return one way to do it; ``graphs`` keeps units of batches for the next one."""
     batch = Batch(
         choice.micro_batch,
@@ -88,6 +88,7 @@ def variant(job: Job, choice: Choice, graphs: dict[Batch, tuple[Unit, ...]] | No
         precision=job.precision,
         clip=job.clip,
         subgroup_params=job.subgroup_params,
+        storage=storage,
     )
     degrees = dataclasses.astuple(setup.degrees)
     return Variant(choice, setup, CostModel(job.hardware, setup.units, job.precision, *degrees))

@@ -90,7 +90,7 @@ def _summary(explained: PlanExplained) -> dict[str, str]:
     rows = {
         "plan": f"{plan.model.name} on {plan.decisions.num_devices} device(s) of {plan.hardware.name}: "
         f"{si(own.iteration_s, 's')} per iteration",
-        "best": gap_line(plan.certificate, own.iteration_s),
+        "best": gap_line(plan),
         "binds": binds(plan.prediction.critical_s, plan.prediction.iteration_s),
         "memory": memory,
         "proof": _rests_on(explained.rests_on),

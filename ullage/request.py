@@ -3,11 +3,12 @@
 import argparse
 import re
 from pathlib import Path
+from typing import get_args
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.choices import DEFAULT_MICRO_BATCH
-from planner.decisions import Precision
+from planner.decisions import Precision, Storage
 from planner.models.captured import CapturedModel, Model
 from planner.models.registry import resolve_model
 from planner.planning import Request
@@ -78,6 +79,14 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         metavar="uniform|zipf:S|FILE",
         help="how tokens spread over experts; a JSON file has shares, or one list of them for each layer (uniform)",
     )
+    group.add_argument(
+        "--storage",
+        choices=get_args(Storage),
+        help="what a plan may use beside device and host: never anything, so that it can be executed (the default); "
+        "activations: these may wait on the host instead of being computed again; nvme: anything may also be on the "
+        "drives, which wear with every iteration. What is on storage is planned, verified and simulated, but not "
+        "executed so far",
+    )
     group.add_argument("--precision", choices=("bf16", "fp32"), help="of weights and gradients (bf16)")
     group.add_argument(
         "--no-clip", action="store_true", default=None, help="do not clip gradients by their global norm"
@@ -120,6 +129,7 @@ def request_of(args: argparse.Namespace) -> Request:
         expert_parallel=args.expert_parallel,
         expert_units=args.expert_units,
         expert_load=expert_load(args.expert_load or "uniform", model),
+        storage=args.storage or "never",
         precision=precision,
         clip=not args.no_clip,
     )

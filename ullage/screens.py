@@ -13,7 +13,7 @@ from planner.models.parameters import num_parameters
 from planner.plan import EngineRow, Plan
 from planner.planning import describe
 from planner.prediction import TierMemory
-from planner.schedule import MemoryClass, Tier
+from planner.schedule import Lane, MemoryClass, Tier
 from ullage.console import console, facts, table
 from ullage.formatting import binds, percent, si
 from ullage.provenance import origin_shares
@@ -113,9 +113,10 @@ def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
         "speed": f"{seen.tokens_per_s:,.0f} {items}/s; {si(seen.model_flop_per_s, 'FLOP/s')} of the model per device, "
         f"{percent(mfu(plan))} of the best GEMM rate",
         "binds": binds(seen.critical_s, seen.iteration_s),
-        "best": gap_line(plan.certificate, seen.iteration_s),
+        "best": gap_line(plan),
         "placement": describe(decided, plan.units()),
         **_execution(decided),
+        **({"storage": _storage(plan)} if decided.uses_storage else {}),
     }
 
 
@@ -138,14 +139,29 @@ def _execution(decided: Decisions) -> dict[str, str]:
         "units of experts (--expert-units 1 plans one)": decided.expert_units,
     }
     ahead = [f"{count} {what}" for what, count in counts.items() if count > 1]
-    ahead += ["NVMe or offloaded activations"] if decided.uses_storage else []
     return {"execution": f"planned and simulated, not executed so far: {', '.join(ahead)}"} if ahead else {}
 
 
-def gap_line(certificate: Certificate, iteration_s: float) -> str:
-    """Return how far from the best a plan can be at most, and where that lies."""
+def _storage(plan: Plan) -> str:
+    """Return what storage costs the user: drives wear, and the plan can only be simulated."""
+    lanes = {Lane.NVME_WRITE, Lane.NVME_STATE_OUT}
+    written_bytes = sum(task.num_bytes for task in plan.schedule().tasks if task.lane in lanes)
+    wear = f"{si(written_bytes, 'B')} per device and iteration are written to NVMe; " if written_bytes else ""
+    return f"{wear}what is on storage can be simulated, but not executed so far (--storage never)"
+
+
+_REACH = {
+    "never": "on device and host",
+    "activations": "that also offloads activations",
+    "nvme": "that also uses NVMe and offloads activations",
+}
+
+
+def gap_line(plan: Plan) -> str:
+    """Return how far from the best a plan can be at most, among what, and where that lies."""
+    certificate, iteration_s = plan.certificate, plan.prediction.iteration_s
     return (
-        f"within {percent(certificate.gap(iteration_s))} of what any schedule on device and host can do here "
+        f"within {percent(certificate.gap(iteration_s))} of what any schedule {_REACH[plan.asked.storage]} can do here "
         f"({si(certificate.bound_s, 's')}, proven): {gap_parts_words(certificate, iteration_s)}"
     )
 

@@ -11,14 +11,16 @@ simulator walks by, so that the least iteration time under all rows is a lower b
   the forward of i and the backward of j the device computes all that lies there. This holds in whatever order updates
   are made: of units 0..i one is last, and from its forward on the device still has to compute at least as much.
   Without clipping the window of units 0..i begins when the backward of i ends;
-  State that is streamed in is stored again meanwhile, but for what the device has room for;
+  State that is streamed in is stored again meanwhile, but for what the device has room for, and state on NVMe comes
+  and goes meanwhile, but for what host buffers hold [Note: State ahead];
 - *memory*: at the backward of each unit the device holds at least what stays there, the activations of all segments
   before it, the unit's own activations, workspace, gradient and parameters, and what was kept gathered;
 - *rates* are the best that a curve reaches; what a subgroup takes is what the cheapest of its unit takes per parameter.
 
 A decision that is yes or no becomes a fraction, so the bound is also one for mixtures that nobody can run.
 Variables (``U`` a unit, ``S`` a segment): ``U:gpu|stream|cpu|nvme`` shares of its updates, ``U:host``, ``U:onnvme``
-where its parameters are, ``U:fills`` how often they come, ``S:recompute|offload|evict`` what happens to activations.
+where its parameters are, ``U:fills`` how often they come and ``U:reads`` from NVMe, ``U:spill`` the share of gradients
+that wait there, ``S:recompute|offload|evict`` what happens to activations.
 """
 
 from collections import defaultdict
@@ -28,8 +30,9 @@ from planner.bounds.loads import Key, Load, Loads
 from planner.bounds.pipelines import pipelined
 from planner.bounds.program import LinearProgram, Sum
 from planner.bounds.space import OVERRUN, ROOM, TIME, Space
+from planner.bounds.storage import STATE_BUFFERS, offloaded
 from planner.costs import CostModel, Resource
-from planner.decisions import STATE_BYTES_PER_PARAM, Decisions, Place
+from planner.decisions import SPILLED_BYTES_PER_PARAM, STATE_BYTES_PER_PARAM, Decisions, Place
 from planner.graph import Unit, segments
 from planner.lowering.workspace import least_workspace_bytes
 from planner.prediction import capacities
@@ -88,6 +91,9 @@ class _Conditions:
         places = [place for place in Place if self._stores(place is Place.NVME)]
         shares = Sum(*((program.variable(f"{name}:{place}"), 1.0) for place in places))
         program.at_least(f"{name}: updated somewhere", shares, Sum(("", 1.0)), equal=True)
+        if Place.NVME in places and self.repeats == 1:  # what is added up later is on the host until then
+            spill = Sum((program.variable(f"{name}:spill"), 1.0))
+            program.at_least(f"{name}: spilled for NVMe", Sum((f"{name}:{Place.NVME}", 1.0)), spill)
         away = self._away(unit)
         if not self.given.regathers(unit):
             for where in ("host", "onnvme"):
@@ -123,6 +129,10 @@ class _Conditions:
         fills = Sum((program.variable(f"{name}:fills", 0.0, uses), 1.0))
         program.at_least(f"{name}: comes for every use", fills, Sum().plus(need, uses).plus(kept, -1.0))
         program.at_least(f"{name}: comes once at least", fills, need)
+        if (there := f"{name}:onnvme") in away:
+            reads = Sum((program.variable(f"{name}:reads", 0.0, uses), 1.0))
+            program.at_least(f"{name}: read for every use", reads, Sum((there, uses)).plus(kept, -1.0))
+            program.at_least(f"{name}: read once at least", reads, Sum((there, 1.0)))
         if self.given.gathers(unit) and away:
             fetches = Sum((program.variable(f"{name}:fetches", 0.0, uses), 1.0))
             program.at_least(f"{name}: fetched for every use", fetches, Sum().plus(away, uses).plus(kept, -1.0))
@@ -135,14 +145,14 @@ class _Conditions:
 
     def _activations(self, segment: Sequence[Unit]) -> None:
         name = segment[0].segment
-        ways = [way for way, _ in _AGAIN if way == "recompute" or self.storage]
+        ways = [way for way, _ in _AGAIN if way == "recompute" or self.storage != "never"]
         ways = [way for way in ways if way != "evict" or self._stores(nvme=True)]
         chosen = Sum(*((self.program.variable(f"{name}:{way}"), 1.0) for way in ways))
         if len(ways) > 1:
             self.program.at_least(f"{name}: activations one way", Sum(("", 1.0)), chosen)
 
     def _stores(self, nvme: bool) -> bool:
-        return not nvme or (self.storage and self.cost.profile.nvme is not None)
+        return not nvme or (self.storage == "nvme" and self.cost.profile.nvme is not None)
 
     def _away(self, unit: Unit) -> Sum:
         names = [f"{unit.name}:{where}" for where in ("host", "onnvme")]
@@ -218,14 +228,25 @@ class _Conditions:
         if self.given.gathers(unit) and unit.forward:
             self.loads.gather(total, unit, Sum((f"{name}:fills", 1.0)))
         fetched = next((v for v in (f"{name}:fetches", f"{name}:fills") if v in self.program.boxes), None)
-        if fetched and (away := self._away(unit)):
+        if fetched and self._away(unit):
             fetch = Task(0, Lane.H2D, Op.FETCH, Phase.FORWARD, num_bytes=self.weight_bytes * shard)
             self.loads.charge(total, fetch, Sum((fetched, 1.0)))
-            if (name := f"{unit.name}:onnvme") in away:
-                self.loads.storage(total, Resource.NVME_READ, self.weight_bytes * shard, Sum((name, 1.0)))
-        if (name := f"{unit.name}:{Place.NVME}") in self.program.boxes:
-            for direction in (Resource.NVME_READ, Resource.NVME_WRITE):
-                self.loads.storage(total, direction, STATE_BYTES_PER_PARAM * shard, Sum((name, 1.0)))
+        if self._stores(nvme=True):
+            self._storage_work(unit)
+
+    def _storage_work(self, unit: Unit) -> None:
+        """Add what a unit's parameters, gradients and state on NVMe are read and written in an iteration."""
+        name, shard = unit.name, self.given.shard_params(unit)
+        read, written = Resource.NVME_READ, Resource.NVME_WRITE
+        weights_written = 0 if self.given.precision.master_is_weight else self.weight_bytes
+        for what, num_bytes, directions in (
+            (Place.NVME, STATE_BYTES_PER_PARAM, (read, written)),
+            ("spill", SPILLED_BYTES_PER_PARAM, (read, written)),
+            ("onnvme", weights_written, (written,)),
+            ("reads", self.weight_bytes, (read,)),
+        ):
+            for direction in directions if f"{name}:{what}" in self.program.boxes else ():
+                self.loads.storage(self.total, direction, num_bytes * shard, Sum((f"{name}:{what}", 1.0)))
 
     def _updates(self, load: Load, unit: Unit) -> None:
         """Add the update itself, and the state that is streamed in for it."""
@@ -262,11 +283,13 @@ class _Conditions:
         if not self.given.clip:
             both = [_added(out, back) for out, back in zip(leaving, returning, strict=True)]
             spans = self._longest("update", both)
+            self._through_nvme(spans)
             for i in _spread(len(self.units), _NUM_ENDS):
                 needs = between(i, i).plus({spans[i]: 1.0})
                 self.program.at_least(f"window: updates of units 0 to {i}", Sum((TIME, 1.0)), needs)
             return
         after, before = self._longest("update", returning), self._longest("leave", leaving)
+        self._through_nvme(after)
         for i in _spread(len(self.units), _NUM_ENDS):
             for j in _spread(len(self.units), _NUM_BEGINNINGS):
                 needs = between(i, j).plus(Sum((after[i], 1.0), (before[j], 1.0)))
@@ -311,6 +334,26 @@ class _Conditions:
                     self.program.at_least(name, Sum((found[i], 1.0)), needs)
         return found
 
+    def _through_nvme(self, spans: Sequence[str]) -> None:
+        """State on NVMe is read and written within the spans of updates, but for what host buffers hold."""
+        if not self._stores(nvme=True):
+            return
+        device_bytes = float(capacities(self.cost)[Tier.GPU])
+        scale = STATE_BYTES_PER_PARAM / device_bytes
+        shares = (
+            Sum((f"{unit.name}:{Place.NVME}", self.given.shard_params(unit) * scale)) if unit.num_params else Sum()
+            for unit in self.units
+        )
+        state = self._chain("state through NVMe", shares)
+        each: Load = defaultdict(Sum)
+        for direction in (Resource.NVME_READ, Resource.NVME_WRITE):
+            self.loads.storage(each, direction, device_bytes, Sum(("", 1.0)))
+        for key in (Resource.NVME_READ, Resource.NVME_WRITE, Resource.NVME):
+            needs_s = each[key][""] / self.loads.capacity[key]
+            for i, span in enumerate(spans):
+                needs = Sum((state[i], needs_s), (STATE_BUFFERS, -needs_s))
+                self.program.at_least(f"state of 0 to {i} by {_word(key)}", Sum((span, 1.0)), needs)
+
     def _stored(self, last: int) -> Sum:
         """Return the bytes of streamed state of units 0 to ``last`` that no longer fit on the device."""
         memory = float(capacities(self.cost)[Tier.GPU])
@@ -333,16 +376,29 @@ class _Conditions:
 
     def _memory(self) -> None:
         capacity = capacities(self.cost)
-        self._device_memory(float(capacity[Tier.GPU]))
-        host, nvme = Sum(), Sum()
+        device_bytes = float(capacity[Tier.GPU])
+        activations = offloaded(self.program, self.segments, device_bytes)
+        self._device_memory(device_bytes, Sum(*((activations[tier], 1.0) for tier in activations if tier is Tier.GPU)))
+        host, nvme = (
+            Sum(*((activations[tier], device_bytes) for tier in activations if tier is where))
+            for where in (Tier.HOST, Tier.NVME)
+        )
+        if self._stores(nvme=True):
+            host.plus(Sum((self._state_buffers(device_bytes), device_bytes)))
         for unit in (unit for unit in self.units if unit.num_params):
             shard = self.given.shard_params(unit)
-            name, updated = unit.name, Sum((f"{unit.name}:{Place.CPU}", 1.0))
-            host.plus(updated, (STATE_BYTES_PER_PARAM + self.weight_bytes) * shard)  # and its gradient
-            host[f"{name}:{Place.STREAM}"] += STATE_BYTES_PER_PARAM * shard
+            name = unit.name
+            for place in (Place.CPU, Place.STREAM):
+                host[f"{name}:{place}"] += STATE_BYTES_PER_PARAM * shard
+            # Gradients have room of their own where they arrive, unless they wait on NVMe.
+            host.plus(self._leaves(unit), float(self.weight_bytes * shard))
+            if (spilled := f"{name}:spill") in self.program.boxes:
+                host[spilled] -= float(self.weight_bytes * shard)
             on_nvme = Sum((f"{name}:{Place.NVME}", 1.0)) if self._stores(nvme=True) else Sum()
             nvme.plus(on_nvme, float(STATE_BYTES_PER_PARAM * shard))
             if not self.given.precision.master_is_weight:
+                if (name_there := f"{name}:onnvme") in self.program.boxes:
+                    nvme[name_there] += float(self.weight_bytes * shard)
                 served = Sum((f"{name}:upload", 1.0))
                 served.plus({f"{name}:host": 1.0} if f"{name}:host" in self.program.boxes else {})
                 host.plus(served, float(self.weight_bytes * shard))
@@ -352,8 +408,19 @@ class _Conditions:
                 room = Sum((ROOM[tier], 1.0)).plus(self.overrun)
                 self.program.at_least(f"memory: {tier}", room, Sum().plus(held, ranks / capacity[tier]))
 
-    def _device_memory(self, capacity: float) -> None:
-        """At the backward of every unit the device holds all of this."""
+    def _state_buffers(self, unit_bytes: float) -> str:
+        """Return what host buffers hold of state on NVMe, in multiples of ``unit_bytes``: one subgroup at least."""
+        shards = {unit.name: self.given.shard_params(unit) for unit in self.units if unit.num_params}
+        everything = STATE_BYTES_PER_PARAM * sum(shards.values()) / unit_bytes
+        buffers = self.program.variable(STATE_BUFFERS, 0.0, everything)
+        for unit in (unit for unit in self.units if unit.num_params):
+            mean = STATE_BYTES_PER_PARAM * shards[unit.name] / len(self.given.piece_params(unit)) / unit_bytes
+            one = Sum((f"{unit.name}:{Place.NVME}", mean))
+            self.program.at_least(f"{unit.name}: fits the host buffers", Sum((buffers, 1.0)), one)
+        return buffers
+
+    def _device_memory(self, capacity: float, offloaded_there: Sum) -> None:
+        """At the backward of every unit the device holds all of this; at the last one's what is offloaded too."""
         program, scale, room = self.program, 1.0 / capacity, ROOM[Tier.GPU]
         held_always = self._always(scale)
         always = program.variable("always held", 0.0, program.highest(held_always))
@@ -388,6 +455,7 @@ class _Conditions:
                     gradients[resident[position - 1]] += 1.0
                 in_the_end = Sum().plus(held).plus(gradients)
                 in_the_end.plus({last[position - 1]: 1.0} if position else {})
+                in_the_end.plus(offloaded_there if unit is self.units[-1] else {})
                 program.at_least(name, Sum((room, 1.0)).plus(self.overrun), in_the_end)
                 if self.repeats > 1:
                     held.plus({earlier[position - 1]: 1.0} if position else {})
@@ -463,6 +531,9 @@ def decided(program: LinearProgram, units: Sequence[Unit], decisions: Decisions)
         for place in Place:
             share = sum(size for size, where in pieces if where is place) / max(sum(size for size, _ in pieces), 1)
             fixed[f"{unit.name}:{place}"] = share
+        stays = not decisions.flushes(Place.STREAM)
+        fixed[f"{unit.name}:stays"] = fixed[f"{unit.name}:{Place.STREAM}"] if stays else 0.0
+        fixed[f"{unit.name}:spill"] = fixed[f"{unit.name}:{Place.NVME}"] if decisions.spill_gradients else 0.0
         fixed[f"{unit.name}:host"] = float(choice.params == "host")
         fixed[f"{unit.name}:onnvme"] = float(choice.params == "nvme")
         way = {"offload-nvme": "evict"}.get(choice.activations, choice.activations)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Self
 
-from planner.decisions import Decisions
+from planner.decisions import Decisions, Storage
 from planner.graph import Unit
 from planner.schedule import Tier
 
@@ -22,15 +22,15 @@ class Space:
     Attributes:
         units: the model's units for one micro-batch, in forward order.
         given: all global decisions, without units: batch, precision, degrees, ZeRO stage, clipping, subgroups.
-        storage: whether state and parameters may be on NVMe, and activations leave the device.
+        storage: whether activations may leave the device, and whether anything may be on NVMe.
     """
 
     units: tuple[Unit, ...]
     given: Decisions
-    storage: bool = False
+    storage: Storage = "never"
 
     @classmethod
-    def of(cls, units: tuple[Unit, ...], decisions: Decisions, *, storage: bool = False) -> Self:
+    def of(cls, units: tuple[Unit, ...], decisions: Decisions, *, storage: Storage = "never") -> Self:
         """Return the space in which some decisions place everything: all that they decide for no unit is given."""
         return cls(units, decisions.model_copy(update={"units": {}}), storage)
 

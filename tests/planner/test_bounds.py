@@ -8,7 +8,7 @@ import pytest
 from cases import Case, cases, decide, small_units
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from machines import machine, quantity
+from machines import machine, quantity, rate
 
 from hwprofiles.profile import HardwareProfile
 from planner.bounds.conditions import conditions, decided
@@ -59,7 +59,7 @@ def check(units: tuple[Unit, ...], decisions: Decisions, profile: HardwareProfil
     peaks = memory_peaks(simulation.timeline, simulation.steady, cost)
     needs = [float(peaks[tier].peak_bytes) if tier in peaks else 1.0 for tier in (Tier.GPU, Tier.HOST, Tier.NVME)]
     full = with_memory(profile, *(max(num_bytes, 1.0) for num_bytes in needs))
-    space = Space(units, decisions.model_copy(update={"units": {}}), storage=True)
+    space = Space(units, decisions.model_copy(update={"units": {}}), storage="nvme")
     period_s = simulation.period_s
     program = conditions(space, CostModel.of(full, units, decisions), 2 * period_s)
     solution = solve(program)
@@ -100,3 +100,21 @@ def test_bounds_of_plain_schedules_hold_and_are_near(speed, ranks, repeats, plac
         decisions = decide(units, place, recompute=recompute, params=params, **OURS, **options, **starts)
         # What is streamed need not leave the device before, but ours does, once for each micro-batch.
         assert check(units, decisions, profile) > (0.35 if place is Place.STREAM else 0.5)
+
+
+@pytest.mark.parametrize("read_bytes_per_s", [1e9, 8e9], ids=["reads bind", "writes bind"])
+@pytest.mark.parametrize("params", ["host", "nvme"])
+@pytest.mark.parametrize("spill", [False, True])
+def test_bounds_of_schedules_through_nvme_hold_and_are_near(read_bytes_per_s, params, spill):
+    """Drives bind here, so that conditions which ask too much of them, or of host memory, would fail."""
+    units = small_units("demo-llama", 14)
+    profile = machine(devices_per_node=4, flop_per_s=1e13, issue_s=1e-9, cpu_params_per_s=1e11)
+    assert profile.nvme is not None
+    nvme = profile.nvme.model_copy(update={"read": rate(read_bytes_per_s, "bytes")})
+    profile = profile.model_copy(update={"nvme": nvme})
+    for clip, slots, activations in itertools.product((True, False), (1, 12), ("keep", "offload", "offload-nvme")):
+        options = {"num_nvme_slots": slots, "num_activation_slots": 1, "spill_gradients": spill, "clip": clip}
+        options |= {"update_start": "step" if clip else "backward", "update_order": "forward" if clip else "backward"}
+        decisions = decide(units, Place.NVME, params=params, activations=activations, **OURS, **options)
+        # One buffer reads, updates and writes in turn, which conditions on each alone do not know.
+        assert check(units, decisions, profile) > (0.4 if slots == 1 else 0.6)

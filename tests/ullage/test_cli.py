@@ -28,6 +28,7 @@ REQUEST = {
     "--pipeline-parallel",
     "--expert-parallel",
     "--expert-units",
+    "--storage",
     "--expert-load",
     "--accumulate",
     "--precision",
