@@ -94,6 +94,7 @@ def figures() -> dict[str, str]:
         "stride_lost": f"loses up to {100 * stride['most_lost_by_formula']:.0f} %",
         "stride_ours": f"at least {stride['least_best_stride_over_ours']:.1f} {TIMES} the time of our plan",
         "memory_wall": f"within {100 * shares:.0f} points of those measured in {len(claims['memory_wall'])} runs",
+        "planning": "; ".join(f"{result('planning_speed.json')['rows'][i]['process_s']:.1f} s" for i in (0, 1, 4)),
         **capture_figures(),
         "adamw_low": f"{min(adamw):.1f}",
         "adamw_high": f"{max(adamw):.1f}",
