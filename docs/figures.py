@@ -103,6 +103,7 @@ def draw_growth() -> None:
         counts = [next(value for key, value in row.items() if key.startswith("num_")) for row in rows]
         axes.loglog(counts, [row["process_s"] for row in rows], "o-", color="#0072b2")
         axes.set_xticks(counts, [f"{count:,}" for count in counts])
+        axes.set_yticks((1, 2, 5, 10, 20))
         axes.minorticks_off()
         axes.set_xlabel(what)
         axes.grid(alpha=0.3)
