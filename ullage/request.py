@@ -70,7 +70,9 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         ("pipeline", "stages that share the layers"),
         ("expert", "data-parallel ranks that share the experts"),
     ):
-        group.add_argument(f"--{kind}-parallel", type=positive_int, metavar="N", help=f"{what} (1, or chosen with --global-batch)")
+        group.add_argument(
+            f"--{kind}-parallel", type=positive_int, metavar="N", help=f"{what} (1, or chosen with --global-batch)"
+        )
     group.add_argument(
         "--expert-units", type=positive_int, metavar="N", help="units that a rank's experts of a layer are placed in"
     )
