@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from planner.decisions import Frozen, Storage
+from planner.decisions import Decisions, Frozen, Precision, Storage
 from planner.graph import Batch
 from planner.models import experts
 from planner.models.captured import CapturedModel, Model
@@ -44,6 +44,21 @@ class Choice(Frozen):
         degrees |= {"pipeline": self.pipeline_parallel, "expert": self.expert_parallel}
         spread = " x ".join(f"{name} {count}" for name, count in degrees.items() if count > 1) or "one device"
         return f"{spread}, {self.num_micro_batches} micro-batch(es) of {self.micro_batch}"
+
+
+def batch_of(
+    decided: Choice | Decisions, seq_len: int, precision: Precision, expert_load: tuple[tuple[float, ...], ...]
+) -> Batch:
+    """Return what one forward and backward of a rank works on."""
+    return Batch(
+        decided.micro_batch,
+        seq_len,
+        precision.weight_bytes,
+        tensor_parallel=decided.tensor_parallel,
+        expert_parallel=decided.expert_parallel,
+        expert_units=decided.expert_units,
+        expert_load=expert_load,
+    )
 
 
 class Asked(Frozen):

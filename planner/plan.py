@@ -9,9 +9,9 @@ from pydantic import Field, ValidationError, model_validator
 
 from hwprofiles.profile import HardwareProfile
 from planner.bounds.proof import Certificate
-from planner.choices import Asked
+from planner.choices import Asked, batch_of
 from planner.decisions import Decisions, Frozen
-from planner.graph import Batch, Unit, build_graph, units
+from planner.graph import Unit, build_graph, units
 from planner.lowering import lower
 from planner.models.captured import ModelField
 from planner.prediction import Prediction, TierMemory
@@ -102,15 +102,7 @@ class Plan(Frozen):
     def units(self) -> tuple[Unit, ...]:
         """Return the model's units for this plan's micro-batch, or one tensor-parallel rank's share of them."""
         decisions = self.decisions
-        batch = Batch(
-            decisions.micro_batch,
-            self.seq_len,
-            decisions.precision.weight_bytes,
-            tensor_parallel=decisions.tensor_parallel,
-            expert_parallel=decisions.expert_parallel,
-            expert_units=decisions.expert_units,
-            expert_load=self.expert_load,
-        )
+        batch = batch_of(decisions, self.seq_len, decisions.precision, self.expert_load)
         return units(build_graph(self.model, batch))
 
     def schedule(self) -> Schedule:

@@ -4,7 +4,7 @@ import dataclasses
 
 from hwprofiles.profile import HardwareProfile
 from planner.bounds.space import Space
-from planner.choices import Asked, Choice
+from planner.choices import Asked, Choice, batch_of
 from planner.costs import CostModel
 from planner.decisions import Decisions, Precision, Storage
 from planner.engines import Setup
@@ -70,15 +70,7 @@ def variants(job: Job, asked: Asked) -> tuple[Variant, ...]:
 
 def variant(job: Job, choice: Choice, storage: Storage, graphs: dict[Batch, tuple[Unit, ...]] | None = None) -> Variant:
     """Return one way to do it; ``graphs`` keeps units of batches for the next one."""
-    batch = Batch(
-        choice.micro_batch,
-        job.seq_len,
-        job.precision.weight_bytes,
-        tensor_parallel=choice.tensor_parallel,
-        expert_parallel=choice.expert_parallel,
-        expert_units=choice.expert_units,
-        expert_load=job.expert_load,
-    )
+    batch = batch_of(choice, job.seq_len, job.precision, job.expert_load)
     graphs = {} if graphs is None else graphs
     if batch not in graphs:
         graphs[batch] = units(build_graph(job.model, batch))
