@@ -19,6 +19,7 @@ def run(job: Job) -> Outcome:
     """Train the job; whatever it raises becomes the outcome's error."""
     try:
         torch.set_num_threads(job.num_threads)
+        _bound_device(job)
         trainer = ENGINES[job.engine](job)
         torch.set_num_threads(job.num_threads)  # some engines, and numba's first kernel, set it
         start_up_s = time.time() - job.started_s
@@ -40,6 +41,14 @@ def run(job: Job) -> Outcome:
         peak_device_bytes=peak_device_bytes,
         detail=detail,
     )
+
+
+def _bound_device(job: Job) -> None:
+    """Leave an engine as much of the GPU as our plan has: what it keeps there is paid for. The ceiling has it all."""
+    limit_bytes = job.cell.device_memory_bytes
+    if job.device == "cuda" and limit_bytes is not None and job.engine != "in_memory":
+        total_bytes = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(min(limit_bytes / total_bytes, 1.0))
 
 
 def main() -> None:
