@@ -139,7 +139,7 @@ class Comparison:
 
     def _tune(self, cell: Cell, row: Row) -> None:
         """Try a row's settings once each and keep the fastest that trains as the reference does."""
-        candidates = row.candidates_for(recompute=cell.recompute, quick=self._settings.quick)
+        candidates = row.candidates(self._device, recompute=cell.recompute, quick=self._settings.quick)
         self._chosen[cell, row.name] = candidates[0]
         if len(candidates) == 1 or row.kind == "ours":
             return
@@ -154,7 +154,7 @@ class Comparison:
             tried.append({"settings": settings, "status": status, "why": why, "iteration_s": _median(outcome)})
             self._say(f"{cell.name}: {row.name} {settings}: {why or tried[-1]['iteration_s']}")
             if status == "not installed":
-                break
+                break  # nor will it be with other settings
         counted = [entry for entry in tried if entry["status"] == "ok"]
         if counted:
             self._chosen[cell, row.name] = min(counted, key=lambda entry: float(entry["iteration_s"]))["settings"]
@@ -184,7 +184,7 @@ class Comparison:
             settings=settings,
             device=self._device,
             num_threads=cell.compute_threads or self._runner.num_cores,
-            num_step_threads=self._runner.num_cores,
+            num_cores=self._runner.num_cores,
             num_warm_up=self._settings.num_warm_up if num_warm_up is None else num_warm_up,
             num_timed=self._settings.num_timed if num_timed is None else num_timed,
             plan=self._plans.get(cell) if engine == "ours" else None,

@@ -80,7 +80,7 @@ class Cell:
 
     def like(self, other: "Cell") -> bool:
         """Return whether what is the best setting for another cell is taken as the best for this one too."""
-        mine, theirs = ((c.model, c.dtype, c.compute_threads, c.recompute, c.max_norm > 0) for c in (self, other))
+        mine, theirs = ((c.model, c.dtype, c.compute_threads, c.recompute) for c in (self, other))
         return mine == theirs
 
     @property
@@ -97,10 +97,11 @@ class Job:
         cell: what it trains.
         engine: see :data:`benchmarks.peers.engines.ENGINES`.
         settings: of the engine, as its docstring names them; ``lr_factor`` of any engine falsifies the learning rate,
-            which the gate must see.
+            which the gate must see, and ``step_threads`` sets those of a peer's optimizer.
         device: what computes.
         num_threads: of torch in forward and backward.
-        num_step_threads: of torch in the optimizer's step. Engines with kernels of their own take OMP_NUM_THREADS.
+        num_cores: threads of torch in the optimizer's step, and OMP_NUM_THREADS, which engines with kernels of their
+            own read; unless the settings have ``step_threads``.
         num_warm_up, num_timed: iterations.
         plan: file of our plan.
         started_s: seconds since the epoch at which the process was started.
@@ -111,7 +112,7 @@ class Job:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     device: Literal["cpu", "cuda"] = "cpu"
     num_threads: int = 1
-    num_step_threads: int = 1
+    num_cores: int = 1
     num_warm_up: int = 3
     num_timed: int = 5
     plan: str | None = None
@@ -126,6 +127,11 @@ class Job:
     def lr(self) -> float:
         """Peak of the learning rate."""
         return LR * float(self.settings.get("lr_factor", 1.0))
+
+    @property
+    def step_threads(self) -> int:
+        """Threads of a peer's optimizer."""
+        return int(self.settings.get("step_threads", self.num_cores))
 
     def setting(self, name: str, default: Any) -> Any:
         """Return one of the engine's settings."""

@@ -36,7 +36,7 @@ class Runner:
     """Starts processes.
 
     Attributes:
-        num_cores: threads of OpenMP and BLAS in every process.
+        num_cores: that the processes may use.
         peers: folder that the peers are installed in, beside what is installed anyhow; ``None``: there is none.
         limit_s: most seconds that one process may take.
         clock: all of them together.
@@ -52,6 +52,7 @@ class Runner:
     def run(self, job: Job, limit_s: float | None = None) -> Outcome:
         """Run a job; a process that fails, dies or takes too long gives an outcome that says so."""
         limit_s = min(limit_s or self.limit_s, self.clock.left_s)
+        self._unlock()
         with tempfile.TemporaryDirectory() as folder:
             asked, found = Path(folder) / "job.json", Path(folder) / "outcome.json"
             dataclasses.replace(job, started_s=time.time()).save(asked)
@@ -76,6 +77,18 @@ class Runner:
                 return Outcome(error=f"the process ended with {code}: {last}"[:500])
             return Outcome.load(found)
 
+    @property
+    def _extensions(self) -> Path:
+        """Where DeepSpeed's extensions are compiled: in a place of our own, so that no other process waits for us."""
+        assert self.peers is not None
+        return self.peers.absolute() / "extensions"
+
+    def _unlock(self) -> None:
+        """Remove locks that a compilation left which was ended: PyTorch would wait for them for ever."""
+        if self.peers is not None:
+            for lock in self._extensions.glob("**/lock"):
+                lock.unlink()
+
     def _environment(self, job: Job) -> dict[str, str]:
         environment = dict(os.environ)
         places = [str(ROOT), environment.get("PYTHONPATH", "")]
@@ -83,7 +96,9 @@ class Runner:
             places.append(str(self.peers.absolute()))
             environment["PATH"] = os.pathsep.join([environment.get("PATH", ""), str(self.peers.absolute() / "bin")])
         environment["PYTHONPATH"] = os.pathsep.join(place for place in places if place)
-        environment["OMP_NUM_THREADS"] = str(self.num_cores)
+        if self.peers is not None:
+            environment.setdefault("TORCH_EXTENSIONS_DIR", str(self._extensions))
+        environment["OMP_NUM_THREADS"] = str(job.step_threads)
         environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         return environment

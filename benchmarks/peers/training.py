@@ -99,8 +99,8 @@ def train(job: Job, trainer: Trainer) -> tuple[list[float], list[float], float]:
     for batch in batches:
         starts_s.append(time.perf_counter())
         seen = [trainer.backward(tokens) for tokens in batch]
-        if job.num_step_threads != job.num_threads and job.engine != "ours":  # ours has threads of its own for updates
-            torch.set_num_threads(job.num_step_threads)
+        if job.step_threads != job.num_threads and job.engine != "ours":  # ours has threads of its own for updates
+            torch.set_num_threads(job.step_threads)
         trainer.step()
         torch.set_num_threads(job.num_threads)
         losses.append(float(torch.stack(seen).float().mean()))

@@ -81,20 +81,20 @@ class Zero:
             lr_scheduler=schedule_of,
         )
         self._optimizer: Any = optimizer.optimizer
+        self._num_backwards = 0
         self._device_optimizer: Any = getattr(optimizer, "backup_optimizer", None)
 
     def backward(self, tokens: Tensor) -> Tensor:
         """See :class:`Trainer`."""
         loss = loss_of(self._engine, tokens)
         self._engine.backward(loss)  # divides by the number of micro-batches
-        self._boundary = self._engine.is_gradient_accumulation_boundary()
-        if not self._boundary:
+        self._num_backwards += 1
+        if self._num_backwards % self._cell.num_micro_batches:
             self._engine.step()  # counts micro-batches
         return loss.detach()
 
     def step(self) -> None:
         """See :class:`Trainer`."""
-        assert self._boundary
         self._engine.step()
         if self._device_optimizer is not None:
             self._device_optimizer.param_groups[0]["lr"] = self._optimizer.param_groups[0]["lr"]

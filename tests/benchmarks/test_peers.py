@@ -18,9 +18,9 @@ from benchmarks.peers.worker import run
 ROOT = Path(__file__).parents[2]
 CELL = Cell("llama-tiny", "fp32", 2, 32, 2, 1.0, None, 1)
 OURS, PEER, CEILING = (
-    Row("ours", "ours", kind="ours"),
+    Row("ours", "ours", "ours"),
     Row("peer", "zero2"),
-    Row("memory", "in_memory", kind="ceiling"),
+    Row("memory", "in_memory", "ceiling"),
 )
 
 
@@ -114,5 +114,5 @@ def test_rows_of_each_device() -> None:
         assert len(names) == len(set(names))
         assert names[0] == "ours"
     assert {row.kind for row in ROWS if row.name == "zenflow"} == {"other mathematics"}
-    with pytest.raises(ValueError, match="'nobody' is no row on cpu"):
+    with pytest.raises(ValueError, match="there is no row 'nobody'"):
         rows_for("cpu", ("nobody",))
