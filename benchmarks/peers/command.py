@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import os
+import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,7 @@ def compare(
         quick=rounds.quick,
         output=args.output,
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the process under way is ended too
     with tempfile.TemporaryDirectory() as folder:
         result = Comparison(settings, runner, Path(folder)).run()
     print(table(result["cells"], [row.name for row in rows]))

@@ -24,6 +24,7 @@ from hwprofiles.profile import HardwareProfile
 from planner.decisions import Precision
 
 _BUILD_LIMIT_S = 420.0
+_PLANNED_SHARE = 0.95  # of a bound that PyTorch's allocator enforces: it rounds, and holds workspaces of libraries too
 _TUNED_ITERATIONS = (1, 3)  # warm-up and timed: enough to rank settings
 
 
@@ -106,7 +107,8 @@ class Comparison:
         begin_s = time.monotonic()
         profile = self._settings.profiles[cell.compute_threads]
         if cell.device_memory_bytes is not None:
-            profile = profile.with_device_memory(cell.device_memory_bytes)
+            share = _PLANNED_SHARE if self._device == "cuda" else 1.0
+            profile = profile.with_device_memory(int(share * cell.device_memory_bytes))
         request = ullage.Request(
             model_config(cell.model),
             profile,
@@ -165,9 +167,10 @@ class Comparison:
         if any(outcome.error is not None for outcome in outcomes) or self._runner.clock.left_s < 1:
             return
         settings = self._chosen[cell, row.name]
-        outcomes.append(self._runner.run(self._job(cell, row.engine, settings)))
+        outcome = self._runner.run(self._job(cell, row.engine, settings))
+        if outcome.error is None or self._runner.clock.left_s >= 1:  # not its fault that the time was up
+            outcomes.append(outcome)
         self._write()
-        outcome = outcomes[-1]
         self._say(f"{cell.name}: {row.name}: {outcome.error or f'{_median(outcome):.3f} s per iteration'}")
 
     def _job(

@@ -22,6 +22,9 @@ def run(job: Job) -> Outcome:
         _bound_device(job)
         trainer = ENGINES[job.engine](job)
         torch.set_num_threads(job.num_threads)  # some engines, and numba's first kernel, set it
+        if job.device == "cuda":  # what making the model took is given back, and is not part of the peak
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         start_up_s = time.time() - job.started_s
         losses, iteration_s, total_s = train(job, trainer)
         peak_device_bytes = torch.cuda.max_memory_reserved() if job.device == "cuda" else None
