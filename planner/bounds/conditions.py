@@ -14,7 +14,9 @@ simulator walks by, so that the least iteration time under all rows is a lower b
   State that is streamed in is stored again meanwhile, but for what the device has room for, and state on NVMe comes
   and goes meanwhile, but for what host buffers hold [Note: State ahead];
 - *memory*: at the backward of each unit the device holds at least what stays there, the activations of all segments
-  before it, the unit's own activations, workspace, gradient and parameters, and what was kept gathered;
+  before it, and the unit's own activations, workspace and gradient. Parameters that come are in slots
+  [Note: Static slots], of which there is one for each size of units at least, and one more for each unit that is kept
+  between two uses while another of its size is used;
 - *rates* are the best that a curve reaches; what a subgroup takes is what the cheapest of its unit takes per parameter.
 
 A decision that is yes or no becomes a fraction, so the bound is also one for mixtures that nobody can run.
@@ -29,7 +31,7 @@ from collections.abc import Iterable, Sequence
 from planner.bounds.loads import Key, Load, Loads
 from planner.bounds.pipelines import pipelined
 from planner.bounds.program import LinearProgram, Sum
-from planner.bounds.space import OVERRUN, ROOM, TIME, Space
+from planner.bounds.space import OVERRUN, RING, ROOM, TIME, Space
 from planner.bounds.storage import STATE_BUFFERS, offloaded
 from planner.costs import CostModel, Resource
 from planner.decisions import SPILLED_BYTES_PER_PARAM, STATE_BYTES_PER_PARAM, Decisions, Place
@@ -390,23 +392,32 @@ class _Conditions:
             name = unit.name
             for place in (Place.CPU, Place.STREAM):
                 host[f"{name}:{place}"] += STATE_BYTES_PER_PARAM * shard
-            # Gradients have room of their own where they arrive, unless they wait on NVMe.
-            host.plus(self._leaves(unit), float(self.weight_bytes * shard))
-            if (spilled := f"{name}:spill") in self.program.boxes:
-                host[spilled] -= float(self.weight_bytes * shard)
+            host[self._weights_or_gradients(unit)] += float(self.weight_bytes * shard)
             on_nvme = Sum((f"{name}:{Place.NVME}", 1.0)) if self._stores(nvme=True) else Sum()
             nvme.plus(on_nvme, float(STATE_BYTES_PER_PARAM * shard))
-            if not self.given.precision.master_is_weight:
-                if (name_there := f"{name}:onnvme") in self.program.boxes:
-                    nvme[name_there] += float(self.weight_bytes * shard)
-                served = Sum((f"{name}:upload", 1.0))
-                served.plus({f"{name}:host": 1.0} if f"{name}:host" in self.program.boxes else {})
-                host.plus(served, float(self.weight_bytes * shard))
+            if (weights_there := f"{name}:onnvme") in self.program.boxes and not self.given.precision.master_is_weight:
+                nvme[weights_there] += float(self.weight_bytes * shard)
         ranks = self.cost.ranks_per_node
         for tier, held in ((Tier.HOST, host), (Tier.NVME, nvme)):
             if capacity[tier] and held:
                 room = Sum((ROOM[tier], 1.0)).plus(self.overrun)
                 self.program.at_least(f"memory: {tier}", room, Sum().plus(held, ranks / capacity[tier]))
+
+    def _weights_or_gradients(self, unit: Unit) -> str:
+        """Return the share of a unit's parameters that has a weight or a gradient on the host [Note: In place]."""
+        program, name = self.program, unit.name
+        served = {f"{name}:host": 1.0} if f"{name}:host" in program.boxes else {}
+        gradients = self._leaves(unit)
+        if f"{name}:spill" in program.boxes:
+            gradients[f"{name}:spill"] -= 1.0
+        there = program.variable(f"{name}:there", 0.0, 2.0)
+        if not self.given.precision.master_is_weight:
+            if self.repeats > 1:
+                gradients.plus(served)
+            weights = Sum((f"{name}:upload", 1.0)).plus(served)
+            program.at_least(f"{name}: weights on the host", Sum((there, 1.0)), weights)
+        program.at_least(f"{name}: gradients on the host", Sum((there, 1.0)), gradients)
+        return there
 
     def _state_buffers(self, unit_bytes: float) -> str:
         """Return what host buffers hold of state on NVMe, in multiples of ``unit_bytes``: one subgroup at least."""
@@ -427,11 +438,7 @@ class _Conditions:
         program.at_least("always held", Sum((always, 1.0)), held_always, equal=True)
         before = [Sum().plus(self._kept(segment), scale) for segment in self.segments]
         kept = self._chain("activations", before)
-        whole = [Sum(("", self.weight_bytes * unit.num_params * scale)) for unit in self.units]
         resident = self._chain("resident gradients", (self._resident_gradient(unit, scale) for unit in self.units))
-        last = self._chain("gathered at last", self._weighted("at last", whole))
-        earlier = self._chain("gathered before", self._weighted("before", whole)) if self.repeats > 1 else []
-        later = self._chain("gathered between", self._weighted("between", whole)) if self.repeats > 1 else []
         state = (Sum().plus(self._state_out(unit), scale) if unit.num_params else Sum() for unit in self.units)
         self._chain("streamed", state)
         position = 0
@@ -444,29 +451,43 @@ class _Conditions:
                 held[""] += (inside + workspace_bytes + self.weight_bytes * unit.num_params) * scale
                 if f"{segment[0].segment}:recompute" in program.boxes and segment[0].operators[0].copies_input:
                     held[f"{segment[0].segment}:recompute"] += segment[0].activation_output_bytes * scale
-                needed = Sum(("", 1.0)) if self.given.gathers(unit) else self._away(unit)
-                if unit.num_params and unit.forward:
-                    held.plus(needed, whole[position][""])
                 name = f"memory: device at the backward of {unit.name}"
                 gradients = Sum()  # of units behind it; of all others, if there were micro-batches before
                 if self.given.clip:
                     gradients.plus(Sum((resident[-1], 1.0), (resident[position], -1.0)))
                 if self.given.clip and self.repeats > 1 and position:
                     gradients[resident[position - 1]] += 1.0
-                in_the_end = Sum().plus(held).plus(gradients)
-                in_the_end.plus({last[position - 1]: 1.0} if position else {})
-                in_the_end.plus(offloaded_there if unit is self.units[-1] else {})
-                program.at_least(name, Sum((room, 1.0)).plus(self.overrun), in_the_end)
-                if self.repeats > 1:
-                    held.plus({earlier[position - 1]: 1.0} if position else {})
-                    held.plus(Sum((later[-1], 1.0), (later[position], -1.0)))
-                    program.at_least(f"{name}, earlier", Sum((room, 1.0)).plus(self.overrun), held)
+                held.plus(gradients).plus(offloaded_there if unit is self.units[-1] else {})
+                program.at_least(name, Sum((room, 1.0)).plus(self.overrun), held)
                 position += 1
 
-    def _weighted(self, gap: str, whole: Sequence[Sum]) -> Iterable[Sum]:
-        for unit, amount in zip(self.units, whole, strict=True):
-            name = f"{unit.name}:kept {gap}"
-            yield Sum((name, amount[""])) if name in self.program.boxes else Sum()
+    def _rings(self, scale: float) -> Sum:
+        """Return the share of memory of slots for parameters: see [Note: Static slots].
+
+        There is a ring for each size of units, with room for one that computes and those that are kept meanwhile.
+        """
+        rings: dict[int, list[Unit]] = defaultdict(list)
+        for unit in self.units:
+            if f"{unit.name}:fills" in self.program.boxes:
+                rings[unit.num_params].append(unit)
+        held = Sum()
+        for num_params, units in rings.items():
+            size = self.weight_bytes * num_params * scale
+            ring = self.program.variable(f"{RING}{num_params}", 0.0, size * len(units))
+            held[ring] = 1.0
+            kept = {
+                gap: self._chain(f"{ring} kept {gap}", (Sum((f"{unit.name}:kept {gap}", size)) for unit in units))
+                for gap, _ in self._gaps()
+            }
+            for i, unit in enumerate(units):
+                needed = Sum(("", size)) if self.given.gathers(unit) else Sum().plus(self._away(unit), size)
+                at_last = Sum().plus(needed).plus({kept["at last"][i - 1]: 1.0} if i else {})
+                self.program.at_least(f"{ring} at the backward of {unit.name}", Sum((ring, 1.0)), at_last)
+                if self.repeats > 1:
+                    earlier = needed.plus({kept["before"][i - 1]: 1.0} if i else {})
+                    earlier.plus(Sum((kept["between"][-1], 1.0), (kept["between"][i], -1.0)))
+                    self.program.at_least(f"{ring} at an earlier backward of {unit.name}", Sum((ring, 1.0)), earlier)
+        return held
 
     def _resident_gradient(self, unit: Unit, scale: float) -> Sum:
         if not unit.num_params:
@@ -475,8 +496,8 @@ class _Conditions:
         return Sum((f"{unit.name}:{Place.GPU}", num_bytes), (f"{unit.name}:stays", num_bytes))
 
     def _always(self, scale: float) -> Sum:
-        """Return the share of memory of parameters, state and slots for state that never leave the device."""
-        held = Sum()
+        """Return the share of memory of parameters, state and slots that never leave the device."""
+        held = self._rings(scale)
         state_bytes = STATE_BYTES_PER_PARAM - (4 if self.given.precision.master_is_weight else 0)
         largest = max(self.given.shard_params(unit) for unit in self.units)
         slot = self.program.variable(_STATE_SLOT, 0.0, STATE_BYTES_PER_PARAM * largest * scale)
@@ -531,7 +552,7 @@ def decided(program: LinearProgram, units: Sequence[Unit], decisions: Decisions)
         for place in Place:
             share = sum(size for size, where in pieces if where is place) / max(sum(size for size, _ in pieces), 1)
             fixed[f"{unit.name}:{place}"] = share
-        stays = not decisions.flushes(Place.STREAM)
+        stays = not decisions.flushes(unit.name, Place.STREAM)
         fixed[f"{unit.name}:stays"] = fixed[f"{unit.name}:{Place.STREAM}"] if stays else 0.0
         fixed[f"{unit.name}:spill"] = fixed[f"{unit.name}:{Place.NVME}"] if decisions.spill_gradients else 0.0
         fixed[f"{unit.name}:host"] = float(choice.params == "host")
