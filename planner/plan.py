@@ -17,7 +17,7 @@ from planner.models.captured import ModelField
 from planner.prediction import Prediction, TierMemory
 from planner.schedule import Schedule, Tier
 
-SCHEMA_VERSION: Final = 5
+SCHEMA_VERSION: Final = 6
 
 
 class PlanError(ValueError):
