@@ -11,8 +11,9 @@ simulator walks by, so that the least iteration time under all rows is a lower b
   the forward of i and the backward of j the device computes all that lies there. This holds in whatever order updates
   are made: of units 0..i one is last, and from its forward on the device still has to compute at least as much.
   Without clipping the window of units 0..i begins when the backward of i ends;
-  State that is streamed in is stored again meanwhile, but for what the device has room for, and state on NVMe comes
-  and goes meanwhile, but for what host buffers hold [Note: State ahead];
+  State that is streamed in is stored again meanwhile, but for what the device has room for: at the end of the window,
+  and at each backward that follows. State on NVMe comes and goes meanwhile, but for what host buffers hold
+  [Note: State ahead];
 - *memory*: at the backward of each unit the device holds at least what stays there, the activations of all segments
   before it, and the unit's own activations, workspace and gradient. Parameters that come are in slots
   [Note: Static slots], of which there is one for each size of units at least, and one more for each unit that is kept
@@ -72,6 +73,7 @@ class _Conditions:
         self.loads = Loads(cost, self.given)
         self.program = LinearProgram(OVERRUN if soft else TIME)
         self.program.variable(TIME, 0.0, limit_s)
+        self.held: list[Sum] = []  # what the device holds at the first backward of every unit
         self.overrun = Sum((self.program.variable(OVERRUN, 0.0, 1e6), 1.0)) if soft else Sum()
         for room in ROOM.values():
             self.program.variable(room, 1.0, 1.0)
@@ -297,6 +299,31 @@ class _Conditions:
                 needs = between(i, j).plus(Sum((after[i], 1.0), (before[j], 1.0)))
                 name = f"window: updates of units 0 to {i} once gradients of 0 to {j} have left"
                 self.program.at_least(name, Sum((TIME, 1.0)), needs)
+        starts = {segment[0].segment: self.units.index(segment[0]) for segment in self.segments}
+        for i in _spread(len(self.units), _NUM_BEGINNINGS):
+            stored = self._stored_before(i)
+            start = starts[self.units[i].segment]
+            earlier = Sum(("", sum(forward_s) + sum(backward_s[i + 1 :])), *(((again_s[-1], 1.0),) if again_s else ()))
+            earlier.plus({again_s[start - 1]: 1.0} if start and again_s else {}, -1.0)
+            for j in (j for j in _spread(len(self.units), _NUM_BEGINNINGS) if j <= i):
+                needs = between(0, j).plus(earlier, -1.0).plus(Sum((stored, 1.0), (before[j], 1.0)))
+                name = f"window: all updates before the backward of {i}, once gradients of 0 to {j} have left"
+                self.program.at_least(name, Sum((TIME, 1.0)), needs)
+
+    def _stored_before(self, position: int) -> str:
+        """Return a variable: what all updates take, and storing what the device has no room for at a backward."""
+        span = self.program.variable(f"updated and stored before the backward of {position}", 0.0, self.limit_s)
+        memory = float(capacities(self.cost)[Tier.GPU])
+        last = len(self.units) - 1
+        stored = Sum((f"streamed, 0 to {last}", memory), (_STATE_SLOT, -memory), ("", -memory))
+        stored.plus(self.held[position], memory)
+        for key in (Resource.LINK_UP, Resource.LINK, Resource.DRAM):
+            updates = f"update by {_word(key)}, 0 to {last}"
+            needs = Sum((updates, 1.0)) if updates in self.program.boxes else Sum()
+            needs.plus(stored, self.loads.per_byte(Resource.LINK_UP, key))
+            name = f"updated and stored before the backward of {position} by {_word(key)}"
+            self.program.at_least(name, Sum((span, 1.0)), needs)
+        return span
 
     def _leaving(self, unit: Unit) -> Load:
         """Return what gradients of one micro-batch take to where they are updated."""
@@ -452,12 +479,12 @@ class _Conditions:
                 if f"{segment[0].segment}:recompute" in program.boxes and segment[0].operators[0].copies_input:
                     held[f"{segment[0].segment}:recompute"] += segment[0].activation_output_bytes * scale
                 name = f"memory: device at the backward of {unit.name}"
-                gradients = Sum()  # of units behind it; of all others, if there were micro-batches before
-                if self.given.clip:
-                    gradients.plus(Sum((resident[-1], 1.0), (resident[position], -1.0)))
+                held.plus(offloaded_there if unit is self.units[-1] else {})
+                if self.given.clip:  # gradients of units behind it; of all others, if there were micro-batches before
+                    held.plus(Sum((resident[-1], 1.0), (resident[position], -1.0)))
+                self.held.append(Sum().plus(held))
                 if self.given.clip and self.repeats > 1 and position:
-                    gradients[resident[position - 1]] += 1.0
-                held.plus(gradients).plus(offloaded_there if unit is self.units[-1] else {})
+                    held[resident[position - 1]] += 1.0
                 program.at_least(name, Sum((room, 1.0)).plus(self.overrun), held)
                 position += 1
 
