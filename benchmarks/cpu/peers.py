@@ -1,7 +1,10 @@
 """Our training beside that of peers, without a GPU: same model, text, cores and arithmetic.
 
-    python benchmarks/cpu/peers.py --quick                      about three minutes
+    python benchmarks/cpu/peers.py --peers PEERS --quick        about three minutes where nothing else runs
     python benchmarks/cpu/peers.py --peers PEERS                about fifteen
+
+Beside other programs neither the times nor the ratios mean much: threads that wait for one another at the end of every
+kernel suffer out of proportion.
 
 Peers are installed by ``pip install --target PEERS -r benchmarks/requirements-peers.txt``; one that is not there is a
 row that says so. Every engine trains in a process of its own; rows take turns, and a row whose losses are not those of
@@ -47,7 +50,7 @@ def main() -> None:
     """Calibrate, compare, write and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, OUTPUT)
-    parser.add_argument("--quick", action="store_true", help="two cells, one setting per peer, two rounds")
+    parser.add_argument("--quick", action="store_true", help="two cells, one setting per peer, one process per row")
     parser.add_argument(
         "--tiny", action="store_true", help="a tiny model and one process per row: does it work at all?"
     )
@@ -57,7 +60,7 @@ def main() -> None:
     threads = sorted({cell.compute_threads for cell in chosen})
     profiles = {n: load_profile(args.profile) if args.profile else calibrated(n) for n in threads}
     few = args.quick or args.tiny
-    rounds = Rounds(1 if args.tiny else 2 if args.quick else 3, 2, 4 if few else 6, quick=few)
+    rounds = Rounds(1 if few else 3, 2, 4 if few else 5, quick=few)
     compare(args, "cpu", chosen, profiles, rounds)
 
 

@@ -16,6 +16,9 @@ from benchmarks.peers.rows import rows_for
 from hwprofiles.profile import HardwareProfile
 
 
+_BUSY = 0.25  # load per core above which other programs are in the way
+
+
 @dataclasses.dataclass(frozen=True)
 class Rounds:
     """How much is measured.
@@ -71,6 +74,8 @@ def compare(
         quick=rounds.quick,
         output=args.output,
     )
+    if (load := os.getloadavg()[0]) > _BUSY * runner.num_cores:
+        print(f"warning: the load average is {load:.1f}; measure where nothing else runs", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the process under way is ended too
     with tempfile.TemporaryDirectory() as folder:
         result = Comparison(settings, runner, Path(folder)).run()
