@@ -15,7 +15,6 @@ from benchmarks.peers.processes import Clock, Runner
 from benchmarks.peers.rows import rows_for
 from hwprofiles.profile import HardwareProfile
 
-
 _BUSY = 0.25  # load per core above which other programs are in the way
 
 
