@@ -206,7 +206,8 @@ class Mix:
         num_nvme: subgroups among that rest whose state is on NVMe.
         num_keep: segments, from the last on, whose activations are kept.
         num_offload, num_evict: segments among the others whose activations are offloaded, and go on to NVMe.
-        num_host: units whose parameters are fetched for every use, evenly spaced among those that may be.
+        num_host: units whose parameters are fetched for every use.
+        spread: 1 if these are evenly spaced among those that may be fetched, 0 if they are the last ones.
         num_on_nvme: of these, from the last on, those whose parameters are on NVMe, and so their state.
         num_slots: slots per ring of parameters.
         num_state_slots: slots that streamed state passes through.
@@ -221,6 +222,7 @@ class Mix:
     num_stream: int
     num_keep: int
     num_host: int = 0
+    spread: int = 1
     num_slots: int = 2
     num_state_slots: int = 2
     num_gradient_slots: int = 2
@@ -240,10 +242,10 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
     Resident state goes to the units whose deadline is nearest, the first in forward order, and of a layer's experts to
     the most visited; gradients of what is streamed stay on the device for the first units too, as theirs are the last
     to come and the first to be used. Streamed subgroups are spread evenly among those that the CPU updates, so that
-    both sides stay busy, and so is what comes from NVMe, units that are fetched, so that others compute while they
-    come, and segments that offload among those that recompute. Units with a shared weight, and those that are updated
-    on the device, keep their parameters there. What is very small always does: anywhere else it would take a turn, and
-    a slot, for next to nothing.
+    both sides stay busy, and so is what comes from NVMe, units that are fetched, unless the last ones are, and segments
+    that offload among those that recompute. Units with a shared weight, and those that are updated on the device, keep
+    their parameters there. What is very small always does: anywhere else it would take a turn, and a slot, for next to
+    nothing.
     """
     counts = movable(setup)
     fixed = tied(setup)
@@ -272,7 +274,11 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
         for unit, can in zip(order, fetchable, strict=True)
         if can and unit.name not in on_nvme and Place.GPU not in updates[unit.name]
     ]
-    on_host = list(itertools.compress(on_host, _evenly(len(on_host), mix.num_host - len(on_nvme))))
+    num_host = mix.num_host - len(on_nvme)
+    chosen = (
+        _evenly(len(on_host), num_host) if mix.spread else [i >= len(on_host) - num_host for i in range(len(on_host))]
+    )
+    on_host = list(itertools.compress(on_host, chosen))
     where: dict[str, Any] = dict.fromkeys(on_host, "host") | dict.fromkeys(on_nvme, "nvme")
     units = {
         unit.name: UnitDecision(

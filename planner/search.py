@@ -532,7 +532,11 @@ def _relaxed(
         found = _fitted(setup, scorer, limited, stage, slots if len(without) == 1 else slots[:1])
         if all(overload for (overload, _), _ in found):
             found += _fitted(setup, scorer, limited, stage, _FEWEST_SLOTS)
-        fitted += [min(found, key=lambda pair: pair[0])] if found else []
+        if found:
+            _, mix = min(found, key=lambda pair: pair[0])
+            together = dataclasses.replace(mix, spread=0)
+            found.append((scorer.score(mixed(setup, together)).order, together))
+            fitted.append(min(found, key=lambda pair: pair[0]))
     return [mix for _, mix in sorted(fitted, key=lambda pair: pair[0])], relaxed.value
 
 
@@ -637,6 +641,19 @@ def _repaired(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate, moved:
     return trial, scorer.score(mixed(setup, trial))
 
 
+def _filled(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate) -> tuple[Mix, Candidate]:
+    """Fill the room that a mix leaves on the device with resident subgroups: what a move frees is for something."""
+    bytes_per_param = STATE_BYTES_PER_PARAM + setup.precision.weight_bytes  # gradients stay with the state
+    sizes = [num_params for unit in setup.units for num_params in pieces(setup, unit)]
+    room_bytes = (_FULL - found.filled[Tier.GPU]) * capacities(scorer.cost)[Tier.GPU]
+    more = math.floor(room_bytes * len(sizes) / sum(sizes) / bytes_per_param)
+    num_gpu = min(trial.num_gpu + more, sum(movable(setup).values()) - trial.num_nvme)
+    if found.missing_bytes or num_gpu <= trial.num_gpu:
+        return trial, found
+    trial = dataclasses.replace(trial, num_gpu=num_gpu)
+    return trial, scorer.score(mixed(setup, trial))
+
+
 def _balanced(mix: Mix, found: Candidate, num_subgroups: int) -> Mix:
     """Return the mix in which the host and the streams would end their updates together, at the rates they had."""
     on_cpu = num_subgroups - mix.num_gpu - mix.num_stream
@@ -666,6 +683,7 @@ def _descend(
         "num_stream": sum(movable(setup).values()),
         "num_keep": len(swappable(setup)),
         "num_host": len(setup.units) if start.zero_stage in {0, 3} or setup.expert_parallel > 1 else 0,
+        "spread": 1,
         "num_slots": max(4, 2 * _most_alike(setup)),
         "num_state_slots": 4,
         "num_gradient_slots": max(4, 2 * _most_alike(setup)),
@@ -685,6 +703,8 @@ def _descend(
                 candidate = scorer.score(mixed(setup, trial))
                 if not best.missing_bytes and candidate.missing_bytes:
                     trial, candidate = _repaired(setup, scorer, trial, candidate, name)  # noqa: PLW2901
+                elif not key(candidate) < key(best) and name != "num_gpu":
+                    trial, candidate = _filled(setup, scorer, trial, candidate)  # noqa: PLW2901
                 if key(candidate) < key(best):
                     mix, best, moved = trial, candidate, True
                     tell(best)
