@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from planner.decisions import SPILLED_BYTES_PER_PARAM, STATE_BYTES_PER_PARAM, GradientPath, Place
+from planner.decisions import SPILLED_BYTES_PER_PARAM, GradientPath, Place
 from planner.graph import Unit, segments
 from planner.lowering.activations import evicts
 from planner.lowering.compute import AGAIN, compute_drafts
@@ -63,10 +63,11 @@ def _parameters(program: Program) -> None:
 def _optimizer(program: Program, unit: Unit) -> None:
     shard = program.shard_params[unit.name]
     host = program.placed_params(unit, Place.CPU, Place.STREAM, Place.NVME)
-    resident_bytes = STATE_BYTES_PER_PARAM - (4 if program.decisions.precision.master_is_weight else 0)
+    decisions = program.decisions
+    resident_bytes, state_bytes = decisions.resident_state_bytes_per_param, decisions.state_bytes_per_param
     nvme = program.placed_params(unit, Place.NVME)
-    program.hold(Tier.HOST, MemoryClass.OPTIMIZER, STATE_BYTES_PER_PARAM * (host - nvme), unit.name)
-    program.hold(Tier.NVME, MemoryClass.OPTIMIZER, STATE_BYTES_PER_PARAM * nvme, unit.name)
+    program.hold(Tier.HOST, MemoryClass.OPTIMIZER, state_bytes * (host - nvme), unit.name)
+    program.hold(Tier.NVME, MemoryClass.OPTIMIZER, state_bytes * nvme, unit.name)
     program.hold(Tier.GPU, MemoryClass.OPTIMIZER, resident_bytes * (shard - host), unit.name)
 
 
@@ -166,7 +167,7 @@ def _state_slots(program: Program) -> None:
     decisions = program.decisions
     streamed = [n for unit in program.units for n, place in program.pieces[unit.name] if place is Place.STREAM]
     gradient_bytes = decisions.precision.weight_bytes if decisions.flushes(Place.STREAM) else 0
-    per_param = STATE_BYTES_PER_PARAM + gradient_bytes
+    per_param = decisions.state_bytes_per_param + gradient_bytes
     for slot in range(min(decisions.num_state_slots, len(streamed))):
         program.hold(Tier.GPU, MemoryClass.OPTIMIZER, per_param * max(streamed), f"state slot {slot}")
 
@@ -175,7 +176,7 @@ def _nvme_slots(program: Program) -> None:
     """Hold the ring of host buffers: state, spilled gradient and weights to be written of the largest subgroup."""
     decisions = program.decisions
     sizes = [
-        n * (STATE_BYTES_PER_PARAM + spilled_bytes(program) + written_weight_bytes(program, unit))
+        n * (decisions.state_bytes_per_param + spilled_bytes(program) + written_weight_bytes(program, unit))
         for unit in program.units
         for n, place in program.pieces[unit.name]
         if place is Place.NVME

@@ -33,6 +33,7 @@ REQUEST = {
     "--accumulate",
     "--precision",
     "--no-clip",
+    "--optimizer",
     "--device-memory",
 }
 FLAGS = {
