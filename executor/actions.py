@@ -7,7 +7,8 @@ from typing import NamedTuple, final
 import torch
 
 from executor.backend import Backend, sum_of_squares_on_host, update_on_host
-from executor.optimizer import AdamWParams, WorkerTeam
+from executor.optimizer import WorkerTeam
+from executor.optimizer.table import Rule
 from executor.state import ModelState, ParameterState, Piece, StateSlot, UnitState
 from planner.decisions import Decisions, Place
 from planner.schedule import Lane, Op, Task
@@ -16,7 +17,7 @@ from planner.schedule import Lane, Op, Task
 class ParameterUpdate(NamedTuple):
     """How one parameter is updated in one iteration."""
 
-    params: AdamWParams
+    rule: Rule
     scale: float  # of its gradient
 
 
@@ -159,10 +160,8 @@ class Actions:
         unit = self._state.units[task.unit]
         piece = unit.pieces[task.piece]
         slot = self._state.state_slots[task.slot].first(piece.num_params)
-        exp_avg, exp_avg_sq = unit.exp_avg(piece)
-        self._backend.copy(slot.master, unit.master(piece))
-        self._backend.copy(slot.exp_avg, exp_avg)
-        self._backend.copy(slot.exp_avg_sq, exp_avg_sq)
+        for target, source in zip(slot.state, unit.state(piece), strict=True):
+            self._backend.copy(target, source)
         self._backend.copy(slot.weights, unit.gradient(piece))
         self._slot_of[unit.name, piece.index] = slot
 
@@ -170,10 +169,8 @@ class Actions:
         unit = self._state.units[task.unit]
         piece = unit.pieces[task.piece]
         slot = self._slot_of.pop((unit.name, piece.index))
-        exp_avg, exp_avg_sq = unit.exp_avg(piece)
-        self._backend.copy(unit.master(piece), slot.master)
-        self._backend.copy(exp_avg, slot.exp_avg)
-        self._backend.copy(exp_avg_sq, slot.exp_avg_sq)
+        for target, source in zip(unit.state(piece), slot.state, strict=True):
+            self._backend.copy(target, source)
         weights = unit.host_weight(piece)
         if weights is not None:
             self._backend.copy(weights, slot.weights)
@@ -189,25 +186,24 @@ class Actions:
             self._update_streamed(unit, piece, iteration)
 
     def _update_on_host(self, unit: UnitState, piece: Piece, iteration: int) -> None:
-        state = [unit.master(piece), *unit.exp_avg(piece), unit.gradient(piece)]
+        state = [*unit.state(piece), unit.gradient(piece)]
         weights = unit.host_weight(piece)
         if weights is not None:
             state.append(weights)
         for run in self._runs(unit, piece, iteration):
             cut = tuple(tensor[run.start - piece.start : run.stop - piece.start] for tensor in state)
-            update_on_host(cut, run.update.params, run.step, run.update.scale, self._team)
+            update_on_host(cut, run.update.rule, run.step, run.update.scale, self._team)
 
     def _update_resident(self, unit: UnitState, piece: Piece, iteration: int) -> None:
-        state = [unit.master(piece), *unit.exp_avg(piece)]
+        state = unit.state(piece)
         weights = unit.device_weights[piece.start : piece.stop]
         # Gradients are one tensor per parameter here, so runs of several parameters do not help.
         for parameter, run in self._single_runs(unit, piece, iteration):
-            master, exp_avg, exp_avg_sq = (t[run.start - piece.start : run.stop - piece.start] for t in state)
             gradient = unit.device_gradients.pop((parameter.name, piece.index))
-            cut = [master, exp_avg, exp_avg_sq, gradient]
+            cut = [*(t[run.start - piece.start : run.stop - piece.start] for t in state), gradient]
             if weights.dtype is not torch.float32:
                 cut.append(weights[run.start - piece.start : run.stop - piece.start])
-            self._backend.update(tuple(cut), run.update.params, run.step, run.update.scale)
+            self._backend.update(tuple(cut), run.update.rule, run.step, run.update.scale)
             self._backend.used(gradient)
         for parameter in unit.parameters:  # gradients that the user dropped
             unit.device_gradients.pop((parameter.name, piece.index), None)
@@ -216,13 +212,13 @@ class Actions:
         slot = self._slot_of[unit.name, piece.index]
         for run in self._runs(unit, piece, iteration):
             held = slice(run.start - piece.start, run.stop - piece.start)
-            cut = (slot.master[held], slot.exp_avg[held], slot.exp_avg_sq[held], slot.weights[held])
-            self._backend.update(cut, run.update.params, run.step, run.update.scale)
+            cut = tuple(tensor[held] for tensor in (*slot.state, slot.weights))
+            self._backend.update(cut, run.update.rule, run.step, run.update.scale)
         # All of it, also what was not updated: rounding the same master copy again gives the same weight.
         if unit.on_device:
-            unit.device_weights[piece.start : piece.stop].copy_(slot.master)
+            unit.device_weights[piece.start : piece.stop].copy_(slot.state[0])
         elif unit.host_weights is not None:
-            slot.weights.copy_(slot.master)
+            slot.weights.copy_(slot.state[0])
 
     def _single_runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[tuple[ParameterState, _Run]]:
         """Yield what is updated of a piece, parameter by parameter: those that got a gradient, as torch does."""

@@ -94,6 +94,7 @@ class CostModel:
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
         expert_parallel: int = 1,
+        *,
         optimizer: Optimizer = "adamw",
     ) -> None:
         self.profile = profile
@@ -122,7 +123,7 @@ class CostModel:
             ValueError: there are fewer layers than pipeline stages.
         """
         degrees = dataclasses.astuple(decisions.degrees)
-        return cls(profile, stages(units, decisions), decisions.precision, *degrees, decisions.optimizer)
+        return cls(profile, stages(units, decisions), decisions.precision, *degrees, optimizer=decisions.optimizer)
 
     @property
     def asynchronous(self) -> bool:

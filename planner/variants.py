@@ -87,4 +87,5 @@ def variant(job: Job, choice: Choice, storage: Storage, graphs: dict[Batch, tupl
         storage=storage,
     )
     degrees = dataclasses.astuple(setup.degrees)
-    return Variant(choice, setup, CostModel(job.hardware, setup.units, job.precision, *degrees, job.optimizer))
+    cost = CostModel(job.hardware, setup.units, job.precision, *degrees, optimizer=job.optimizer)
+    return Variant(choice, setup, cost)
