@@ -140,11 +140,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         buffers = [entry.get(key) for key in self.entry.buffers]
         # Where steps are not told, state tells that there was one.
         parameter.step = int(entry.get("step", any(values is not None for values in buffers)))
-        initial = group[self.entry.starts_at] if self.entry.starts_at else 0.0
+        initial = None
+        if self.entry.starts_at and not parameter.step:  # not from the state, which has the model's type
+            initial = group[self.entry.starts_at]
         for part in parameter.parts:
             for buffer, values in zip(unit.buffers(part.piece), buffers, strict=True):
                 target = _of_piece(buffer, part)
-                target.fill_(initial) if values is None else target.copy_(_of_parameter(values, parameter, part))
+                if values is None or initial is not None:
+                    target.fill_(initial or 0.0)
+                else:
+                    target.copy_(_of_parameter(values, parameter, part))
         if "master" in entry:
             write_master(unit, parameter, entry["master"].reshape(-1))
             if unit.on_device:

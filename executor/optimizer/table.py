@@ -170,7 +170,7 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
     for entry in ENTRIES:
         if type(optimizer) is entry.stock:
             return entry
-    known = ", ".join(f"{entry.stock.__module__.split('.')[0]}.{entry.stock.__name__}" for entry in ENTRIES)
+    known = ", ".join(f"{'ullage' if e.stock is Lion else 'torch.optim'}.{e.stock.__name__}" for e in ENTRIES)
     raise ValueError(f"the optimizer is {type(optimizer).__name__}, but only {known} can be executed; use one of them")
 
 
