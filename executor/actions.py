@@ -121,7 +121,9 @@ class Actions:
 
     def _upload(self, task: Task, _iteration: int) -> None:
         unit = self._state.units[task.unit]
-        self.upload(unit, unit.pieces[task.piece])
+        if task.piece in unit.changed:  # what is frozen is there already
+            unit.changed.remove(task.piece)
+            self.upload(unit, unit.pieces[task.piece])
 
     def _flush(self, task: Task, iteration: int) -> None:
         """Copy gradients to the host, or add them to those of earlier micro-batches in their own type, as autograd."""
@@ -156,9 +158,11 @@ class Actions:
                 held = unit.gradient(part.piece)[part.start - part.piece.start : part.stop - part.piece.start]
                 yield sum_of_squares_on_host(held).to(self._backend.device)
 
-    def _load(self, task: Task, _iteration: int) -> None:
+    def _load(self, task: Task, iteration: int) -> None:
         unit = self._state.units[task.unit]
         piece = unit.pieces[task.piece]
+        if not any(self._runs(unit, piece, iteration)):
+            return  # nothing of it is updated, so its state stays where it is
         slot = self._state.state_slots[task.slot].first(piece.num_params)
         for target, source in zip(slot.state, unit.state(piece), strict=True):
             self._backend.copy(target, source)
@@ -168,7 +172,9 @@ class Actions:
     def _store(self, task: Task, _iteration: int) -> None:
         unit = self._state.units[task.unit]
         piece = unit.pieces[task.piece]
-        slot = self._slot_of.pop((unit.name, piece.index))
+        slot = self._slot_of.pop((unit.name, piece.index), None)
+        if slot is None:
+            return
         for target, source in zip(unit.state(piece), slot.state, strict=True):
             self._backend.copy(target, source)
         weights = unit.host_weight(piece)
@@ -193,6 +199,7 @@ class Actions:
         for run in self._runs(unit, piece, iteration):
             cut = tuple(tensor[run.start - piece.start : run.stop - piece.start] for tensor in state)
             update_on_host(cut, run.update.rule, run.step, run.update.scale, self._team)
+            unit.changed.add(piece.index)
 
     def _update_resident(self, unit: UnitState, piece: Piece, iteration: int) -> None:
         state = unit.state(piece)
@@ -209,7 +216,9 @@ class Actions:
             unit.device_gradients.pop((parameter.name, piece.index), None)
 
     def _update_streamed(self, unit: UnitState, piece: Piece, iteration: int) -> None:
-        slot = self._slot_of[unit.name, piece.index]
+        slot = self._slot_of.get((unit.name, piece.index))
+        if slot is None:
+            return
         for run in self._runs(unit, piece, iteration):
             held = slice(run.start - piece.start, run.stop - piece.start)
             cut = tuple(tensor[held] for tensor in (*slot.state, slot.weights))

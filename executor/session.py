@@ -310,11 +310,12 @@ class Session:
 
     def _hook_parameters(self) -> Iterator[Callable[[], None]]:
         for unit, parameter in self._state.parameters():
-            parameter.parameter.grad = None
-            if parameter.parameter.requires_grad:
-                hook = self._collector(unit, parameter)
-                handle = parameter.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                yield handle.remove
+            leaf = parameter.parameter
+            leaf.grad, trains = None, leaf.requires_grad
+            leaf.requires_grad_(True)  # what is frozen now may be thawed later, and takes no hook while it is frozen
+            handle = leaf.register_post_accumulate_grad_hook(self._collector(unit, parameter))  # type: ignore[no-untyped-call]
+            leaf.requires_grad_(trains)
+            yield handle.remove
 
     def _collector(self, unit: UnitState, parameter: ParameterState) -> Callable[[torch.Tensor], None]:
         def collect(leaf: torch.Tensor) -> None:

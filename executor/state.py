@@ -121,6 +121,7 @@ class UnitState:
         host_gradients: ``[num_params on the host]``, in the type of the weights.
         flushing: gradients on their way to the host, by micro-batch, then by parameter.
         device_gradients: gradients of pieces on the device, by parameter and piece.
+        changed: pieces that the host has updated since they were uploaded last.
     """
 
     name: str
@@ -135,6 +136,7 @@ class UnitState:
     host_gradients: torch.Tensor
     flushing: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     device_gradients: dict[tuple[str, int], torch.Tensor] = dataclasses.field(default_factory=dict)
+    changed: set[int] = dataclasses.field(default_factory=set)
 
     def master(self, piece: Piece) -> torch.Tensor:
         """Return the float32 master copy of a piece."""
