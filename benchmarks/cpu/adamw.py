@@ -247,7 +247,7 @@ def main() -> None:
         f"{name} >= {goal}": all(r[name] >= goal for r in results) if name in results[0] else None
         for name, goal in GOALS.items()
     }
-    print(goals)
+    print(goals, flush=True)
     if arguments.quick:
         return
     versions = {"python": platform.python_version(), **{m.__name__: m.__version__ for m in (numba, np, torch)}}

@@ -313,7 +313,8 @@ def test_updates_on_a_device_are_those_on_the_host_but_for_rounding(entry, step)
     state = [rng.standard_normal(1001).astype(np.float32) for _ in range(1 + len(entry.buffers))]
     state[1:] = [np.abs(buffer) for buffer in state[1:]]
     grad = rng.standard_normal(1001).astype(np.float32)
-    options = {"momentum": 0.9, "weight_decay": 0.1} if entry.stock is torch.optim.SGD else {"weight_decay": 0.1}
+    of_its_own = {torch.optim.SGD: {"momentum": 0.9}, torch.optim.Adagrad: {"lr_decay": 0.2}}
+    options = {"weight_decay": 0.1, **of_its_own.get(entry.stock, {})}
     (group,) = entry.stock([torch.nn.Parameter(torch.zeros(1))], lr=0.1, **options).param_groups
     params = entry.read(group)
     tensors = [torch.from_numpy(array.copy()) for array in state]

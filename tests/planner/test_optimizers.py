@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from cases import decide, small_units
 from machines import machine
+from test_bounds import check
 
 from planner.costs import CostModel
 from planner.decisions import BF16, Place, Precision
@@ -14,7 +15,7 @@ from planner.optimizers import OPTIMIZERS
 from planner.plan import Plan
 from planner.planning import Request, make_plan
 from planner.schedule import Lane, MemoryClass, Op, Schedule, Tier
-from planner.verification import verify
+from planner.verification import job_of, verify
 
 ONE_BUFFER = ("sgd", "adagrad", "lion")
 
@@ -36,6 +37,15 @@ def test_state_takes_what_the_optimizer_keeps(optimizer, weights, place):
     tier, other = (Tier.GPU, Tier.HOST) if place is Place.GPU else (Tier.HOST, Tier.GPU)
     assert held_bytes(schedule, tier) == per_param * total
     assert held_bytes(schedule, other) == 0
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_slots_take_the_state_that_passes_through_them(optimizer):
+    units = small_units()
+    decisions = decide(units, Place.STREAM, optimizer=optimizer, num_state_slots=2)
+    largest = max(unit.num_params for unit in units)
+    per_param = 10 + 4 * (optimizer == "adamw")  # with the bf16 gradient
+    assert held_bytes(lower(units, decisions, asynchronous=True), Tier.GPU) == 2 * per_param * largest
 
 
 @pytest.mark.parametrize("optimizer", ONE_BUFFER)
@@ -66,6 +76,19 @@ def test_memory_feeds_an_update_of_fewer_bytes_faster():
         assert cost.price(update).duration_s == pytest.approx(num_bytes * update.num_params / 1e11)
 
 
+@pytest.mark.parametrize("place", [Place.STREAM, Place.CPU, Place.NVME])
+@pytest.mark.parametrize("params", ["gpu", "host"])
+@pytest.mark.parametrize("optimizer", ONE_BUFFER)
+def test_bounds_hold_where_what_moves_and_holds_state_binds(optimizer, place, params):
+    """Drives, links and DRAM are what binds here, so that conditions which ask for AdamW's bytes would fail."""
+    units = small_units("demo-llama", 6)
+    profile = machine(flop_per_s=1e16, issue_s=1e-9, cpu_params_per_s=1e12, gpu_params_per_s=1e13)
+    for clip in (True, False):
+        starts = {"update_start": "step" if clip else "backward", "update_order": "forward" if clip else "backward"}
+        options = {"clip": clip, "subgroup_params": 1_000_000, "num_state_slots": 3, "num_nvme_slots": 12, **starts}
+        check(units, decide(units, place, params=params, optimizer=optimizer, **options), profile)
+
+
 @pytest.fixture(scope="module")
 def plans() -> dict[str, Plan]:
     config = resolve_model("demo-llama")
@@ -83,5 +106,6 @@ def test_less_state_makes_faster_plans_and_lower_bounds(plans):
 
 @pytest.mark.parametrize("name", ["adamw", "lion"])
 def test_plans_of_every_optimizer_are_verified(plans, name):
+    assert job_of(plans[name]).optimizer == name
     verified = verify(plans[name])
     assert verified.prediction.iteration_s == pytest.approx(plans[name].prediction.iteration_s, rel=1e-9)
