@@ -80,9 +80,9 @@ class Actions:
         """Take a gradient from autograd, in the thread that runs backward, and see that it goes where it is needed."""
         flat = gradient.reshape(-1)
         first = parameter.arrived != iteration
-        whole = len({part.piece.place is Place.GPU for part in parameter.parts}) == 1
+        whole = not any(parameter.leaving_parts())
         for part in parameter.parts:
-            if part.piece.place is not Place.GPU:
+            if part.piece.leaves:
                 unit.flushing.setdefault(micro_batch, {})[parameter.name] = flat
                 continue
             mine = flat[part.start - parameter.start : part.stop - parameter.start]
@@ -104,8 +104,7 @@ class Actions:
                     *(parameter.squares if parameter.flushed == iteration else ()),
                     *(
                         self._backend.sum_of_squares(unit.device_gradients[parameter.name, part.piece.index])
-                        for part in parameter.parts
-                        if part.piece.place is Place.GPU
+                        for part in parameter.staying_parts()
                     ),
                 ]
         if not sums:
@@ -138,7 +137,7 @@ class Actions:
                 parameter.squares = list(self._squares(unit, parameter, flat))
 
     def _flush_one(self, unit: UnitState, parameter: ParameterState, flat: torch.Tensor, iteration: int) -> None:
-        for part in parameter.host_parts():
+        for part in parameter.leaving_parts():
             held = unit.gradient(part.piece)[part.start - part.piece.start : part.stop - part.piece.start]
             source = flat[part.start - parameter.start : part.stop - parameter.start]
             if self._num_micro_batches == 1:
@@ -149,7 +148,7 @@ class Actions:
         parameter.flushed = iteration
 
     def _squares(self, unit: UnitState, parameter: ParameterState, flat: torch.Tensor | None) -> Iterator[torch.Tensor]:
-        for part in parameter.host_parts():
+        for part in parameter.leaving_parts():
             if self._num_micro_batches == 1:  # the device is faster, and the host's copy may still be on its way
                 assert flat is not None
                 mine = flat[part.start - parameter.start : part.stop - parameter.start]
@@ -161,12 +160,13 @@ class Actions:
     def _load(self, task: Task, iteration: int) -> None:
         unit = self._state.units[task.unit]
         piece = unit.pieces[task.piece]
-        if not any(self._runs(unit, piece, iteration)):
-            return  # nothing of it is updated, so its state stays where it is
+        if not self._touched(unit, piece, iteration):
+            return  # nothing of it is trained, so its state stays where it is
         slot = self._state.state_slots[task.slot].first(piece.num_params)
         for target, source in zip(slot.state, unit.state(piece), strict=True):
             self._backend.copy(target, source)
-        self._backend.copy(slot.weights, unit.gradient(piece))
+        if piece.leaves:
+            self._backend.copy(slot.weights, unit.gradient(piece))
         self._slot_of[unit.name, piece.index] = slot
 
     def _store(self, task: Task, _iteration: int) -> None:
@@ -187,7 +187,7 @@ class Actions:
         if task.lane is Lane.CPU:
             self._update_on_host(unit, piece, iteration)
         elif piece.place is Place.GPU:
-            self._update_resident(unit, piece, iteration)
+            self._update_staying(unit, piece, unit.state(piece), iteration)
         else:
             self._update_streamed(unit, piece, iteration)
 
@@ -200,15 +200,26 @@ class Actions:
             cut = tuple(tensor[run.start - piece.start : run.stop - piece.start] for tensor in state)
             update_on_host(cut, run.update.rule, run.step, run.update.scale, self._team)
             unit.changed.add(piece.index)
+        if piece.in_place and weights is not None:
+            self._put_back(unit, piece, weights, iteration)
 
-    def _update_resident(self, unit: UnitState, piece: Piece, iteration: int) -> None:
-        state = unit.state(piece)
-        weights = unit.device_weights[piece.start : piece.stop]
+    def _put_back(self, unit: UnitState, piece: Piece, weights: torch.Tensor, iteration: int) -> None:
+        """Put weights back where there are gradients that the user dropped: the master copy rounds to the same."""
+        master, updated = unit.master(piece), {p.name for p, _ in self._single_runs(unit, piece, iteration)}
+        for parameter in unit.parameters:
+            if parameter.flushed == iteration and parameter.name not in updated:
+                for part in (part for part in parameter.parts if part.piece.index == piece.index):
+                    held = slice(part.start - piece.start, part.stop - piece.start)
+                    weights[held].copy_(master[held])
+
+    def _update_staying(self, unit: UnitState, piece: Piece, state: tuple[torch.Tensor, ...], iteration: int) -> None:
+        """Update with a gradient that stayed on the device, and write the weights where they are resident."""
+        weights = unit.device_weights[piece.start : piece.stop] if unit.on_device else None
         # Gradients are one tensor per parameter here, so runs of several parameters do not help.
         for parameter, run in self._single_runs(unit, piece, iteration):
             gradient = unit.device_gradients.pop((parameter.name, piece.index))
             cut = [*(t[run.start - piece.start : run.stop - piece.start] for t in state), gradient]
-            if weights.dtype is not torch.float32:
+            if weights is not None and weights.dtype is not torch.float32:
                 cut.append(weights[run.start - piece.start : run.stop - piece.start])
             self._backend.update(tuple(cut), run.update.rule, run.step, run.update.scale)
             self._backend.used(gradient)
@@ -219,15 +230,32 @@ class Actions:
         slot = self._slot_of.get((unit.name, piece.index))
         if slot is None:
             return
-        for run in self._runs(unit, piece, iteration):
-            held = slice(run.start - piece.start, run.stop - piece.start)
-            cut = tuple(tensor[held] for tensor in (*slot.state, slot.weights))
-            self._backend.update(cut, run.update.rule, run.step, run.update.scale)
+        if piece.leaves:
+            for run in self._runs(unit, piece, iteration):
+                held = slice(run.start - piece.start, run.stop - piece.start)
+                cut = tuple(tensor[held] for tensor in (*slot.state, slot.weights))
+                self._backend.update(cut, run.update.rule, run.step, run.update.scale)
+        else:
+            self._update_staying(unit, piece, slot.state, iteration)
         # All of it, also what was not updated: rounding the same master copy again gives the same weight.
         if unit.on_device:
             unit.device_weights[piece.start : piece.stop].copy_(slot.state[0])
         elif unit.host_weights is not None:
             slot.weights.copy_(slot.state[0])
+
+    def _touched(self, unit: UnitState, piece: Piece, iteration: int) -> bool:
+        """Return whether a gradient of a piece has come, also one that nothing is updated with.
+
+        It may have taken the place of weights [Note: In place], or wait on the device to be dropped.
+        """
+
+        def has_come(parameter: ParameterState) -> bool:
+            if piece.leaves:
+                return parameter.flushed == iteration
+            return (parameter.name, piece.index) in unit.device_gradients
+
+        parts = ((parameter, part) for parameter in unit.parameters for part in parameter.parts)
+        return any(part.piece.index == piece.index and has_come(parameter) for parameter, part in parts)
 
     def _single_runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[tuple[ParameterState, _Run]]:
         """Yield what is updated of a piece, parameter by parameter: those that got a gradient, as torch does."""

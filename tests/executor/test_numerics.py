@@ -58,7 +58,8 @@ def plans(draw):
         params = draw(st.sampled_from(["gpu", "host"]))
         places = [Place.CPU, Place.STREAM] + ([Place.GPU] if params == "gpu" else [])
         activations = "recompute" if unit.segment in {f"layers.{i}" for i in recomputed} else "keep"
-        return params, activations, draw(st.lists(st.sampled_from(places), min_size=count, max_size=count))
+        update = draw(st.lists(st.sampled_from(places), min_size=count, max_size=count))
+        return params, activations, update, draw(st.sampled_from(["gpu", "host"]))
 
     return task, decide(
         task,

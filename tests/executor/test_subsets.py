@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_numerics import mixed
+from test_numerics import PLACEMENTS, mixed
 from training import (
     OPTIMIZERS,
     ReferenceOptimizer,
@@ -89,11 +89,12 @@ def test_adapters_of_fetched_weights_are_trained(place):
         )
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_what_the_optimizer_has_not_stays_as_it_is(place):
-    """It has a gradient, which counts for nothing."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("params", "place"), PLACEMENTS)
+def test_what_the_optimizer_has_not_stays_as_it_is(params, place, dtype):
+    """It has a gradient, which counts for nothing, but may take the place of the host's weights."""
     groups = functools.partial(own_groups, choose=lambda name: {} if adapters(name) else None)
-    compare(Task("gpt2"), uniform("gpu", place), lambda _: True, groups)
+    compare(Task("gpt2", dtype), uniform(params, place), lambda _: True, groups)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama-tied"])

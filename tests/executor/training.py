@@ -184,14 +184,22 @@ PLANNED_AS = {"adam": "adamw", "nesterov": "sgd", "sgd-plain": "sgd"}
 
 
 def decide(task: Task, choose, **settings) -> Decisions:
-    """Return decisions; ``choose(unit, num_pieces)`` says params, activations and places of a unit."""
+    """Return decisions; ``choose(unit, num_pieces)`` says params, activations and places of a unit.
+
+    It may say too where gradients of what is streamed are; else they stay on the device for every second unit.
+    """
     subgroup_params = settings.pop("subgroup_params", 3000)
     chosen = {}
-    for unit in model_units(task.family):
-        params, activations, places = choose(unit, -(-unit.num_params // subgroup_params))
+    for number, unit in enumerate(model_units(task.family)):
+        params, activations, places, *gradients = choose(unit, -(-unit.num_params // subgroup_params))
         if not unit.recompute:
             activations = "keep"
-        chosen[unit.name] = UnitDecision(params=params, activations=activations, update=tuple(places))
+        chosen[unit.name] = UnitDecision(
+            params=params,
+            activations=activations,
+            update=tuple(places),
+            streamed_gradients=gradients[0] if gradients else ["gpu", "host"][number % 2],
+        )
     return Decisions(
         policy="test",
         optimizer=PLANNED_AS.get(task.optimizer, task.optimizer),
