@@ -28,7 +28,7 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         "--model",
         required=model_required,
         help="name (see `ullage models`), hub id, path of a config.json, or package.module:function that returns any "
-        "nn.Module, which is then captured without its memory",
+        "nn.Module, which is then captured without its memory; frozen parameters have room for state and gradients too",
     )
     group.add_argument(
         "--input-shape",

@@ -51,7 +51,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> t
             live on as its master copy.
         optimizer: the planned one (``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Adagrad`` or :class:`ullage.Lion`) over
             its parameters or some of them, in any groups; LR schedulers may be built on it or on the result. What is
-            not in it, or frozen, stays as it is.
+            not in it, or frozen, stays as it is, though the plan has room for its state and gradient.
         plan: made for the machine this runs on.
 
     Returns:
