@@ -366,14 +366,13 @@ class _Conditions:
             scaled = [Sum().plus(load.get(key, {}), 1.0 / self.loads.capacity[key]) for load in loads]
             others = [Sum().plus(load.get(key, {}), 1.0 / self.loads.capacity[key]) for load in behind]
             coming = self._chain(f"{what} beside, by {_word(key)}", others) if any(others) else []
+            in_slots = self._in_slots(behind, key) if coming else Sum()
             for i, variable in enumerate(self._chain(f"{what} by {_word(key)}", scaled)):
-                needs = Sum((variable, 1.0))
+                name = f"{what} of 0 to {i} by {_word(key)}"
+                self.program.at_least(name, Sum((found[i], 1.0)), Sum((variable, 1.0)))
                 if i and coming:
-                    needs.plus(Sum((coming[i - 1], 1.0))).plus(self._in_slots(behind, key), -1.0)
-                    self.program.at_least(
-                        f"{what} of 0 to {i} alone by {_word(key)}", *(Sum((found[i], 1.0)), Sum((variable, 1.0)))
-                    )
-                self.program.at_least(f"{what} of 0 to {i} by {_word(key)}", Sum((found[i], 1.0)), needs)
+                    needs = Sum((variable, 1.0), (coming[i - 1], 1.0)).plus(in_slots, -1.0)
+                    self.program.at_least(f"{name}, with what comes", Sum((found[i], 1.0)), needs)
                 if what == "update" and key in {Resource.LINK_UP, Resource.LINK, Resource.DRAM}:
                     needs = Sum((variable, 1.0)).plus(self._stored(i), self.loads.per_byte(Resource.LINK_UP, key))
                     name = f"update of 0 to {i} by {_word(key)}, with what is stored"
