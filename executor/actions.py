@@ -7,7 +7,8 @@ from typing import NamedTuple, final
 import torch
 
 from executor.backend import Backend, sum_of_squares_on_host, update_on_host
-from executor.optimizer import AdamWParams, WorkerTeam
+from executor.optimizer import WorkerTeam
+from executor.optimizer.table import Rule
 from executor.state import ModelState, ParameterState, Piece, StateSlot, UnitState
 from planner.decisions import Decisions, Place
 from planner.schedule import Lane, Op, Task
@@ -16,7 +17,7 @@ from planner.schedule import Lane, Op, Task
 class ParameterUpdate(NamedTuple):
     """How one parameter is updated in one iteration."""
 
-    params: AdamWParams
+    rule: Rule
     scale: float  # of its gradient
 
 
@@ -119,7 +120,9 @@ class Actions:
 
     def _upload(self, task: Task, _iteration: int) -> None:
         unit = self._state.units[task.unit]
-        self.upload(unit, unit.pieces[task.piece])
+        if task.piece in unit.changed:  # what is frozen is there already
+            unit.changed.remove(task.piece)
+            self.upload(unit, unit.pieces[task.piece])
 
     def _flush(self, task: Task, iteration: int) -> None:
         """Copy gradients to the host, or add them to those of earlier micro-batches in their own type, as autograd."""
@@ -154,14 +157,14 @@ class Actions:
                 held = unit.gradient(part.piece)[part.start - part.piece.start : part.stop - part.piece.start]
                 yield sum_of_squares_on_host(held).to(self._backend.device)
 
-    def _load(self, task: Task, _iteration: int) -> None:
+    def _load(self, task: Task, iteration: int) -> None:
         unit = self._state.units[task.unit]
         piece = unit.pieces[task.piece]
+        if not self._touched(unit, piece, iteration):
+            return  # nothing of it is trained, so its state stays where it is
         slot = self._state.state_slots[task.slot].first(piece.num_params)
-        exp_avg, exp_avg_sq = unit.exp_avg(piece)
-        self._backend.copy(slot.master, unit.master(piece))
-        self._backend.copy(slot.exp_avg, exp_avg)
-        self._backend.copy(slot.exp_avg_sq, exp_avg_sq)
+        for target, source in zip(slot.state, unit.state(piece), strict=True):
+            self._backend.copy(target, source)
         if piece.leaves:
             self._backend.copy(slot.weights, unit.gradient(piece))
         self._slot_of[unit.name, piece.index] = slot
@@ -169,11 +172,11 @@ class Actions:
     def _store(self, task: Task, _iteration: int) -> None:
         unit = self._state.units[task.unit]
         piece = unit.pieces[task.piece]
-        slot = self._slot_of.pop((unit.name, piece.index))
-        exp_avg, exp_avg_sq = unit.exp_avg(piece)
-        self._backend.copy(unit.master(piece), slot.master)
-        self._backend.copy(exp_avg, slot.exp_avg)
-        self._backend.copy(exp_avg_sq, slot.exp_avg_sq)
+        slot = self._slot_of.pop((unit.name, piece.index), None)
+        if slot is None:
+            return
+        for target, source in zip(unit.state(piece), slot.state, strict=True):
+            self._backend.copy(target, source)
         weights = unit.host_weight(piece)
         if weights is not None:
             self._backend.copy(weights, slot.weights)
@@ -184,18 +187,19 @@ class Actions:
         if task.lane is Lane.CPU:
             self._update_on_host(unit, piece, iteration)
         elif piece.place is Place.GPU:
-            self._update_staying(unit, piece, [unit.master(piece), *unit.exp_avg(piece)], iteration)
+            self._update_staying(unit, piece, unit.state(piece), iteration)
         else:
             self._update_streamed(unit, piece, iteration)
 
     def _update_on_host(self, unit: UnitState, piece: Piece, iteration: int) -> None:
-        state = [unit.master(piece), *unit.exp_avg(piece), unit.gradient(piece)]
+        state = [*unit.state(piece), unit.gradient(piece)]
         weights = unit.host_weight(piece)
         if weights is not None:
             state.append(weights)
         for run in self._runs(unit, piece, iteration):
             cut = tuple(tensor[run.start - piece.start : run.stop - piece.start] for tensor in state)
-            update_on_host(cut, run.update.params, run.step, run.update.scale, self._team)
+            update_on_host(cut, run.update.rule, run.step, run.update.scale, self._team)
+            unit.changed.add(piece.index)
         if piece.in_place and weights is not None:
             self._put_back(unit, piece, weights, iteration)
 
@@ -208,35 +212,50 @@ class Actions:
                     held = slice(part.start - piece.start, part.stop - piece.start)
                     weights[held].copy_(master[held])
 
-    def _update_staying(self, unit: UnitState, piece: Piece, state: list[torch.Tensor], iteration: int) -> None:
+    def _update_staying(self, unit: UnitState, piece: Piece, state: tuple[torch.Tensor, ...], iteration: int) -> None:
         """Update with a gradient that stayed on the device, and write the weights where they are resident."""
         weights = unit.device_weights[piece.start : piece.stop] if unit.on_device else None
         # Gradients are one tensor per parameter here, so runs of several parameters do not help.
         for parameter, run in self._single_runs(unit, piece, iteration):
-            master, exp_avg, exp_avg_sq = (t[run.start - piece.start : run.stop - piece.start] for t in state)
             gradient = unit.device_gradients.pop((parameter.name, piece.index))
-            cut = [master, exp_avg, exp_avg_sq, gradient]
+            cut = [*(t[run.start - piece.start : run.stop - piece.start] for t in state), gradient]
             if weights is not None and weights.dtype is not torch.float32:
                 cut.append(weights[run.start - piece.start : run.stop - piece.start])
-            self._backend.update(tuple(cut), run.update.params, run.step, run.update.scale)
+            self._backend.update(tuple(cut), run.update.rule, run.step, run.update.scale)
             self._backend.used(gradient)
         for parameter in unit.parameters:  # gradients that the user dropped
             unit.device_gradients.pop((parameter.name, piece.index), None)
 
     def _update_streamed(self, unit: UnitState, piece: Piece, iteration: int) -> None:
-        slot = self._slot_of[unit.name, piece.index]
+        slot = self._slot_of.get((unit.name, piece.index))
+        if slot is None:
+            return
         if piece.leaves:
             for run in self._runs(unit, piece, iteration):
                 held = slice(run.start - piece.start, run.stop - piece.start)
-                cut = (slot.master[held], slot.exp_avg[held], slot.exp_avg_sq[held], slot.weights[held])
-                self._backend.update(cut, run.update.params, run.step, run.update.scale)
+                cut = tuple(tensor[held] for tensor in (*slot.state, slot.weights))
+                self._backend.update(cut, run.update.rule, run.step, run.update.scale)
         else:
-            self._update_staying(unit, piece, [slot.master, slot.exp_avg, slot.exp_avg_sq], iteration)
+            self._update_staying(unit, piece, slot.state, iteration)
         # All of it, also what was not updated: rounding the same master copy again gives the same weight.
         if unit.on_device:
-            unit.device_weights[piece.start : piece.stop].copy_(slot.master)
+            unit.device_weights[piece.start : piece.stop].copy_(slot.state[0])
         elif unit.host_weights is not None:
-            slot.weights.copy_(slot.master)
+            slot.weights.copy_(slot.state[0])
+
+    def _touched(self, unit: UnitState, piece: Piece, iteration: int) -> bool:
+        """Return whether a gradient of a piece has come, also one that nothing is updated with.
+
+        It may have taken the place of weights [Note: In place], or wait on the device to be dropped.
+        """
+
+        def has_come(parameter: ParameterState) -> bool:
+            if piece.leaves:
+                return parameter.flushed == iteration
+            return (parameter.name, piece.index) in unit.device_gradients
+
+        parts = ((parameter, part) for parameter in unit.parameters for part in parameter.parts)
+        return any(part.piece.index == piece.index and has_come(parameter) for parameter, part in parts)
 
     def _single_runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[tuple[ParameterState, _Run]]:
         """Yield what is updated of a piece, parameter by parameter: those that got a gradient, as torch does."""

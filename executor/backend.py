@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 
 from executor.meter import MemoryMeter
-from executor.optimizer import AdamWParams, WorkerTeam, adamw_step
+from executor.optimizer import WorkerTeam
 from executor.optimizer.bf16 import bf16_to_float32
+from executor.optimizer.table import Rule
 from planner.schedule import Lane
 
 Array = npt.NDArray[Any]
@@ -67,12 +68,12 @@ class Backend(Protocol):
         """Tell the allocator that the lane uses a tensor which may be dropped before the lane has got that far."""
         ...
 
-    def update(self, state: tuple[torch.Tensor, ...], params: AdamWParams, step: int, scale: float) -> None:
-        """Take one AdamW step on the device.
+    def update(self, state: tuple[torch.Tensor, ...], rule: Rule, step: int, scale: float) -> None:
+        """Take one optimizer step on the device.
 
         Args:
-            state: master, exp_avg, exp_avg_sq, gradient, and where the new weights go in bf16, if anywhere.
-            params: hyper-parameters.
+            state: master, the optimizer's buffers, gradient, and where the new weights go in bf16, if anywhere.
+            rule: the optimizer and its hyper-parameters.
             step: which step this is, from 1.
             scale: multiplies the gradient.
         """
@@ -130,9 +131,9 @@ class HostBackend:
     def used(self, tensor: torch.Tensor) -> None:
         """See :class:`Backend`."""
 
-    def update(self, state: tuple[torch.Tensor, ...], params: AdamWParams, step: int, scale: float) -> None:
+    def update(self, state: tuple[torch.Tensor, ...], rule: Rule, step: int, scale: float) -> None:
         """See :class:`Backend`. The kernel is that of the host's own updates: the same bits wherever a piece is."""
-        update_on_host(state, params, step, scale, None)
+        update_on_host(state, rule, step, scale, None)
 
     def meter(self) -> contextlib.AbstractContextManager[MemoryMeter]:
         """See :class:`Backend`."""
@@ -144,11 +145,13 @@ class HostBackend:
 
 
 def update_on_host(
-    state: tuple[torch.Tensor, ...], params: AdamWParams, step: int, scale: float, team: WorkerTeam | None
+    state: tuple[torch.Tensor, ...], rule: Rule, step: int, scale: float, team: WorkerTeam | None
 ) -> None:
-    """Take one AdamW step in host memory. See :meth:`Backend.update`."""
-    master, exp_avg, exp_avg_sq, grad, *weight_out = (as_array(tensor) for tensor in state)
-    adamw_step(master, exp_avg, exp_avg_sq, grad, weight_out[0] if weight_out else None, params, step, scale, team)
+    """Take one optimizer step in host memory. See :meth:`Backend.update`."""
+    arrays = [as_array(tensor) for tensor in state]
+    count = 1 + len(rule.entry.buffers)
+    held, grad, weight_out = arrays[:count], arrays[count], arrays[count + 1 :]
+    rule.entry.host(*held, grad, weight_out[0] if weight_out else None, rule.params, step, scale, team)
 
 
 def sum_of_squares_on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from executor.backend import Moment
 from executor.machine import LaneMachine, Perform
-from executor.optimizer import AdamWParams
+from executor.optimizer.table import Rule
 from planner.schedule import Lane, Schedule
 
 # Their threads work on the host itself; every other lane gives its work to a stream.
@@ -107,26 +107,14 @@ class CudaBackend:
         """Keep the allocator from reusing a tensor before the current stream is done with it."""
         tensor.record_stream(torch.cuda.current_stream(self.device))
 
-    def update(self, state: tuple[torch.Tensor, ...], params: AdamWParams, step: int, scale: float) -> None:
-        """Take one step with torch's fused kernel, chunk by chunk."""
-        steps = torch.full((), float(step), device=self.device)
+    def update(self, state: tuple[torch.Tensor, ...], rule: Rule, step: int, scale: float) -> None:
+        """Take one step with torch's kernels, chunk by chunk."""
+        count = 1 + len(rule.entry.buffers)
         for chunk in zip(*(torch.split(tensor, _CHUNK_PARAMS) for tensor in state), strict=True):
-            master, exp_avg, exp_avg_sq, gradient, *weights = chunk
-            torch._fused_adamw_(
-                [master],
-                [gradient.float().mul_(scale) if gradient.dtype != master.dtype else gradient * scale],
-                [exp_avg],
-                [exp_avg_sq],
-                [],
-                [steps],
-                lr=params.lr,
-                beta1=params.beta1,
-                beta2=params.beta2,
-                weight_decay=params.weight_decay,
-                eps=params.eps,
-                amsgrad=False,
-                maximize=False,
-            )
+            master, *buffers = chunk[:count]
+            gradient, *weights = chunk[count:]
+            scaled = gradient.float().mul_(scale) if gradient.dtype != master.dtype else gradient * scale
+            rule.entry.device(master, tuple(buffers), scaled, rule.params, step)
             for weight in weights:
                 weight.copy_(master)
 

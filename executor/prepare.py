@@ -1,11 +1,12 @@
-"""The entry: a user's model and AdamW in, the same model and an optimizer with the same face out."""
+"""The entry: a user's model and optimizer in, the same model and an optimizer with the same face out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
 from torch import nn
 
+from executor.optimizer.table import OptimizerEntry, entry_of
 from executor.session import Session, SessionOptions
 from executor.state import ParameterState, Part, UnitState, write_master
 from planner.decisions import Decisions
@@ -20,7 +21,7 @@ def prepare_session(
     units: tuple[Unit, ...],
     decisions: Decisions,
     options: SessionOptions = _ON_CPU,
-) -> tuple[nn.Module, "OffloadedAdamW"]:
+) -> tuple[nn.Module, "OffloadedOptimizer"]:
     """Put a model and its optimizer under a plan's decisions.
 
     The model is changed in place: its parameters move to where the plan keeps them. The training loop stays as it is,
@@ -28,7 +29,8 @@ def prepare_session(
 
     Args:
         model: an unmodified module with the planned parameters.
-        optimizer: a ``torch.optim.AdamW`` over the model's parameters. Schedulers may be built on it or on the result.
+        optimizer: one that :data:`executor.optimizer.table.ENTRIES` has, over the model's parameters or some of them,
+            in any groups. Schedulers may be built on it or on the result.
         units: the model's units in forward order, for the decided micro-batch.
         decisions: what to execute.
         options: how.
@@ -37,28 +39,33 @@ def prepare_session(
         The model, and the optimizer to use from now on.
 
     Raises:
-        ValueError: the optimizer is no plain AdamW, the decisions cannot be executed, or the model is another one.
+        ValueError: the optimizer is not known or not the planned one, the decisions cannot be executed, or the model
+            is another one.
         DeviceMemoryError: a tier is too small.
     """
-    if type(optimizer) is not torch.optim.AdamW:
-        raise ValueError(f"the optimizer is {type(optimizer).__name__}, but only torch.optim.AdamW can be executed")
-    return model, OffloadedAdamW(optimizer, Session(model, optimizer.param_groups, units, decisions, options))
+    entry = entry_of(optimizer)
+    session = Session(model, entry, optimizer.param_groups, units, decisions, options)
+    return model, OffloadedOptimizer(optimizer, entry, session)
 
 
 @final
-class OffloadedAdamW(torch.optim.Optimizer):
-    """AdamW whose updates run where a plan says. It shares the parameter groups of the optimizer it stands for.
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose updates run where a plan says. It shares the parameter groups of the one it stands for.
 
     Attributes:
+        entry: what it computes.
         session: executes the plan.
     """
 
-    def __init__(self, optimizer: torch.optim.AdamW, session: Session) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, entry: OptimizerEntry, session: Session) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)  # keeps the very dicts that it is given
+        self.entry = entry
         self.session = session
         self._given = optimizer
-        for parameter, entry in optimizer.state.items():
-            self._write_state(session.name_of(parameter), entry)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if state := optimizer.state.get(parameter):
+                    self._write_state(session.name_of(parameter), state, group)
         optimizer.state.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -90,7 +97,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], max_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in the format of ``torch.optim.AdamW``, in float32 on the host.
+        """Return the state in the format of the optimizer that it stands for, in float32 on the host.
 
         Where weights are bf16, each parameter also has its float32 ``master``. Waits for updates under way.
         """
@@ -103,12 +110,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
             groups.append({k: v for k, v in group.items() if k != "params"} | {"params": list(numbers)})
             for number, parameter in zip(numbers, group["params"], strict=True):
                 unit, entry = states[self.session.name_of(parameter)]
-                if entry.step:
-                    state[number] = _read_state(unit, entry)
+                if entry.step or self.entry.starts_at:
+                    state[number] = self._read_state(unit, entry)
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` or ``torch.optim.AdamW.state_dict`` returned.
+        """Take over what :meth:`state_dict`, or that of the optimizer it stands for, returned.
 
         Without a ``master`` the model's present weights are the master copy.
 
@@ -124,35 +131,40 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self.session.parameter_states()  # at rest
         for group, their in zip(self.param_groups, theirs, strict=True):
             for number, parameter in zip(their["params"], group["params"], strict=True):
-                entry = state_dict["state"].get(number, {"step": 0})
-                self._write_state(self.session.name_of(parameter), entry)
+                entry = state_dict["state"].get(number, {})
+                self._write_state(self.session.name_of(parameter), entry, their)
             group.update({k: v for k, v in their.items() if k != "params"})
 
-    def _write_state(self, name: str, entry: dict[str, Any]) -> None:
+    def _write_state(self, name: str, entry: Mapping[str, Any], group: Mapping[str, Any]) -> None:
         unit, parameter = self.session.parameter_states()[name]
-        parameter.step = int(entry["step"])
+        buffers = [entry.get(key) for key in self.entry.buffers]
+        # Where steps are not told, state tells that there was one.
+        parameter.step = int(entry.get("step", any(values is not None for values in buffers)))
+        initial = None
+        if self.entry.starts_at and not parameter.step:  # not from the state, which has the model's type
+            initial = group[self.entry.starts_at]
         for part in parameter.parts:
-            for moment, key in zip(unit.exp_avg(part.piece), ("exp_avg", "exp_avg_sq"), strict=True):
-                values = entry.get(key)
-                target = _of_piece(moment, part)
-                target.zero_() if values is None else target.copy_(_of_parameter(values, parameter, part))
+            for buffer, values in zip(unit.buffers(part.piece), buffers, strict=True):
+                target = _of_piece(buffer, part)
+                if values is None or initial is not None:
+                    target.fill_(initial or 0.0)
+                else:
+                    target.copy_(_of_parameter(values, parameter, part))
         if "master" in entry:
             write_master(unit, parameter, entry["master"].reshape(-1))
             if unit.on_device:
                 unit.device_weights[parameter.start : parameter.stop].copy_(entry["master"].reshape(-1))
 
-
-def _read_state(unit: UnitState, parameter: ParameterState) -> dict[str, Any]:
-    shape = parameter.parameter.shape
-    tensors = {key: torch.empty(parameter.stop - parameter.start) for key in ("exp_avg", "exp_avg_sq", "master")}
-    for part in parameter.parts:
-        sources = (*unit.exp_avg(part.piece), unit.master(part.piece))
-        for tensor, source in zip(tensors.values(), sources, strict=True):
-            _of_parameter(tensor, parameter, part).copy_(_of_piece(source, part))
-    if unit.device_weights.dtype is torch.float32:
-        del tensors["master"]
-    step = torch.tensor(float(parameter.step))
-    return {"step": step} | {key: tensor.view(shape) for key, tensor in tensors.items()}
+    def _read_state(self, unit: UnitState, parameter: ParameterState) -> dict[str, Any]:
+        shape, keys = parameter.parameter.shape, ("master", *self.entry.buffers)
+        tensors = {key: torch.empty(parameter.stop - parameter.start) for key in keys}
+        for part in parameter.parts:
+            for tensor, source in zip(tensors.values(), unit.state(part.piece), strict=True):
+                _of_parameter(tensor, parameter, part).copy_(_of_piece(source, part))
+        if unit.device_weights.dtype is torch.float32:
+            del tensors["master"]
+        step = {"step": torch.tensor(float(parameter.step))} if self.entry.counts_steps else {}
+        return step | {key: tensor.view(shape) for key, tensor in tensors.items()}
 
 
 def _of_piece(tensor: torch.Tensor, part: Part) -> torch.Tensor:

@@ -21,7 +21,8 @@ from executor.binding import bind, bind_state_dict, in_backward, planned_paramet
 from executor.gradients import GradientError, OffloadedGradient
 from executor.machine import LaneMachine
 from executor.memory import Arena, MeasuredMemory
-from executor.optimizer import AdamWParams, WorkerTeam, warm_up
+from executor.optimizer import WorkerTeam
+from executor.optimizer.table import OptimizerEntry
 from executor.state import ModelState, ParameterState, UnitState
 from planner.decisions import Decisions, Place
 from planner.graph import Unit, segments
@@ -60,7 +61,8 @@ class Session:
 
     Args:
         model: the user's; its parameters move into the session's memory.
-        groups: the optimizer's parameter groups, read whenever the updates of an iteration begin.
+        entry: the optimizer.
+        groups: its parameter groups, read whenever the updates of an iteration begin.
         units: the model's units in forward order, for the decided micro-batch.
         decisions: what to execute.
         options: how.
@@ -73,22 +75,24 @@ class Session:
     def __init__(
         self,
         model: nn.Module,
+        entry: OptimizerEntry,
         groups: list[dict[str, Any]],
         units: tuple[Unit, ...],
         decisions: Decisions,
         options: SessionOptions,
     ) -> None:
-        _check(decisions)
+        _check(decisions, entry)
         self.decisions = decisions
         self.schedule = lower(units, decisions, asynchronous=options.device == "cuda")
         self._model = model
+        self._entry = entry
         self._groups = groups
         self._shared = {unit.name: unit.shared_units for unit in units}
         self._segment = {unit.name: {u.name for u in segment} for segment in segments(units) for unit in segment}
         self._spine = [t for t in self.schedule.tasks if t.op in _INSIDE_BACKWARD]
         parameters = planned_parameters(model, units)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        _check_groups(groups, self._names)
+        _check_groups(entry, groups, self._names)
         self._backend = _backend(options)
         self._gpu = Arena(Tier.GPU, options.gpu_capacity_bytes, self._backend)
         self._host = Arena(Tier.HOST, options.host_capacity_bytes, self._backend)
@@ -96,7 +100,8 @@ class Session:
         self._parameters = {parameter.name: (unit, parameter) for unit, parameter in self._state.parameters()}
         self._team = WorkerTeam(options.num_threads or len(os.sched_getaffinity(0)), options.cores)
         bf16 = decisions.precision.weights == "bf16"
-        warm_up(np.uint16 if bf16 else np.float32, writes_bf16=bf16)  # or the first update would compile it
+        for group in groups:  # or the first update would compile it
+            entry.warm_up(np.uint16 if bf16 else np.float32, group, writes_bf16=bf16)
         self._actions = Actions(self._state, decisions, self._backend, self._team)
         self._machine = LaneMachine(self.schedule, self._actions.perform, self._backend, record=options.record)
         self._loop = Loop(self.schedule, self._machine)
@@ -297,20 +302,20 @@ class Session:
     def _begin_updates(self) -> None:
         updates = {}
         for group in self._groups:
-            beta1, beta2 = (float(beta) for beta in group["betas"])
-            params = AdamWParams(float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
+            rule = self._entry.rule(group)
             for parameter in group["params"]:
                 name = self._names[id(parameter)]
-                updates[name] = ParameterUpdate(params, self._scales.get(name, 1.0))
+                updates[name] = ParameterUpdate(rule, self._scales.get(name, 1.0))
         self._actions.begin_updates(self._loop.iteration, updates)
 
     def _hook_parameters(self) -> Iterator[Callable[[], None]]:
         for unit, parameter in self._state.parameters():
-            parameter.parameter.grad = None
-            if parameter.parameter.requires_grad:
-                hook = self._collector(unit, parameter)
-                handle = parameter.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                yield handle.remove
+            leaf = parameter.parameter
+            leaf.grad, trains = None, leaf.requires_grad
+            leaf.requires_grad_(True)  # what is frozen now may be thawed later, and takes no hook while it is frozen
+            handle = leaf.register_post_accumulate_grad_hook(self._collector(unit, parameter))  # type: ignore[no-untyped-call]
+            leaf.requires_grad_(trains)
+            yield handle.remove
 
     def _collector(self, unit: UnitState, parameter: ParameterState) -> Callable[[torch.Tensor], None]:
         def collect(leaf: torch.Tensor) -> None:
@@ -435,7 +440,12 @@ class Session:
         self.close()
 
 
-def _check(decisions: Decisions) -> None:
+def _check(decisions: Decisions, entry: OptimizerEntry) -> None:
+    if decisions.optimizer != entry.planned_as:
+        raise ValueError(
+            f"the plan is for {decisions.optimizer}, but the optimizer is {entry.stock.__name__}, which keeps other "
+            f"state; plan with --optimizer {entry.planned_as}"
+        )
     if decisions.data_parallel > 1:
         raise ValueError(
             f"data_parallel is {decisions.data_parallel}, but execution is on one device so far; plan for one"
@@ -461,11 +471,9 @@ def _check(decisions: Decisions) -> None:
         )
 
 
-def _check_groups(groups: list[dict[str, Any]], names: Mapping[int, str]) -> None:
+def _check_groups(entry: OptimizerEntry, groups: list[dict[str, Any]], names: Mapping[int, str]) -> None:
     for group in groups:
-        for flag in ("amsgrad", "maximize"):
-            if group.get(flag):
-                raise ValueError(f"the optimizer has {flag} set, which updates on the host do not know; leave it off")
+        entry.rule(group)  # refuses what kernels do not know
         if any(id(parameter) not in names for parameter in group["params"]):
             raise ValueError("the optimizer has a parameter that the model has not; make it from model.parameters()")
 

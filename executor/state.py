@@ -21,6 +21,7 @@ from executor.memory import Arena
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.lowering import slots
+from planner.optimizers import OPTIMIZERS
 from planner.schedule import MemoryClass
 
 NEVER = -1
@@ -106,11 +107,11 @@ class Moments:
 
     Attributes:
         master: ``None`` where the weight itself is the master.
+        buffers: the optimizer's own, in the order of its entry in :mod:`executor.optimizer.table`.
     """
 
     master: torch.Tensor | None
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    buffers: tuple[torch.Tensor, ...]
 
 
 @dataclasses.dataclass(slots=True)
@@ -130,6 +131,7 @@ class UnitState:
         host_gradients: of all pieces whose gradients arrive apart from weights, in the type of the weights.
         flushing: gradients on their way to the host, by micro-batch, then by parameter.
         device_gradients: gradients that stay on the device, by parameter and piece.
+        changed: pieces that the host has updated since they were uploaded last.
     """
 
     name: str
@@ -144,6 +146,7 @@ class UnitState:
     host_gradients: torch.Tensor
     flushing: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     device_gradients: dict[tuple[str, int], torch.Tensor] = dataclasses.field(default_factory=dict)
+    changed: set[int] = dataclasses.field(default_factory=set)
 
     def master(self, piece: Piece) -> torch.Tensor:
         """Return the float32 master copy of a piece."""
@@ -152,10 +155,14 @@ class UnitState:
             return self.device_weights[piece.start : piece.stop]
         return moments.master[piece.offset : piece.offset + piece.num_params]
 
-    def exp_avg(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return first and second moment of a piece."""
-        moments, held = self.moments(piece), slice(piece.offset, piece.offset + piece.num_params)
-        return moments.exp_avg[held], moments.exp_avg_sq[held]
+    def buffers(self, piece: Piece) -> tuple[torch.Tensor, ...]:
+        """Return the optimizer's own buffers of a piece."""
+        held = slice(piece.offset, piece.offset + piece.num_params)
+        return tuple(buffer[held] for buffer in self.moments(piece).buffers)
+
+    def state(self, piece: Piece) -> tuple[torch.Tensor, ...]:
+        """Return all optimizer state of a piece: the master copy first."""
+        return (self.master(piece), *self.buffers(piece))
 
     def moments(self, piece: Piece) -> Moments:
         """Return the slabs that a piece lies in."""
@@ -198,21 +205,17 @@ class StateSlot:
     """Device memory that a streamed piece's state passes through.
 
     Attributes:
-        master, exp_avg, exp_avg_sq: float32.
+        state: float32: master copy and buffers.
         weights: the gradient if it comes along, until the update is done; then the new weights, if those go back to
             the host; empty if no piece needs it.
     """
 
-    master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    state: tuple[torch.Tensor, ...]
     weights: torch.Tensor
 
     def first(self, num_params: int) -> "StateSlot":
         """Return the part of it that a piece of this size takes."""
-        return StateSlot(
-            self.master[:num_params], self.exp_avg[:num_params], self.exp_avg_sq[:num_params], self.weights[:num_params]
-        )
+        return StateSlot(tuple(tensor[:num_params] for tensor in self.state), self.weights[:num_params])
 
 
 class ModelState:
@@ -241,6 +244,7 @@ class ModelState:
     ) -> None:
         self.dtype = torch.bfloat16 if decisions.precision.weights == "bf16" else torch.float32
         self._decisions = decisions
+        self._num_buffers = OPTIMIZERS[decisions.optimizer].num_buffers
         self._gpu = gpu
         self._host = host
         assigned = slots(units, decisions)
@@ -284,8 +288,8 @@ class ModelState:
             slot=slot,
             device_weights=weights,
             host_weights=served,
-            host=_take_moments(self._host, name, num_host, with_master=True),
-            device=_take_moments(self._gpu, name, num_device, with_master=dtype is not torch.float32),
+            host=self._take_moments(self._host, name, num_host, with_master=True),
+            device=self._take_moments(self._gpu, name, num_device, with_master=dtype is not torch.float32),
             host_gradients=self._host.take(f"{name} gradients", MemoryClass.GRADIENTS, num_apart, dtype),
         )
 
@@ -300,10 +304,18 @@ class ModelState:
         result = []
         for i in range(min(self._decisions.num_state_slots, len(streamed))):
             name, count = f"state slot {i}", max(num_params for num_params, _ in streamed)
-            state = self._gpu.take(name, MemoryClass.OPTIMIZER, 3 * count, torch.float32).view(3, count)
+            num_tensors = 1 + self._num_buffers
+            state = self._gpu.take(name, MemoryClass.OPTIMIZER, num_tensors * count, torch.float32)
             weights = self._gpu.take(f"{name} weights", MemoryClass.OPTIMIZER, num_weights, self.dtype)
-            result.append(StateSlot(state[0], state[1], state[2], weights))
+            result.append(StateSlot(state.view(num_tensors, count).unbind(), weights))
         return result
+
+    def _take_moments(self, arena: Arena, unit: str, num_params: int, *, with_master: bool) -> Moments:
+        def take(name: str) -> torch.Tensor:
+            return arena.take(f"{unit} {name}", MemoryClass.OPTIMIZER, num_params, torch.float32)
+
+        buffers = tuple(take(f"buffer {i}").zero_() for i in range(self._num_buffers))
+        return Moments(take("master") if with_master else None, buffers)
 
 
 def _pieces(unit: Unit, decisions: Decisions) -> tuple[Piece, ...]:
@@ -340,13 +352,6 @@ def _parameters(
         start = stop
     assert start == unit.num_params
     return tuple(result)
-
-
-def _take_moments(arena: Arena, unit: str, num_params: int, *, with_master: bool) -> Moments:
-    def take(name: str) -> torch.Tensor:
-        return arena.take(f"{unit} {name}", MemoryClass.OPTIMIZER, num_params, torch.float32)
-
-    return Moments(take("master") if with_master else None, take("exp_avg").zero_(), take("exp_avg_sq").zero_())
 
 
 def _move_in(unit: UnitState, parameter: ParameterState) -> None:

@@ -18,10 +18,9 @@ from planner.graph import Attention, Degrees, Elementwise, Gemm, Kernel, Unit
 from planner.layout import Layout
 from planner.lowering import stages
 from planner.models.kernels import Collective, flop, num_kernels
+from planner.optimizers import MEASURED, OPTIMIZERS, Optimizer
 from planner.schedule import Lane, Op, Schedule, Task
 
-# One fused AdamW pass: bf16 gradient, fp32 master, m and v in; master, m, v and bf16 weight out.
-UPDATE_BYTES_PER_PARAM = 28
 _WORTH_A_WARNING_S = 1e-3
 # Outputs along each side of what one multiprocessor computes at a time.
 _TILE = 128
@@ -79,6 +78,7 @@ class CostModel:
         tensor_parallel: ranks that share every layer.
         pipeline_parallel: stages that share the layers.
         expert_parallel: data-parallel ranks that share every bank of experts.
+        optimizer: what updates the parameters.
 
     Attributes:
         num_ranks, ranks_per_node: of the whole job, and of a full node; each has one device.
@@ -94,12 +94,17 @@ class CostModel:
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
         expert_parallel: int = 1,
+        *,
+        optimizer: Optimizer = "adamw",
     ) -> None:
         self.profile = profile
         self.warnings: dict[str, None] = {}
         self._units = {unit.name: unit for unit in units}
         self._dtype: Dtype = precision.weights
         self._dtype_bytes = precision.weight_bytes
+        self._update_bytes = OPTIMIZERS[optimizer].update_bytes_per_param
+        # Memory binds every update, so that it takes AdamW's time by their bytes.
+        self._of_measured = self._update_bytes / MEASURED.update_bytes_per_param
         self._degrees = Degrees(data_parallel, tensor_parallel, pipeline_parallel, expert_parallel)
         self._layout = Layout(data_parallel, tensor_parallel, pipeline_parallel, profile.devices_per_node)
         self._fabrics = Fabrics(profile, self._layout)
@@ -118,7 +123,7 @@ class CostModel:
             ValueError: there are fewer layers than pipeline stages.
         """
         degrees = dataclasses.astuple(decisions.degrees)
-        return cls(profile, stages(units, decisions), decisions.precision, *degrees)
+        return cls(profile, stages(units, decisions), decisions.precision, *degrees, optimizer=decisions.optimizer)
 
     @property
     def asynchronous(self) -> bool:
@@ -280,8 +285,8 @@ class CostModel:
                 return self._inside_unit_s(kernel) * kernel.count, float(kernel.num_bytes * kernel.count)
 
     def _device_update(self, task: Task) -> Price:
-        duration_s = self._read(self.profile.device.optimizer, task.num_params, "device optimizer")
-        return Price(0.0, duration_s, self._on_device(duration_s, UPDATE_BYTES_PER_PARAM * task.num_params))
+        duration_s = self._of_measured * self._read(self.profile.device.optimizer, task.num_params, "device optimizer")
+        return Price(0.0, duration_s, self._on_device(duration_s, self._update_bytes * task.num_params))
 
     def _cpu_update(self, task: Task) -> Price:
         """Price an update by the rank's share of the node: all ranks update at the same time."""
@@ -289,11 +294,12 @@ class CostModel:
         duration_s = self._read(host.optimizer, task.num_params * ranks, "CPU optimizer")
         if host.optimizer_process_params_per_s is not None:
             duration_s = max(duration_s, task.num_params / host.optimizer_process_params_per_s.value)
+        duration_s *= self._of_measured
         # It cannot be faster than memory feeds it, whatever cores could do.
-        duration_s = max(duration_s, UPDATE_BYTES_PER_PARAM * task.num_params * ranks / host.dram_bytes_per_s.value)
+        duration_s = max(duration_s, self._update_bytes * task.num_params * ranks / host.dram_bytes_per_s.value)
         if duration_s <= 0:
             return Price(0.0, 0.0)
-        dram = UPDATE_BYTES_PER_PARAM * task.num_params / duration_s
+        dram = self._update_bytes * task.num_params / duration_s
         return Price(
             0.0,
             duration_s,

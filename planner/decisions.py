@@ -6,8 +6,8 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from planner.graph import Degrees, Unit
+from planner.optimizers import OPTIMIZERS, Optimizer
 
-STATE_BYTES_PER_PARAM = 12  # fp32 master, first and second moment
 SPILLED_BYTES_PER_PARAM = 4  # a gradient that waits on NVMe does so in fp32
 
 Activations = Literal["keep", "recompute", "offload", "offload-nvme"]
@@ -109,6 +109,7 @@ class Decisions(Frozen):
 
     Attributes:
         policy: the engine policy that these decisions follow or started from.
+        optimizer: what updates the parameters, in fp32: it says how much state they have.
         micro_batch: sequences per forward, on each rank.
         num_micro_batches: forwards+backwards per iteration (gradient accumulation).
         data_parallel: ranks that share the model's data; each has one device.
@@ -148,6 +149,7 @@ class Decisions(Frozen):
 
     policy: str
     precision: Precision = BF16
+    optimizer: Optimizer = "adamw"
     micro_batch: Annotated[int, Field(ge=1)] = 1
     num_micro_batches: Annotated[int, Field(ge=1)] = 1
     data_parallel: Annotated[int, Field(ge=1)] = 1
@@ -240,6 +242,16 @@ class Decisions(Frozen):
             and self.tensor_parallel == self.pipeline_parallel == self.expert_parallel == self.expert_units == 1
             and not self.uses_storage
         )
+
+    @property
+    def state_bytes_per_param(self) -> int:
+        """Bytes of optimizer state per parameter, the fp32 master copy included."""
+        return OPTIMIZERS[self.optimizer].state_bytes_per_param
+
+    @property
+    def resident_state_bytes_per_param(self) -> int:
+        """The same beside weights on the device, which in fp32 are the master copy themselves."""
+        return self.state_bytes_per_param - (4 if self.precision.master_is_weight else 0)
 
     @property
     def uses_storage(self) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 
 from planner.decisions import (
     BF16,
-    STATE_BYTES_PER_PARAM,
     Activations,
     Decisions,
     GradientPath,
@@ -25,6 +24,7 @@ from planner.decisions import (
     subgroups,
 )
 from planner.graph import Degrees, Unit
+from planner.optimizers import OPTIMIZERS, Optimizer
 
 # The fractions and strides that are tried when a policy leaves them to its user.
 TWIN_FLOW_FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -41,6 +41,7 @@ class Setup:
         micro_batch: sequences per forward on each device.
         num_micro_batches: forwards per iteration.
         precision: types of weights and gradients.
+        optimizer: what updates the parameters.
         clip: clip gradients by their global norm.
         subgroup_params: parameters in one subgroup.
         tensor_parallel, pipeline_parallel, expert_parallel, expert_units: see :class:`planner.decisions.Decisions`.
@@ -52,6 +53,7 @@ class Setup:
     micro_batch: int = 1
     num_micro_batches: int = 1
     precision: Precision = BF16
+    optimizer: Optimizer = "adamw"
     clip: bool = True
     subgroup_params: int = 100_000_000
     tensor_parallel: int = 1
@@ -129,7 +131,7 @@ def interleaved(
     engine = _deepspeed(setup, GradientPath.ZERO3_ASYNC)
     # Its one slot holds a whole subgroup, whose pieces pass through ours.
     piece = max((size for unit in setup.units for size in pieces(setup, unit)), default=0)
-    slot_bytes = STATE_BYTES_PER_PARAM * (setup.subgroup_params - piece)
+    slot_bytes = OPTIMIZERS[setup.optimizer].state_bytes_per_param * (setup.subgroup_params - piece)
     for stride in strides:
         options = engine | {"host_update": HostUpdate.DEVICE_CAST, "num_state_slots": 1}
         if total >= stride:

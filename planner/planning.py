@@ -14,6 +14,7 @@ from planner.decisions import BF16, Decisions, Place, Precision, Storage
 from planner.engines import Setup
 from planner.graph import Unit
 from planner.models.captured import Model
+from planner.optimizers import Optimizer
 from planner.plan import EngineRow, Plan
 from planner.prediction import Workload, capacities
 from planner.schedule import Tier
@@ -45,6 +46,7 @@ class Request:
         micro_batch: sequences per forward on each device.
         num_micro_batches: forwards per iteration (gradient accumulation).
         precision: types of weights and gradients.
+        optimizer: what updates the parameters.
         clip: clip gradients by their global norm.
         subgroup_params: parameters in one subgroup, the grain of optimizer placement.
         global_batch: sequences per iteration over all devices.
@@ -61,6 +63,7 @@ class Request:
     micro_batch: int | None = None
     num_micro_batches: int | None = None
     precision: Precision = BF16
+    optimizer: Optimizer = "adamw"
     clip: bool = True
     subgroup_params: int = 100_000_000
     global_batch: int | None = None

@@ -18,9 +18,8 @@ from planner.bounds.conditions import conditions
 from planner.bounds.program import LinearProgram
 from planner.bounds.solver import solve
 from planner.bounds.space import NEVER_S, RING, ROOM, Space
-from planner.costs import UPDATE_BYTES_PER_PARAM, CostModel
+from planner.costs import CostModel
 from planner.decisions import (
-    STATE_BYTES_PER_PARAM,
     Activations,
     Decisions,
     GradientPath,
@@ -31,6 +30,7 @@ from planner.decisions import (
 )
 from planner.engines import POLICIES, Mix, Setup, mixed, movable, pieces, ratel, swappable, tied, zero_infinity
 from planner.lowering import lower
+from planner.optimizers import OPTIMIZERS
 from planner.prediction import Prediction, Workload, always_held, capacities, memory_peaks, predict
 from planner.schedule import Lane, Schedule, Tier
 from planner.simulate.machine import run_until_steady
@@ -168,7 +168,7 @@ class Scorer:
         peaks = memory_peaks(timeline, steady, cost)
         missing = {tier: use.missing_bytes for tier, use in peaks.items() if use.missing_bytes}
         filled = {tier: use.peak_bytes / capacity[tier] for tier, use in peaks.items() if use.peak_bytes}
-        overload, moved_bytes = _overload(missing, capacity), traffic_bytes(schedule)
+        overload, moved_bytes = _overload(missing, capacity), traffic_bytes(schedule, decisions)
         return Candidate(
             decisions, timeline.period_s(steady), missing, overload, moved_bytes, filled, timeline.busy_s(steady)
         )
@@ -416,10 +416,11 @@ def _overload(missing_bytes: dict[Tier, int], capacity_bytes: dict[Tier, int]) -
     return sum(num_bytes / capacity_bytes[tier] for tier, num_bytes in missing_bytes.items())
 
 
-def traffic_bytes(schedule: Schedule) -> int:
+def traffic_bytes(schedule: Schedule, decisions: Decisions) -> int:
     """Return the bytes that cross links and host memory in an iteration, hidden or not."""
     on_cpu = sum(task.num_params for task in schedule.tasks if task.lane is Lane.CPU)
-    return sum(task.num_bytes for task in schedule.tasks) + UPDATE_BYTES_PER_PARAM * on_cpu
+    update_bytes = OPTIMIZERS[decisions.optimizer].update_bytes_per_param
+    return sum(task.num_bytes for task in schedule.tasks) + update_bytes * on_cpu
 
 
 def _best(candidates: Iterable[Candidate]) -> Candidate:
@@ -625,7 +626,7 @@ def _repaired(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate, moved:
     itself.
     """
     sizes = [num_params for unit in setup.units for num_params in pieces(setup, unit)]
-    state_bytes = STATE_BYTES_PER_PARAM * sum(sizes) / len(sizes) * scorer.cost.ranks_per_node
+    state_bytes = found.decisions.state_bytes_per_param * sum(sizes) / len(sizes) * scorer.cost.ranks_per_node
     if set(found.missing_bytes) == {Tier.GPU} and moved != "num_gpu":
         lacking = math.ceil(found.missing_bytes[Tier.GPU] * scorer.cost.ranks_per_node / state_bytes)
         trial = dataclasses.replace(trial, num_gpu=max(trial.num_gpu - lacking, 0))
@@ -633,7 +634,7 @@ def _repaired(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate, moved:
         lacking = math.ceil(found.missing_bytes[Tier.HOST] / state_bytes)
         trial = dataclasses.replace(trial, num_nvme=trial.num_nvme + lacking)
     elif set(found.missing_bytes) == {Tier.HOST} and moved not in {"num_stream", "num_stay"}:
-        gradient_bytes = state_bytes * setup.precision.weight_bytes / STATE_BYTES_PER_PARAM
+        gradient_bytes = state_bytes * setup.precision.weight_bytes / found.decisions.state_bytes_per_param
         more = math.ceil(found.missing_bytes[Tier.HOST] / gradient_bytes)
         trial = dataclasses.replace(trial, num_stream=trial.num_stream + more, num_stay=trial.num_stay + more)
     else:

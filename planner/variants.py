@@ -10,6 +10,7 @@ from planner.decisions import Decisions, Precision, Storage
 from planner.engines import Setup
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models.captured import Model
+from planner.optimizers import Optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Job:
         seq_len: tokens per sequence.
         expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
         precision: types of weights and gradients.
+        optimizer: what updates the parameters.
         clip: whether gradients are clipped by their global norm.
         subgroup_params: most parameters of one subgroup.
     """
@@ -31,6 +33,7 @@ class Job:
     seq_len: int
     expert_load: tuple[tuple[float, ...], ...]
     precision: Precision
+    optimizer: Optimizer
     clip: bool
     subgroup_params: int
 
@@ -78,9 +81,11 @@ def variant(job: Job, choice: Choice, storage: Storage, graphs: dict[Batch, tupl
         graphs[batch],
         **choice.model_dump(),
         precision=job.precision,
+        optimizer=job.optimizer,
         clip=job.clip,
         subgroup_params=job.subgroup_params,
         storage=storage,
     )
     degrees = dataclasses.astuple(setup.degrees)
-    return Variant(choice, setup, CostModel(job.hardware, setup.units, job.precision, *degrees))
+    cost = CostModel(job.hardware, setup.units, job.precision, *degrees, optimizer=job.optimizer)
+    return Variant(choice, setup, cost)

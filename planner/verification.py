@@ -74,6 +74,7 @@ def job_of(plan: Plan) -> Job:
         seq_len=plan.seq_len,
         expert_load=plan.expert_load,
         precision=decisions.precision,
+        optimizer=decisions.optimizer,
         clip=decisions.clip,
         subgroup_params=decisions.subgroup_params,
     )

@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from executor.optimizer.reference import Lion as Lion
     from hwprofiles.registry import load_profile as load_profile
     from planner.models.registry import resolve_model as resolve_model
     from planner.plan import Plan as Plan
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ullage.training import prepare as prepare
 
 _ORIGINS = {
+    "Lion": ("executor.optimizer.reference", "Lion"),
     "Plan": ("planner.plan", "Plan"),
     "Request": ("planner.planning", "Request"),
     "capture_module": ("ullage.capture", "capture_module"),
@@ -30,6 +32,7 @@ _ORIGINS = {
 }
 
 __all__ = [
+    "Lion",
     "Plan",
     "Request",
     "capture_module",

@@ -11,6 +11,7 @@ from planner.choices import DEFAULT_MICRO_BATCH
 from planner.decisions import Precision, Storage
 from planner.models.captured import CapturedModel, Model
 from planner.models.registry import resolve_model
+from planner.optimizers import OPTIMIZERS
 from planner.planning import Request
 from ullage.arguments import input_shape, parse_bytes, positive_int
 from ullage.expert_load import expert_load
@@ -27,7 +28,7 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         "--model",
         required=model_required,
         help="name (see `ullage models`), hub id, path of a config.json, or package.module:function that returns any "
-        "nn.Module, which is then captured without its memory",
+        "nn.Module, which is then captured without its memory; frozen parameters have room for state and gradients too",
     )
     group.add_argument(
         "--input-shape",
@@ -91,6 +92,13 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
     )
     group.add_argument("--precision", choices=("bf16", "fp32"), help="of weights and gradients (bf16)")
     group.add_argument(
+        "--optimizer",
+        choices=tuple(OPTIMIZERS),
+        help="what updates the parameters, which says how much state they have: "
+        + ", ".join(f"{name} {state.state_bytes_per_param} B/param" for name, state in OPTIMIZERS.items())
+        + " (adamw, which Adam is planned as too; sgd has momentum)",
+    )
+    group.add_argument(
         "--no-clip", action="store_true", default=None, help="do not clip gradients by their global norm"
     )
     group.add_argument(
@@ -133,6 +141,7 @@ def request_of(args: argparse.Namespace) -> Request:
         expert_load=expert_load(args.expert_load or "uniform", model),
         storage=args.storage or "never",
         precision=precision,
+        optimizer=args.optimizer or "adamw",
         clip=not args.no_clip,
     )
 

@@ -10,6 +10,7 @@ from planner.choices import Choice
 from planner.decisions import Decisions
 from planner.models.captured import CapturedModel, Model, counted
 from planner.models.parameters import num_parameters
+from planner.optimizers import OPTIMIZERS
 from planner.plan import EngineRow, Plan
 from planner.planning import describe
 from planner.prediction import TierMemory
@@ -105,7 +106,8 @@ def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
         "model": model_line(plan.model),
         "hardware": f"{hardware.name}{chosen}: {hardware.description}. Its quantities are {origins}",
         "batch": f"{batch}{accumulated} x {decided.data_parallel} {ranks} = {tokens:,} {items}, "
-        f"{decided.precision.weights}, {'clipped' if decided.clip else 'not clipped'}",
+        f"{decided.precision.weights}, {OPTIMIZERS[decided.optimizer].words}, "
+        f"{'clipped' if decided.clip else 'not clipped'}",
         **_choice(plan),
         "fits": _fits(seen.memory),
         "iteration": f"{si(seen.iteration_s, 's')} = forward {si(seen.forward_s, 's')} + backward "

@@ -150,6 +150,7 @@ def _request(plan: Plan) -> Request:
         micro_batch=decided.micro_batch,
         num_micro_batches=decided.num_micro_batches,
         precision=decided.precision,
+        optimizer=decided.optimizer,
         clip=decided.clip,
         subgroup_params=decided.subgroup_params,
         tensor_parallel=decided.tensor_parallel,

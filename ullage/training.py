@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from executor.memory import DeviceMemoryError
-from executor.prepare import OffloadedAdamW, prepare_session
+from executor.optimizer.table import stock_of
+from executor.prepare import OffloadedOptimizer, prepare_session
 from executor.session import Session, SessionOptions
 from hwprofiles.allocator import keep_freed_memory
 from planner.models.captured import counted
+from planner.optimizers import Optimizer
 from planner.plan import Plan, PlanError
 from planner.schedule import Tier
 from planner.trace import chrome_trace, write_trace
@@ -31,16 +33,25 @@ _FIRST_STEADY = 3
 MIN_ITERATIONS = _FIRST_STEADY + 3
 _MAX_GRADIENT_NORM = 1.0
 _WARMUP_ITERATIONS = 5
+# What `ullage execute` trains with, beside its --lr.
+_HYPER_PARAMETERS: dict[Optimizer, dict[str, Any]] = {
+    "adamw": {"betas": (0.9, 0.95), "weight_decay": 0.1},
+    "sgd": {"momentum": 0.9},
+    "adagrad": {},
+    "lion": {"betas": (0.95, 0.98), "weight_decay": 0.1},
+}
 
 
-def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> tuple[nn.Module, OffloadedAdamW]:
-    """Put a model and its AdamW under a plan; keep your own training loop, with the returned optimizer.
+def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> tuple[nn.Module, OffloadedOptimizer]:
+    """Put a model and its optimizer under a plan; keep your own training loop, with the returned optimizer.
 
     Args:
         model: an unmodified module whose parameters are those the plan was made for (a ``transformers`` model of the
             planned configuration, say). It takes the planned type; under a bf16 plan the values of a float32 model
             live on as its master copy.
-        optimizer: a ``torch.optim.AdamW`` over its parameters; LR schedulers may be built on it or on the result.
+        optimizer: the planned one (``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Adagrad`` or :class:`ullage.Lion`) over
+            its parameters or some of them, in any groups; LR schedulers may be built on it or on the result. What is
+            not in it, or frozen, stays as it is, though the plan has room for its state and gradient.
         plan: made for the machine this runs on.
 
     Returns:
@@ -131,14 +142,16 @@ def _session_options(plan: Plan) -> SessionOptions:
 
 def _make(
     plan: Plan, options: ExecuteOptions, feed: Feed
-) -> tuple[nn.Module, OffloadedAdamW, torch.optim.lr_scheduler.LambdaLR]:
+) -> tuple[nn.Module, OffloadedOptimizer, torch.optim.lr_scheduler.LambdaLR]:
     """Make the planned model with random weights, its optimizer, and a cosine schedule with warm-up."""
     if plan.hardware.device.kind == "host":
         torch.set_num_threads(plan.hardware.device.num_cores)
         keep_freed_memory()
     torch.manual_seed(options.seed)
     model = feed.model().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = stock_of(plan.decisions.optimizer)(
+        model.parameters(), lr=options.lr, **_HYPER_PARAMETERS[plan.decisions.optimizer]
+    )
 
     def factor(iteration: int) -> float:
         warm_up = min((iteration + 1) / _WARMUP_ITERATIONS, 1.0)
@@ -153,7 +166,7 @@ def _train(
     options: ExecuteOptions,
     feed: Feed,
     model: nn.Module,
-    optimizer: OffloadedAdamW,
+    optimizer: OffloadedOptimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
 ) -> Iterator[float]:
     """Train, and yield the loss of every iteration."""

@@ -38,10 +38,11 @@ from hwprofiles.quantity import Curve
 from hwprofiles.registry import load_profile
 from planner.cases import Metric
 from planner.cases.training import TrainingCase
-from planner.decisions import STATE_BYTES_PER_PARAM, Decisions
+from planner.decisions import Decisions
 from planner.engines import gpu_only, interleaved, twin_flow, zero_offload, zero_offload_blocking
 from planner.models import resolve_model
 from planner.models.registry import model_from_case
+from planner.optimizers import OPTIMIZERS
 from planner.planning import Request, prepare
 from planner.prediction import Prediction
 from planner.schedule import Tier
@@ -169,7 +170,7 @@ def formula_stride(profile: HardwareProfile, subgroup_params: int, num_slots: in
     link = profile.host_link
     upload_s = link.down.time_s(4 * subgroup_params)  # the new weights in fp32, cast on the device
     host_s = profile.host.optimizer.time_s(subgroup_params) + upload_s
-    ways_s = [way.time_s(STATE_BYTES_PER_PARAM * subgroup_params) for way in (link.down, link.up)]
+    ways_s = [way.time_s(OPTIMIZERS["adamw"].state_bytes_per_param * subgroup_params) for way in (link.down, link.up)]
     stream_s = sum(ways_s) if num_slots == 1 else max(ways_s)
     device_s = profile.device.optimizer.time_s(subgroup_params)
     per_subgroup_s = {k: (max((k - 1) * host_s, stream_s) + device_s) / k for k in STRIDES}

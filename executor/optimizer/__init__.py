@@ -1,6 +1,24 @@
-"""The optimizer step on the host: one pass over memory, on a team of threads, bf16 in and out."""
+"""The optimizer step on the host: one pass over memory, on a team of threads, bf16 in and out.
 
+Kernels work without torch. :mod:`executor.optimizer.table` joins them to optimizers.
+"""
+
+from executor.optimizer.adagrad import AdagradParams, adagrad_step
 from executor.optimizer.adamw import BYTES_PER_PARAM, AdamWParams, adamw_step, warm_up
+from executor.optimizer.lion import LionParams, lion_step
+from executor.optimizer.sgd import SgdParams, sgd_step
 from executor.optimizer.workers import WorkerTeam
 
-__all__ = ["BYTES_PER_PARAM", "AdamWParams", "WorkerTeam", "adamw_step", "warm_up"]
+__all__ = [
+    "BYTES_PER_PARAM",
+    "AdagradParams",
+    "AdamWParams",
+    "LionParams",
+    "SgdParams",
+    "WorkerTeam",
+    "adagrad_step",
+    "adamw_step",
+    "lion_step",
+    "sgd_step",
+    "warm_up",
+]

@@ -35,7 +35,7 @@ from planner.bounds.program import LinearProgram, Sum
 from planner.bounds.space import OVERRUN, RING, ROOM, TIME, Space
 from planner.bounds.storage import STATE_BUFFERS, offloaded
 from planner.costs import CostModel, Resource
-from planner.decisions import SPILLED_BYTES_PER_PARAM, STATE_BYTES_PER_PARAM, Decisions, Place
+from planner.decisions import SPILLED_BYTES_PER_PARAM, Decisions, Place
 from planner.graph import Unit, segments
 from planner.lowering.workspace import least_workspace_bytes
 from planner.prediction import capacities
@@ -176,7 +176,7 @@ class _Conditions:
     def _state_out(self, unit: Unit) -> Sum:
         """Return the bytes of streamed state and new weights that are stored again."""
         shard = self.given.shard_params(unit)
-        stored = Sum((f"{unit.name}:{Place.STREAM}", float(STATE_BYTES_PER_PARAM * shard)))
+        stored = Sum((f"{unit.name}:{Place.STREAM}", float(self.given.state_bytes_per_param * shard)))
         back = f"{unit.name}:back"
         return stored.plus({back: float(self.weight_bytes * shard)} if back in self.program.boxes else {})
 
@@ -246,7 +246,7 @@ class _Conditions:
         read, written = Resource.NVME_READ, Resource.NVME_WRITE
         weights_written = 0 if self.given.precision.master_is_weight else self.weight_bytes
         for what, num_bytes, directions in (
-            (Place.NVME, STATE_BYTES_PER_PARAM, (read, written)),
+            (Place.NVME, self.given.state_bytes_per_param, (read, written)),
             ("spill", SPILLED_BYTES_PER_PARAM, (read, written)),
             ("onnvme", weights_written, (written,)),
             ("reads", self.weight_bytes, (read,)),
@@ -260,7 +260,7 @@ class _Conditions:
         streamed = Sum((f"{unit.name}:{Place.STREAM}", 1.0))
         self.loads.update(load, unit, Lane.GPU_UPDATE, Sum((f"{unit.name}:{Place.GPU}", 1.0)).plus(streamed))
         shard = self.given.shard_params(unit)
-        self.loads.copy(load, Resource.LINK_DOWN, STATE_BYTES_PER_PARAM * shard, streamed)
+        self.loads.copy(load, Resource.LINK_DOWN, self.given.state_bytes_per_param * shard, streamed)
         gradient = Sum((f"{unit.name}:{Place.STREAM}", 1.0), (f"{unit.name}:stays", -1.0))
         self.loads.copy(load, Resource.LINK_DOWN, self.weight_bytes * shard, gradient)
 
@@ -403,7 +403,7 @@ class _Conditions:
         if not self._stores(nvme=True):
             return
         device_bytes = float(capacities(self.cost)[Tier.GPU])
-        scale = STATE_BYTES_PER_PARAM / device_bytes
+        scale = self.given.state_bytes_per_param / device_bytes
         shares = (
             Sum((f"{unit.name}:{Place.NVME}", self.given.shard_params(unit) * scale)) if unit.num_params else Sum()
             for unit in self.units
@@ -453,10 +453,10 @@ class _Conditions:
             shard = self.given.shard_params(unit)
             name = unit.name
             for place in (Place.CPU, Place.STREAM):
-                host[f"{name}:{place}"] += STATE_BYTES_PER_PARAM * shard
+                host[f"{name}:{place}"] += self.given.state_bytes_per_param * shard
             host[self._weights_or_gradients(unit)] += float(self.weight_bytes * shard)
             on_nvme = Sum((f"{name}:{Place.NVME}", 1.0)) if self._stores(nvme=True) else Sum()
-            nvme.plus(on_nvme, float(STATE_BYTES_PER_PARAM * shard))
+            nvme.plus(on_nvme, float(self.given.state_bytes_per_param * shard))
             if (weights_there := f"{name}:onnvme") in self.program.boxes and not self.given.precision.master_is_weight:
                 nvme[weights_there] += float(self.weight_bytes * shard)
         ranks = self.cost.ranks_per_node
@@ -484,10 +484,12 @@ class _Conditions:
     def _state_buffers(self, unit_bytes: float) -> str:
         """Return what host buffers hold of state on NVMe, in multiples of ``unit_bytes``: one subgroup at least."""
         shards = {unit.name: self.given.shard_params(unit) for unit in self.units if unit.num_params}
-        everything = STATE_BYTES_PER_PARAM * sum(shards.values()) / unit_bytes
+        everything = self.given.state_bytes_per_param * sum(shards.values()) / unit_bytes
         buffers = self.program.variable(STATE_BUFFERS, 0.0, everything)
         for unit in (unit for unit in self.units if unit.num_params):
-            mean = STATE_BYTES_PER_PARAM * shards[unit.name] / len(self.given.piece_params(unit)) / unit_bytes
+            mean = (
+                self.given.state_bytes_per_param * shards[unit.name] / len(self.given.piece_params(unit)) / unit_bytes
+            )
             one = Sum((f"{unit.name}:{Place.NVME}", mean))
             self.program.at_least(f"{unit.name}: fits the host buffers", Sum((buffers, 1.0)), one)
         return buffers
@@ -561,9 +563,9 @@ class _Conditions:
     def _always(self, scale: float) -> Sum:
         """Return the share of memory of parameters, state and slots that never leave the device."""
         held = self._rings(scale)
-        state_bytes = STATE_BYTES_PER_PARAM - (4 if self.given.precision.master_is_weight else 0)
+        state_bytes = self.given.resident_state_bytes_per_param
         largest = max(self.given.shard_params(unit) for unit in self.units)
-        slot = self.program.variable(_STATE_SLOT, 0.0, STATE_BYTES_PER_PARAM * largest * scale)
+        slot = self.program.variable(_STATE_SLOT, 0.0, self.given.state_bytes_per_param * largest * scale)
         held[slot] += 1.0
         for unit in (unit for unit in self.units if unit.num_params):
             shard = self.given.shard_params(unit)
@@ -572,7 +574,7 @@ class _Conditions:
             held[f"{unit.name}:{Place.GPU}"] += state_bytes * shard * scale
             # The largest of the subgroups that are streamed is no smaller than their mean.
             mean = shard / len(self.given.piece_params(unit))
-            streamed = Sum((f"{unit.name}:{Place.STREAM}", STATE_BYTES_PER_PARAM * mean * scale))
+            streamed = Sum((f"{unit.name}:{Place.STREAM}", self.given.state_bytes_per_param * mean * scale))
             self.program.at_least(f"{unit.name}: fits the state slot", Sum((slot, 1.0)), streamed)
         return held
 

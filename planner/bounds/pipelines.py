@@ -12,7 +12,6 @@ segments are recomputed. Two consequences of the rules, for every stage s of p:
 from planner.bounds.program import LinearProgram, Sum
 from planner.bounds.space import OVERRUN, ROOM, TIME, Space
 from planner.costs import CostModel
-from planner.decisions import STATE_BYTES_PER_PARAM
 from planner.graph import Unit
 from planner.lowering.pipeline import deal
 from planner.models.kernels import Kernels, num_kernels
@@ -72,7 +71,7 @@ def _pass(stage: Stage, cost: CostModel, lane: Lane) -> Sum:
 def _always(stage: Stage, space: Space) -> Sum:
     """Return the bytes of weights and optimizer state."""
     given = space.given
-    state_bytes = STATE_BYTES_PER_PARAM - (4 if given.precision.master_is_weight else 0)
+    state_bytes = given.resident_state_bytes_per_param
     units = [unit for segment in stage for unit in segment]
     weights = sum(given.precision.weight_bytes * unit.num_params for unit in units)
     # Of units merged into a stage the shards are no larger in sum than their own.

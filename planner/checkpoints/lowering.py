@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from planner.checkpoints.policy import BlocksUntil, CheckpointPolicy, Gate, Staging
-from planner.decisions import STATE_BYTES_PER_PARAM
+from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
 
 _TASKS_PER_CHUNK = 3  # memory is touched, copied to, written: no engine does more
@@ -58,8 +58,8 @@ class Run:
     num_checkpoints: int
 
 
-def state_of(schedule: Schedule, *, num_replicas: int = 1) -> tuple[Shard, ...]:
-    """Return the optimizer state that an iteration's updates change, in their order: fp32 master and both moments.
+def state_of(schedule: Schedule, *, num_replicas: int = 1, optimizer: Optimizer = "adamw") -> tuple[Shard, ...]:
+    """Return the optimizer state that an iteration's updates change, in their order: fp32 master and buffers.
 
     Weights in 16 bits are casts of the master, and not saved. State that is streamed through the device lives on the
     host, and changes when it is stored back.
@@ -67,6 +67,7 @@ def state_of(schedule: Schedule, *, num_replicas: int = 1) -> tuple[Shard, ...]:
     Args:
         schedule: one iteration.
         num_replicas: ranks that hold the same state (data parallelism that shards nothing); each saves its part.
+        optimizer: whose state it is.
 
     Raises:
         ValueError: some of it lives on NVMe, from where it would have to be read first.
@@ -82,7 +83,7 @@ def state_of(schedule: Schedule, *, num_replicas: int = 1) -> tuple[Shard, ...]:
         if task.op is Op.UPDATE and task.num_params:
             store = stored.get((task.unit, task.piece))
             tier = Tier.GPU if store is None and task.lane is Lane.GPU_UPDATE else Tier.HOST
-            num_bytes = -(-STATE_BYTES_PER_PARAM * task.num_params // num_replicas)
+            num_bytes = -(-OPTIMIZERS[optimizer].state_bytes_per_param * task.num_params // num_replicas)
             shards.append(Shard(num_bytes, tier, task.index if store is None else store, task.unit, task.piece))
     return tuple(shards)
 

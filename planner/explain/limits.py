@@ -23,7 +23,6 @@ from planner.bounds.conditions import conditions
 from planner.bounds.program import LinearProgram
 from planner.bounds.proof import Proof
 from planner.bounds.solver import solve
-from planner.decisions import STATE_BYTES_PER_PARAM
 from planner.explain.trial import Bench, bounding_lane
 from planner.schedule import Lane, Tier
 from planner.variants import variant
@@ -262,5 +261,5 @@ def full_tiers(bench: Bench) -> Iterator[tuple[Tier, float]]:
     largest = max(size for unit in bench.units.values() for size in bench.decisions.piece_params(unit) or (0,))
     for tier, use in bench.own.memory.items():
         ranks = 1 if tier is Tier.GPU else bench.cost.ranks_per_node
-        if use.capacity_bytes - use.peak_bytes < STATE_BYTES_PER_PARAM * largest * ranks:
+        if use.capacity_bytes - use.peak_bytes < bench.decisions.state_bytes_per_param * largest * ranks:
             yield tier, use.peak_bytes / use.capacity_bytes

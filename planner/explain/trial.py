@@ -101,7 +101,7 @@ class Bench:
 
     def _trial(self, decisions: Decisions, schedule: Schedule, simulation: Simulation) -> Trial:
         peaks = memory_peaks(simulation.timeline, simulation.steady, self.cost)
-        return Trial(decisions, simulation.period_s, peaks, traffic_bytes(schedule))
+        return Trial(decisions, simulation.period_s, peaks, traffic_bytes(schedule, decisions))
 
     def on(self, hardware: HardwareProfile) -> tuple[float, Lane]:
         """Simulate the plan's own schedule on another machine.

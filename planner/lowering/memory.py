@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from planner.decisions import SPILLED_BYTES_PER_PARAM, STATE_BYTES_PER_PARAM, GradientPath, Place
+from planner.decisions import SPILLED_BYTES_PER_PARAM, GradientPath, Place
 from planner.graph import Unit, segments
 from planner.lowering.activations import evicts
 from planner.lowering.compute import AGAIN, compute_drafts
@@ -60,10 +60,11 @@ def _parameters(program: Program) -> None:
 def _optimizer(program: Program, unit: Unit) -> None:
     shard = program.shard_params[unit.name]
     host = program.placed_params(unit, Place.CPU, Place.STREAM, Place.NVME)
-    resident_bytes = STATE_BYTES_PER_PARAM - (4 if program.decisions.precision.master_is_weight else 0)
+    decisions = program.decisions
+    resident_bytes, state_bytes = decisions.resident_state_bytes_per_param, decisions.state_bytes_per_param
     nvme = program.placed_params(unit, Place.NVME)
-    program.hold(Tier.HOST, MemoryClass.OPTIMIZER, STATE_BYTES_PER_PARAM * (host - nvme), unit.name)
-    program.hold(Tier.NVME, MemoryClass.OPTIMIZER, STATE_BYTES_PER_PARAM * nvme, unit.name)
+    program.hold(Tier.HOST, MemoryClass.OPTIMIZER, state_bytes * (host - nvme), unit.name)
+    program.hold(Tier.NVME, MemoryClass.OPTIMIZER, state_bytes * nvme, unit.name)
     program.hold(Tier.GPU, MemoryClass.OPTIMIZER, resident_bytes * (shard - host), unit.name)
 
 
@@ -174,7 +175,7 @@ def _state_slots(program: Program) -> None:
     streamed = [n for name in sizes for n in sizes[name]]
     weights = max((n for name in sizes for n in sizes[name] if decisions.weights_pass(name)), default=0)
     for slot in range(min(decisions.num_state_slots, len(streamed))):
-        num_bytes = STATE_BYTES_PER_PARAM * max(streamed) + decisions.precision.weight_bytes * weights
+        num_bytes = decisions.state_bytes_per_param * max(streamed) + decisions.precision.weight_bytes * weights
         program.hold(Tier.GPU, MemoryClass.OPTIMIZER, num_bytes, f"state slot {slot}")
 
 
@@ -182,7 +183,7 @@ def _nvme_slots(program: Program) -> None:
     """Hold the ring of host buffers: state, spilled gradient and weights to be written of the largest subgroup."""
     decisions = program.decisions
     sizes = [
-        n * (STATE_BYTES_PER_PARAM + spilled_bytes(program) + written_weight_bytes(program, unit))
+        n * (decisions.state_bytes_per_param + spilled_bytes(program) + written_weight_bytes(program, unit))
         for unit in program.units
         for n, place in program.pieces[unit.name]
         if place is Place.NVME

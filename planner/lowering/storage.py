@@ -5,7 +5,7 @@ soon as the one that used its buffer before has been written back. One buffer re
 more, one subgroup is read or written while another is updated.
 """
 
-from planner.decisions import SPILLED_BYTES_PER_PARAM, STATE_BYTES_PER_PARAM, Place
+from planner.decisions import SPILLED_BYTES_PER_PARAM, Place
 from planner.graph import Unit
 from planner.lowering.program import Draft, Program
 from planner.schedule import Lane, Op, Phase
@@ -56,7 +56,7 @@ class StateRing:
         """
         swap = self._draft(Lane.NVME_STATE_IN, Op.SWAP_IN, unit, piece)
         spilled = spilled_bytes(self._program)
-        swap.num_bytes = (STATE_BYTES_PER_PARAM + spilled) * num_params
+        swap.num_bytes = (self._program.decisions.state_bytes_per_param + spilled) * num_params
         count = self._program.decisions.num_nvme_slots
         swap.slot = len(self._swaps) % count
         swap.after = list(ready) if spilled else []
@@ -68,7 +68,8 @@ class StateRing:
     def swap_out(self, where: list[Draft], swap_in: Draft, unit: Unit, num_params: int, updated: str) -> Draft:
         """Add the write of an updated subgroup, which frees its buffer."""
         swap = self._draft(Lane.NVME_STATE_OUT, Op.SWAP_OUT, unit, swap_in.piece)
-        swap.num_bytes = (STATE_BYTES_PER_PARAM + written_weight_bytes(self._program, unit)) * num_params
+        state_bytes = self._program.decisions.state_bytes_per_param
+        swap.num_bytes = (state_bytes + written_weight_bytes(self._program, unit)) * num_params
         swap.after = [updated]
         swap_in.after_previous.append(swap.key)  # not before last iteration's state is back
         where.append(swap)

@@ -1,6 +1,6 @@
 """The pass for optimizer steps, wherever they run, and for bringing what they changed back to the device."""
 
-from planner.decisions import STATE_BYTES_PER_PARAM, HostUpdate, Place
+from planner.decisions import HostUpdate, Place
 from planner.graph import Unit
 from planner.lowering.gradients import gradient_ready
 from planner.lowering.parameters import first_forward, issue_ahead
@@ -137,13 +137,13 @@ def _streamed(
     weight_bytes = decisions.precision.weight_bytes
     load = _place(program, unit, piece, Lane.STATE_IN, Op.LOAD, ready)
     gradient_bytes = weight_bytes if decisions.flushes(unit.name, Place.STREAM) else 0
-    load.num_bytes = (STATE_BYTES_PER_PARAM + gradient_bytes) * num_params
+    load.num_bytes = (decisions.state_bytes_per_param + gradient_bytes) * num_params
     load.slot = len(stream_slots) % decisions.num_state_slots
     if len(stream_slots) >= decisions.num_state_slots:
         load.after.append(stream_slots[-decisions.num_state_slots])
     update = _place(program, unit, piece, Lane.GPU_UPDATE, Op.UPDATE, [load.key], num_params=num_params)
     store = _place(program, unit, piece, Lane.STATE_OUT, Op.STORE, [update.key])
-    store.num_bytes = STATE_BYTES_PER_PARAM * num_params
+    store.num_bytes = decisions.state_bytes_per_param * num_params
     load.after_previous.append(store.key)  # not before last iteration's state is back
     stream_slots.append(store.key)
     if decisions.units[unit.name].params == "gpu":

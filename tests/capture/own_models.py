@@ -215,7 +215,49 @@ def encoder() -> nn.Module:
 
 
 IMAGES, LABELS = CapturedInput(shape=(4, 3, 16, 16)), CapturedInput(shape=(4,), dtype="int64")
+
+
+class LowRank(nn.Module):
+    """A frozen product with a trained one of low rank beside it (LoRA, arXiv:2106.09685)."""
+
+    def __init__(self, width: int, rank: int = 4) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class AdaptedBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width).requires_grad_(False)
+        self.first, self.second = LowRank(width), LowRank(width)
+
+    def forward(self, x):
+        return x + self.second(functional.gelu(self.first(self.norm(x))))
+
+
+class Adapted(nn.Module):
+    """Only the adapters are trained; embedding and head are one frozen weight."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(60, width).requires_grad_(False)
+        self.blocks = nn.ModuleList(AdaptedBlock(width) for _ in range(3))
+        self.head = nn.Linear(width, 60, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
 OWN = {
+    "adapted": (Adapted, (CapturedInput(shape=(4, 12), dtype="int64"),)),
     "mixer": (Mixer, (IMAGES, LABELS)),
     "vit": (Vit, (IMAGES, CapturedInput(name="labels", shape=(4,), dtype="int64"))),
     "tied": (Tied, (CapturedInput(shape=(4, 12), dtype="int64"),)),
@@ -227,7 +269,7 @@ OWN = {
     "convolutions": (convolutions, (CapturedInput(shape=(2, 3, 16, 16)),)),
     "encoder": (encoder, (CapturedInput(shape=(4, 24, 64)),)),
 }
-NUM_VALUES = {"mixer": 10, "vit": 10, "tied": 60, "translator": 60}
+NUM_VALUES = {"adapted": 60, "mixer": 10, "vit": 10, "tied": 60, "translator": 60}
 
 
 def batch(name: str, dtype: torch.dtype, seed: int = 0) -> tuple[list, dict]:

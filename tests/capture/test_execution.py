@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from own_models import OWN, batch
-from training import ReferenceAdamW, weights
+from training import ReferenceOptimizer, weights
 
 from executor.prepare import prepare_session
 from executor.session import SessionOptions
@@ -49,7 +49,7 @@ def train(name: str, dtype: str, model: torch.nn.Module, optimizer) -> list[floa
 @functools.cache
 def reference(name: str, dtype: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     model, optimizer = make(name, dtype)
-    return train(name, dtype, model, ReferenceAdamW(optimizer, model)), weights(model)
+    return train(name, dtype, model, ReferenceOptimizer(optimizer)), weights(model)
 
 
 @st.composite

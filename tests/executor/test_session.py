@@ -9,7 +9,7 @@ from torch import nn
 from training import (
     MICRO_BATCH,
     SEQ_LEN,
-    ReferenceAdamW,
+    ReferenceOptimizer,
     Task,
     assert_same,
     batches,
@@ -167,7 +167,7 @@ def test_frozen_and_unused_parameters_stay_as_they_are(place):
         return model
 
     plain = freeze(make_model(task))
-    optimizer = ReferenceAdamW(torch.optim.AdamW(groups(plain), lr=5e-3, betas=(0.9, 0.95)), plain)
+    optimizer = ReferenceOptimizer(torch.optim.AdamW(groups(plain), lr=5e-3, betas=(0.9, 0.95)))
     expected = train(task, plain, optimizer), dict(plain.named_parameters())
     model = freeze(make_model(task))
     optimizer = torch.optim.AdamW(groups(model), lr=5e-3, betas=(0.9, 0.95))
@@ -191,7 +191,7 @@ def test_a_dropped_gradient_means_no_update():
         return before_step
 
     plain = make_model(task)
-    optimizer = ReferenceAdamW(torch.optim.AdamW(groups(plain), lr=5e-3, betas=(0.9, 0.95)), plain)
+    optimizer = ReferenceOptimizer(torch.optim.AdamW(groups(plain), lr=5e-3, betas=(0.9, 0.95)))
     expected = train(task, plain, optimizer, before_step=drop(plain)), dict(plain.named_parameters())
     for choose in (some_of_each, uniform("gpu", "gpu")):
         model, optimizer = prepare(task, decide(task, choose))

@@ -10,7 +10,8 @@ import torch
 import transformers
 
 from executor.backend import as_array, sum_of_squares_on_host
-from executor.optimizer import AdamWParams, adamw_step
+from executor.optimizer.reference import Lion
+from executor.optimizer.table import entry_of
 from executor.prepare import prepare_session
 from executor.session import SessionOptions
 from planner.decisions import Decisions, Place, Precision, UnitDecision
@@ -33,6 +34,17 @@ _LLAMA = _COMMON | {
 _GPT2 = _COMMON | {"n_positions": 16, "n_embd": 32, "n_layer": 3, "n_head": 2}
 _OPT = _COMMON | {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
+# By the names that tests use: what makes an optimizer over some groups. Rates are large, so that each step shows.
+OPTIMIZERS = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=5e-3, betas=(0.9, 0.95)),
+    "adam": functools.partial(torch.optim.Adam, lr=5e-3, betas=(0.9, 0.95)),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9, dampening=0.1),
+    "nesterov": functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9, nesterov=True),
+    "sgd-plain": functools.partial(torch.optim.SGD, lr=0.5),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=2e-2, lr_decay=0.1, initial_accumulator_value=0.01),
+    "lion": functools.partial(Lion, lr=1e-3, betas=(0.9, 0.95)),
+}
+
 CONFIGS = {
     "gpt2": lambda: transformers.GPT2Config(**_GPT2, resid_pdrop=0.1),
     "gpt2-untied": lambda: transformers.GPT2Config(**_GPT2, tie_word_embeddings=False),
@@ -54,6 +66,7 @@ class Task:
     max_norm: float | None = 0.5
     iterations: int = 4
     schedule: bool = True
+    optimizer: str = "adamw"
 
 
 def make_model(task: Task) -> torch.nn.Module:
@@ -83,12 +96,16 @@ def batches(task: Task):
     )
 
 
-class ReferenceAdamW(torch.optim.Optimizer):
+def make_optimizer(task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS[task.optimizer](groups(model))
+
+
+class ReferenceOptimizer(torch.optim.Optimizer):
     """The same kernel over whole parameters in memory, with the clip factor folded in."""
 
-    def __init__(self, optimizer, model):
+    def __init__(self, optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.model = model
+        self.entry = entry_of(optimizer)
         self.scale = 1.0
 
     def clip_grad_norm_(self, max_norm):
@@ -102,7 +119,8 @@ class ReferenceAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            params = AdamWParams(float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"])
+            params = self.entry.read(group)
+            initial = group[self.entry.starts_at] if self.entry.starts_at else 0.0
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -110,11 +128,12 @@ class ReferenceAdamW(torch.optim.Optimizer):
                 if not state:
                     state["step"] = 0
                     state["master"] = p.detach().float().reshape(-1).clone()
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros(2, p.numel())
+                    state |= {key: torch.full((p.numel(),), initial) for key in self.entry.buffers}
                 state["step"] += 1
-                arrays = [as_array(state[k]) for k in ("master", "exp_avg", "exp_avg_sq")]
+                arrays = [as_array(state[k]) for k in ("master", *self.entry.buffers)]
                 weight = None if p.dtype == torch.float32 else as_array(p.reshape(-1))
-                adamw_step(*arrays, as_array(p.grad.reshape(-1)), weight, params, state["step"], self.scale)
+                gradient = as_array(p.grad.reshape(-1))
+                self.entry.host(*arrays, gradient, weight, params, state["step"], self.scale)
                 if weight is None:
                     p.copy_(state["master"].view(p.shape))
         self.scale = 1.0
@@ -144,7 +163,7 @@ def train(task: Task, model, optimizer, *, clip=None, before_step=None):
 
 def stock(task: Task):
     model = make_model(task)
-    optimizer = torch.optim.AdamW(groups(model), lr=5e-3, betas=(0.9, 0.95))
+    optimizer = make_optimizer(task, model)
     clip = functools.partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()))
     return train(task, model, optimizer, clip=clip), weights(model)
 
@@ -153,12 +172,15 @@ def stock(task: Task):
 def reference(task: Task):
     """Return what training in memory gives: losses and norms, and the final weights."""
     model = make_model(task)
-    optimizer = ReferenceAdamW(torch.optim.AdamW(groups(model), lr=5e-3, betas=(0.9, 0.95)), model)
+    optimizer = ReferenceOptimizer(make_optimizer(task, model))
     return train(task, model, optimizer), weights(model)
 
 
 def weights(model) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+PLANNED_AS = {"adam": "adamw", "nesterov": "sgd", "sgd-plain": "sgd"}
 
 
 def decide(task: Task, choose, **settings) -> Decisions:
@@ -180,6 +202,7 @@ def decide(task: Task, choose, **settings) -> Decisions:
         )
     return Decisions(
         policy="test",
+        optimizer=PLANNED_AS.get(task.optimizer, task.optimizer),
         precision=Precision(weights="bf16" if task.dtype is torch.bfloat16 else "fp32"),
         num_micro_batches=task.num_micro_batches,
         micro_batch=MICRO_BATCH,
@@ -196,7 +219,7 @@ def uniform(params: str, place: str, activations: str = "keep"):
 
 def prepare(task: Task, decisions: Decisions, **options):
     model = make_model(task)
-    optimizer = torch.optim.AdamW(groups(model), lr=5e-3, betas=(0.9, 0.95))
+    optimizer = make_optimizer(task, model)
     options = SessionOptions(num_threads=1, **options)
     return prepare_session(model, optimizer, model_units(task.family), decisions, options)
 

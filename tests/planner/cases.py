@@ -12,6 +12,7 @@ from planner.decisions import Activations, Decisions, GradientPath, HostUpdate, 
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
 from planner.models import resolve_model
+from planner.optimizers import OPTIMIZERS
 from planner.schedule import Schedule
 
 MODELS = ("demo-llama", "gpt2", "opt-125m")  # the last two have tied embeddings
@@ -50,6 +51,7 @@ def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> Decisions:
     ranks = draw(st.sampled_from([1, 1, 2, 4]))
     options = {
         "precision": Precision(weights=draw(st.sampled_from(["bf16", "fp32"]))),
+        "optimizer": draw(st.sampled_from(sorted(OPTIMIZERS))),
         "num_micro_batches": draw(st.integers(1, 3)),
         "data_parallel": ranks,
         "zero_stage": draw(st.integers(0, 3)),

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hwprofiles.registry import load_profile
-from planner.decisions import STATE_BYTES_PER_PARAM
 from planner.engines import gpu_only
 from planner.models import resolve_model
+from planner.optimizers import OPTIMIZERS
 from planner.planning import Request, prepare
 from planner.schedule import Tier
 from planner.search import Scorer, search
@@ -41,7 +41,7 @@ def test_thirty_billion_parameters_train_on_one_a100_of_40_gb() -> None:
     assert ours.fits
     assert all(engine.missing_bytes for engine in outcome.engines.values())
     num_params = sum(unit.num_params for unit in setup.units)
-    assert STATE_BYTES_PER_PARAM < ours.memory[Tier.HOST].peak_bytes / num_params <= 16.1
+    assert OPTIMIZERS["adamw"].state_bytes_per_param < ours.memory[Tier.HOST].peak_bytes / num_params <= 16.1
     eight, workload, cost = prepare(Request(model, profile, num_devices=8, micro_batch=8, seq_len=1024))
     eight_scorer = Scorer(workload, cost)
     assert all(eight_scorer.score(decisions).missing_bytes for decisions in gpu_only(eight))

@@ -51,9 +51,9 @@ def recurrent():
     return nn.LSTM(8, 8)
 
 
-def frozen():
+def of_integers():
     model = nn.Linear(8, 8)
-    model.bias.requires_grad_(False)
+    model.bias = nn.Parameter(torch.zeros(8, dtype=torch.int8), requires_grad=False)
     return model
 
 
@@ -164,7 +164,7 @@ def test_an_engine_is_simulated_without_a_plan(package: str, capsys: pytest.Capt
 REFUSED = {
     "chooses": (SHAPE, "chooses, in module 0: aten._local_scalar_dense.default needs the values of a tensor"),
     "recurrent": (["--input-shape", "4x2x8"], "mkldnn_rnn_layer.default has no known cost"),
-    "frozen": (SHAPE, "1 parameter(s) are frozen, bias first"),
+    "of_integers": (SHAPE, "parameter bias has type torch.int8, but weights are floating-point numbers"),
     "no_parameters": (SHAPE, "has no parameters"),
     "no_module": (SHAPE, "returned a int, not an nn.Module"),
     "detached": (SHAPE, "no tensor with a gradient"),

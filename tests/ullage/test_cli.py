@@ -33,6 +33,7 @@ REQUEST = {
     "--accumulate",
     "--precision",
     "--no-clip",
+    "--optimizer",
     "--device-memory",
 }
 FLAGS = {
@@ -92,6 +93,7 @@ def test_help_and_version(cli):
 
 def test_public_surface():
     names = [
+        "Lion",
         "Plan",
         "Request",
         "capture_module",

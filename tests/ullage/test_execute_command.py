@@ -45,6 +45,26 @@ def test_a_run_is_recorded_and_can_be_compared(plan: Path, tmp_path: Path, capsy
     assert compared["phases"] == printed["phases"]
 
 
+@pytest.mark.parametrize(("optimizer", "lr"), [("sgd", "0.1"), ("adagrad", "1e-2"), ("lion", "1e-3")])
+def test_every_optimizer_is_planned_and_executed(
+    optimizer: str, lr: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It learns, and the ledger is that of its own state."""
+
+    path = tmp_path / "plan.json"
+    options = ["--model", "demo-llama", "--hardware", "epyc-turin-2c", "--seq-len", "64", "--micro-batch", "2"]
+    options += ["--device-memory", "100MB", "--budget", "3", "--optimizer", optimizer]
+    assert main(["plan", *options, "--output", str(path)]) == 0
+    assert {"sgd": "SGD with momentum", "adagrad": "Adagrad", "lion": "Lion"}[optimizer] in capsys.readouterr().out
+    run = ["--iterations", "8", "--lr", lr, "--output-dir", str(tmp_path), "--json"]
+    assert main(["execute", str(path), *run]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["losses"][-1] < printed["losses"][0]
+    assert printed["memory"]["host"]["error"] == 0
+    assert printed["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.15)
+    assert main(["verify", str(path), "--json"]) == 0
+
+
 def test_the_same_seed_gives_the_same_losses(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     losses = []
     for seed in ("1", "1", "2"):

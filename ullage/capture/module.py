@@ -127,10 +127,10 @@ def _check_parameters(model: nn.Module, name: str) -> None:
     parameters = dict(model.named_parameters())
     if not parameters:
         raise CaptureError(f"{name}() has no parameters; return a model to train")
-    if frozen := [path for path, parameter in parameters.items() if not parameter.requires_grad]:
+    if other := [path for path, parameter in parameters.items() if not parameter.is_floating_point()]:
         raise CaptureError(
-            f"{name}: {len(frozen)} parameter(s) are frozen, {frozen[0]} first, but a plan trains all; make them "
-            "buffers, or set requires_grad"
+            f"{name}: parameter {other[0]} has type {parameters[other[0]].dtype}, but weights are floating-point "
+            "numbers; make it a buffer"
         )
 
 
@@ -151,7 +151,7 @@ def _make_fake(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype))
+                made[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype), parameter.requires_grad)
             setattr(module, name, made[id(parameter)])
         plain = [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]
         for name, tensor in (*module.named_buffers(recurse=False), *plain):

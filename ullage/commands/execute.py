@@ -35,7 +35,11 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--text", type=Path, metavar="PATH", help="what to train on (default: built-in English text)")
     parser.add_argument("--seed", type=int, default=defaults.seed, metavar="N", help=f"of all chance ({defaults.seed})")
     parser.add_argument(
-        "--lr", type=positive_float, default=defaults.lr, metavar="X", help=f"learning rate ({defaults.lr:g})"
+        "--lr",
+        type=positive_float,
+        default=defaults.lr,
+        metavar="X",
+        help=f"learning rate ({defaults.lr:g})",
     )
     parser.add_argument(
         "--output-dir", type=Path, default=defaults.output_dir, metavar="DIR", help="where results go (out/)"

@@ -32,6 +32,7 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage plan --model mixtral-8x7b --hardware h100 --gpus 8 --expert-parallel 4 --expert-load zipf:1.2
         ullage plan --model gpt2 --hardware local --device-memory 1.5GiB --output small.json
         ullage plan --model opt-66b --hardware rtx4090-12ssd --storage nvme
+        ullage plan --model opt-13b --hardware h100 --optimizer lion
         ullage plan --model my_package.models:make --input-shape 8x3x224x224 8:int64 --gpus 2
         """,
     )

@@ -1,0 +1,102 @@
+"""Lion on a CPU in one pass over memory: 20 bytes a parameter."""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numba import njit
+
+from executor.optimizer.bf16 import float32_to_bf16
+from executor.optimizer.passes import (
+    Bf16Array,
+    Float32Array,
+    GradientArray,
+    as_float32,
+    check_params,
+    check_step,
+    float32s,
+    one_pass,
+)
+from executor.optimizer.workers import WorkerTeam
+
+_ZERO: Final = np.float32(0)
+_ONE: Final = np.float32(1)
+
+
+@dataclass(frozen=True, slots=True)
+class LionParams:
+    """Hyper-parameters, as :class:`executor.optimizer.reference.Lion` names and bounds them.
+
+    Raises:
+        ValueError: a negative ``lr`` or ``weight_decay``, or a beta outside [0, 1).
+    """
+
+    lr: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_params(self, not_negative=("lr", "weight_decay"), fractions=("beta1", "beta2"))
+
+
+def lion_step(
+    master: Float32Array,
+    exp_avg: Float32Array,
+    grad: GradientArray,
+    weight_out: Bf16Array | None,
+    params: LionParams,
+    step: int,
+    grad_scale: float = 1.0,
+    team: WorkerTeam | None = None,
+) -> None:
+    """Take one step of Lion on flat arrays of equal length, in place.
+
+    With g = ``grad_scale`` * ``grad`` (Chen et al., arXiv:2302.06675, algorithm 2)::
+
+        c = beta1 * m + (1 - beta1) * g
+        p = p * (1 - lr * weight_decay) - lr * sign(c)
+        m = beta2 * m + (1 - beta2) * g
+
+    Where c is not finite p becomes NaN. A plain sign would hide that: of a NaN it is 0, of infinity 1 for ever.
+
+    Args:
+        master: weights p, float32 ``[num_params]``, updated.
+        exp_avg: momentum m, float32 ``[num_params]``, updated.
+        grad: gradient, float32 or bf16 bits (uint16), ``[num_params]``, only read.
+        weight_out: where the new weights go as bf16 bits, ``[num_params]``; ``None`` where ``master`` is the weight.
+        params: hyper-parameters.
+        step: which step this is, from 1; Lion does the same at each.
+        grad_scale: multiplies the gradient in float32.
+        team: threads to run on; ``None`` means the calling thread.
+
+    Raises:
+        ValueError: an array of the wrong dtype, length or layout, or ``step`` below 1.
+    """
+    check_step(step)
+    factors = float32s(
+        grad_scale,
+        params.beta1,
+        1 - params.beta1,
+        params.beta2,
+        1 - params.beta2,
+        1 - params.lr * params.weight_decay,
+        params.lr,
+    )
+    one_pass(_update, {"master": master, "exp_avg": exp_avg}, grad, weight_out, (factors,), team)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _update(master: Any, exp_avg: Any, grad: Any, weight_out: Any, factors: Any) -> None:
+    grad_scale, beta1, rest1, beta2, rest2, decay, lr = factors
+    for i in range(master.size):
+        g = as_float32(grad[i]) * grad_scale
+        m = exp_avg[i]
+        c = beta1 * m + rest1 * g
+        # A choice of constants becomes a mask; a conversion of the comparison would keep the loop from vectors.
+        sign = (_ONE if c > _ZERO else _ZERO) - (_ONE if c < _ZERO else _ZERO) + (c - c)
+        p = master[i] * decay - lr * sign
+        exp_avg[i] = beta2 * m + rest2 * g
+        master[i] = p
+        if weight_out is not None:
+            weight_out[i] = float32_to_bf16(p)

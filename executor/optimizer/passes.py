@@ -1,0 +1,121 @@
+"""What every optimizer's kernel has in common: which arrays it takes, and how a team shares them.
+
+[Note: Rounding]
+Kernels are compiled without any fast-math flag. Each flag that would change the code lets LLVM round the vectorised
+body, its remainder loop, and another machine's vectors differently: ``contract`` fuses a multiply and an add where
+that pays, ``reassoc`` regroups, ``arcp`` and ``afn`` may take estimates in vectors but not in scalars. Without them
+every operation is the IEEE float32 one, so that a parameter's new bits do not depend on the piece, thread or machine
+that updates it (the payload of a NaN aside). Memory bounds the loops, so the flags would gain nothing.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+from numba.extending import overload
+
+from executor.optimizer.bf16 import bf16_to_float32
+from executor.optimizer.workers import WorkerTeam
+
+Float32Array = npt.NDArray[np.float32]
+Bf16Array = npt.NDArray[np.uint16]
+GradientArray = Bf16Array | Float32Array
+
+
+def one_pass(
+    kernel: Callable[..., object],
+    state: Mapping[str, Float32Array | None],
+    grad: GradientArray,
+    weight_out: Bf16Array | None,
+    rest: tuple[object, ...],
+    team: WorkerTeam | None,
+) -> None:
+    """Run a kernel on flat arrays of equal length, cut over a team.
+
+    Args:
+        kernel: called with the pieces of ``state``, ``grad`` and ``weight_out``, then ``rest``.
+        state: what is updated, by name, the master copy first; ``None`` for what is not there.
+        grad: gradient, float32 or bf16 bits (uint16), only read.
+        weight_out: where the new weights go as bf16 bits; ``None`` where the master copy is the weight.
+        rest: factors and flags.
+        team: threads to run on; ``None`` means the calling thread.
+
+    Raises:
+        ValueError: an array of the wrong dtype, length or layout.
+    """
+    master = next(iter(state.values()))
+    assert master is not None
+    for name, array in state.items():
+        if array is not None:
+            _check_array(name, array, ("float32",), master.size)
+    _check_array("grad", grad, ("uint16", "float32"), master.size, written=False)
+    if weight_out is not None:
+        _check_array("weight_out", weight_out, ("uint16",), master.size)
+    arrays = (*state.values(), grad, weight_out)
+
+    def update(start: int, stop: int) -> None:
+        kernel(*(None if array is None else array[start:stop] for array in arrays), *rest)
+
+    if team is None:
+        update(0, master.size)
+    else:
+        team.run(update, master.size)
+
+
+def _check_array(
+    name: str, array: npt.NDArray[Any], dtypes: tuple[str, ...], num_params: int, *, written: bool = True
+) -> None:
+    if array.dtype.name not in dtypes:
+        remedy = "; a bf16 tensor is passed as tensor.view(torch.uint16).numpy()" if "uint16" in dtypes else ""
+        raise ValueError(f"{name} has dtype {array.dtype}, but must be {' or '.join(dtypes)}{remedy}")
+    if array.shape != (num_params,):
+        raise ValueError(f"{name} has shape {array.shape}, but must be flat and as long as master: ({num_params},)")
+    if not (array.flags.c_contiguous and array.flags.aligned and (array.flags.writeable or not written)):
+        raise ValueError(f"{name} must be contiguous, aligned{' and writeable' if written else ''}; pass a plain slice")
+
+
+def check_step(step: int) -> None:
+    """Check the number of a step.
+
+    Raises:
+        ValueError: it is below 1.
+    """
+    if step < 1:
+        raise ValueError(f"step is {step}, but steps count from 1; count before the update, not after")
+
+
+def check_params(params: object, *, not_negative: tuple[str, ...], fractions: tuple[str, ...] = ()) -> None:
+    """Check hyper-parameters.
+
+    Raises:
+        ValueError: one of ``not_negative`` is negative or not finite, or one of ``fractions`` is not in [0, 1).
+    """
+    for name in not_negative:
+        value = getattr(params, name)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} is {value}, but must be finite and at least 0")
+    for name in fractions:
+        value = getattr(params, name)
+        if not 0 <= value < 1:
+            raise ValueError(f"{name} is {value}, but must be at least 0 and less than 1")
+
+
+def float32s(*factors: float) -> tuple[np.float32, ...]:
+    """Return factors of a whole step, worked out in double precision, each rounded once."""
+    return tuple(np.float32(factor) for factor in factors)
+
+
+def as_float32(bits: Any) -> Any:
+    """Return a gradient element, bf16 bits or float32, as float32. Kernels only: numba takes the overload below."""
+    raise NotImplementedError
+
+
+@overload(as_float32)
+def _as_float32_of(bits: Any) -> Any:
+    def same(bits: Any) -> Any:
+        return bits
+
+    return bf16_to_float32.py_func if bits == types.uint16 else same

@@ -1,0 +1,182 @@
+"""The optimizers that can be executed: one entry each, and nothing about any of them elsewhere.
+
+A new one needs a kernel like those beside this file, an entry here, and, if it keeps other state than those that are
+planned for, a row in :mod:`planner.optimizers`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from executor.optimizer import (
+    AdagradParams,
+    AdamWParams,
+    LionParams,
+    SgdParams,
+    adagrad_step,
+    adamw_step,
+    device,
+    lion_step,
+    sgd_step,
+)
+from executor.optimizer.reference import Lion
+from planner.optimizers import OPTIMIZERS, Optimizer
+
+Params = AdamWParams | SgdParams | AdagradParams | LionParams
+Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerEntry:
+    """One optimizer.
+
+    Attributes:
+        stock: the class that users make, and whose format of state is ours.
+        planned_as: what a plan calls the state that it has.
+        buffers: keys of its float32 tensors beside the master copy, in a parameter's state.
+        read: returns hyper-parameters of a parameter group, whenever the updates of an iteration begin.
+        host: takes a step in host memory: ``host(master, *buffers, grad, weight_out, params, step, scale, team)``.
+        device: takes one on a device; see :mod:`executor.optimizer.device`.
+        counts_steps: whether a parameter's state has a ``step``.
+        starts_at: key in a group of what buffers hold before the first step, which state then tells; ``None`` for 0.
+        refused: flags of a group that kernels do not know.
+    """
+
+    stock: type[torch.optim.Optimizer]
+    planned_as: Optimizer
+    buffers: tuple[str, ...]
+    read: Callable[[Group], Params]
+    host: Callable[..., None]
+    device: Callable[..., None]
+    counts_steps: bool = True
+    starts_at: str | None = None
+    refused: tuple[str, ...] = ("maximize", "differentiable")
+
+    def rule(self, group: Group) -> "Rule":
+        """Return how a group's parameters are updated as it is now.
+
+        Raises:
+            ValueError: a flag or a hyper-parameter that kernels do not know.
+        """
+        for flag in self.refused:
+            if group.get(flag):
+                raise ValueError(f"the optimizer has {flag} set, which updates on the host do not know; leave it off")
+        return Rule(self, self.read(group))
+
+    def warm_up(self, grad_dtype: npt.DTypeLike, group: Group, *, writes_bf16: bool) -> None:
+        """Compile what a group's updates run on the host, or load it from numba's cache, so that no timed step has to.
+
+        Args:
+            grad_dtype: of the gradients to come: ``uint16`` (bf16 bits) or ``float32``.
+            group: hyper-parameters.
+            writes_bf16: whether steps will write bf16 weights.
+        """
+        state = np.zeros((1 + len(self.buffers), 1), np.float32)
+        weight_out = np.zeros(1, np.uint16) if writes_bf16 else None
+        self.host(*state, np.zeros(1, grad_dtype), weight_out, self.read(group), 1, 1.0, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How parameters are updated in one iteration: by what, with which hyper-parameters."""
+
+    entry: OptimizerEntry
+    params: Params
+
+
+def _read_adam(group: Group, *, decoupled: bool) -> AdamWParams:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    decoupled = bool(group.get("decoupled_weight_decay", decoupled))
+    return AdamWParams(float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), decoupled)
+
+
+def _read_sgd(group: Group) -> SgdParams:
+    lr, momentum, dampening, weight_decay = (float(group[key]) for key in _SGD_NUMBERS)
+    return SgdParams(lr, momentum, dampening, weight_decay, bool(group["nesterov"]))
+
+
+def _read_adagrad(group: Group) -> AdagradParams:
+    return AdagradParams(*(float(group[key]) for key in ("lr", "lr_decay", "weight_decay", "eps")))
+
+
+def _read_lion(group: Group) -> LionParams:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    return LionParams(float(group["lr"]), beta1, beta2, float(group["weight_decay"]))
+
+
+_SGD_NUMBERS: Final = ("lr", "momentum", "dampening", "weight_decay")
+_AMSGRAD: Final = ("amsgrad", "maximize", "differentiable")
+_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+
+ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
+    OptimizerEntry(
+        stock=torch.optim.AdamW,
+        planned_as="adamw",
+        buffers=_MOMENTS,
+        read=lambda group: _read_adam(group, decoupled=True),
+        host=adamw_step,
+        device=device.adamw,
+        refused=_AMSGRAD,
+    ),
+    OptimizerEntry(
+        stock=torch.optim.Adam,
+        planned_as="adamw",
+        buffers=_MOMENTS,
+        read=lambda group: _read_adam(group, decoupled=False),
+        host=adamw_step,
+        device=device.adamw,
+        refused=_AMSGRAD,
+    ),
+    OptimizerEntry(
+        stock=torch.optim.SGD,
+        planned_as="sgd",
+        buffers=("momentum_buffer",),
+        read=_read_sgd,
+        host=sgd_step,
+        device=device.sgd,
+        counts_steps=False,
+    ),
+    OptimizerEntry(
+        stock=torch.optim.Adagrad,
+        planned_as="adagrad",
+        buffers=("sum",),
+        read=_read_adagrad,
+        host=adagrad_step,
+        device=device.adagrad,
+        starts_at="initial_accumulator_value",
+    ),
+    OptimizerEntry(
+        stock=Lion,
+        planned_as="lion",
+        buffers=("exp_avg",),
+        read=_read_lion,
+        host=lion_step,
+        device=device.lion_,
+        counts_steps=False,
+    ),
+)
+
+
+def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
+    """Return the entry of a user's optimizer.
+
+    Raises:
+        ValueError: there is none, or a subclass does something that no entry knows.
+    """
+    for entry in ENTRIES:
+        if type(optimizer) is entry.stock:
+            return entry
+    known = ", ".join(f"{'ullage' if e.stock is Lion else 'torch.optim'}.{e.stock.__name__}" for e in ENTRIES)
+    raise ValueError(f"the optimizer is {type(optimizer).__name__}, but only {known} can be executed; use one of them")
+
+
+def stock_of(planned: Optimizer) -> Callable[..., torch.optim.Optimizer]:
+    """Return the class that a plan for an optimizer is made for."""
+    return next(entry.stock for entry in ENTRIES if entry.planned_as == planned)
+
+
+assert all(len(entry.buffers) == OPTIMIZERS[entry.planned_as].num_buffers for entry in ENTRIES)

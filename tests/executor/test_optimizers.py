@@ -1,0 +1,226 @@
+"""Every optimizer of the table under plans: the same bits as in memory, and the state of the stock one."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_numerics import PLACEMENTS, mixed, plans
+from training import (
+    OPTIMIZERS,
+    ReferenceOptimizer,
+    Task,
+    assert_same,
+    decide,
+    make_model,
+    make_optimizer,
+    model_units,
+    planned,
+    prepare,
+    reference,
+    stock,
+    train,
+    uniform,
+)
+
+from executor.optimizer.table import ENTRIES, entry_of, stock_of
+from executor.prepare import prepare_session
+from executor.session import SessionOptions
+from planner.optimizers import OPTIMIZERS as PLANNED
+from planner.schedule import MemoryClass, Tier
+
+ONE_THREAD = SessionOptions(num_threads=1)
+OTHERS = [name for name in OPTIMIZERS if name != "adamw"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("params", "place"), PLACEMENTS)
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_every_placement_gives_the_same_bits(optimizer, params, place, dtype):
+    """With a rate that changes at every step, groups of other rates and decay, and clipping."""
+    task = Task("gpt2", dtype, optimizer=optimizer)
+    assert_same(planned(task, decide(task, uniform(params, place))), reference(task))
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans(), st.integers(0, 99), st.sampled_from(OTHERS))
+def test_any_plan_gives_the_same_bits_on_lanes_of_any_speed(plan, seed, optimizer):
+    task, decisions = plan
+    task = Task(**(vars(task) | {"optimizer": optimizer}))
+    decisions = decisions.model_copy(update={"optimizer": entry_of(make_optimizer(task, make_model(task))).planned_as})
+    assert_same(planned(task, decisions, delays=seed), reference(task))
+
+
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_a_hundred_iterations_give_the_same_bits(optimizer):
+    task = Task("llama", torch.bfloat16, iterations=100, optimizer=optimizer)
+    assert_same(planned(task, decide(task, mixed)), reference(task))
+
+
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_schedules_of_every_rate_reach_every_share_of_the_update(optimizer):
+    """All that a group says changes at each step, as schedulers of rates, momentum and decay do."""
+    task = Task("gpt2", torch.bfloat16, optimizer=optimizer, schedule=False)
+
+    def varying(groups):
+        def before_step(iteration):
+            for group in groups:
+                group["lr"] *= 0.5 + 0.3 * iteration
+                group["weight_decay"] = 0.02 * iteration
+                if "betas" in group:
+                    group["betas"] = (0.9 - 0.1 * iteration, 0.95 - 0.01 * iteration)
+                if group.get("momentum"):
+                    group["momentum"] = 0.9 - 0.1 * iteration
+
+        return before_step
+
+    plain = make_model(task)
+    theirs = ReferenceOptimizer(make_optimizer(task, plain))
+    expected = train(task, plain, theirs, before_step=varying(theirs.param_groups)), dict(plain.named_parameters())
+    constant = reference(task)
+    for place in ("gpu", "stream", "cpu"):
+        model, ours = prepare(task, decide(task, uniform("gpu", place)))
+        with ours.session:
+            seen = train(task, model, ours, before_step=varying(ours.param_groups))
+            assert_same((seen, ours.session.full_parameters()), expected)
+            with pytest.raises(AssertionError):
+                assert_same((seen, ours.session.full_parameters()), constant)
+
+
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_stock_optimizers_and_clipping_agree_within_rounding(optimizer):
+    """Each side rounds by a few units of 2**-24 a step; a step moves a weight by about the rate, up to 0.2 x 0.5.
+
+    Lion's steps are +-rate whatever rounding does, but for averages that are zero but for rounding: those are few.
+    """
+    task = Task("gpt2", torch.float32, iterations=10, optimizer=optimizer)
+    losses, weights = stock(task)
+    seen, final = planned(task, decide(task, mixed))
+    assert seen == pytest.approx(losses, rel=1e-5)
+    for name, weight in weights.items():
+        torch.testing.assert_close(final[name], weight, rtol=0, atol=5e-3 if optimizer == "lion" else 2e-5)
+
+
+# --- state ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_goes_on_from_saved_states_as_if_it_had_not_stopped(optimizer, dtype):
+    task = Task("gpt2", dtype, iterations=3, schedule=False, optimizer=optimizer)
+    model, ours = prepare(task, decide(task, mixed))
+    with ours.session:
+        train(task, model, ours)
+        weights = {n: w.clone() for n, w in model.state_dict().items()}
+        state = copy.deepcopy(ours.state_dict())
+        train(task, model, ours)
+        final = {n: w.clone() for n, w in ours.session.full_parameters().items()}
+    fresh = make_model(task)
+    fresh.load_state_dict(weights)
+    other = decide(task, uniform("host", "cpu"), subgroup_params=977)  # another plan, on purpose
+    _, resumed = prepare_session(fresh, make_optimizer(task, fresh), model_units("gpt2"), other, ONE_THREAD)
+    with resumed.session:
+        resumed.load_state_dict(state)
+        train(task, fresh, resumed)
+        for name, weight in resumed.session.full_parameters().items():
+            assert torch.equal(weight, final[name]), name
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_state_has_the_format_of_the_stock_optimizer(optimizer):
+    task = Task("gpt2", torch.float32, iterations=2, optimizer=optimizer)
+    model, ours = prepare(task, decide(task, mixed))
+    plain = make_model(task)
+    theirs = make_optimizer(task, plain)
+    assert ours.state_dict()["state"].keys() == theirs.state_dict()["state"].keys(), "before the first step"
+    with ours.session:
+        train(task, model, ours)
+        state = ours.state_dict()
+    train(task, plain, theirs, clip=lambda n: torch.nn.utils.clip_grad_norm_(list(plain.parameters()), n))
+    stocked = theirs.state_dict()
+    assert state["param_groups"] == stocked["param_groups"]
+    if optimizer == "sgd-plain":  # stock SGD has no state without momentum; ours says that it is zero
+        assert not stocked["state"]
+        assert not any(entry["momentum_buffer"].any() for entry in state["state"].values())
+        return
+    assert state["state"].keys() == stocked["state"].keys()
+    for number, entry in stocked["state"].items():
+        assert state["state"][number].keys() == entry.keys()
+        for key, value in entry.items():
+            mine = state["state"][number][key]
+            assert mine.shape == value.shape
+            assert mine.dtype == value.dtype
+            torch.testing.assert_close(mine, value, rtol=1e-4, atol=1e-6)
+    theirs.load_state_dict(state)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("loads", [True, False], ids=["load_state_dict", "prepare"])
+def test_state_of_the_stock_optimizer_is_taken_over(optimizer, loads):
+    """Training in memory first, then under a plan, is training under the plan with that state."""
+    task = Task("gpt2", torch.float32, iterations=2, schedule=False, max_norm=None, optimizer=optimizer)
+
+    model = make_model(task)
+    users = make_optimizer(task, model)
+    train(task, model, users)
+    state = copy.deepcopy(users.state_dict())
+    continued = copy.deepcopy(model)
+    in_memory = make_optimizer(task, continued)
+    in_memory.load_state_dict(state)
+    if loads:
+        users.state.clear()
+    _, ours = prepare_session(model, users, model_units("gpt2"), decide(task, mixed), ONE_THREAD)
+    with ours.session:
+        if loads:
+            ours.load_state_dict(state)
+        train(task, model, ours)
+        train(task, continued, in_memory)
+        for name, weight in continued.named_parameters():
+            atol = 4.1e-3 if optimizer == "lion" else 2e-5
+            torch.testing.assert_close(ours.session.full_parameters()[name], weight, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("optimizer", OTHERS)
+@pytest.mark.parametrize("place", ["gpu", "cpu", "stream"])
+def test_only_the_state_that_the_optimizer_keeps_is_held(optimizer, place):
+    task = Task("gpt2", torch.bfloat16, optimizer=optimizer)
+    decisions = decide(task, uniform("gpu", place))
+    model, ours = prepare(task, decisions)
+    num_params = sum(p.numel() for p in model.parameters())
+    with ours.session as session:
+        tier = Tier.GPU if place == "gpu" else Tier.HOST
+        held = session.memory()[tier].static_bytes[MemoryClass.OPTIMIZER]
+        assert held == decisions.state_bytes_per_param * num_params
+        predicted = [b for b in session.schedule.buffers if b.memory_class is MemoryClass.OPTIMIZER and b.tier is tier]
+        assert held == sum(b.num_bytes for b in predicted)
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+def test_every_planned_optimizer_has_an_entry_and_every_entry_is_planned():
+    assert {entry.planned_as for entry in ENTRIES} == set(PLANNED)
+    for name, planned_state in PLANNED.items():
+        entry = next(e for e in ENTRIES if e.planned_as == name)
+        assert stock_of(name) is entry.stock
+        assert len(entry.buffers) == planned_state.num_buffers
+
+
+@pytest.mark.parametrize("flag", ["maximize", "differentiable"])
+def test_flags_that_kernels_do_not_know_are_refused(flag):
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    for entry in ENTRIES:
+        if flag not in entry.stock([parameter], lr=0.1).defaults:
+            continue
+        optimizer = entry.stock([parameter], lr=0.1, **{flag: True})
+        with pytest.raises(ValueError, match=f"the optimizer has {flag} set, .* leave it off"):
+            entry_of(optimizer).rule(optimizer.param_groups[0])
+
+
+def test_a_subclass_is_not_the_optimizer():
+    class Own(torch.optim.SGD):
+        pass
+
+    with pytest.raises(ValueError, match="the optimizer is Own, but only"):
+        entry_of(Own([torch.nn.Parameter(torch.zeros(3))]))

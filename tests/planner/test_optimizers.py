@@ -1,0 +1,111 @@
+"""Other optimizers than AdamW: less state to hold and to move, in plans, prices, bounds and certificates."""
+
+import dataclasses
+
+import pytest
+from cases import decide, small_units
+from machines import machine
+from test_bounds import check
+
+from planner.costs import CostModel
+from planner.decisions import BF16, Place, Precision
+from planner.lowering import lower
+from planner.models import resolve_model
+from planner.optimizers import OPTIMIZERS
+from planner.plan import Plan
+from planner.planning import Request, make_plan
+from planner.schedule import Lane, MemoryClass, Op, Schedule, Tier
+from planner.verification import job_of, verify
+
+ONE_BUFFER = ("sgd", "adagrad", "lion")
+
+
+def held_bytes(schedule: Schedule, tier: Tier) -> int:
+    return sum(b.num_bytes for b in schedule.buffers if b.tier is tier and b.memory_class is MemoryClass.OPTIMIZER)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("weights", ["bf16", "fp32"])
+@pytest.mark.parametrize("place", [Place.GPU, Place.CPU])
+def test_state_takes_what_the_optimizer_keeps(optimizer, weights, place):
+    units = small_units()
+    decisions = decide(units, place, precision=Precision(weights=weights), optimizer=optimizer)
+    schedule = lower(units, decisions, asynchronous=True)
+    total = sum(unit.num_params for unit in units)
+    # On the device the fp32 weight is the master copy.
+    per_param = 8 + 4 * (optimizer == "adamw") - 4 * (weights == "fp32" and place is Place.GPU)
+    tier, other = (Tier.GPU, Tier.HOST) if place is Place.GPU else (Tier.HOST, Tier.GPU)
+    assert held_bytes(schedule, tier) == per_param * total
+    assert held_bytes(schedule, other) == 0
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_slots_take_the_state_that_passes_through_them(optimizer):
+    units = small_units()
+    decisions = decide(units, Place.STREAM, optimizer=optimizer, num_state_slots=2)
+    largest = max(unit.num_params for unit in units)
+    per_param = 10 + 4 * (optimizer == "adamw")  # with the bf16 gradient
+    assert held_bytes(lower(units, decisions, asynchronous=True), Tier.GPU) == 2 * per_param * largest
+
+
+@pytest.mark.parametrize("optimizer", ONE_BUFFER)
+@pytest.mark.parametrize("place", [Place.CPU, Place.STREAM])
+def test_an_update_takes_adamws_time_by_the_bytes_that_it_moves(optimizer, place):
+    units, profile = small_units(), machine()
+
+    def prices_of(name, op):
+        decisions = decide(units, place, optimizer=name)
+        schedule = lower(units, decisions, asynchronous=True)
+        cost = CostModel.of(profile, units, decisions)
+        return [cost.price(task) for task in schedule.tasks if task.op is op]
+
+    for mine, adamw in zip(prices_of(optimizer, Op.UPDATE), prices_of("adamw", Op.UPDATE), strict=True):
+        assert mine.duration_s == pytest.approx(adamw.duration_s * 20 / 28)
+        assert dict(mine.uses) == pytest.approx(dict(adamw.uses))  # no more of DRAM per second
+    for mine, adamw in zip(prices_of(optimizer, Op.STORE), prices_of("adamw", Op.STORE), strict=True):
+        assert mine.duration_s == pytest.approx(adamw.duration_s * 8 / 12)
+
+
+def test_memory_feeds_an_update_of_fewer_bytes_faster():
+    units = small_units()
+    slow = machine(cpu_params_per_s=1e12)  # memory binds: 1e11 B/s
+    for name, num_bytes in (("adamw", 28), ("lion", 20)):
+        schedule = lower(units, decide(units, Place.CPU, optimizer=name), asynchronous=True)
+        cost = CostModel(slow, units, BF16, 1, optimizer=name)
+        update = next(task for task in schedule.tasks if task.lane is Lane.CPU)
+        assert cost.price(update).duration_s == pytest.approx(num_bytes * update.num_params / 1e11)
+
+
+@pytest.mark.parametrize("place", [Place.STREAM, Place.CPU, Place.NVME])
+@pytest.mark.parametrize("params", ["gpu", "host"])
+@pytest.mark.parametrize("optimizer", ONE_BUFFER)
+def test_bounds_hold_where_what_moves_and_holds_state_binds(optimizer, place, params):
+    """Drives, links and DRAM are what binds here, so that conditions which ask for AdamW's bytes would fail."""
+    units = small_units("demo-llama", 6)
+    profile = machine(flop_per_s=1e16, issue_s=1e-9, cpu_params_per_s=1e12, gpu_params_per_s=1e13)
+    for clip in (True, False):
+        starts = {"update_start": "step" if clip else "backward", "update_order": "forward" if clip else "backward"}
+        options = {"clip": clip, "subgroup_params": 1_000_000, "num_state_slots": 3, "num_nvme_slots": 12, **starts}
+        check(units, decide(units, place, params=params, optimizer=optimizer, **options), profile)
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Plan]:
+    config = resolve_model("demo-llama")
+    # A device on which AdamW's state does not fit by half.
+    request = Request(config, machine(gpu_bytes=180e6, cpu_params_per_s=2e8), seq_len=128, micro_batch=1)
+    return {name: make_plan(dataclasses.replace(request, optimizer=name), 80) for name in ("adamw", "lion")}
+
+
+def test_less_state_makes_faster_plans_and_lower_bounds(plans):
+    adamw, lion = plans["adamw"], plans["lion"]
+    assert lion.decisions.optimizer == "lion"
+    assert lion.prediction.iteration_s < adamw.prediction.iteration_s
+    assert lion.certificate.bound_s < adamw.certificate.bound_s
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_plans_of_every_optimizer_are_verified(plans, name):
+    assert job_of(plans[name]).optimizer == name
+    verified = verify(plans[name])
+    assert verified.prediction.iteration_s == pytest.approx(plans[name].prediction.iteration_s, rel=1e-9)
