@@ -644,7 +644,7 @@ def _repaired(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate, moved:
 
 def _filled(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate) -> tuple[Mix, Candidate]:
     """Fill the room that a mix leaves on the device with resident subgroups: what a move frees is for something."""
-    bytes_per_param = STATE_BYTES_PER_PARAM + setup.precision.weight_bytes  # gradients stay with the state
+    bytes_per_param = found.decisions.state_bytes_per_param + setup.precision.weight_bytes  # gradients stay there too
     sizes = [num_params for unit in setup.units for num_params in pieces(setup, unit)]
     room_bytes = (_FULL - found.filled[Tier.GPU]) * capacities(scorer.cost)[Tier.GPU]
     more = math.floor(room_bytes * len(sizes) / sum(sizes) / bytes_per_param)
