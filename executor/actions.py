@@ -8,7 +8,7 @@ import torch
 
 from executor.backend import Backend, sum_of_squares_on_host, update_on_host
 from executor.optimizer import AdamWParams, WorkerTeam
-from executor.state import ModelState, ParameterState, Piece, StateSlot, UnitState
+from executor.state import Arrived, ModelState, ParameterState, Piece, StateSlot, UnitState
 from planner.decisions import Decisions, Place
 from planner.schedule import Lane, Op, Task
 
@@ -66,12 +66,12 @@ class Actions:
         self._updates = {i: known for i, known in self._updates.items() if i == iteration - 1} | {iteration: updates}
 
     def fetch(self, unit: UnitState) -> None:
-        """Bring a unit's weights into its slot."""
-        self._backend.copy(unit.device_weights, unit.fetched())
+        """Bring a unit's weights, or the rank's shard of them, into its slot."""
+        self._backend.copy(unit.own_weights, unit.fetched())
 
     def upload(self, unit: UnitState, piece: Piece) -> None:
         """Bring what the host has updated to the device."""
-        self._backend.copy(unit.device_weights[piece.start : piece.stop], unit.uploaded(piece))
+        self._backend.copy(unit.own(piece), unit.uploaded(piece))
 
     def collect(
         self, unit: UnitState, parameter: ParameterState, gradient: torch.Tensor, micro_batch: int, iteration: int
@@ -82,7 +82,8 @@ class Actions:
         whole = len({part.piece.place is Place.GPU for part in parameter.parts}) == 1
         for part in parameter.parts:
             if part.piece.place is not Place.GPU:
-                unit.flushing.setdefault(micro_batch, {})[parameter.name] = flat
+                arrived = Arrived(flat, parameter.start)
+                unit.flushing.setdefault(micro_batch, {})[parameter.name] = arrived
                 continue
             mine = flat[part.start - parameter.start : part.stop - parameter.start]
             key = (parameter.name, part.piece.index)
@@ -128,29 +129,28 @@ class Actions:
         gradients = unit.flushing.pop(task.micro_batch, {})
         last = task.micro_batch == self._num_micro_batches - 1
         for parameter in unit.parameters:
-            flat = gradients.get(parameter.name)
-            if flat is not None:
-                self._flush_one(unit, parameter, flat, iteration)
+            gradient = gradients.get(parameter.name)
+            if gradient is not None:
+                self._flush_one(unit, parameter, gradient, iteration)
             if last and self._clips and parameter.flushed == iteration:
-                parameter.squares = list(self._squares(unit, parameter, flat))
+                parameter.squares = list(self._squares(unit, parameter, gradient))
 
-    def _flush_one(self, unit: UnitState, parameter: ParameterState, flat: torch.Tensor, iteration: int) -> None:
+    def _flush_one(self, unit: UnitState, parameter: ParameterState, gradient: Arrived, iteration: int) -> None:
         for part in parameter.host_parts():
             held = unit.gradient(part.piece)[part.start - part.piece.start : part.stop - part.piece.start]
-            source = flat[part.start - parameter.start : part.stop - parameter.start]
+            source = gradient.of(part)
             if self._num_micro_batches == 1:
                 self._backend.copy(held, source)
             else:
                 self._backend.accumulate(held, source, first=parameter.flushed != iteration)
-        self._backend.used(flat)
+        self._backend.used(gradient.values)
         parameter.flushed = iteration
 
-    def _squares(self, unit: UnitState, parameter: ParameterState, flat: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    def _squares(self, unit: UnitState, parameter: ParameterState, gradient: Arrived | None) -> Iterator[torch.Tensor]:
         for part in parameter.host_parts():
             if self._num_micro_batches == 1:  # the device is faster, and the host's copy may still be on its way
-                assert flat is not None
-                mine = flat[part.start - parameter.start : part.stop - parameter.start]
-                yield self._backend.sum_of_squares(mine)
+                assert gradient is not None
+                yield self._backend.sum_of_squares(gradient.of(part))
             else:
                 held = unit.gradient(part.piece)[part.start - part.piece.start : part.stop - part.piece.start]
                 yield sum_of_squares_on_host(held).to(self._backend.device)
@@ -199,7 +199,7 @@ class Actions:
 
     def _update_resident(self, unit: UnitState, piece: Piece, iteration: int) -> None:
         state = [unit.master(piece), *unit.exp_avg(piece)]
-        weights = unit.device_weights[piece.start : piece.stop]
+        weights = unit.own(piece)
         # Gradients are one tensor per parameter here, so runs of several parameters do not help.
         for parameter, run in self._single_runs(unit, piece, iteration):
             master, exp_avg, exp_avg_sq = (t[run.start - piece.start : run.stop - piece.start] for t in state)
@@ -220,7 +220,7 @@ class Actions:
             self._backend.update(cut, run.update.params, run.step, run.update.scale)
         # All of it, also what was not updated: rounding the same master copy again gives the same weight.
         if unit.on_device:
-            unit.device_weights[piece.start : piece.stop].copy_(slot.master)
+            unit.own(piece).copy_(slot.master)
         elif unit.host_weights is not None:
             slot.weights.copy_(slot.master)
 

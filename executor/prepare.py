@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from executor.session import Session, SessionOptions
-from executor.state import ParameterState, Part, UnitState, write_master
+from executor.state import ParameterState, Part, UnitState, write_weights
 from planner.decisions import Decisions
 from planner.graph import Unit
 
@@ -137,9 +137,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 target = _of_piece(moment, part)
                 target.zero_() if values is None else target.copy_(_of_parameter(values, parameter, part))
         if "master" in entry:
-            write_master(unit, parameter, entry["master"].reshape(-1))
-            if unit.on_device:
-                unit.device_weights[parameter.start : parameter.stop].copy_(entry["master"].reshape(-1))
+            write_weights(unit, parameter, entry["master"].reshape(-1))
 
 
 def _read_state(unit: UnitState, parameter: ParameterState) -> dict[str, Any]:
