@@ -7,6 +7,7 @@ from typing import NamedTuple, final
 import torch
 
 from executor.backend import Backend, sum_of_squares_on_host, update_on_host
+from executor.exchange import Exchange
 from executor.optimizer import AdamWParams, WorkerTeam
 from executor.state import Arrived, ModelState, ParameterState, Piece, StateSlot, UnitState
 from planner.decisions import Decisions, Place
@@ -38,18 +39,29 @@ class Actions:
         decisions: where things live.
         backend: the device.
         team: threads for updates on the host.
+        exchange: does what several ranks do together; ``None`` if there is one.
     """
 
-    def __init__(self, state: ModelState, decisions: Decisions, backend: Backend, team: WorkerTeam) -> None:
+    def __init__(
+        self,
+        state: ModelState,
+        decisions: Decisions,
+        backend: Backend,
+        team: WorkerTeam,
+        exchange: Exchange | None = None,
+    ) -> None:
         self._state = state
         self._backend = backend
         self._team = team
+        self._exchange = exchange
         self._clips = decisions.clip
         self._num_micro_batches = decisions.num_micro_batches
         self._updates: dict[int, Mapping[str, ParameterUpdate]] = {}
         self._slot_of: dict[tuple[str, int], StateSlot] = {}
         self._by_op = {
             Op.FETCH: self._fetch,
+            Op.GATHER: self._gather,
+            Op.SCATTER: self._scatter,
             Op.FLUSH: self._flush,
             Op.LOAD: self._load,
             Op.UPDATE: self._update,
@@ -69,6 +81,11 @@ class Actions:
         """Bring a unit's weights, or the rank's shard of them, into its slot."""
         self._backend.copy(unit.own_weights, unit.fetched())
 
+    def gather(self, unit: UnitState) -> None:
+        """Make a unit's weights whole on the device; all ranks do so together."""
+        assert self._exchange is not None
+        self._exchange.gather(unit)
+
     def upload(self, unit: UnitState, piece: Piece) -> None:
         """Bring what the host has updated to the device."""
         self._backend.copy(unit.own(piece), unit.uploaded(piece))
@@ -79,6 +96,17 @@ class Actions:
         """Take a gradient from autograd, in the thread that runs backward, and see that it goes where it is needed."""
         flat = gradient.reshape(-1)
         first = parameter.arrived != iteration
+        if self._exchange is not None:
+            self._exchange.collect(unit, parameter, flat, micro_batch)
+        else:
+            self._keep(unit, parameter, flat, micro_batch, first=first)
+        if first:
+            parameter.arrived = iteration
+            parameter.step += 1
+
+    @staticmethod
+    def _keep(unit: UnitState, parameter: ParameterState, flat: torch.Tensor, micro_batch: int, *, first: bool) -> None:
+        """Hold a gradient until it is flushed or updated with."""
         whole = len({part.piece.place is Place.GPU for part in parameter.parts}) == 1
         for part in parameter.parts:
             if part.piece.place is not Place.GPU:
@@ -91,9 +119,6 @@ class Actions:
                 unit.device_gradients[key].add_(mine)
             else:  # a view keeps the whole gradient, so what is flushed in part is copied
                 unit.device_gradients[key] = mine if whole else mine.clone()
-        if first:
-            parameter.arrived = iteration
-            parameter.step += 1
 
     def norms(self, iteration: int) -> dict[str, torch.Tensor]:
         """Return the 2-norms of an iteration's gradients, float32 scalars on the device, once all have been flushed."""
@@ -111,13 +136,23 @@ class Actions:
         if not sums:
             return {}
         # To the host as one tensor and back as one: each copy waits for the device.
-        squares = iter(torch.stack([term for terms in sums.values() for term in terms]).tolist())
+        terms = [term for of_parameter in sums.values() for term in of_parameter]
+        squares = iter(torch.stack(terms).tolist() if terms else ())
         totals = [sum(itertools.islice(squares, len(terms))) for terms in sums.values()]
+        if self._exchange is not None:
+            totals = self._exchange.summed(totals)
         norms = torch.tensor(totals, dtype=torch.float64).sqrt().to(torch.float32).to(self._backend.device)
         return dict(zip(sums, norms.unbind(), strict=True))
 
     def _fetch(self, task: Task, _iteration: int) -> None:
         self.fetch(self._state.units[task.unit])
+
+    def _gather(self, task: Task, _iteration: int) -> None:
+        self.gather(self._state.units[task.unit])
+
+    def _scatter(self, task: Task, _iteration: int) -> None:
+        assert self._exchange is not None
+        self._exchange.scatter(task)
 
     def _upload(self, task: Task, _iteration: int) -> None:
         unit = self._state.units[task.unit]

@@ -12,6 +12,7 @@ from planner.decisions import Decisions
 from planner.graph import Unit
 
 _ON_CPU = SessionOptions()
+_STATE = ("exp_avg", "exp_avg_sq", "master")
 
 
 def prepare_session(
@@ -26,6 +27,12 @@ def prepare_session(
     The model is changed in place: its parameters move to where the plan keeps them. The training loop stays as it is,
     with the returned optimizer instead of the given one (of which the state, if any, is taken over).
 
+    A plan for several ranks is executed by as many processes (``torchrun``), all of which run the same loop, each with
+    its own part of every batch. They begin with rank 0's weights; buffers and the given optimizer's state are each
+    rank's own. Norms are those of all ranks. All ranks evaluate, save, load and close together. On GPUs, the current
+    device is the rank's (``torch.cuda.set_device``). If a rank fails, the others raise
+    :class:`executor.watch.RankError`.
+
     Args:
         model: an unmodified module with the planned parameters.
         optimizer: a ``torch.optim.AdamW`` over the model's parameters. Schedulers may be built on it or on the result.
@@ -39,6 +46,7 @@ def prepare_session(
     Raises:
         ValueError: the optimizer is no plain AdamW, the decisions cannot be executed, or the model is another one.
         DeviceMemoryError: a tier is too small.
+        RankError: another rank has failed.
     """
     if type(optimizer) is not torch.optim.AdamW:
         raise ValueError(f"the optimizer is {type(optimizer).__name__}, but only torch.optim.AdamW can be executed")
@@ -92,9 +100,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the format of ``torch.optim.AdamW``, in float32 on the host.
 
-        Where weights are bf16, each parameter also has its float32 ``master``. Waits for updates under way.
+        Where weights are bf16, each parameter also has its float32 ``master``. Waits for updates under way. It is
+        whole on every rank, and all ranks call it together.
         """
-        states = self.session.parameter_states()
+        states = self._read_states()
         state: dict[int, dict[str, Any]] = {}
         groups, index = [], 0
         for group in self.param_groups:
@@ -102,15 +111,15 @@ class OffloadedAdamW(torch.optim.Optimizer):
             index = numbers.stop
             groups.append({k: v for k, v in group.items() if k != "params"} | {"params": list(numbers)})
             for number, parameter in zip(numbers, group["params"], strict=True):
-                unit, entry = states[self.session.name_of(parameter)]
-                if entry.step:
-                    state[number] = _read_state(unit, entry)
+                entry = states.get(self.session.name_of(parameter))
+                if entry is not None:
+                    state[number] = entry
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` or ``torch.optim.AdamW.state_dict`` returned.
 
-        Without a ``master`` the model's present weights are the master copy.
+        Without a ``master`` the model's present weights are the master copy. Every rank gives the whole state.
 
         Raises:
             ValueError: other groups, or groups of other sizes, than this optimizer has.
@@ -128,6 +137,19 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 self._write_state(self.session.name_of(parameter), entry)
             group.update({k: v for k, v in their.items() if k != "params"})
 
+    def _read_states(self) -> dict[str, dict[str, Any]]:
+        units = {unit.name: unit for unit, _ in self.session.parameter_states().values()}
+        states: dict[str, dict[str, Any]] = {}
+        for unit in units.values():
+            keys = ("exp_avg", "exp_avg_sq") if unit.own_weights.dtype is torch.float32 else _STATE
+            whole = {key: self.session.collected(_own(unit, _STATE.index(key)), unit) for key in keys}
+            for entry in unit.parameters:
+                if entry.step:
+                    shape = entry.parameter.shape
+                    cut = {key: flat[entry.start : entry.stop].clone().view(shape) for key, flat in whole.items()}
+                    states[entry.name] = {"step": torch.tensor(float(entry.step))} | cut
+        return states
+
     def _write_state(self, name: str, entry: dict[str, Any]) -> None:
         unit, parameter = self.session.parameter_states()[name]
         parameter.step = int(entry["step"])
@@ -140,17 +162,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
             write_weights(unit, parameter, entry["master"].reshape(-1))
 
 
-def _read_state(unit: UnitState, parameter: ParameterState) -> dict[str, Any]:
-    shape = parameter.parameter.shape
-    tensors = {key: torch.empty(parameter.stop - parameter.start) for key in ("exp_avg", "exp_avg_sq", "master")}
-    for part in parameter.parts:
-        sources = (*unit.exp_avg(part.piece), unit.master(part.piece))
-        for tensor, source in zip(tensors.values(), sources, strict=True):
-            _of_parameter(tensor, parameter, part).copy_(_of_piece(source, part))
-    if unit.device_weights.dtype is torch.float32:
-        del tensors["master"]
-    step = torch.tensor(float(parameter.step))
-    return {"step": step} | {key: tensor.view(shape) for key, tensor in tensors.items()}
+def _own(unit: UnitState, which: int) -> torch.Tensor:
+    """Return one tensor of the state that the rank has of a unit, float32 ``[shard]``, on the host."""
+    pieces = [(*unit.exp_avg(piece), unit.master(piece))[which] for piece in unit.pieces]
+    return torch.cat([piece.cpu() for piece in pieces])
 
 
 def _of_piece(tensor: torch.Tensor, part: Part) -> torch.Tensor:

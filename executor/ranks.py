@@ -8,12 +8,13 @@ program. Nothing else orders collectives, and no collective waits for ever: see 
 """
 
 import atexit
-import datetime
+import contextlib
+import datetime as dt
 import hashlib
 import itertools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -23,7 +24,7 @@ from executor.watch import SILENCE_S, RankError, Watch
 
 _POLL_S: Final = 0.1  # how long after another rank's failure a waiting thread notices it
 # A limit on honest waiting (a checkpoint on one rank, say); failures end waiting much earlier.
-_TIMEOUT: Final = datetime.timedelta(minutes=30)
+_TIMEOUT: Final = dt.timedelta(minutes=30)
 _sessions = itertools.count()  # every session has store keys of its own; all ranks count alike
 
 # torch renames these in 2.13 and deprecates the old names; they are there from 1.13 on.
@@ -56,20 +57,28 @@ class Ranks:
         self._stopped = threading.Event()
         store = dist.distributed_c10d._get_default_store()
         prefix = f"ullage {next(_sessions)}"
-        self._watch = Watch(dist.PrefixStore(prefix, store), self.rank, size, silence_s=silence_s)
+        self._watch = Watch(dist.distributed_c10d.PrefixStore(prefix, store), self.rank, size, silence_s=silence_s)
         self._lane = dist.new_group(backend="nccl" if self._on_device else "gloo", timeout=_TIMEOUT)
         self._hosts = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         self._groups = [self._lane, self._hosts]
+        self._on_failure: Callable[[RankError], None] = lambda _error: None
+        self._watch.start(self._failed)
         atexit.register(self._watch.at_exit)
 
     def watch(self, on_failure: Callable[[RankError], None]) -> None:
-        """Begin to watch the others; ``on_failure`` is called in another thread as soon as one has failed."""
+        """Have this called, in another thread, as soon as another rank has failed."""
+        self._on_failure = on_failure
+        self._watch.check()  # it may have been too early for that
 
-        def failed(error: RankError) -> None:
-            self._abort()
-            on_failure(error)
-
-        self._watch.start(failed)
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell the others of what goes wrong inside, and leave them then."""
+        try:
+            yield
+        except BaseException as error:
+            self.tell(error)
+            self.close(together=False)
+            raise
 
     # Collectives of the schedule, in the thread of their lane, on the device.
 
@@ -141,11 +150,13 @@ class Ranks:
         """Let no thread of this rank wait for a collective any longer."""
         self._stopped.set()
 
+    def meet(self) -> None:
+        """Wait until all ranks have come here."""
+        self._wait(lambda: dist.barrier(group=self._hosts, async_op=True))
+
     def close(self, *, together: bool) -> None:
-        """Leave the others: when all have come here if ``together``, else at once. Closing twice is allowed."""
-        if together and self._groups and not self._stopped.is_set():
-            self._wait(lambda: dist.barrier(group=self._hosts, async_op=True))  # who serves the store leaves last
-        self._watch.leave()
+        """Leave the others; ``together`` if they do so too, after they met. Closing twice is allowed."""
+        self._watch.leave(together=together)
         atexit.unregister(self._watch.at_exit)
         self._stopped.set()
         while self._groups:
@@ -157,27 +168,31 @@ class Ranks:
 
     def _wait(self, begin: Callable[[], Any], *, on_device: bool = False) -> None:
         """Begin a collective and wait for it, or make the current stream wait for it if it is one on a device."""
-        self._watch.check()
+        self._check()
         try:
             work = begin()
             if not on_device:  # work.wait() could not be left if another rank fails
                 done = threading.Event()
                 work.get_future().add_done_callback(lambda _future: done.set())
                 while not done.wait(_POLL_S):
-                    self._watch.check()
-                    if self._stopped.is_set():
-                        raise RankError("this rank was stopped while it waited for the others")
+                    self._check()
             work.wait()
         except RankError:
             raise
         except RuntimeError as error:  # a connection was closed, or NCCL was aborted
             raise self._watch.explain(error) from error
 
-    def _abort(self) -> None:
-        """End what runs on the device: kernels of a collective wait for a dead rank for ever."""
+    def _check(self) -> None:
+        self._watch.check()
+        if self._stopped.is_set():
+            raise RankError("this rank was stopped while it waited for the others")
+
+    def _failed(self, error: RankError) -> None:
+        """End what runs on the device, as kernels of a collective wait for a dead rank for ever, and pass it on."""
         if self._on_device and self._groups:
             backend = self._lane._get_backend(torch.device("cuda"))
             getattr(backend, "abort", lambda: None)()
+        self._on_failure(error)
 
 
 def _join(size: int) -> bool:

@@ -108,12 +108,13 @@ class Watch:
             return self._failure
         return RankError(f"ranks can no longer reach each other: {error}")
 
-    def leave(self) -> None:
-        """Stop watching, and tell the others that they need not wait for this rank. Leaving twice is allowed."""
+    def leave(self, *, together: bool) -> None:
+        """Stop watching, and tell the others, if all leave ``together``, that this is right. Twice is allowed."""
         if not self._leaving.is_set():
             self._leaving.set()
             with contextlib.suppress(Exception):  # whoever served the store may have left before
-                self._store.set(f"left {self._rank}", "")
+                if together:
+                    self._store.set(f"left {self._rank}", "")
             if self._thread.is_alive() and threading.current_thread() is not self._thread:
                 self._thread.join()
             for handle in self._handles:

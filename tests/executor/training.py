@@ -76,8 +76,8 @@ def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 2e-3}]
 
 
-def batches(task: Task):
-    generator = torch.Generator().manual_seed(3)
+def batches(task: Task, rank: int = 0):
+    generator = torch.Generator().manual_seed(3 + rank)
     return torch.randint(
         NUM_TOKENS, (task.iterations, task.num_micro_batches, MICRO_BATCH, SEQ_LEN), generator=generator
     )
@@ -120,13 +120,13 @@ class ReferenceAdamW(torch.optim.Optimizer):
         self.scale = 1.0
 
 
-def train(task: Task, model, optimizer, *, clip=None, before_step=None):
+def train(task: Task, model, optimizer, *, clip=None, before_step=None, rank=0):
     """Run the user's own loop; return the losses and norms."""
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.iterations) if task.schedule else None
-    torch.manual_seed(11)
+    torch.manual_seed(11 + rank)
     seen = []
     device = next(model.parameters()).device
-    for iteration, micro_batches in enumerate(batches(task).to(device)):
+    for iteration, micro_batches in enumerate(batches(task, rank).to(device)):
         for tokens in micro_batches:
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
@@ -164,9 +164,11 @@ def weights(model) -> dict[str, torch.Tensor]:
 def decide(task: Task, choose, **settings) -> Decisions:
     """Return decisions; ``choose(unit, num_pieces)`` says params, activations and places of a unit."""
     subgroup_params = settings.pop("subgroup_params", 3000)
+    num_shards = settings.get("data_parallel", 1) if settings.get("zero_stage") else 1
     chosen = {}
     for unit in model_units(task.family):
-        params, activations, places = choose(unit, -(-unit.num_params // subgroup_params))
+        shard = -(-unit.num_params // num_shards)
+        params, activations, places = choose(unit, -(-shard // subgroup_params))
         if not unit.recompute:
             activations = "keep"
         chosen[unit.name] = UnitDecision(params=params, activations=activations, update=tuple(places))

@@ -1,0 +1,157 @@
+"""Processes that train together, what they do, and the same training in one process."""
+
+import contextlib
+import functools
+import multiprocessing
+import socket
+import warnings
+
+import torch
+import torch.distributed as dist
+from training import ReferenceAdamW, Task, batches, delay, groups, make_model, model_units, prepare, train, weights
+
+from planner.decisions import Decisions
+
+_CONTEXT = multiprocessing.get_context("spawn")  # a fork would inherit threads' locks
+
+
+class Processes:
+    """Processes that stay from case to case, as starting one takes seconds.
+
+    Each call forms ranks of the first ones, with a store that none of them serves.
+    """
+
+    def __init__(self, size: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self._store = dist.TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
+        self._num_calls = 0
+        self.workers, self._pipes = [], []
+        for rank in range(size):
+            ours, theirs = _CONTEXT.Pipe()
+            worker = _CONTEXT.Process(target=_serve, args=(rank, self._port, theirs), daemon=True)
+            worker.start()
+            self.workers.append(worker)
+            self._pipes.append(ours)
+
+    def begin(self, size: int, function, *arguments) -> None:
+        """Have ``function(rank, size, *arguments)`` called by each of the first processes."""
+        self._num_calls += 1
+        for pipe in self._pipes[:size]:
+            pipe.send((size, f"call {self._num_calls}", function, arguments))
+
+    def results(self, size: int, timeout_s: float = 120.0) -> list:
+        """Return what the first processes returned or raised, and what remains of one that is gone."""
+        found = []
+        for pipe in self._pipes[:size]:
+            assert pipe.poll(timeout_s), "a rank does not answer"
+            try:
+                found.append(pipe.recv())
+            except EOFError as error:
+                found.append(error)
+        return found
+
+    def call(self, size: int, function, *arguments) -> list:
+        """Return what every rank returned; raise what one raised."""
+        self.begin(size, function, *arguments)
+        found = self.results(size)
+        for result in found:
+            if isinstance(result, BaseException):
+                raise result
+        return found
+
+    def close(self) -> None:
+        for pipe, worker in zip(self._pipes, self.workers, strict=True):
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+            worker.join(10)
+            worker.kill()
+
+
+def _serve(rank: int, port: int, pipe) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")  # what torch deprecates is not used
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    while (call := pipe.recv()) is not None:
+        size, name, function, arguments = call
+        try:
+            dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=size)
+            result = function(rank, size, *arguments)
+        except BaseException as error:  # noqa: BLE001 - what went wrong is the result
+            result = error
+        finally:
+            dist.destroy_process_group()
+        pipe.send(result)
+
+
+# What ranks do. All of this is called in another process, so it is found by its name.
+
+
+def trained(rank: int, _size: int, task: Task, decisions: Decisions, delays: int | None = None):
+    """Train under decisions; return losses and norms, and the final weights."""
+    model, optimizer = prepare(task, decisions)
+    with optimizer.session:
+        if delays is not None:
+            delay(optimizer.session, delays + rank)
+        seen = train(task, model, optimizer, rank=rank)
+        final = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
+    return seen, {n: w.view(torch.uint8).numpy() for n, w in final.items()}
+
+
+# The same in one process.
+
+
+def reference(task: Task, size: int, decisions: Decisions):
+    """Return what training in memory with the mean of all ranks' gradients gives, as ``trained``, for every rank."""
+    piles = frozenset(
+        spec.name
+        for unit in model_units(task.family)
+        if decisions.zero_stage < 2 and not any(map(decisions.flushes, decisions.units[unit.name].update))
+        for spec in unit.parameters
+    )
+    return _reference(task, size, piles if task.num_micro_batches > 1 else frozenset())
+
+
+@functools.cache
+def _reference(task: Task, size: int, piles: frozenset[str]):
+    model = make_model(task)
+    optimizer = ReferenceAdamW(torch.optim.AdamW(groups(model), lr=5e-3, betas=(0.9, 0.95)), model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.iterations) if task.schedule else None
+    chance = [torch.Generator().manual_seed(11 + rank).get_state() for rank in range(size)]
+    data = [batches(task, rank) for rank in range(size)]
+    seen = [[] for _ in range(size)]
+    for iteration in range(task.iterations):
+        found = [{n: [] for n, _ in model.named_parameters()} for _ in range(size)]
+        for rank in range(size):
+            torch.set_rng_state(chance[rank])
+            for tokens in data[rank][iteration]:
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                seen[rank].append(loss.item())
+                for name, parameter in model.named_parameters():
+                    found[rank][name].append(parameter.grad)
+                    parameter.grad = None
+            chance[rank] = torch.get_rng_state()
+        for name, parameter in model.named_parameters():
+            parameter.grad = mean([one[name] for one in found], piles_up=name in piles)
+        if task.max_norm is not None:
+            norm = float(optimizer.clip_grad_norm_(task.max_norm))
+            for mine in seen:
+                mine.append(norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler:
+            scheduler.step()
+    return seen, weights(model)
+
+
+def mean(gradients: list[list[torch.Tensor]], *, piles_up: bool) -> torch.Tensor:
+    """Return the mean over ranks, in order, of what each has for some micro-batches: see [Note: Mean gradients]."""
+    if piles_up:
+        gradients = [[functools.reduce(torch.add, mine)] for mine in gradients]
+    of_all = (
+        functools.reduce(torch.add, [gradient * (1 / len(gradients)) for gradient in of_ranks])
+        for of_ranks in zip(*gradients, strict=True)
+    )
+    return functools.reduce(torch.add, of_all)
