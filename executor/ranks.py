@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import datetime as dt
 import hashlib
-import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,6 @@ from executor.watch import SILENCE_S, RankError, Watch
 _POLL_S: Final = 0.1  # how long after another rank's failure a waiting thread notices it
 # A limit on honest waiting (a checkpoint on one rank, say); failures end waiting much earlier.
 _TIMEOUT: Final = dt.timedelta(minutes=30)
-_sessions = itertools.count()  # every session has store keys of its own; all ranks count alike
 
 # torch renames these in 2.13 and deprecates the old names; they are there from 1.13 on.
 _all_gather: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -56,7 +54,7 @@ class Ranks:
         self._on_device = device.type == "cuda"
         self._stopped = threading.Event()
         store = dist.distributed_c10d._get_default_store()
-        prefix = f"ullage {next(_sessions)}"
+        prefix = f"ullage {store.add(f'ullage sessions of rank {self.rank}', 1)}"  # all ranks count alike
         self._watch = Watch(dist.distributed_c10d.PrefixStore(prefix, store), self.rank, size, silence_s=silence_s)
         self._lane = dist.new_group(backend="nccl" if self._on_device else "gloo", timeout=_TIMEOUT)
         self._hosts = dist.new_group(backend="gloo", timeout=_TIMEOUT)

@@ -99,6 +99,62 @@ def trained(rank: int, _size: int, task: Task, decisions: Decisions, delays: int
     return seen, {n: w.view(torch.uint8).numpy() for n, w in final.items()}
 
 
+def trained_by_torch(rank: int, _size: int, task: Task):
+    """Train with ``DistributedDataParallel``, and our kernel for the update; return what ``trained`` does."""
+    model = make_model(task)
+    optimizer = ReferenceAdamW(torch.optim.AdamW(groups(model), lr=5e-3, betas=(0.9, 0.95)), model)
+    seen = train(task, torch.nn.parallel.DistributedDataParallel(model), optimizer, rank=rank)
+    return seen, {n: w.view(torch.uint8).numpy() for n, w in weights(model).items()}
+
+
+def around_training(rank: int, _size: int, task: Task, decisions: Decisions, more: Decisions) -> list[str]:
+    """Evaluate, save, go on from what was saved under other decisions, and close; return what is wrong."""
+    wrong = []
+    plain = make_model(task)
+    tokens = batches(task, rank)[0, 0]
+
+    def compare(what: str, model) -> None:
+        saved = model.state_dict()
+        plain.load_state_dict(saved)
+        with torch.no_grad():
+            if not torch.equal(model.eval()(input_ids=tokens).logits, plain.eval()(input_ids=tokens).logits):
+                wrong.append(f"{what}: evaluation differs from the weights that were saved")
+        if not same(saved, optimizer.session.full_parameters()):
+            wrong.append(f"{what}: the saved weights are not those of the session")
+        model.train()
+
+    model, optimizer = prepare(task, decisions)
+    with optimizer.session:
+        compare("at first", model)
+        train(task, model, optimizer, rank=rank)
+        compare("after training", model)
+        saved = {n: w.clone() for n, w in model.state_dict().items()}
+        state = optimizer.state_dict()
+        train(task, model, optimizer, rank=rank)
+        compare("after more", model)
+        expected = {n: w.clone() for n, w in model.state_dict().items()}
+    if not same(expected, model.state_dict()):
+        wrong.append("the closed model has other weights")
+    stock = torch.optim.AdamW(groups(plain), lr=5e-3, betas=(0.9, 0.95))
+    stock.load_state_dict(state)  # its format
+    if any(entry["exp_avg"].shape != parameter.shape for parameter, entry in stock.state.items()):
+        wrong.append("the saved state has other shapes than the parameters")
+    model = make_model(task)
+    model.load_state_dict(saved)
+    model, optimizer = prepare(task, more, model=model)
+    with optimizer.session:
+        optimizer.load_state_dict(state)
+        compare("loaded", model)
+        train(task, model, optimizer, rank=rank)
+        if not same(expected, model.state_dict()):
+            wrong.append("what was loaded trains to other weights")
+    return wrong
+
+
+def same(some, other) -> bool:
+    return some.keys() >= other.keys() and all(torch.equal(some[name], other[name]) for name in other)
+
+
 # The same in one process.
 
 

@@ -188,8 +188,8 @@ def uniform(params: str, place: str, activations: str = "keep"):
     return lambda _unit, count: (params, activations, [Place(place)] * count)
 
 
-def prepare(task: Task, decisions: Decisions, **options):
-    model = make_model(task)
+def prepare(task: Task, decisions: Decisions, model=None, **options):
+    model = model or make_model(task)
     optimizer = torch.optim.AdamW(groups(model), lr=5e-3, betas=(0.9, 0.95))
     options = SessionOptions(num_threads=1, **options)
     return prepare_session(model, optimizer, model_units(task.family), decisions, options)
