@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import multiprocessing
+import os
+import signal
 import socket
 import warnings
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from training import ReferenceAdamW, Task, batches, delay, groups, make_model, model_units, prepare, train, weights
 
 from planner.decisions import Decisions
+from planner.schedule import Op
 
 _CONTEXT = multiprocessing.get_context("spawn")  # a fork would inherit threads' locks
 
@@ -149,6 +152,49 @@ def around_training(rank: int, _size: int, task: Task, decisions: Decisions, mor
         if not same(expected, model.state_dict()):
             wrong.append("what was loaded trains to other weights")
     return wrong
+
+
+def failed(rank: int, _size: int, task: Task, decisions: Decisions, moment: str) -> None:
+    """Train, until something happens to rank 1."""
+    victim = rank == 1
+    model, optimizer = prepare(task, decisions, gpu_capacity_bytes=1000 if victim and moment == "prepare" else None)
+    with optimizer.session as session:
+        perform = session._machine._perform
+
+        def failing(task_, iteration: int) -> None:
+            if iteration == 2 and task_.op == moment:
+                raise FloatingPointError("a broken cable")
+            if iteration == 2 and moment == "kill" and task_.op is Op.SCATTER:
+                os.kill(os.getpid(), signal.SIGKILL)
+            perform(task_, iteration)
+
+        def in_the_loop(iteration: int) -> None:
+            if iteration == 2 and moment == "forward":
+                raise ZeroDivisionError("in the loop")
+
+        if victim:
+            session._machine._perform = failing
+        train(task, model, optimizer, rank=rank, before_step=in_the_loop if victim else None)
+
+
+def without_a_gradient(rank: int, _size: int, task: Task, decisions: Decisions):
+    """Train where one parameter gets a gradient on rank 0 only, and another on no rank."""
+    model, optimizer = prepare(task, decisions)
+    first, second = model.transformer.h[0].mlp.c_fc, model.transformer.h[1].mlp.c_fc
+    second.bias.requires_grad_(False)
+    forward = first.forward
+    if rank:
+        first.forward = lambda x: torch.nn.functional.linear(x, first.weight.t(), first.bias.detach())
+    with optimizer.session as session:
+        seen = train(task, model, optimizer, rank=rank)
+        first.forward = forward
+        final = {n: w.clone().view(torch.uint8).numpy() for n, w in session.full_parameters().items()}
+        steps = {name: entry.step for name, (_, entry) in session.parameter_states().items()}
+    return seen, final, steps
+
+
+def with_another_plan(rank: int, _size: int, task: Task, decisions: Decisions) -> None:
+    prepare(task, decisions.model_copy(update={"num_param_slots": 2 + rank}))
 
 
 def same(some, other) -> bool:
