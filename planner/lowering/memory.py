@@ -46,7 +46,9 @@ def _parameters(program: Program) -> None:
             num_bytes = weight_bytes * max(program.shard_params[unit.name] for unit in read)
             program.hold(Tier.HOST, MemoryClass.PARAMETERS, num_bytes, f"buffer of slot {slot}")
     for unit in program.units:
-        resident = program.shard_params[unit.name] if unit.name in program.gathered else program.padded_params[unit.name]
+        resident = (
+            program.shard_params[unit.name] if unit.name in program.gathered else program.padded_params[unit.name]
+        )
         if decisions.units[unit.name].params == "gpu":
             program.hold(Tier.GPU, MemoryClass.PARAMETERS, weight_bytes * resident, unit.name)
         shard = program.shard_params[unit.name]
@@ -159,7 +161,8 @@ def _workspace(program: Program, fresh: Fresh) -> None:
         num_bytes = unit.workspace_bytes
         if draft.op is Op.BACKWARD:
             new = fresh[unit.name, draft.micro_batch]
-            num_bytes = backward_workspace_bytes(unit, num_params, new, program.decisions.precision.weight_bytes)
+            weight_bytes, piled = program.decisions.precision.weight_bytes, program.decisions.replicas(unit) > 1
+            num_bytes = backward_workspace_bytes(unit, num_params, new, weight_bytes, piled=piled)
         program.hold(Tier.GPU, MemoryClass.WORKSPACE, num_bytes, f"{unit.name} workspace", draft.key, draft.key)
 
 
