@@ -13,6 +13,7 @@ from together import (
     around_training,
     failed,
     reference,
+    seen_from_outside,
     trained,
     trained_by_torch,
     with_another_plan,
@@ -126,6 +127,14 @@ def test_evaluation_states_and_a_closed_model_are_whole_on_all_ranks(processes, 
     more = decide(task, mixed, data_parallel=2, zero_stage=3 - zero_stage if zero_stage % 3 == 0 else 3)
     for found in processes.call(2, around_training, task, decisions, more):
         assert found == []
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("zero_stage", "choose"), STAGES.values(), ids=STAGES)
+def test_memory_and_times_are_those_of_the_schedule(processes, zero_stage, choose, size):
+    task = Task("llama", [torch.bfloat16, torch.float32][zero_stage % 2], iterations=2)
+    decisions = decide(task, choose, data_parallel=size, zero_stage=zero_stage)
+    assert processes.call(size, seen_from_outside, task, decisions) == [[]] * size
 
 
 def test_a_gradient_that_some_ranks_lack_counts_as_zero(processes):

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import warnings
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -92,8 +93,12 @@ def _serve(rank: int, port: int, pipe) -> None:
 
 
 def trained(rank: int, _size: int, task: Task, decisions: Decisions, delays: int | None = None):
-    """Train under decisions; return losses and norms, and the final weights."""
-    model, optimizer = prepare(task, decisions)
+    """Train under decisions, from rank 0's weights; return losses and norms, and the final weights."""
+    model = make_model(task)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(rank)
+    model, optimizer = prepare(task, decisions, model=model)
     with optimizer.session:
         if delays is not None:
             delay(optimizer.session, delays + rank)
@@ -151,6 +156,31 @@ def around_training(rank: int, _size: int, task: Task, decisions: Decisions, mor
         train(task, model, optimizer, rank=rank)
         if not same(expected, model.state_dict()):
             wrong.append("what was loaded trains to other weights")
+    return wrong
+
+
+def seen_from_outside(rank: int, _size: int, task: Task, decisions: Decisions) -> list[str]:
+    """Train, and return what of memory and times is not as the schedule says."""
+    wrong = []
+    model, optimizer = prepare(task, decisions, record=True)
+    with optimizer.session as session:
+        train(task, model, optimizer, rank=rank)
+        timeline = session.timeline()
+        for tier, memory in session.memory().items():
+            stated = Counter()
+            for buffer in session.schedule.buffers:
+                if buffer.tier is tier and buffer.first is None and buffer.memory_class != "workspace":
+                    stated[buffer.memory_class] += buffer.num_bytes
+            if +stated != +Counter(memory.static_bytes):
+                wrong.append(f"{tier}: {memory.static_bytes} instead of {stated}")
+    for iteration in range(task.iterations):
+        spans = {span.task: span for span in timeline.of_iteration(iteration)}
+        wrong += [
+            f"{task_.name} begins before {timeline.schedule.tasks[i].name} ends"
+            for task_ in timeline.schedule.tasks
+            for i in task_.after
+            if spans[i].end_s > spans[task_.index].start_s
+        ]
     return wrong
 
 
