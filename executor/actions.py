@@ -107,9 +107,9 @@ class Actions:
     @staticmethod
     def _keep(unit: UnitState, parameter: ParameterState, flat: torch.Tensor, micro_batch: int, *, first: bool) -> None:
         """Hold a gradient until it is flushed or updated with."""
-        whole = len({part.piece.place is Place.GPU for part in parameter.parts}) == 1
+        whole = not any(parameter.leaving_parts())
         for part in parameter.parts:
-            if part.piece.place is not Place.GPU:
+            if part.piece.leaves:
                 arrived = Arrived(flat, parameter.start)
                 unit.flushing.setdefault(micro_batch, {})[parameter.name] = arrived
                 continue
@@ -129,8 +129,7 @@ class Actions:
                     *(parameter.squares if parameter.flushed == iteration else ()),
                     *(
                         self._backend.sum_of_squares(unit.device_gradients[parameter.name, part.piece.index])
-                        for part in parameter.parts
-                        if part.piece.place is Place.GPU
+                        for part in parameter.staying_parts()
                     ),
                 ]
         if not sums:
@@ -171,7 +170,7 @@ class Actions:
                 parameter.squares = list(self._squares(unit, parameter, gradient))
 
     def _flush_one(self, unit: UnitState, parameter: ParameterState, gradient: Arrived, iteration: int) -> None:
-        for part in parameter.host_parts():
+        for part in parameter.leaving_parts():
             held = unit.gradient(part.piece)[part.start - part.piece.start : part.stop - part.piece.start]
             source = gradient.of(part)
             if self._num_micro_batches == 1:
@@ -182,7 +181,7 @@ class Actions:
         parameter.flushed = iteration
 
     def _squares(self, unit: UnitState, parameter: ParameterState, gradient: Arrived | None) -> Iterator[torch.Tensor]:
-        for part in parameter.host_parts():
+        for part in parameter.leaving_parts():
             if self._num_micro_batches == 1:  # the device is faster, and the host's copy may still be on its way
                 assert gradient is not None
                 yield self._backend.sum_of_squares(gradient.of(part))
@@ -198,7 +197,8 @@ class Actions:
         self._backend.copy(slot.master, unit.master(piece))
         self._backend.copy(slot.exp_avg, exp_avg)
         self._backend.copy(slot.exp_avg_sq, exp_avg_sq)
-        self._backend.copy(slot.weights, unit.gradient(piece))
+        if piece.leaves:
+            self._backend.copy(slot.weights, unit.gradient(piece))
         self._slot_of[unit.name, piece.index] = slot
 
     def _store(self, task: Task, _iteration: int) -> None:
@@ -219,7 +219,7 @@ class Actions:
         if task.lane is Lane.CPU:
             self._update_on_host(unit, piece, iteration)
         elif piece.place is Place.GPU:
-            self._update_resident(unit, piece, iteration)
+            self._update_staying(unit, piece, [unit.master(piece), *unit.exp_avg(piece)], iteration)
         else:
             self._update_streamed(unit, piece, iteration)
 
@@ -231,16 +231,27 @@ class Actions:
         for run in self._runs(unit, piece, iteration):
             cut = tuple(tensor[run.start - piece.start : run.stop - piece.start] for tensor in state)
             update_on_host(cut, run.update.params, run.step, run.update.scale, self._team)
+        if piece.in_place and weights is not None:
+            self._put_back(unit, piece, weights, iteration)
 
-    def _update_resident(self, unit: UnitState, piece: Piece, iteration: int) -> None:
-        state = [unit.master(piece), *unit.exp_avg(piece)]
-        weights = unit.own(piece)
+    def _put_back(self, unit: UnitState, piece: Piece, weights: torch.Tensor, iteration: int) -> None:
+        """Put weights back where there are gradients that the user dropped: the master copy rounds to the same."""
+        master, updated = unit.master(piece), {p.name for p, _ in self._single_runs(unit, piece, iteration)}
+        for parameter in unit.parameters:
+            if parameter.flushed == iteration and parameter.name not in updated:
+                for part in (part for part in parameter.parts if part.piece.index == piece.index):
+                    held = slice(part.start - piece.start, part.stop - piece.start)
+                    weights[held].copy_(master[held])
+
+    def _update_staying(self, unit: UnitState, piece: Piece, state: list[torch.Tensor], iteration: int) -> None:
+        """Update with a gradient that stayed on the device, and write the weights where they are resident."""
+        weights = unit.own(piece) if unit.on_device else None
         # Gradients are one tensor per parameter here, so runs of several parameters do not help.
         for parameter, run in self._single_runs(unit, piece, iteration):
             master, exp_avg, exp_avg_sq = (t[run.start - piece.start : run.stop - piece.start] for t in state)
             gradient = unit.device_gradients.pop((parameter.name, piece.index))
             cut = [master, exp_avg, exp_avg_sq, gradient]
-            if weights.dtype is not torch.float32:
+            if weights is not None and weights.dtype is not torch.float32:
                 cut.append(weights[run.start - piece.start : run.stop - piece.start])
             self._backend.update(tuple(cut), run.update.params, run.step, run.update.scale)
             self._backend.used(gradient)
@@ -249,10 +260,13 @@ class Actions:
 
     def _update_streamed(self, unit: UnitState, piece: Piece, iteration: int) -> None:
         slot = self._slot_of[unit.name, piece.index]
-        for run in self._runs(unit, piece, iteration):
-            held = slice(run.start - piece.start, run.stop - piece.start)
-            cut = (slot.master[held], slot.exp_avg[held], slot.exp_avg_sq[held], slot.weights[held])
-            self._backend.update(cut, run.update.params, run.step, run.update.scale)
+        if piece.leaves:
+            for run in self._runs(unit, piece, iteration):
+                held = slice(run.start - piece.start, run.stop - piece.start)
+                cut = (slot.master[held], slot.exp_avg[held], slot.exp_avg_sq[held], slot.weights[held])
+                self._backend.update(cut, run.update.params, run.step, run.update.scale)
+        else:
+            self._update_staying(unit, piece, [slot.master, slot.exp_avg, slot.exp_avg_sq], iteration)
         # All of it, also what was not updated: rounding the same master copy again gives the same weight.
         if unit.on_device:
             unit.own(piece).copy_(slot.master)

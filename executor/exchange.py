@@ -16,7 +16,7 @@ from executor.backend import Backend
 from executor.gradients import GradientError
 from executor.ranks import Ranks
 from executor.state import Arrived, ModelState, ParameterState, Pile, UnitState
-from planner.decisions import Decisions, Place
+from planner.decisions import Decisions
 from planner.schedule import Op, Schedule, Task
 
 
@@ -78,20 +78,19 @@ class Exchange:
         self._backend.used(pile.values)
         self._keep(unit, Arrived(mean, unit.start), first=task.micro_batch == self._scattered[unit.name][0])
         unit.flushing[task.micro_batch] = {
-            parameter.name: Arrived(mean, unit.start) for parameter in unit.parameters if any(parameter.host_parts())
+            parameter.name: Arrived(mean, unit.start) for parameter in unit.parameters if any(parameter.leaving_parts())
         }
 
     def _keep(self, unit: UnitState, mean: Arrived, *, first: bool) -> None:
         """Keep on the device what is updated there."""
-        whole = all(piece.place is Place.GPU for piece in unit.pieces)
+        whole = not any(piece.leaves for piece in unit.pieces)
         for parameter in unit.parameters:
-            for part in parameter.parts:
-                if part.piece.place is Place.GPU:
-                    key = (parameter.name, part.piece.index)
-                    if not first:
-                        unit.device_gradients[key].add_(mean.of(part))
-                    else:  # a view keeps all of it
-                        unit.device_gradients[key] = mean.of(part) if whole else mean.of(part).clone()
+            for part in parameter.staying_parts():
+                key = (parameter.name, part.piece.index)
+                if not first:
+                    unit.device_gradients[key].add_(mean.of(part))
+                else:  # a view keeps all of it
+                    unit.device_gradients[key] = mean.of(part) if whole else mean.of(part).clone()
 
     def agree_on_arrivals(self, parameters: Sequence[ParameterState], iteration: int) -> None:
         """Count a gradient as arrived if it did so on any rank, once this rank's have.

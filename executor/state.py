@@ -41,6 +41,9 @@ class Piece:
         start, stop: range within the unit; the last piece of the last rank may go beyond, see [Note: Shards].
         offset: its beginning in the host's or the device's slabs of optimizer state.
         staging: its beginning among the weights that the host keeps for the device (``CPU`` pieces).
+        leaves: whether its gradient goes to the host.
+        in_place: whether it takes the place of the host's weights there [Note: In place].
+        arrival: where it begins otherwise, among those that have room of their own.
     """
 
     index: int
@@ -49,6 +52,9 @@ class Piece:
     stop: int
     offset: int
     staging: int
+    leaves: bool
+    in_place: bool
+    arrival: int
 
     @property
     def num_params(self) -> int:
@@ -90,9 +96,13 @@ class ParameterState:
     flushed: int = NEVER
     squares: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
-    def host_parts(self) -> Iterator[Part]:
-        """Yield the parts whose state is on the host."""
-        return (part for part in self.parts if part.piece.place is not Place.GPU)
+    def leaving_parts(self) -> Iterator[Part]:
+        """Yield the parts whose gradient goes to the host."""
+        return (part for part in self.parts if part.piece.leaves)
+
+    def staying_parts(self) -> Iterator[Part]:
+        """Yield the parts whose gradient stays on the device."""
+        return (part for part in self.parts if not part.piece.leaves)
 
 
 class Arrived(NamedTuple):
@@ -149,10 +159,10 @@ class UnitState:
         host_weights: what the host serves or updates, in the type of the weights: the shard of a unit that is fetched,
             the ``CPU`` pieces of one that is resident; ``None`` where the master copy serves.
         host, device: optimizer state on either tier.
-        host_gradients: ``[num_params on the host]``, in the type of the weights.
+        host_gradients: of all pieces whose gradients arrive apart from weights, in the type of the weights.
         piles: gradients that the ranks have not added up yet, by the micro-batch in which they will.
         flushing: gradients on their way to the host, by micro-batch, then by parameter.
-        device_gradients: gradients of pieces on the device, by parameter and piece.
+        device_gradients: gradients that stay on the device, by parameter and piece.
     """
 
     name: str
@@ -192,8 +202,12 @@ class UnitState:
         return self.device if piece.place is Place.GPU else self.host
 
     def gradient(self, piece: Piece) -> torch.Tensor:
-        """Return the host's copy of a piece's gradient."""
-        return self.host_gradients[piece.offset : piece.offset + piece.num_params]
+        """Return the host's copy of a gradient that leaves."""
+        if piece.in_place:
+            weights = self.host_weight(piece)
+            assert weights is not None
+            return weights
+        return self.host_gradients[piece.arrival : piece.arrival + piece.num_params]
 
     def host_weight(self, piece: Piece) -> torch.Tensor | None:
         """Return where the host keeps a piece's weights apart from the master copy, if it does."""
@@ -231,7 +245,8 @@ class StateSlot:
 
     Attributes:
         master, exp_avg, exp_avg_sq: float32.
-        weights: the gradient, until the update is done; then the new weights, if those go back to the host.
+        weights: the gradient if it comes along, until the update is done; then the new weights, if those go back to
+            the host; empty if no piece needs it.
     """
 
     master: torch.Tensor
@@ -306,6 +321,7 @@ class ModelState:
         pieces = _pieces(unit, self._decisions, start)
         num_host = sum(p.num_params for p in pieces if p.place is not Place.GPU)
         num_device = shard - num_host
+        num_apart = sum(p.num_params for p in pieces if p.leaves and not p.in_place)
         num_served = sum(p.num_params for p in pieces if p.place is Place.CPU) if on_device else shard
         kept = None
         if on_device:
@@ -328,21 +344,22 @@ class ModelState:
             host_weights=served,
             host=_take_moments(self._host, name, num_host, with_master=True),
             device=_take_moments(self._gpu, name, num_device, with_master=dtype is not torch.float32),
-            host_gradients=self._host.take(f"{name} gradients", MemoryClass.GRADIENTS, num_host, dtype),
+            host_gradients=self._host.take(f"{name} gradients", MemoryClass.GRADIENTS, num_apart, dtype),
         )
 
     def _take_state_slots(self, units: tuple[Unit, ...]) -> list[StateSlot]:
         streamed = [
-            piece.num_params
+            (piece.num_params, self._decisions.weights_pass(unit.name))
             for unit in units
             for piece in _pieces(unit, self._decisions, 0)
             if piece.place is Place.STREAM
         ]
+        num_weights = max((num_params for num_params, passes in streamed if passes), default=0)
         result = []
         for i in range(min(self._decisions.num_state_slots, len(streamed))):
-            name, count = f"state slot {i}", max(streamed)
+            name, count = f"state slot {i}", max(num_params for num_params, _ in streamed)
             state = self._gpu.take(name, MemoryClass.OPTIMIZER, 3 * count, torch.float32).view(3, count)
-            weights = self._gpu.take(f"{name} weights", MemoryClass.OPTIMIZER, count, self.dtype)
+            weights = self._gpu.take(f"{name} weights", MemoryClass.OPTIMIZER, num_weights, self.dtype)
             result.append(StateSlot(state[0], state[1], state[2], weights))
         return result
 
@@ -350,14 +367,18 @@ class ModelState:
 def _pieces(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]:
     sizes = decisions.piece_params(unit)
     starts = tuple(itertools.accumulate(sizes, initial=start))
-    taken = {"host": 0, "device": 0, "staging": 0}
+    taken = {"host": 0, "device": 0, "staging": 0, "arrival": 0}
     pieces = []
     for index, (place, num_params) in enumerate(zip(decisions.units[unit.name].update, sizes, strict=True)):
         tier = "device" if place is Place.GPU else "host"
         start = starts[index]
-        pieces.append(Piece(index, place, start, start + num_params, taken[tier], taken["staging"]))
+        leaves = decisions.flushes(unit.name, place)
+        in_place = decisions.arrives_in_place(unit.name, place)
+        offsets = (taken[tier], taken["staging"])
+        pieces.append(Piece(index, place, start, start + num_params, *offsets, leaves, in_place, taken["arrival"]))
         taken[tier] += num_params
         taken["staging"] += num_params if place is Place.CPU else 0
+        taken["arrival"] += num_params if leaves and not in_place else 0
     return tuple(pieces)
 
 
@@ -393,7 +414,7 @@ def _clear_pads(unit: UnitState, num_params: int) -> None:
     for piece in unit.pieces:
         beyond = slice(min(max(num_params - piece.start, 0), piece.num_params), None)
         held = [unit.master(piece), *([unit.own(piece)] if unit.on_device else [])]
-        held += [unit.gradient(piece)] if piece.place is not Place.GPU else []
+        held += [unit.gradient(piece)] if piece.leaves else []
         weight = unit.host_weight(piece)
         for tensor in held if weight is None else (*held, weight):
             tensor[beyond].zero_()

@@ -29,7 +29,7 @@ class GradientPath(StrEnum):
 
     ONCE = "once"  # in the weights' type, pinned, asynchronous: 2 B/param in bf16
     # DeepSpeed ZeRO-3 (up to 0.19): bf16 out, back in, fp32 out: 8 B/param. The last copy converts as it goes, on the
-    # stream that backward's kernels wait for: its time is exposed in full. What is streamed keeps its gradient there.
+    # stream that backward's kernels wait for: its time is exposed in full.
     ZERO3_BLOCKING = "zero3-blocking"  # the last copy is unpinned, and the caller waits for it: nothing else is issued
     ZERO3_PINNED = "zero3-pinned"  # the caller waits for the last copy, to a pinned buffer of the NVMe swapper
     ZERO3_ASYNC = "zero3-async"  # the last copy is pinned, and the caller goes on
@@ -65,11 +65,14 @@ class UnitDecision(Frozen):
         activations: ``keep`` what backward needs, ``recompute`` it, or ``offload`` what only products can make to the
             host (``offload-nvme``: and on to NVMe) and make the rest again; equal for all units of one segment.
         update: one place per subgroup of the unit's (sharded) parameters, in order.
+        streamed_gradients: where gradients of subgroups that are streamed wait for their update: they stay on the
+            ``gpu``, or leave to the ``host`` and come back with their state.
     """
 
     params: Literal["gpu", "host", "nvme"]
     activations: Activations
     update: tuple[Place, ...]
+    streamed_gradients: Literal["gpu", "host"] = "host"
 
     @property
     def fetched(self) -> bool:
@@ -269,9 +272,39 @@ class Decisions(Frozen):
         """Return whether collectives of a unit of so many parameters run beside computing."""
         return self.max_prefetch_params is None or num_params <= self.max_prefetch_params
 
-    def flushes(self, place: Place) -> bool:
-        """Return whether the gradient of a subgroup that is updated there goes to the host."""
-        return place in {Place.CPU, Place.NVME} or (place is Place.STREAM and self.gradient_path is GradientPath.ONCE)
+    def flushes(self, unit: str, place: Place) -> bool:
+        """Return whether the gradients of a unit's subgroups that are updated there go to the host."""
+        if place is Place.STREAM:
+            return self.units[unit].streamed_gradients == "host"
+        return place in {Place.CPU, Place.NVME}
+
+    def serves(self, unit: str, place: Place) -> bool:
+        """Return whether the host keeps weights for the device of a unit's subgroups that are updated there.
+
+        It does of what it updates, and of all that is fetched; where its fp32 master copy is the weight, that serves.
+        """
+        params = self.units[unit].params
+        if params == "nvme" or (self.precision.master_is_weight and place is not Place.NVME):
+            return False
+        return params == "host" or place in {Place.CPU, Place.NVME}
+
+    def arrives_in_place(self, unit: str, place: Place) -> bool:
+        """Return whether gradients of a unit's subgroups that are updated there take the place of the host's weights.
+
+        [Note: In place] The device has the weights, and will be given new ones by the update that uses the gradient,
+        so between their last copy to the device and that update nobody needs the host's: 2 bytes per parameter. The
+        master copy is untouched, so nothing is lost with them. What is fetched again for a later micro-batch, or waits
+        elsewhere, arrives apart.
+        """
+        often = self.num_micro_batches > 1 and self.units[unit].fetched
+        spilled = place is Place.NVME and self.spill_gradients
+        once = self.gradient_path is GradientPath.ONCE and not (often or spilled)
+        return once and self.flushes(unit, place) and self.serves(unit, place)
+
+    def weights_pass(self, unit: str) -> bool:
+        """Return whether gradients come with a unit's streamed state, or new weights go with it."""
+        weights_go = self.units[unit].fetched and not self.precision.master_is_weight
+        return self.flushes(unit, Place.STREAM) or weights_go
 
     def shard_params(self, unit: Unit) -> int:
         """Return how many of a unit's parameters one rank updates (padded to equal shards)."""

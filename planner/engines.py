@@ -211,6 +211,7 @@ class Mix:
         num_slots: slots per ring of parameters.
         num_state_slots: slots that streamed state passes through.
         num_gradient_slots: units that backward may run ahead of gradients leaving.
+        num_stay: units with streamed subgroups, from the first on, whose gradients for them stay on the device.
         num_nvme_slots: host buffers that state from NVMe passes through.
         spill: 1 if gradients that are updated from there wait there too.
         zero_stage: what is sharded over devices.
@@ -223,6 +224,7 @@ class Mix:
     num_slots: int = 2
     num_state_slots: int = 2
     num_gradient_slots: int = 2
+    num_stay: int = 0
     zero_stage: int = 0
     num_nvme: int = 0
     num_on_nvme: int = 0
@@ -236,11 +238,11 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
     """Our policy at one point: updates wherever rates and memory allow, each gating only its unit's next forward.
 
     Resident state goes to the units whose deadline is nearest, the first in forward order, and of a layer's experts to
-    the most visited; streamed subgroups are spread evenly among those that the CPU updates, so that both sides stay
-    busy, and so is what comes from NVMe, and segments that offload among those that recompute. Units with a shared
-    weight, and those
-    that are updated on the device, keep their parameters there. What is very small always does: anywhere else it would
-    take a turn, and a slot, for next to nothing.
+    the most visited; gradients of what is streamed stay on the device for the first units too, as theirs are the last
+    to come and the first to be used. Streamed subgroups are spread evenly among those that the CPU updates, so that
+    both sides stay busy, and so is what comes from NVMe, and segments that offload among those that recompute. Units
+    with a shared weight, and those that are updated on the device, keep their parameters there. What is very small
+    always does: anywhere else it would take a turn, and a slot, for next to nothing.
     """
     counts = movable(setup)
     fixed = tied(setup)
@@ -255,6 +257,7 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
     places = _spread(sum(counts.values()) - num_there, mix.num_gpu, mix.num_stream, max(mix.num_nvme - num_there, 0))
     ways = _activations(setup, mix)
     units: dict[str, UnitDecision] = {}
+    num_streaming = 0
     for position, unit in enumerate(order):
         if there[position]:
             update = (Place.NVME,) * counts[unit.name]
@@ -262,10 +265,12 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
             update = tuple(itertools.islice(places, counts[unit.name]))
             update = update or (Place.GPU,) * len(pieces(setup, unit))
         host = position >= len(order) - mix.num_host and fetchable[position] and Place.GPU not in update
+        num_streaming += Place.STREAM in update
         units[unit.name] = UnitDecision(
             params="nvme" if there[position] else "host" if host else "gpu",
             activations=ways.get(unit.segment, "keep"),
             update=update,
+            streamed_gradients="gpu" if Place.STREAM in update and num_streaming <= mix.num_stay else "host",
         )
     return Decisions(
         **setup.given,
@@ -402,6 +407,7 @@ def _decide(
             params="gpu",
             activations=activations if unit.recompute else "keep",
             update=tuple(place(start // setup.subgroup_params) for start, _ in zip(starts, sizes, strict=False)),
+            streamed_gradients="gpu",  # Deep Optimizer States leaves them where they are
         )
         offset += sum(sizes)
     return Decisions.model_validate(

@@ -17,7 +17,7 @@ from planner.models.captured import ModelField
 from planner.prediction import Prediction, TierMemory
 from planner.schedule import Schedule, Tier
 
-SCHEMA_VERSION: Final = 5
+SCHEMA_VERSION: Final = 6
 
 
 class PlanError(ValueError):
@@ -61,7 +61,7 @@ class Plan(Frozen):
         content_digest: SHA-256 of everything else, so that a change by hand is noticed.
     """
 
-    schema_version: Literal[5] = 5
+    schema_version: Literal[6] = 6
     program_version: str
     model: ModelField
     seq_len: Annotated[int, Field(ge=1)]

@@ -17,7 +17,7 @@ from typing import get_args
 from planner.bounds.conditions import conditions
 from planner.bounds.program import LinearProgram
 from planner.bounds.solver import solve
-from planner.bounds.space import NEVER_S, ROOM, Space
+from planner.bounds.space import NEVER_S, RING, ROOM, Space
 from planner.costs import UPDATE_BYTES_PER_PARAM, CostModel
 from planner.decisions import (
     STATE_BYTES_PER_PARAM,
@@ -52,6 +52,8 @@ _POLISH = 0.25
 _NUM_FITS, _FULL, _FITTED = 4, 0.995, 4e-3
 # Slots of parameters, of streamed state and of gradients that are tried with them.
 _SLOTS = ((2, 2, 2), (2, 3, 2), (3, 3, 2))
+# Those that are tried if nothing fits with others.
+_FEWEST_SLOTS = ((2, 1, 1), (1, 1, 1))
 # Of how many tenths of all segments activations are swapped, in seeds; host buffers of state from NVMe, at most.
 _SWAPPED_TENTHS, _MOST_NVME_SLOTS = (0, 3, 6, 10), 6
 # Gradients wait on NVMe if they do so in a mixture for this share of all units.
@@ -342,6 +344,9 @@ def _neighbours(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
             params = "host" if old.params == "nvme" and place is not Place.NVME else old.params
             changed.append(old.model_copy(update={"update": update, "params": params}))
         changed.append(old.model_copy(update={"params": "host" if old.params == "gpu" else "gpu"}))
+        if Place.STREAM in old.update:
+            other = "host" if old.streamed_gradients == "gpu" else "gpu"
+            changed.append(old.model_copy(update={"streamed_gradients": other}))
         if storage == "nvme":
             whole = {"params": "nvme", "update": (Place.NVME,) * len(old.update)}
             changed.append(old.model_copy(update=whole))
@@ -517,15 +522,16 @@ def _relaxed(
         return [], math.inf
     if relaxed.value >= enough_s:
         return [], relaxed.value
-    # Schedules of ours send the gradients of all that is streamed to the host. Of what may be on storage, mixtures
-    # tend to take a little of everything, so that some is left out too.
-    without = (
-        [(":stays", ":spill", ":evict"), (":stays", ":offload", ":evict")] if setup.storage == "nvme" else [(":stays",)]
-    )
+    # Of what may be on storage, mixtures tend to take a little of everything, so that some is left out too.
+    without = [(":spill", ":evict"), (":offload", ":evict")] if setup.storage == "nvme" else [()]
     fitted = []
     for names in without:
-        limited = program.within({name: (0.0, 0.0) for name in program.boxes if name.endswith(names)})
+        limited = (
+            program.within({name: (0.0, 0.0) for name in program.boxes if name.endswith(names)}) if names else program
+        )
         found = _fitted(setup, scorer, limited, stage, slots if len(without) == 1 else slots[:1])
+        if all(overload for (overload, _), _ in found):
+            found += _fitted(setup, scorer, limited, stage, _FEWEST_SLOTS)
         fitted += [min(found, key=lambda pair: pair[0])] if found else []
     return [mix for _, mix in sorted(fitted, key=lambda pair: pair[0])], relaxed.value
 
@@ -537,8 +543,9 @@ def _fitted(
     room = dict.fromkeys(ROOM, 1.0)
     fitted: list[tuple[tuple[float, float], Mix]] = []
     for num_slots, num_state_slots, num_gradient_slots in slots:
+        slotted = program.within(_rings(setup, program, num_slots) if stage == 3 else {})
         for _ in range(_NUM_FITS):
-            solution = solve(program.within({ROOM[tier]: (share, share) for tier, share in room.items()}))
+            solution = solve(slotted.within({ROOM[tier]: (share, share) for tier, share in room.items()}))
             if solution is None:
                 break
             mix = _rounded(setup, solution.values, stage)
@@ -547,7 +554,7 @@ def _fitted(
             )
             found = scorer.score(mixed(setup, mix))
             fitted.append((found.order, mix))
-            if setup.storage != "never" and found.missing_bytes:
+            if found.missing_bytes and (setup.storage != "never" or Tier.HOST in found.missing_bytes):
                 fixed, better = _repaired(setup, scorer, mix, found)
                 fitted.append((better.order, fixed))
             before = dict(room)
@@ -556,6 +563,15 @@ def _fitted(
             if all(abs(room[tier] - before[tier]) < _FITTED for tier in room) or scorer.spent():
                 break
     return fitted
+
+
+def _rings(setup: Setup, program: LinearProgram, num_slots: int) -> dict[str, tuple[float, float]]:
+    """Return boxes of the variables for slots, where there are so many of each size and every unit needs one."""
+    counts = Counter(unit.num_params for unit in setup.units if f"{unit.name}:fills" in program.boxes)
+    return {
+        name: (min(num_slots / count, 1.0) * program.boxes[name][1], program.boxes[name][1])
+        for name, count in ((f"{RING}{num_params}", count) for num_params, count in counts.items())
+    }
 
 
 def _most_alike(setup: Setup) -> int:
@@ -581,8 +597,11 @@ def _rounded(setup: Setup, values: Mapping[str, float], zero_stage: int) -> Mix:
     on_host, on_nvme = (
         sum(values.get(f"{unit.name}:{where}", 0.0) for unit in setup.units) for where in ("host", "onnvme")
     )
+    staying = sum(values.get(f"{name}:stays", 0.0) * count for name, count in counts.items())
+    num_streaming = min(sum(count > 0 for count in counts.values()), placed[Place.STREAM])
     return Mix(
         num_gpu=math.floor(placed[Place.GPU]),
+        num_stay=round(num_streaming * staying / placed[Place.STREAM]) if staying else 0,
         num_stream=min(round(placed[Place.STREAM]), sum(counts.values()) - math.floor(placed[Place.GPU])),
         num_keep=math.floor(len(segments) - sum(ways.values())),
         num_host=math.ceil(round(on_host + on_nvme, 6)),
@@ -596,9 +615,10 @@ def _rounded(setup: Setup, values: Mapping[str, float], zero_stage: int) -> Mix:
 
 
 def _repaired(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate, moved: str = "") -> tuple[Mix, Candidate]:
-    """Let go of the resident subgroups without which a mix fits on the device, and move to NVMe what the host lacks.
+    """Let go of the resident subgroups without which a mix fits on the device, or relieve the host.
 
-    Only of what was not moved itself.
+    From there state goes to NVMe, or more is streamed, whose gradients stay on the device. Only of what was not moved
+    itself.
     """
     sizes = [num_params for unit in setup.units for num_params in pieces(setup, unit)]
     state_bytes = STATE_BYTES_PER_PARAM * sum(sizes) / len(sizes) * scorer.cost.ranks_per_node
@@ -608,6 +628,10 @@ def _repaired(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate, moved:
     elif set(found.missing_bytes) == {Tier.HOST} and moved != "num_nvme" and setup.storage == "nvme":
         lacking = math.ceil(found.missing_bytes[Tier.HOST] / state_bytes)
         trial = dataclasses.replace(trial, num_nvme=trial.num_nvme + lacking)
+    elif set(found.missing_bytes) == {Tier.HOST} and moved not in {"num_stream", "num_stay"}:
+        gradient_bytes = state_bytes * setup.precision.weight_bytes / STATE_BYTES_PER_PARAM
+        more = math.ceil(found.missing_bytes[Tier.HOST] / gradient_bytes)
+        trial = dataclasses.replace(trial, num_stream=trial.num_stream + more, num_stay=trial.num_stay + more)
     else:
         return trial, found
     return trial, scorer.score(mixed(setup, trial))
@@ -645,6 +669,7 @@ def _descend(
         "num_slots": max(4, 2 * _most_alike(setup)),
         "num_state_slots": 4,
         "num_gradient_slots": max(4, 2 * _most_alike(setup)),
+        "num_stay": len(setup.units),
         **_storage_limits(setup, start),
     }
     mix, best = start, scorer.score(mixed(setup, start))

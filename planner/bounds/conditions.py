@@ -11,10 +11,13 @@ simulator walks by, so that the least iteration time under all rows is a lower b
   the forward of i and the backward of j the device computes all that lies there. This holds in whatever order updates
   are made: of units 0..i one is last, and from its forward on the device still has to compute at least as much.
   Without clipping the window of units 0..i begins when the backward of i ends;
-  State that is streamed in is stored again meanwhile, but for what the device has room for, and state on NVMe comes
-  and goes meanwhile, but for what host buffers hold [Note: State ahead];
+  State that is streamed in is stored again meanwhile, but for what the device has room for: at the end of the window,
+  and at each backward that follows. State on NVMe comes and goes meanwhile, but for what host buffers hold
+  [Note: State ahead];
 - *memory*: at the backward of each unit the device holds at least what stays there, the activations of all segments
-  before it, the unit's own activations, workspace, gradient and parameters, and what was kept gathered;
+  before it, and the unit's own activations, workspace and gradient. Parameters that come are in slots
+  [Note: Static slots], of which there is one for each size of units at least, and one more for each unit that is kept
+  between two uses while another of its size is used;
 - *rates* are the best that a curve reaches; what a subgroup takes is what the cheapest of its unit takes per parameter.
 
 A decision that is yes or no becomes a fraction, so the bound is also one for mixtures that nobody can run.
@@ -29,7 +32,7 @@ from collections.abc import Iterable, Sequence
 from planner.bounds.loads import Key, Load, Loads
 from planner.bounds.pipelines import pipelined
 from planner.bounds.program import LinearProgram, Sum
-from planner.bounds.space import OVERRUN, ROOM, TIME, Space
+from planner.bounds.space import OVERRUN, RING, ROOM, TIME, Space
 from planner.bounds.storage import STATE_BUFFERS, offloaded
 from planner.costs import CostModel, Resource
 from planner.decisions import SPILLED_BYTES_PER_PARAM, STATE_BYTES_PER_PARAM, Decisions, Place
@@ -70,6 +73,7 @@ class _Conditions:
         self.loads = Loads(cost, self.given)
         self.program = LinearProgram(OVERRUN if soft else TIME)
         self.program.variable(TIME, 0.0, limit_s)
+        self.held: list[Sum] = []  # what the device holds at the first backward of every unit
         self.overrun = Sum((self.program.variable(OVERRUN, 0.0, 1e6), 1.0)) if soft else Sum()
         for room in ROOM.values():
             self.program.variable(room, 1.0, 1.0)
@@ -295,6 +299,31 @@ class _Conditions:
                 needs = between(i, j).plus(Sum((after[i], 1.0), (before[j], 1.0)))
                 name = f"window: updates of units 0 to {i} once gradients of 0 to {j} have left"
                 self.program.at_least(name, Sum((TIME, 1.0)), needs)
+        starts = {segment[0].segment: self.units.index(segment[0]) for segment in self.segments}
+        for i in _spread(len(self.units), _NUM_BEGINNINGS):
+            stored = self._stored_before(i)
+            start = starts[self.units[i].segment]
+            earlier = Sum(("", sum(forward_s) + sum(backward_s[i + 1 :])), *(((again_s[-1], 1.0),) if again_s else ()))
+            earlier.plus({again_s[start - 1]: 1.0} if start and again_s else {}, -1.0)
+            for j in (j for j in _spread(len(self.units), _NUM_BEGINNINGS) if j <= i):
+                needs = between(0, j).plus(earlier, -1.0).plus(Sum((stored, 1.0), (before[j], 1.0)))
+                name = f"window: all updates before the backward of {i}, once gradients of 0 to {j} have left"
+                self.program.at_least(name, Sum((TIME, 1.0)), needs)
+
+    def _stored_before(self, position: int) -> str:
+        """Return a variable: what all updates take, and storing what the device has no room for at a backward."""
+        span = self.program.variable(f"updated and stored before the backward of {position}", 0.0, self.limit_s)
+        memory = float(capacities(self.cost)[Tier.GPU])
+        last = len(self.units) - 1
+        stored = Sum((f"streamed, 0 to {last}", memory), (_STATE_SLOT, -memory), ("", -memory))
+        stored.plus(self.held[position], memory)
+        for key in (Resource.LINK_UP, Resource.LINK, Resource.DRAM):
+            updates = f"update by {_word(key)}, 0 to {last}"
+            needs = Sum((updates, 1.0)) if updates in self.program.boxes else Sum()
+            needs.plus(stored, self.loads.per_byte(Resource.LINK_UP, key))
+            name = f"updated and stored before the backward of {position} by {_word(key)}"
+            self.program.at_least(name, Sum((span, 1.0)), needs)
+        return span
 
     def _leaving(self, unit: Unit) -> Load:
         """Return what gradients of one micro-batch take to where they are updated."""
@@ -390,23 +419,32 @@ class _Conditions:
             name = unit.name
             for place in (Place.CPU, Place.STREAM):
                 host[f"{name}:{place}"] += STATE_BYTES_PER_PARAM * shard
-            # Gradients have room of their own where they arrive, unless they wait on NVMe.
-            host.plus(self._leaves(unit), float(self.weight_bytes * shard))
-            if (spilled := f"{name}:spill") in self.program.boxes:
-                host[spilled] -= float(self.weight_bytes * shard)
+            host[self._weights_or_gradients(unit)] += float(self.weight_bytes * shard)
             on_nvme = Sum((f"{name}:{Place.NVME}", 1.0)) if self._stores(nvme=True) else Sum()
             nvme.plus(on_nvme, float(STATE_BYTES_PER_PARAM * shard))
-            if not self.given.precision.master_is_weight:
-                if (name_there := f"{name}:onnvme") in self.program.boxes:
-                    nvme[name_there] += float(self.weight_bytes * shard)
-                served = Sum((f"{name}:upload", 1.0))
-                served.plus({f"{name}:host": 1.0} if f"{name}:host" in self.program.boxes else {})
-                host.plus(served, float(self.weight_bytes * shard))
+            if (weights_there := f"{name}:onnvme") in self.program.boxes and not self.given.precision.master_is_weight:
+                nvme[weights_there] += float(self.weight_bytes * shard)
         ranks = self.cost.ranks_per_node
         for tier, held in ((Tier.HOST, host), (Tier.NVME, nvme)):
             if capacity[tier] and held:
                 room = Sum((ROOM[tier], 1.0)).plus(self.overrun)
                 self.program.at_least(f"memory: {tier}", room, Sum().plus(held, ranks / capacity[tier]))
+
+    def _weights_or_gradients(self, unit: Unit) -> str:
+        """Return the share of a unit's parameters that has a weight or a gradient on the host [Note: In place]."""
+        program, name = self.program, unit.name
+        served = {f"{name}:host": 1.0} if f"{name}:host" in program.boxes else {}
+        gradients = self._leaves(unit)
+        if f"{name}:spill" in program.boxes:
+            gradients[f"{name}:spill"] -= 1.0
+        there = program.variable(f"{name}:there", 0.0, 2.0)
+        if not self.given.precision.master_is_weight:
+            if self.repeats > 1:
+                gradients.plus(served)
+            weights = Sum((f"{name}:upload", 1.0)).plus(served)
+            program.at_least(f"{name}: weights on the host", Sum((there, 1.0)), weights)
+        program.at_least(f"{name}: gradients on the host", Sum((there, 1.0)), gradients)
+        return there
 
     def _state_buffers(self, unit_bytes: float) -> str:
         """Return what host buffers hold of state on NVMe, in multiples of ``unit_bytes``: one subgroup at least."""
@@ -427,11 +465,7 @@ class _Conditions:
         program.at_least("always held", Sum((always, 1.0)), held_always, equal=True)
         before = [Sum().plus(self._kept(segment), scale) for segment in self.segments]
         kept = self._chain("activations", before)
-        whole = [Sum(("", self.weight_bytes * unit.num_params * scale)) for unit in self.units]
         resident = self._chain("resident gradients", (self._resident_gradient(unit, scale) for unit in self.units))
-        last = self._chain("gathered at last", self._weighted("at last", whole))
-        earlier = self._chain("gathered before", self._weighted("before", whole)) if self.repeats > 1 else []
-        later = self._chain("gathered between", self._weighted("between", whole)) if self.repeats > 1 else []
         state = (Sum().plus(self._state_out(unit), scale) if unit.num_params else Sum() for unit in self.units)
         self._chain("streamed", state)
         position = 0
@@ -444,29 +478,43 @@ class _Conditions:
                 held[""] += (inside + workspace_bytes + self.weight_bytes * unit.num_params) * scale
                 if f"{segment[0].segment}:recompute" in program.boxes and segment[0].operators[0].copies_input:
                     held[f"{segment[0].segment}:recompute"] += segment[0].activation_output_bytes * scale
-                needed = Sum(("", 1.0)) if self.given.gathers(unit) else self._away(unit)
-                if unit.num_params and unit.forward:
-                    held.plus(needed, whole[position][""])
                 name = f"memory: device at the backward of {unit.name}"
-                gradients = Sum()  # of units behind it; of all others, if there were micro-batches before
-                if self.given.clip:
-                    gradients.plus(Sum((resident[-1], 1.0), (resident[position], -1.0)))
+                held.plus(offloaded_there if unit is self.units[-1] else {})
+                if self.given.clip:  # gradients of units behind it; of all others, if there were micro-batches before
+                    held.plus(Sum((resident[-1], 1.0), (resident[position], -1.0)))
+                self.held.append(Sum().plus(held))
                 if self.given.clip and self.repeats > 1 and position:
-                    gradients[resident[position - 1]] += 1.0
-                in_the_end = Sum().plus(held).plus(gradients)
-                in_the_end.plus({last[position - 1]: 1.0} if position else {})
-                in_the_end.plus(offloaded_there if unit is self.units[-1] else {})
-                program.at_least(name, Sum((room, 1.0)).plus(self.overrun), in_the_end)
-                if self.repeats > 1:
-                    held.plus({earlier[position - 1]: 1.0} if position else {})
-                    held.plus(Sum((later[-1], 1.0), (later[position], -1.0)))
-                    program.at_least(f"{name}, earlier", Sum((room, 1.0)).plus(self.overrun), held)
+                    held[resident[position - 1]] += 1.0
+                program.at_least(name, Sum((room, 1.0)).plus(self.overrun), held)
                 position += 1
 
-    def _weighted(self, gap: str, whole: Sequence[Sum]) -> Iterable[Sum]:
-        for unit, amount in zip(self.units, whole, strict=True):
-            name = f"{unit.name}:kept {gap}"
-            yield Sum((name, amount[""])) if name in self.program.boxes else Sum()
+    def _rings(self, scale: float) -> Sum:
+        """Return the share of memory of slots for parameters: see [Note: Static slots].
+
+        There is a ring for each size of units, with room for one that computes and those that are kept meanwhile.
+        """
+        rings: dict[int, list[Unit]] = defaultdict(list)
+        for unit in self.units:
+            if f"{unit.name}:fills" in self.program.boxes:
+                rings[unit.num_params].append(unit)
+        held = Sum()
+        for num_params, units in rings.items():
+            size = self.weight_bytes * num_params * scale
+            ring = self.program.variable(f"{RING}{num_params}", 0.0, size * len(units))
+            held[ring] = 1.0
+            kept = {
+                gap: self._chain(f"{ring} kept {gap}", (Sum((f"{unit.name}:kept {gap}", size)) for unit in units))
+                for gap, _ in self._gaps()
+            }
+            for i, unit in enumerate(units):
+                needed = Sum(("", size)) if self.given.gathers(unit) else Sum().plus(self._away(unit), size)
+                at_last = Sum().plus(needed).plus({kept["at last"][i - 1]: 1.0} if i else {})
+                self.program.at_least(f"{ring} at the backward of {unit.name}", Sum((ring, 1.0)), at_last)
+                if self.repeats > 1:
+                    earlier = needed.plus({kept["before"][i - 1]: 1.0} if i else {})
+                    earlier.plus(Sum((kept["between"][-1], 1.0), (kept["between"][i], -1.0)))
+                    self.program.at_least(f"{ring} at an earlier backward of {unit.name}", Sum((ring, 1.0)), earlier)
+        return held
 
     def _resident_gradient(self, unit: Unit, scale: float) -> Sum:
         if not unit.num_params:
@@ -475,8 +523,8 @@ class _Conditions:
         return Sum((f"{unit.name}:{Place.GPU}", num_bytes), (f"{unit.name}:stays", num_bytes))
 
     def _always(self, scale: float) -> Sum:
-        """Return the share of memory of parameters, state and slots for state that never leave the device."""
-        held = Sum()
+        """Return the share of memory of parameters, state and slots that never leave the device."""
+        held = self._rings(scale)
         state_bytes = STATE_BYTES_PER_PARAM - (4 if self.given.precision.master_is_weight else 0)
         largest = max(self.given.shard_params(unit) for unit in self.units)
         slot = self.program.variable(_STATE_SLOT, 0.0, STATE_BYTES_PER_PARAM * largest * scale)
@@ -531,7 +579,7 @@ def decided(program: LinearProgram, units: Sequence[Unit], decisions: Decisions)
         for place in Place:
             share = sum(size for size, where in pieces if where is place) / max(sum(size for size, _ in pieces), 1)
             fixed[f"{unit.name}:{place}"] = share
-        stays = not decisions.flushes(Place.STREAM)
+        stays = not decisions.flushes(unit.name, Place.STREAM)
         fixed[f"{unit.name}:stays"] = fixed[f"{unit.name}:{Place.STREAM}"] if stays else 0.0
         fixed[f"{unit.name}:spill"] = fixed[f"{unit.name}:{Place.NVME}"] if decisions.spill_gradients else 0.0
         fixed[f"{unit.name}:host"] = float(choice.params == "host")

@@ -11,6 +11,8 @@ TIME = "iteration_s"
 OVERRUN = "overrun"
 # The share of a tier's memory that may be used: a variable, always 1, so that a search can ask for less.
 ROOM = {Tier.GPU: "room on the device", Tier.HOST: "room on the host", Tier.NVME: "room on NVMe"}
+# A variable for each size of units that may come into slots: the share of device memory that these slots take.
+RING = "slots for units of "
 # A limit that no iteration reaches.
 NEVER_S = 1e9
 

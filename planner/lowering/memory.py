@@ -52,13 +52,10 @@ def _parameters(program: Program) -> None:
         if decisions.units[unit.name].params == "gpu":
             program.hold(Tier.GPU, MemoryClass.PARAMETERS, weight_bytes * resident, unit.name)
         shard = program.shard_params[unit.name]
-        # The host's copy of what it updates or serves; in fp32 the master copy serves, where it is on the host.
         if decisions.units[unit.name].params == "nvme":
             program.hold(Tier.NVME, MemoryClass.PARAMETERS, written_weight_bytes(program, unit) * shard, unit.name)
         else:
-            updated = program.placed_params(unit, Place.CPU, Place.NVME)
-            host = shard if decisions.units[unit.name].params == "host" else updated
-            served = program.placed_params(unit, Place.NVME) if decisions.precision.master_is_weight else host
+            served = program.placed_params(unit, *(place for place in Place if decisions.serves(unit.name, place)))
             program.hold(Tier.HOST, MemoryClass.PARAMETERS, weight_bytes * served, unit.name)
 
 
@@ -110,13 +107,17 @@ def _gradients(program: Program, unit: Unit, maker: str, fresh: Fresh) -> None:
         summed, made = summed or made, None
     if resident:
         assert summed is not None
-        final = max(p for p, place in enumerate(decisions.units[unit.name].update) if not decisions.flushes(place))
+        places = enumerate(decisions.units[unit.name].update)
+        final = max(piece for piece, place in places if not decisions.flushes(unit.name, place))
         end = f"{Op.UPDATE}:{unit.name}:{final}"
         program.hold(Tier.GPU, MemoryClass.GRADIENTS, weight_bytes * resident, f"{unit.name} resident", summed, end)
 
 
 def _host_gradients(program: Program, unit: Unit, bytes_per_param: int) -> None:
-    """Hold the host's gradients: always, unless they are spilled and one micro-batch makes them whole."""
+    """Hold the host's gradients: always, unless they are spilled and one micro-batch makes them whole.
+
+    Those that take the place of weights need no room: see [Note: In place] in :mod:`planner.decisions`.
+    """
     decisions = program.decisions
     host, spilled = (
         program.flushed_params(unit),
@@ -127,7 +128,9 @@ def _host_gradients(program: Program, unit: Unit, bytes_per_param: int) -> None:
     if decisions.num_micro_batches == 1:
         arrives = "flush" if decisions.gradient_path is GradientPath.ONCE else "flush-bf16"
         ends = (f"{arrives}:{unit.name}:0", f"{Op.SPILL}:{unit.name}")
-    program.hold(Tier.HOST, MemoryClass.GRADIENTS, bytes_per_param * (host - spilled), unit.name)
+    in_place = (place for place in Place if decisions.arrives_in_place(unit.name, place))
+    apart = host - spilled - program.placed_params(unit, *in_place)
+    program.hold(Tier.HOST, MemoryClass.GRADIENTS, bytes_per_param * apart, unit.name)
     if spilled:
         program.hold(Tier.HOST, MemoryClass.GRADIENTS, bytes_per_param * spilled, f"{unit.name} spilled", *ends)
 
@@ -167,12 +170,16 @@ def _workspace(program: Program, fresh: Fresh) -> None:
 
 
 def _state_slots(program: Program) -> None:
+    """Hold the slots of the largest subgroups: of those that are streamed, and of those with weights or gradients."""
     decisions = program.decisions
-    streamed = [n for unit in program.units for n, place in program.pieces[unit.name] if place is Place.STREAM]
-    gradient_bytes = decisions.precision.weight_bytes if decisions.flushes(Place.STREAM) else 0
-    per_param = STATE_BYTES_PER_PARAM + gradient_bytes
+    sizes = {
+        unit.name: [n for n, place in program.pieces[unit.name] if place is Place.STREAM] for unit in program.units
+    }
+    streamed = [n for name in sizes for n in sizes[name]]
+    weights = max((n for name in sizes for n in sizes[name] if decisions.weights_pass(name)), default=0)
     for slot in range(min(decisions.num_state_slots, len(streamed))):
-        program.hold(Tier.GPU, MemoryClass.OPTIMIZER, per_param * max(streamed), f"state slot {slot}")
+        num_bytes = STATE_BYTES_PER_PARAM * max(streamed) + decisions.precision.weight_bytes * weights
+        program.hold(Tier.GPU, MemoryClass.OPTIMIZER, num_bytes, f"state slot {slot}")
 
 
 def _nvme_slots(program: Program) -> None:

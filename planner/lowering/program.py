@@ -106,11 +106,7 @@ class Program:
 
     def flushed_params(self, unit: Unit) -> int:
         """Return how many of a unit's parameters (on one rank) have their gradient flushed to the host."""
-        return self.placed_params(unit, *self._flushing)
-
-    @functools.cached_property
-    def _flushing(self) -> tuple[Place, ...]:
-        return tuple(place for place in Place if self.decisions.flushes(place))
+        return self.placed_params(unit, *(place for place in Place if self.decisions.flushes(unit.name, place)))
 
     def add(self, draft: Draft) -> Draft:
         """Make a draft known by its key, give it the stage of its unit, and return it."""

@@ -53,7 +53,7 @@ def updates(program: Program) -> None:
 def _ready(program: Program, unit: Unit, place: Place) -> list[str]:
     """Return the keys after which a unit's gradient is where it is updated, and its clip factor known."""
     last = program.decisions.num_micro_batches - 1
-    here = f"flush:{unit.name}:{last}" if program.decisions.flushes(place) else gradient_ready(program, unit)
+    here = f"flush:{unit.name}:{last}" if program.decisions.flushes(unit.name, place) else gradient_ready(program, unit)
     if place is Place.NVME and program.decisions.spill_gradients:
         here = f"{Op.SPILL}:{unit.name}"
     if program.decisions.clip:
@@ -136,7 +136,7 @@ def _streamed(
     decisions = program.decisions
     weight_bytes = decisions.precision.weight_bytes
     load = _place(program, unit, piece, Lane.STATE_IN, Op.LOAD, ready)
-    gradient_bytes = weight_bytes if decisions.flushes(Place.STREAM) else 0
+    gradient_bytes = weight_bytes if decisions.flushes(unit.name, Place.STREAM) else 0
     load.num_bytes = (STATE_BYTES_PER_PARAM + gradient_bytes) * num_params
     load.slot = len(stream_slots) % decisions.num_state_slots
     if len(stream_slots) >= decisions.num_state_slots:

@@ -27,7 +27,8 @@ def plans(draw, sizes=(1,)):
         params = draw(st.sampled_from(["gpu", "host"])) if fetches else "gpu"
         places = [Place.CPU, Place.STREAM] + ([Place.GPU] if params == "gpu" else [])
         activations = "recompute" if unit.segment in {f"layers.{i}" for i in recomputed} else "keep"
-        return params, activations, draw(st.lists(st.sampled_from(places), min_size=count, max_size=count))
+        update = draw(st.lists(st.sampled_from(places), min_size=count, max_size=count))
+        return params, activations, update, draw(st.sampled_from(["gpu", "host"]))
 
     return task, decide(
         task,

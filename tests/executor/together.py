@@ -239,7 +239,8 @@ def reference(task: Task, size: int, decisions: Decisions):
     piles = frozenset(
         spec.name
         for unit in model_units(task.family)
-        if decisions.zero_stage < 2 and not any(map(decisions.flushes, decisions.units[unit.name].update))
+        if decisions.zero_stage < 2
+        and not any(decisions.flushes(unit.name, place) for place in decisions.units[unit.name].update)
         for spec in unit.parameters
     )
     return _reference(task, size, piles if task.num_micro_batches > 1 else frozenset())

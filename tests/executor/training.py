@@ -162,16 +162,24 @@ def weights(model) -> dict[str, torch.Tensor]:
 
 
 def decide(task: Task, choose, **settings) -> Decisions:
-    """Return decisions; ``choose(unit, num_pieces)`` says params, activations and places of a unit."""
+    """Return decisions; ``choose(unit, num_pieces)`` says params, activations and places of a unit.
+
+    It may say too where gradients of what is streamed are; else they stay on the device for every second unit.
+    """
     subgroup_params = settings.pop("subgroup_params", 3000)
     num_shards = settings.get("data_parallel", 1) if settings.get("zero_stage") else 1
     chosen = {}
-    for unit in model_units(task.family):
+    for number, unit in enumerate(model_units(task.family)):
         shard = -(-unit.num_params // num_shards)
-        params, activations, places = choose(unit, -(-shard // subgroup_params))
+        params, activations, places, *gradients = choose(unit, -(-shard // subgroup_params))
         if not unit.recompute:
             activations = "keep"
-        chosen[unit.name] = UnitDecision(params=params, activations=activations, update=tuple(places))
+        chosen[unit.name] = UnitDecision(
+            params=params,
+            activations=activations,
+            update=tuple(places),
+            streamed_gradients=gradients[0] if gradients else ["gpu", "host"][number % 2],
+        )
     return Decisions(
         policy="test",
         precision=Precision(weights="bf16" if task.dtype is torch.bfloat16 else "fp32"),

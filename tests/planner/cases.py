@@ -81,7 +81,10 @@ def decisions(draw: st.DrawFn, model_units: tuple[Unit, ...]) -> Decisions:
         count = len(empty.piece_params(unit))
         update = draw(st.lists(st.sampled_from(places), min_size=count, max_size=count))
         chosen[unit.name] = UnitDecision(
-            params=params, activations=activations.get(unit.segment, "keep"), update=tuple(update)
+            params=params,
+            activations=activations.get(unit.segment, "keep"),
+            update=tuple(update),
+            streamed_gradients=draw(st.sampled_from(["gpu", "host"])),
         )
     return Decisions(policy="random", units=chosen, **options)
 

@@ -121,11 +121,11 @@ class Walk:
         return self.decisions.units[unit].update
 
     def host_pieces(self, unit: str) -> list[int]:
-        return [p for p, place in enumerate(self.places(unit)) if self.decisions.flushes(place)]
+        return [p for p, place in enumerate(self.places(unit)) if self.decisions.flushes(unit, place)]
 
     def stays(self, unit: str) -> bool:
         """Whether a part of a unit's gradient is updated on the device without having left it."""
-        return not all(self.decisions.flushes(place) for place in self.places(unit))
+        return not all(self.decisions.flushes(unit, place) for place in self.places(unit))
 
     def fetched(self, unit: str) -> bool:
         return self.decisions.units[unit].fetched
@@ -236,7 +236,7 @@ class Walk:
         """Return how often a unit's weights have been updated; all pieces equally often."""
         versions = {self.read((where, unit, piece), 0) for piece in range(len(self.places(unit)))}
         self.expect(len(versions), 1, f"{where} of several versions {versions}:")
-        return min(versions)
+        return min((version for version in versions if isinstance(version, int)), default=-1)  # none of a gradient
 
     def _upload(self, task: Task) -> None:
         self.write(("device", task.unit, task.piece), self.read(("host weights", task.unit, task.piece), 0))
@@ -280,7 +280,7 @@ class Walk:
             self._reduced(task.unit, task.micro_batch)
         new = self._reduced(task.unit, task.micro_batch)
         for piece in self.host_pieces(task.unit):
-            place = ("host gradient", task.unit, piece)
+            place = self._arrival(task.unit, piece)
             old = self.read(place, frozenset()) if task.micro_batch else frozenset()
             self.write(place, old | {(self.node[0], micro_batch) for micro_batch in new})
 
@@ -288,7 +288,7 @@ class Walk:
         for piece, place in enumerate(self.places(task.unit)):
             if place is Place.NVME:
                 self._summed(task.unit, piece, Place.CPU)
-                gradient = self.read(("host gradient", task.unit, piece), frozenset())
+                gradient = self.read(self._arrival(task.unit, piece), frozenset())
                 self.write(("nvme gradient", task.unit, piece), gradient)
 
     def _clip(self, _task: Task) -> None:
@@ -304,13 +304,18 @@ class Walk:
 
     def _summed(self, unit: str, piece: int, place: Place) -> None:
         micro_batches = range(self.decisions.num_micro_batches)
-        if not self.decisions.flushes(place):
+        if not self.decisions.flushes(unit, place):
             self.read(("sum", unit))
             found = {m for micro_batch in micro_batches for m in self._present(unit, micro_batch)}
             self.expect(found, set(micro_batches), "summed gradients of micro-batches")
         else:
             wanted = {(self.node[0], micro_batch) for micro_batch in micro_batches}
-            self.expect(self.read(("host gradient", unit, piece), frozenset()), wanted, "gradients (iteration, batch)")
+            self.expect(self.read(self._arrival(unit, piece), frozenset()), wanted, "gradients (iteration, batch)")
+
+    def _arrival(self, unit: str, piece: int) -> Hashable:
+        """Return where a gradient is on the host: apart, or in the place of weights, which are gone then."""
+        in_place = self.decisions.arrives_in_place(unit, self.places(unit)[piece])
+        return ("host weights" if in_place else "host gradient", unit, piece)
 
     def _present(self, unit: str, micro_batch: int) -> frozenset[int]:
         """Return what :meth:`_reduced` does, where a reduction may wait for a later micro-batch."""
@@ -328,7 +333,7 @@ class Walk:
         self._clipped()
         self._gradient_of(task)
         self.write(("scaled", task.unit, task.piece), self.node[0])
-        place = ("host gradient", task.unit, task.piece)
+        place = self._arrival(task.unit, task.piece)
         self.write(place, self.memory.get(place))
 
     def _loop(self, _task: Task) -> None:
@@ -344,7 +349,7 @@ class Walk:
             self._clipped()
         else:
             self.expect(self.read(("scaled", task.unit, task.piece)), self.node[0], "gradients scaled in iteration")
-        stays = place is Place.STREAM and not self.decisions.flushes(place)
+        stays = place is Place.STREAM and not self.decisions.flushes(task.unit, place)
         if place in {Place.CPU, Place.GPU} or stays:
             self._summed(task.unit, task.piece, place)
         if place is Place.STREAM:
@@ -367,7 +372,7 @@ class Walk:
             self.expect(self.read(place), "out", "the gradient")
             self.write(place, "back")
             return
-        if self.decisions.flushes(Place.STREAM):
+        if self.decisions.flushes(task.unit, Place.STREAM):
             self._summed(task.unit, task.piece, Place.STREAM)
         version = self.read(("host state", task.unit, task.piece), 0)
         self.expect(task.slot in range(self.decisions.num_state_slots), True, "its state slot to exist:")

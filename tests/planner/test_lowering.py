@@ -191,7 +191,7 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
         updated[task.lane] += task.num_params
     weight, batches = decisions.precision.weight_bytes, decisions.num_micro_batches
     params = dict.fromkeys(Place, 0)
-    uploaded = stored_weights = read = 0
+    uploaded = stored_weights = read = leaving = come_back = 0
     for unit in case.units:
         decided = decisions.units[unit.name]
         for n, place in zip(decisions.piece_params(unit), decided.update, strict=True):
@@ -199,14 +199,16 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
             uploaded += n * (place in {Place.CPU, Place.NVME} and decided.params == "gpu")
             read += n * (decided.params == "nvme")
             stored_weights += n * (place is Place.STREAM and decided.params == "host")
+            leaving += n * (place in {Place.CPU, Place.NVME})
+            come_back += n * (place is Place.STREAM and decided.streamed_gradients == "host")
     total = sum(decisions.shard_params(unit) for unit in case.units)
     assert sum(params.values()) == total
     assert updated[Lane.CPU] == params[Place.CPU] + params[Place.NVME]
     assert updated[Lane.GPU_UPDATE] == params[Place.GPU] + params[Place.STREAM]
     once = decisions.gradient_path is GradientPath.ONCE
-    leaving = params[Place.CPU] + params[Place.NVME] + (params[Place.STREAM] if once else 0)
+    leaving += come_back
     assert moved[Op.FLUSH] == (weight + (0 if once else 4)) * leaving * batches
-    gradient_loads = weight * (params[Place.STREAM] if once else leaving * batches)
+    gradient_loads = weight * (come_back + (0 if once else leaving * batches))
     assert moved[Op.LOAD] == STATE_BYTES_PER_PARAM * params[Place.STREAM] + gradient_loads
     no_master = 0 if decisions.precision.master_is_weight else weight * stored_weights
     assert moved[Op.STORE] == STATE_BYTES_PER_PARAM * params[Place.STREAM] + no_master
@@ -325,12 +327,12 @@ def _held(schedule: Schedule, tier: Tier, kind: MemoryClass) -> int:
     ("decisions", "gpu", "host"),
     [  # bytes per parameter that are always held: parameters and optimizer on the GPU; both and gradients on the host
         (decide(DENSE, Place.GPU), (2, 12), (0, 0, 0)),
-        (decide(DENSE, Place.CPU), (2, 0), (2, 12, 2)),
+        (decide(DENSE, Place.CPU), (2, 0), (2, 12, 0)),  # gradients take the place of weights
         (decide(DENSE, Place.CPU, gradient_path=GradientPath.ZERO3_ASYNC), (2, 0), (2, 12, 4)),
         (decide(DENSE, Place.GPU, precision=Precision(weights="fp32")), (4, 8), (0, 0, 0)),
         (decide(DENSE, Place.CPU, precision=Precision(weights="fp32")), (4, 0), (0, 12, 4)),
         (decide(DENSE, Place.GPU, data_parallel=2, zero_stage=1), (2, 6), (0, 0, 0)),
-        (decide(DENSE, Place.CPU, data_parallel=2, zero_stage=2), (2, 0), (1, 6, 1)),
+        (decide(DENSE, Place.CPU, data_parallel=2, zero_stage=2), (2, 0), (1, 6, 0)),
     ],
 )
 def test_bytes_per_parameter(decisions: Decisions, gpu: tuple[int, int], host: tuple[int, int, int]) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import itertools
 
 import pytest
 from machines import machine
@@ -79,7 +80,9 @@ def test_more_simulations_are_never_worse_and_the_budget_is_kept() -> None:
         outcome, scorer = find(REQUESTS["tight"], budget)
         scores.append(outcome.best.order)
         assert outcome.num_simulations == scorer.num_simulations
-    assert scores == sorted(scores, reverse=True)
+    for (overload, iteration_s), (more_overload, more_s) in itertools.pairwise(scores):
+        assert more_overload <= overload
+        assert more_s <= iteration_s * 1.005  # as much slower a plan may be that moves fewer bytes
     seeds = find(REQUESTS["roomy"], 1)[0].num_simulations
     assert find(REQUESTS["roomy"], seeds + 20)[0].num_simulations <= seeds + 21
 

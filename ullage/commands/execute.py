@@ -21,6 +21,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "plan names, imported as `ullage plan` did, and trained on one random batch of its inputs.",
         """
         ullage execute plan.json
+        torchrun --nproc-per-node 2 -m ullage execute plan.json
         ullage execute plan.json --iterations 100 --text corpus.txt --lr 3e-4 --output-dir runs/1
         """,
     )
