@@ -6,7 +6,8 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from executor.session import Session, SessionOptions
+from executor.options import SessionOptions
+from executor.session import Session
 from executor.state import ParameterState, Part, UnitState, write_weights
 from planner.decisions import Decisions
 from planner.graph import Unit

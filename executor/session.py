@@ -6,17 +6,16 @@ issues what is left of the iteration and returns while updates go on.
 """
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Literal, Self, final
+from typing import Any, Final, Self, final
 
 import numpy as np
 import torch
 from torch import nn
 
 from executor.actions import Actions, ParameterUpdate
-from executor.backend import Backend, HostBackend, Meter
+from executor.backend import Meter
 from executor.binding import bind, bind_state_dict, in_backward, planned_parameters
 from executor.checks import check_decisions, check_groups
 from executor.exchange import Exchange
@@ -24,6 +23,7 @@ from executor.gradients import GradientError, OffloadedGradient
 from executor.machine import LaneMachine
 from executor.memory import Arena, MeasuredMemory
 from executor.optimizer import AdamWParams, WorkerTeam, warm_up
+from executor.options import SessionOptions, backend_of
 from executor.ranks import Ranks
 from executor.state import ModelState, ParameterState, UnitState
 from executor.weights import Weights
@@ -35,27 +35,6 @@ from planner.schedule import Lane, Op, Task, Tier
 from planner.timeline import Timeline
 
 _INSIDE_BACKWARD: Final = frozenset({Op.RECOMPUTE, Op.BACKWARD})
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SessionOptions:
-    """How to execute a plan.
-
-    Attributes:
-        device: ``cpu`` computes in the calling thread, with a part of ordinary memory standing in for the device.
-        num_threads: threads that update on the host; left out, one per core that this process may use.
-        cores: a core per thread, to bind it to.
-        gpu_capacity_bytes: most that is taken of the device for what the plan keeps there all the time.
-        host_capacity_bytes: likewise, of the host.
-        record: whether to keep times from the start on, for :meth:`Session.timeline`.
-    """
-
-    device: Literal["cpu", "cuda"] = "cpu"
-    num_threads: int | None = None
-    cores: tuple[int, ...] | None = None
-    gpu_capacity_bytes: int | None = None
-    host_capacity_bytes: int | None = None
-    record: bool = False
 
 
 @final
@@ -93,7 +72,7 @@ class Session:
         parameters = planned_parameters(model, units)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         check_groups(groups, self._names)
-        self._backend = _backend(options)
+        self._backend = backend_of(options)
         self._ranks = ranks = (
             Ranks(decisions.data_parallel, self._backend.device) if decisions.data_parallel > 1 else None
         )
@@ -490,11 +469,3 @@ class Session:
         if error is not None and self._ranks is not None:  # the others are not here to close together
             self._machine.fail(error)
         self.close()
-
-
-def _backend(options: SessionOptions) -> Backend:
-    if options.device == "cpu":
-        return HostBackend()
-    from executor.cuda import CudaBackend  # noqa: PLC0415 - only where there is a GPU
-
-    return CudaBackend()

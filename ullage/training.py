@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from executor.memory import DeviceMemoryError
+from executor.options import SessionOptions
 from executor.prepare import OffloadedAdamW, prepare_session
-from executor.session import Session, SessionOptions
+from executor.session import Session
 from hwprofiles.allocator import keep_freed_memory
 from planner.models.captured import counted
 from planner.plan import Plan, PlanError

@@ -10,8 +10,8 @@ from executor.binding import BindingError
 from executor.gradients import GradientError
 from executor.machine import LaneError
 from executor.memory import DeviceMemoryError
+from executor.options import SessionOptions
 from executor.prepare import prepare_session
-from executor.session import SessionOptions
 from planner.decisions import HostUpdate, Place
 from planner.loop import OutOfOrderError
 from planner.schedule import Op

@@ -11,8 +11,8 @@ import transformers
 
 from executor.backend import as_array, sum_of_squares_on_host
 from executor.optimizer import AdamWParams, adamw_step
+from executor.options import SessionOptions
 from executor.prepare import prepare_session
-from executor.session import SessionOptions
 from planner.decisions import Decisions, Place, Precision, UnitDecision
 from planner.graph import Batch, build_graph, units
 from planner.models import from_hf_config
