@@ -73,11 +73,6 @@ class Session:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         check_groups(groups, self._names)
         self._backend = backend_of(options)
-        self._ranks = ranks = (
-            Ranks(decisions.data_parallel, self._backend.device) if decisions.data_parallel > 1 else None
-        )
-        with contextlib.nullcontext() if ranks is None else ranks.telling():
-            self._take_over(units, parameters, options)
         self._task: Task | None = None  # where the caller is; None outside forward and backward
         self._inside_iteration = False
         self._watching_end = False  # of the backward that runs now
@@ -86,10 +81,14 @@ class Session:
         self._scales: dict[str, float] = {}
         self._norms: dict[str, torch.Tensor] | None = None
         self._meter: Meter | None = None
-        self._undo = [*self._hook_parameters(), *bind(model, units, decisions, self)]
-        self._undo += bind_state_dict(model, parameters, self.full_parameter)
-        self._move_buffers()
-        self.synchronize()  # what was copied in so far was on no lane
+        several = decisions.data_parallel > 1
+        self._ranks = Ranks(decisions.data_parallel, self._backend.device) if several else None
+        with contextlib.nullcontext() if self._ranks is None else self._ranks.telling():
+            self._take_over(units, parameters, options)
+            self._undo = [*self._hook_parameters(), *bind(model, units, decisions, self)]
+            self._undo += bind_state_dict(model, parameters, self.full_parameter)
+            self._move_buffers()
+            self.synchronize()  # what was copied in so far was on no lane
 
     def _take_over(
         self, units: tuple[Unit, ...], parameters: Mapping[str, nn.Parameter], options: SessionOptions

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Final, Protocol, final
 
 _PERIOD_S: Final = 0.2  # between two looks for what other ranks have said
-_SIGN_S: Final = 2.0  # between two signs of life
 SILENCE_S: Final = 30.0
 """A rank on another machine that gives no sign of life for so long is taken for dead."""
 
@@ -63,6 +62,7 @@ class Watch:
         self._store = store
         self._rank = rank
         self._silence_s = silence_s
+        self._sign_s = min(silence_s / 5, 2.0)  # between two signs of life
         self._failure: RankError | None = None
         self._failed = threading.Event()
         self._leaving = threading.Event()
@@ -103,7 +103,7 @@ class Watch:
 
     def explain(self, error: Exception) -> RankError:
         """Return why a collective has failed, once that is known, or what it said itself if nobody says more."""
-        if self._failed.wait(self._silence_s + 2 * _SIGN_S):
+        if self._failed.wait(self._silence_s + 2 * self._sign_s):
             assert self._failure is not None
             return self._failure
         return RankError(f"ranks can no longer reach each other: {error}")
@@ -134,7 +134,7 @@ class Watch:
                 if reason := self._said() or self._ended():
                     self._fail(reason)
                     return
-                if time.monotonic() - sign_s < _SIGN_S:
+                if time.monotonic() - sign_s < self._sign_s:
                     continue
                 late = number > 0 and time.monotonic() - sign_s > self._silence_s / 2  # we have slept, not they
                 sign_s, number = time.monotonic(), number + 1

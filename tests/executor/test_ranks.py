@@ -137,6 +137,15 @@ def test_memory_and_times_are_those_of_the_schedule(processes, zero_stage, choos
     assert processes.call(size, seen_from_outside, task, decisions) == [[]] * size
 
 
+@pytest.mark.parametrize(("zero_stage", "choose"), [STAGES[k] for k in ("0, everything", "2, cpu", "3, everything")])
+def test_frozen_parameters_stay_as_they_are(processes, zero_stage, choose):
+    """So much that backward does not reach the first units."""
+    task = Task("gpt2", torch.bfloat16, iterations=3)
+    decisions = decide(task, choose, data_parallel=2, zero_stage=zero_stage)
+    frozen = ("transformer.wte", "transformer.wpe", "transformer.h.0.", "transformer.h.1.mlp.c_fc.bias")
+    assert_same_bits(processes.call(2, trained, task, decisions, None, frozen), reference(task, 2, decisions, frozen))
+
+
 def test_a_gradient_that_some_ranks_lack_counts_as_zero(processes):
     task = Task("gpt2", max_norm=0.5, iterations=3)
     for zero_stage in (0, 2, 3):

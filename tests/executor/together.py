@@ -92,9 +92,9 @@ def _serve(rank: int, port: int, pipe) -> None:
 # What ranks do. All of this is called in another process, so it is found by its name.
 
 
-def trained(rank: int, _size: int, task: Task, decisions: Decisions, delays: int | None = None):
+def trained(rank: int, _size: int, task: Task, decisions: Decisions, delays: int | None = None, frozen=()):
     """Train under decisions, from rank 0's weights; return losses and norms, and the final weights."""
-    model = make_model(task)
+    model = freeze(make_model(task), frozen)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(rank)
@@ -105,6 +105,12 @@ def trained(rank: int, _size: int, task: Task, decisions: Decisions, delays: int
         seen = train(task, model, optimizer, rank=rank)
         final = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
     return seen, {n: w.view(torch.uint8).numpy() for n, w in final.items()}
+
+
+def freeze(model, names: tuple[str, ...]):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(names))
+    return model
 
 
 def trained_by_torch(rank: int, _size: int, task: Task):
@@ -234,7 +240,7 @@ def same(some, other) -> bool:
 # The same in one process.
 
 
-def reference(task: Task, size: int, decisions: Decisions):
+def reference(task: Task, size: int, decisions: Decisions, frozen: tuple[str, ...] = ()):
     """Return what training in memory with the mean of all ranks' gradients gives, as ``trained``, for every rank."""
     piles = frozenset(
         spec.name
@@ -243,12 +249,12 @@ def reference(task: Task, size: int, decisions: Decisions):
         and not any(decisions.flushes(unit.name, place) for place in decisions.units[unit.name].update)
         for spec in unit.parameters
     )
-    return _reference(task, size, piles if task.num_micro_batches > 1 else frozenset())
+    return _reference(task, size, piles if task.num_micro_batches > 1 else frozenset(), frozen)
 
 
 @functools.cache
-def _reference(task: Task, size: int, piles: frozenset[str]):
-    model = make_model(task)
+def _reference(task: Task, size: int, piles: frozenset[str], frozen: tuple[str, ...]):
+    model = freeze(make_model(task), frozen)
     optimizer = ReferenceAdamW(torch.optim.AdamW(groups(model), lr=5e-3, betas=(0.9, 0.95)), model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.iterations) if task.schedule else None
     chance = [torch.Generator().manual_seed(11 + rank).get_state() for rank in range(size)]
@@ -266,7 +272,7 @@ def _reference(task: Task, size: int, piles: frozenset[str]):
                     found[rank][name].append(parameter.grad)
                     parameter.grad = None
             chance[rank] = torch.get_rng_state()
-        for name, parameter in model.named_parameters():
+        for name, parameter in ((n, p) for n, p in model.named_parameters() if p.requires_grad):
             parameter.grad = mean([one[name] for one in found], piles_up=name in piles)
         if task.max_norm is not None:
             norm = float(optimizer.clip_grad_norm_(task.max_norm))
