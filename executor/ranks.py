@@ -12,6 +12,7 @@ import contextlib
 import datetime as dt
 import hashlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from executor.watch import SILENCE_S, RankError, Watch
 
 _POLL_S: Final = 0.1  # how long after another rank's failure a waiting thread notices it
+_GRACE_S: Final = 5.0  # in which what was under way when a rank failed ends, as the others leave too
 # A limit on honest waiting (a checkpoint on one rank, say); failures end waiting much earlier.
 _TIMEOUT: Final = dt.timedelta(minutes=30)
 
@@ -53,6 +55,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), size
         self._on_device = device.type == "cuda"
         self._stopped = threading.Event()
+        self._under_way: dict[dist.ProcessGroup, threading.Event] = {}  # set when what a group has begun has ended
         store = dist.distributed_c10d._get_default_store()
         prefix = f"ullage {store.add(f'ullage sessions of rank {self.rank}', 1)}"  # all ranks count alike
         self._watch = Watch(dist.distributed_c10d.PrefixStore(prefix, store), self.rank, size, silence_s=silence_s)
@@ -61,7 +64,7 @@ class Ranks:
         self._groups = [self._lane, self._hosts]
         self._on_failure: Callable[[RankError], None] = lambda _error: None
         self._watch.start(self._failed)
-        atexit.register(self._watch.at_exit)
+        atexit.register(self._at_exit)
 
     def watch(self, on_failure: Callable[[RankError], None]) -> None:
         """Have this called, in another thread, as soon as another rank has failed."""
@@ -86,11 +89,11 @@ class Ranks:
         Raises:
             RankError: a rank has failed. So do all methods below.
         """
-        self._wait(lambda: _all_gather(whole, own, group=self._lane, async_op=True), on_device=self._on_device)
+        self._wait(self._lane, lambda: _all_gather(whole, own, group=self._lane, async_op=True))
 
     def add_up(self, values: torch.Tensor) -> None:
         """Replace ``values`` by the sum of all ranks' in their own type; the same bits on all ranks."""
-        self._wait(lambda: dist.all_reduce(values, group=self._lane, async_op=True), on_device=self._on_device)
+        self._wait(self._lane, lambda: dist.all_reduce(values, group=self._lane, async_op=True))
 
     def scatter(self, own: torch.Tensor, values: torch.Tensor) -> None:
         """Set ``own``, ``[n]``, to this rank's part of the sum of all ranks' ``values``, ``[size * n]``, in their type.
@@ -99,7 +102,7 @@ class Ranks:
         torch has it, takes longer than that (and did just that before).
         """
         if self._on_device:
-            self._wait(lambda: _reduce_scatter(own, values, group=self._lane, async_op=True), on_device=True)
+            self._wait(self._lane, lambda: _reduce_scatter(own, values, group=self._lane, async_op=True))
         else:
             self.add_up(values)
             own.copy_(values[self.rank * len(own) : (self.rank + 1) * len(own)])
@@ -109,21 +112,22 @@ class Ranks:
     def sums(self, values: Sequence[float]) -> list[float]:
         """Return the sums over ranks, element by element, in float64; the same bits on all ranks."""
         total = torch.tensor(values, dtype=torch.float64)
-        self._wait(lambda: dist.all_reduce(total, group=self._hosts, async_op=True))
+        self._wait(self._hosts, lambda: dist.all_reduce(total, group=self._hosts, async_op=True))
         result: list[float] = total.tolist()
         return result
 
     def of_first(self, values: torch.Tensor) -> torch.Tensor:
         """Return rank 0's values, in host memory, where this rank has a tensor of the same shape and type."""
         values = values.to("cpu", copy=True).contiguous()
-        self._wait(lambda: dist.broadcast(values, dist.get_global_rank(self._hosts, 0), self._hosts, async_op=True))
+        first = dist.get_global_rank(self._hosts, 0)
+        self._wait(self._hosts, lambda: dist.broadcast(values, first, self._hosts, async_op=True))
         return values
 
     def collected(self, own: torch.Tensor) -> torch.Tensor:
         """Return every rank's ``own``, ``[n]``, one behind the other, in new host memory, ``[size * n]``."""
         own = own.to("cpu").contiguous()
         whole = torch.empty(self.size * len(own), dtype=own.dtype)
-        self._wait(lambda: _all_gather(whole, own, group=self._hosts, async_op=True))
+        self._wait(self._hosts, lambda: _all_gather(whole, own, group=self._hosts, async_op=True))
         return whole
 
     def agree(self, what: str, value: str) -> None:
@@ -150,30 +154,49 @@ class Ranks:
 
     def meet(self) -> None:
         """Wait until all ranks have come here."""
-        self._wait(lambda: dist.barrier(group=self._hosts, async_op=True))
+        self._wait(self._hosts, lambda: dist.barrier(group=self._hosts, async_op=True))
 
     def close(self, *, together: bool) -> None:
-        """Leave the others; ``together`` if they do so too, after they met. Closing twice is allowed."""
-        self._watch.leave(together=together)
-        atexit.unregister(self._watch.at_exit)
-        self._stopped.set()
-        while self._groups:
-            group = self._groups.pop()
-            if together:
-                dist.destroy_process_group(group)
-        if self._made and together and dist.is_initialized():
-            dist.destroy_process_group()
+        """Leave the others; ``together`` if they do so too, after they met. Closing twice is allowed.
 
-    def _wait(self, begin: Callable[[], Any], *, on_device: bool = False) -> None:
+        A group is destroyed when nothing is under way in it, since gloo crashes otherwise. After a failure there is
+        always a rank that has nothing under way in a group: it goes first, its connections close, and that ends what
+        the others still have.
+        """
+        self._watch.leave(together=together)
+        self._stopped.set()
+        for group in sorted(self._groups, key=lambda group: group in self._under_way):
+            done = self._under_way.get(group)
+            if done is None or done.wait(_GRACE_S):
+                dist.destroy_process_group(group)
+                self._groups.remove(group)
+        if not self._groups:
+            atexit.unregister(self._at_exit)
+            if self._made and dist.is_initialized():
+                dist.destroy_process_group()
+            self._made = False
+
+    def _at_exit(self) -> None:
+        """Leave by a process that ends without having closed: nothing may be under way when the interpreter goes."""
+        if (error := getattr(sys, "last_value", None)) is not None:  # nobody has caught it
+            self.tell(error)
+        self.close(together=False)
+        if self._groups:  # the process would crash, and has said why it ends
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _wait(self, group: dist.ProcessGroup, begin: Callable[[], Any]) -> None:
         """Begin a collective and wait for it, or make the current stream wait for it if it is one on a device."""
         self._check()
         try:
             work = begin()
-            if not on_device:  # work.wait() could not be left if another rank fails
-                done = threading.Event()
+            if group is self._hosts or not self._on_device:  # work.wait() could not be left if another rank fails
+                done = self._under_way[group] = threading.Event()
                 work.get_future().add_done_callback(lambda _future: done.set())
                 while not done.wait(_POLL_S):
                     self._check()
+                del self._under_way[group]
             work.wait()
         except RankError:
             raise

@@ -10,7 +10,6 @@ explanation, as a closed connection names nobody.
 import contextlib
 import os
 import select
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -120,11 +119,6 @@ class Watch:
             for handle in self._handles:
                 os.close(handle)
             self._handles.clear()
-
-    def at_exit(self) -> None:
-        """Tell the others if this process ends by an error that nobody has caught."""
-        if (error := getattr(sys, "last_value", None)) is not None:
-            self.tell(error)
 
     def _run(self) -> None:
         signs, heard_s = dict.fromkeys(self._others, b""), dict.fromkeys(self._others, time.monotonic())
