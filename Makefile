@@ -37,6 +37,7 @@ fuzz: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/simulator/run.py
 	$(BIN)/python benchmarks/cpu/adamw.py
+	$(BIN)/python benchmarks/cpu/peers.py
 
 clean:
 	rm -rf $(VENV) $(OUT) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -206,7 +206,7 @@ class Mix:
         num_nvme: subgroups among that rest whose state is on NVMe.
         num_keep: segments, from the last on, whose activations are kept.
         num_offload, num_evict: segments among the others whose activations are offloaded, and go on to NVMe.
-        num_host: units, from the last on, whose parameters are fetched for every use.
+        num_host: units whose parameters are fetched for every use, evenly spaced among those that may be.
         num_on_nvme: of these, from the last on, those whose parameters are on NVMe, and so their state.
         num_slots: slots per ring of parameters.
         num_state_slots: slots that streamed state passes through.
@@ -240,9 +240,10 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
     Resident state goes to the units whose deadline is nearest, the first in forward order, and of a layer's experts to
     the most visited; gradients of what is streamed stay on the device for the first units too, as theirs are the last
     to come and the first to be used. Streamed subgroups are spread evenly among those that the CPU updates, so that
-    both sides stay busy, and so is what comes from NVMe, and segments that offload among those that recompute. Units
-    with a shared weight, and those that are updated on the device, keep their parameters there. What is very small
-    always does: anywhere else it would take a turn, and a slot, for next to nothing.
+    both sides stay busy, and so is what comes from NVMe, units that are fetched, so that others compute while they
+    come, and segments that offload among those that recompute. Units with a shared weight, and those that are updated
+    on the device, keep their parameters there. What is very small always does: anywhere else it would take a turn, and
+    a slot, for next to nothing.
     """
     counts = movable(setup)
     fixed = tied(setup)
@@ -256,22 +257,32 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
     num_there = sum(counts[unit.name] for unit, whole in zip(order, there, strict=True) if whole)
     places = _spread(sum(counts.values()) - num_there, mix.num_gpu, mix.num_stream, max(mix.num_nvme - num_there, 0))
     ways = _activations(setup, mix)
-    units: dict[str, UnitDecision] = {}
-    num_streaming = 0
-    for position, unit in enumerate(order):
-        if there[position]:
-            update = (Place.NVME,) * counts[unit.name]
+    updates: dict[str, tuple[Place, ...]] = {}
+    for unit, whole in zip(order, there, strict=True):
+        if whole:
+            updates[unit.name] = (Place.NVME,) * counts[unit.name]
         else:
             update = tuple(itertools.islice(places, counts[unit.name]))
-            update = update or (Place.GPU,) * len(pieces(setup, unit))
-        host = position >= len(order) - mix.num_host and fetchable[position] and Place.GPU not in update
-        num_streaming += Place.STREAM in update
-        units[unit.name] = UnitDecision(
-            params="nvme" if there[position] else "host" if host else "gpu",
+            updates[unit.name] = update or (Place.GPU,) * len(pieces(setup, unit))
+    streaming = [unit.name for unit in order if Place.STREAM in updates[unit.name]]
+    staying = set(streaming[: mix.num_stay])
+    on_nvme = {unit.name for unit, whole in zip(order, there, strict=True) if whole}
+    on_host = [
+        unit.name
+        for unit, can in zip(order, fetchable, strict=True)
+        if can and unit.name not in on_nvme and Place.GPU not in updates[unit.name]
+    ]
+    on_host = list(itertools.compress(on_host, _evenly(len(on_host), mix.num_host - len(on_nvme))))
+    where: dict[str, Any] = dict.fromkeys(on_host, "host") | dict.fromkeys(on_nvme, "nvme")
+    units = {
+        unit.name: UnitDecision(
+            params=where.get(unit.name, "gpu"),
             activations=ways.get(unit.segment, "keep"),
-            update=update,
-            streamed_gradients="gpu" if Place.STREAM in update and num_streaming <= mix.num_stay else "host",
+            update=updates[unit.name],
+            streamed_gradients="gpu" if unit.name in staying else "host",
         )
+        for unit in order
+    }
     return Decisions(
         **setup.given,
         policy="ullage",

@@ -217,8 +217,8 @@ def move_words(bench: Bench, unit: str, decision: UnitDecision) -> str:
     """Return what a decision does otherwise than the plan's, in words."""
     own = bench.decisions.units[unit]
     told = []
-    if decision.update != own.update:
-        told.append(f"updated {places_words(_shares(decision))}")
+    if decision.update != own.update or decision.streamed_gradients != own.streamed_gradients:
+        told.append(f"updated {_update_words(decision)}")
     if decision.params != own.params:
         told.append(f"parameters {PARAMS[decision.params]}")
     if decision.activations != own.activations:
@@ -228,7 +228,12 @@ def move_words(bench: Bench, unit: str, decision: UnitDecision) -> str:
 
 def treatment_words(decision: UnitDecision) -> tuple[str, str, str]:
     """Return where a unit is updated, where its parameters are, and what happens to activations, in words."""
-    return places_words(_shares(decision)), PARAMS[decision.params], ACTIVATIONS[decision.activations]
+    return _update_words(decision), PARAMS[decision.params], ACTIVATIONS[decision.activations]
+
+
+def _update_words(decision: UnitDecision) -> str:
+    stay = Place.STREAM in decision.update and decision.streamed_gradients == "gpu"
+    return places_words(_shares(decision)) + (", gradients stay" if stay else "")
 
 
 def places_words(shares: dict[Place, float]) -> str:

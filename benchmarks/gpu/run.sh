@@ -1,28 +1,88 @@
 #!/usr/bin/env bash
-# One GPU, about ten minutes: tests on the device, calibration, planned runs, predicted against measured, and training
-# without offload beside them. Results go to $OUT (default benchmarks/results/gpu); commit what is there.
+# One GPU, at most ten minutes: tests on the device, calibration, planned runs, predicted against measured, and peers
+# beside ours. Results go to $OUT (default benchmarks/results/gpu), after every stage; commit what is there.
 #
-#   bash benchmarks/gpu/run.sh [MODEL ...]        default: llama-3.2-1b qwen2.5-3b opt-6.7b
+#   bash benchmarks/gpu/run.sh [OPTIONS OF benchmarks/gpu/peers.py]
 #
-# Needs torch with CUDA, transformers, numba, scipy, networkx, rich and pydantic; nothing is installed or downloaded.
-set -euo pipefail
+#   STAGES="tests calibrate execute peers"    which stages, in this order
+#   PROFILE=h100                              planned for in place of $OUT/profile.json where calibration left none
+#   BUDGET_S=580                              seconds for all of them
+#   WHEELS=wheels                             folder of wheels to install beside what is there, if it exists: ours
+#                                             (pydantic) and the peers' (benchmarks/requirements-peers.txt)
+#   MODELS="llama-3.2-1b"                     what the execute stage plans and executes
+#
+# A stage that fails, or takes longer than it may, is told in $OUT/stages.txt with the end of its output, and the others
+# go on. Needs torch with CUDA, transformers, numba, scipy, networkx, rich and pydantic; nothing is downloaded.
+set -uo pipefail
 cd "$(dirname "$0")/../.."
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 OUT="${OUT:-benchmarks/results/gpu}"
-MODELS=("$@")
-[ ${#MODELS[@]} -gt 0 ] || MODELS=(llama-3.2-1b qwen2.5-3b opt-6.7b)
+STAGES="${STAGES:-tests calibrate execute peers}"
+BUDGET_S="${BUDGET_S:-580}"
+WHEELS="${WHEELS:-wheels}"
+MODELS="${MODELS:-llama-3.2-1b}"
+PYTHON="${PYTHON:-python3}"
+PROFILE="${PROFILE:-h100}"
+begin_s=$(date +%s)
+scratch="$(mktemp -d)"
+trap 'rm -rf "$scratch"' EXIT
 mkdir -p "$OUT"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
-python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "no CUDA GPU that PyTorch can use")'
-if python -c 'import pytest' 2>/dev/null; then
-    timeout 120 python -m pytest -q --rootdir . tests/executor/test_cuda.py | tee "$OUT/tests.txt"
-fi
-timeout 180 python -m ullage calibrate --quick --output "$OUT/profile.json"
-for model in "${MODELS[@]}"; do
-    python -m ullage plan --model "$model" --hardware "$OUT/profile.json" --micro-batch 4 --seq-len 2048 \
-        --output "$OUT/$model-plan.json"
-    timeout 150 python -m ullage execute "$OUT/$model-plan.json" --iterations 12 --output-dir "$OUT" --json \
-        > "$OUT/$model-run.json" || echo "$model: execution failed" | tee -a "$OUT/failures.txt"
-    rm -f "$OUT/run.json" "$OUT/trace.json.gz"
+left_s() { echo $((BUDGET_S - $(date +%s) + begin_s)); }
+
+# stage NAME LIMIT_S COMMAND...: run a command within its limit and what is left of the budget; tell how it ended.
+stage() {
+    local name=$1 limit_s=$2 start_s code
+    shift 2
+    [ "$(left_s)" -lt "$limit_s" ] && limit_s=$(left_s)
+    if [ "$limit_s" -lt 5 ]; then
+        echo "$name: not run, no time was left" >> "$OUT/stages.txt"
+        return
+    fi
+    start_s=$(date +%s)
+    timeout --kill-after 5 "$limit_s" "$@" > "$scratch/log.txt" 2>&1
+    code=$?
+    echo "$name: ended with $code after $(($(date +%s) - start_s)) s of $limit_s s" | tee -a "$OUT/stages.txt"
+    tail -n 30 "$scratch/log.txt"
+    [ $code -eq 0 ] || tail -n 15 "$scratch/log.txt" | sed 's/^/    /' >> "$OUT/stages.txt"
+}
+
+install_wheels() {
+    local wheel
+    mkdir -p "$scratch/ours" "$scratch/peers"
+    for wheel in "$WHEELS"/*.whl; do
+        local place=ours
+        # Apart, so that only the peers' processes import them: transformers looks for torchao, and takes time for it.
+        case "$(basename "$wheel")" in deepspeed* | torchao* | hjson*) place=peers ;; esac
+        "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$scratch/$place" "$wheel" \
+            || echo "install: $wheel failed" | tee -a "$OUT/stages.txt"
+    done
+    export PYTHONPATH="$PYTHONPATH:$scratch/ours" ULLAGE_PEERS="$scratch/peers"
+}
+
+profile() { if [ -f "$OUT/profile.json" ]; then echo "$OUT/profile.json"; else echo "$PROFILE"; fi; }
+
+execute_model() {
+    "$PYTHON" -m ullage plan --model "$1" --hardware "$(profile)" --micro-batch 4 --seq-len 2048 \
+        --output "$scratch/plan.json" \
+        && "$PYTHON" -m ullage execute "$scratch/plan.json" --iterations 12 --output-dir "$scratch" --json \
+            > "$OUT/$1-run.json"
+}
+export -f execute_model profile
+export PYTHON OUT PROFILE scratch
+
+: > "$OUT/stages.txt"
+compgen -G "$WHEELS/*.whl" > /dev/null && install_wheels
+for name in $STAGES; do
+    case "$name" in
+        tests) stage tests 120 "$PYTHON" -m pytest -q --rootdir . tests/executor/test_cuda.py ;;
+        calibrate) stage calibrate 150 "$PYTHON" -m ullage calibrate --quick --output "$OUT/profile.json" ;;
+        execute) for model in $MODELS; do stage "execute $model" 120 bash -c 'execute_model "$1"' - "$model"; done ;;
+        peers)
+            stage peers "$(left_s)" "$PYTHON" benchmarks/gpu/peers.py --quick --profile "$(profile)" \
+                --budget "$(($(left_s) - 25))" --limit 100 --output "$OUT/peers.json" "$@"
+            ;;
+        *) echo "$name: no such stage" | tee -a "$OUT/stages.txt" ;;
+    esac
 done
-timeout 90 python benchmarks/gpu/in_memory.py --model "${MODELS[0]}" --output "$OUT/in-memory.json"
+cat "$OUT/stages.txt"

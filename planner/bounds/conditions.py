@@ -68,11 +68,13 @@ class _Conditions:
         self.units, self.given, self.storage = space.units, space.given, space.storage
         self.cost, self.limit_s = cost, limit_s
         self.segments = segments(space.units)
+        self.position = {unit.name: i for i, unit in enumerate(space.units)}
         self.weight_bytes = self.given.precision.weight_bytes
         self.repeats = self.given.num_micro_batches
         self.loads = Loads(cost, self.given)
         self.program = LinearProgram(OVERRUN if soft else TIME)
         self.program.variable(TIME, 0.0, limit_s)
+        self.rings: dict[str, tuple[float, list[Unit]]] = {}  # size of one slot, and who may be in it
         self.held: list[Sum] = []  # what the device holds at the first backward of every unit
         self.overrun = Sum((self.program.variable(OVERRUN, 0.0, 1e6), 1.0)) if soft else Sum()
         for room in ROOM.values():
@@ -292,14 +294,15 @@ class _Conditions:
                 needs = between(i, i).plus({spans[i]: 1.0})
                 self.program.at_least(f"window: updates of units 0 to {i}", Sum((TIME, 1.0)), needs)
             return
-        after, before = self._longest("update", returning), self._longest("leave", leaving)
+        coming = [self._coming(unit) for unit in self.units]  # for backward, while gradients leave
+        after, before = self._longest("update", returning), self._longest("leave", leaving, coming)
         self._through_nvme(after)
         for i in _spread(len(self.units), _NUM_ENDS):
             for j in _spread(len(self.units), _NUM_BEGINNINGS):
                 needs = between(i, j).plus(Sum((after[i], 1.0), (before[j], 1.0)))
                 name = f"window: updates of units 0 to {i} once gradients of 0 to {j} have left"
                 self.program.at_least(name, Sum((TIME, 1.0)), needs)
-        starts = {segment[0].segment: self.units.index(segment[0]) for segment in self.segments}
+        starts = {segment[0].segment: self.position[segment[0].name] for segment in self.segments}
         for i in _spread(len(self.units), _NUM_BEGINNINGS):
             stored = self._stored_before(i)
             start = starts[self.units[i].segment]
@@ -347,21 +350,53 @@ class _Conditions:
                 self.loads.gather(load, unit, Sum(("", 1.0)))
         return load
 
-    def _longest(self, what: str, loads: Sequence[Load]) -> list[str]:
-        """Return, for units 0 to each, a variable that is at least the time any lane or resource needs for them."""
+    def _longest(self, what: str, loads: Sequence[Load], behind: Sequence[Load] = ()) -> list[str]:
+        """Return, for units 0 to each, a variable that is at least the time any lane or resource needs for them.
+
+        Args:
+            what: names it.
+            loads: of each unit.
+            behind: what the units before it need meanwhile, if anything, but for what slots hold.
+        """
         found = [self.program.variable(f"{what} of 0 to {i}", 0.0, self.limit_s) for i in range(len(loads))]
-        keys = sorted({key for load in loads for key in load}, key=_word)
+        keys = sorted({key for load in (*loads, *behind) for key in load}, key=_word)
         for key in keys:
             if key is Resource.DEVICE:  # computes meanwhile
                 continue
             scaled = [Sum().plus(load.get(key, {}), 1.0 / self.loads.capacity[key]) for load in loads]
+            others = [Sum().plus(load.get(key, {}), 1.0 / self.loads.capacity[key]) for load in behind]
+            coming = self._chain(f"{what} beside, by {_word(key)}", others) if any(others) else []
+            in_slots = self._in_slots(behind, key) if coming else Sum()
             for i, variable in enumerate(self._chain(f"{what} by {_word(key)}", scaled)):
-                self.program.at_least(f"{what} of 0 to {i} by {_word(key)}", Sum((found[i], 1.0)), Sum((variable, 1.0)))
+                name = f"{what} of 0 to {i} by {_word(key)}"
+                self.program.at_least(name, Sum((found[i], 1.0)), Sum((variable, 1.0)))
+                if i and coming:
+                    needs = Sum((variable, 1.0), (coming[i - 1], 1.0)).plus(in_slots, -1.0)
+                    self.program.at_least(f"{name}, with what comes", Sum((found[i], 1.0)), needs)
                 if what == "update" and key in {Resource.LINK_UP, Resource.LINK, Resource.DRAM}:
                     needs = Sum((variable, 1.0)).plus(self._stored(i), self.loads.per_byte(Resource.LINK_UP, key))
                     name = f"update of 0 to {i} by {_word(key)}, with what is stored"
                     self.program.at_least(name, Sum((found[i], 1.0)), needs)
         return found
+
+    def _in_slots(self, coming: Sequence[Load], key: Key) -> Sum:
+        """Return the seconds of what comes that was for parameters which slots can hold."""
+        held = Sum()
+        for ring, (size, units) in self.rings.items():
+            most = max(self.program.highest(coming[self.position[unit.name]].get(key, {})) for unit in units)
+            held[ring] += most / self.loads.capacity[key] / size
+        return held
+
+    def _coming(self, unit: Unit) -> Load:
+        """Return what it takes to bring a unit's parameters for one use."""
+        load: Load = defaultdict(Sum)
+        if f"{unit.name}:fills" in self.program.boxes:
+            if self.given.gathers(unit):
+                self.loads.gather(load, unit, Sum(("", 1.0)))
+            self.loads.copy(
+                load, Resource.LINK_DOWN, self.weight_bytes * self.given.shard_params(unit), self._away(unit)
+            )
+        return load
 
     def _through_nvme(self, spans: Sequence[str]) -> None:
         """State on NVMe is read and written within the spans of updates, but for what host buffers hold."""
@@ -502,6 +537,7 @@ class _Conditions:
             size = self.weight_bytes * num_params * scale
             ring = self.program.variable(f"{RING}{num_params}", 0.0, size * len(units))
             held[ring] = 1.0
+            self.rings[ring] = (size, units)
             kept = {
                 gap: self._chain(f"{ring} kept {gap}", (Sum((f"{unit.name}:kept {gap}", size)) for unit in units))
                 for gap, _ in self._gaps()

@@ -93,8 +93,8 @@ def alternatives(
 ) -> tuple[Alternative, ...]:
     """Simulate every way to treat a unit as a whole, the plan's own first; ``progress`` is told done and total.
 
-    That is each place for all of its updates, parameters on the device or the host, activations of its segment kept or
-    recomputed, in all combinations that can be.
+    That is each place for all of its updates, gradients of what is streamed on the device or the host, parameters on
+    either, activations of its segment kept or recomputed, in all combinations that can be.
     """
     own = bench.decisions.units[unit]
     found = [Alternative(own, bench.own, chosen=True)]
@@ -120,10 +120,15 @@ def _ways(bench: Bench, unit: str) -> Iterator[UnitDecision]:
     places = _places(bench) if own.update else ()
     updates: list[tuple[Place, ...]] = [(place,) * len(own.update) for place in places]
     activations = ("keep", "recompute") if bench.recomputable(unit) else (own.activations,)
-    for update, params, way in itertools.product(_with(own.update, updates), ("gpu", "host"), activations):
+    for update, params, way, gradients in itertools.product(
+        _with(own.update, updates), ("gpu", "host"), activations, ("gpu", "host")
+    ):
         if params == "host" and (Place.GPU in update or not bench.fetchable(unit)):
             continue
-        yield own.model_copy(update={"update": update, "params": params, "activations": way})
+        if Place.STREAM not in update and gradients != own.streamed_gradients:
+            continue
+        changed = {"update": update, "params": params, "activations": way, "streamed_gradients": gradients}
+        yield own.model_copy(update=changed)
 
 
 def _with(own: tuple[Place, ...], others: Sequence[tuple[Place, ...]]) -> list[tuple[Place, ...]]:
@@ -140,13 +145,19 @@ def _places(bench: Bench) -> tuple[Place, ...]:
 def single_moves(bench: Bench, unit: str) -> Iterator[UnitDecision]:
     """Yield what differs from the plan in one thing: where all of the unit is updated, its parameters, or activations.
 
-    What is updated on the device has its parameters there, so these go with it.
+    What is updated on the device has its parameters there, so these go with it, and gradients are where they are best
+    for what is streamed.
     """
     own = bench.decisions.units[unit]
     for decision in _ways(bench, unit):
         same = (decision.update == own.update, decision.params == own.params, decision.activations == own.activations)
         follows = set(decision.update) == {Place.GPU} and same == (False, False, True)
-        if sum(same) == 2 or follows:
+        gradients_only = all(same) and decision != own
+        if (
+            gradients_only
+            or follows
+            or (sum(same) == 2 and (not same[0] or decision.streamed_gradients == own.streamed_gradients))
+        ):
             yield decision
 
 

@@ -151,12 +151,28 @@ def _each_its_own(bench: Bench) -> Iterator[Decisions]:
         yield bench.with_units({name: unit.model_copy(update={"activations": way}) for name, unit in ways.items()})
 
 
+def _all_gradients_leave(bench: Bench) -> Iterator[Decisions]:
+    staying = {
+        name: unit.model_copy(update={"streamed_gradients": "host"})
+        for name, unit in bench.decisions.units.items()
+        if Place.STREAM in unit.update and unit.streamed_gradients == "gpu"
+    }
+    if staying:
+        yield bench.with_units(staying)
+
+
 TRICKS: tuple[Trick, ...] = (
     Trick(
         "gradients-once",
         "gradients leave once, in the weights' type",
         "out, back in, out in fp32",
         _options(gradient_path=GradientPath.ZERO3_ASYNC),
+    ),
+    Trick(
+        "gradients-stay",
+        "gradients of streamed updates stay on the device",
+        "they leave and come back",
+        _all_gradients_leave,
     ),
     Trick(
         "overlap-next-forward",

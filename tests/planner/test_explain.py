@@ -114,7 +114,11 @@ def test_alternatives_are_what_simulating_them_says(data: st.DataObject) -> None
 def test_alternatives_are_all_there_are() -> None:
     explained = bench("one")
     unit = "layers.1.mlp"
-    ways = {(a.decision.params, a.decision.activations, a.decision.update) for a in alternatives(explained, unit)}
+    found = [a.decision for a in alternatives(explained, unit)]
+    assert len(found) == len({decision.model_dump_json() for decision in found})
+    streamed = [(d.params, d.activations, d.update, d.streamed_gradients) for d in found if Place.STREAM in d.update]
+    assert sum(gradients == "gpu" for *_, gradients in streamed) == len(streamed) / 2
+    ways = {(decision.params, decision.activations, decision.update) for decision in found}
     count = len(explained.decisions.units[unit].update)
     whole = {
         (params, activations, (place,) * count)

@@ -7,20 +7,18 @@ and updates by the CPU gate the next forward. Real threads, a real model; bounds
 import dataclasses
 import gc
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from executor.options import SessionOptions
 from executor.prepare import prepare_session
-from planner.costs import Price, Resource
 from planner.decisions import BF16, Decisions, Place, UnitDecision
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model, to_hf_config_dict
 from planner.schedule import Lane, Schedule, Task
-from planner.simulate.machine import run
 from planner.timeline import Timeline
+from ullage.replay import replay
 
 NUM_ITERATIONS = 20
 STEADY = range(4, NUM_ITERATIONS - 1)
@@ -80,16 +78,7 @@ def measure() -> Timeline:
 
 
 def replayed(timeline: Timeline, schedule: Schedule) -> float:
-    """Simulate a schedule with measured durations and nothing shared, and return how its period compares.
-
-    Of the iterations the fastest third is taken: those in which no other program took the cores between two tasks.
-    """
-    fastest = sorted(STEADY, key=timeline.period_s)[: len(STEADY) // 3]
-    durations_s = np.median((timeline.end_s - timeline.start_s)[fastest], axis=0)
-    prices = [Price(0.0, float(duration_s)) for duration_s in durations_s]
-    capacities = dict.fromkeys(Resource, 1.0)
-    simulated_s = run(schedule, prices, capacities, 5).period_s(3)
-    return simulated_s / float(np.median([timeline.period_s(i) for i in fastest]))
+    return replay(timeline, STEADY, schedule)
 
 
 def changed(schedule: Schedule, **changes: object) -> Schedule:

@@ -9,7 +9,7 @@ import hwprofiles.calibrate
 from executor.optimizer import AdamWParams, adamw_step
 from hwprofiles.registry import load_profile
 from ullage.cli import main
-from ullage.commands.calibrate import _kernels
+from ullage.commands.calibrate import kernels
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_an_optimizer_step_is_the_executors_on_any_team():
     grad = (rng.random(1000, np.float32).view(np.uint32) >> 16).astype(np.uint16)
     wanted, weight = [a.copy() for a in arrays], np.empty(1000, np.uint16)
     adamw_step(*wanted, grad, weight, AdamWParams(), step=1)
-    step = _kernels().cpu_adamw
+    step = kernels().cpu_adamw
     for num_threads in (1, 2, 2):
         got, got_weight = [a.copy() for a in arrays], np.empty(1000, np.uint16)
         step(*got, grad, got_weight, num_threads)

@@ -21,7 +21,7 @@ TRIAL = {
     "host_peak_change_bytes",
     "traffic_change_bytes",
 }
-DECISION = {"params", "activations", "update"}
+DECISION = {"params", "activations", "update", "streamed_gradients"}
 HEAD = {"model", "hardware", "num_devices", "iteration_s"}
 LIMIT = {
     "quantity",

@@ -58,6 +58,20 @@ def capture_figures() -> dict[str, str]:
     }
 
 
+def peers_figures() -> dict[str, str]:
+    """Return how ours compares with peers, cell by cell; nothing before it has been measured."""
+    if not (ROOT / "benchmarks" / "results" / "cpu_peers.json").exists():
+        return {}
+    cells = result("cpu_peers.json")["cells"].values()
+    assert all(cell["rows"]["ours"]["status"] == "ok" for cell in cells)
+    return {
+        "peers": ", ".join(f"{cell['ours_over_best_peer']:.2f} {TIMES} {cell['best_peer']}" for cell in cells),
+        "peers_in_memory": ", ".join(f"{cell['ours_over_in_memory']:.2f} {TIMES}" for cell in cells),
+        "peers_bound": ", ".join(f"{100 * cell['ours_over_bound']:.0f} %" for cell in cells),
+        "peers_predicted": ", ".join(f"{100 * cell['prediction_error']:+.1f} %" for cell in cells),
+    }
+
+
 def figures() -> dict[str, str]:
     """Return every figure of the README, from the committed result files."""
     errors = [f"{100 * error:+.1f} %" for error in result("demo.json")["iteration_errors"]]
@@ -96,6 +110,7 @@ def figures() -> dict[str, str]:
         "memory_wall": f"within {100 * shares:.0f} points of those measured in {len(claims['memory_wall'])} runs",
         "planning": "; ".join(f"{result('planning_speed.json')['rows'][i]['process_s']:.1f} s" for i in (0, 1, 4)),
         **capture_figures(),
+        **peers_figures(),
         "adamw_low": f"{min(adamw):.1f}",
         "adamw_high": f"{max(adamw):.1f}",
     }

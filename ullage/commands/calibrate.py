@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--output {path}: give the name of a file in a folder that is there")  # not after measuring
     options = CalibrationOptions(quick=args.quick, name=args.name, device_memory_bytes=args.device_memory)
     with progress_bar() as progress:
-        profile, report = calibrate(options, _kernels(), progress)
+        profile, report = calibrate(options, kernels(), progress)
     save_profile(profile, path)
     if args.json:
         from hwprofiles.registry import canonical_json  # noqa: PLC0415
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _kernels() -> Any:
+def kernels() -> Any:
     """Return what the executor runs, in the form that calibration calls."""
     from executor.backend import sum_of_squares  # noqa: PLC0415 - numba
     from executor.optimizer import AdamWParams, WorkerTeam, adamw_step  # noqa: PLC0415

@@ -1,0 +1,68 @@
+"""Our training beside that of peers, without a GPU: same model, text, cores and arithmetic.
+
+    python benchmarks/cpu/peers.py --peers PEERS --quick        about three minutes where nothing else runs
+    python benchmarks/cpu/peers.py --peers PEERS                about fifteen
+
+Beside other programs neither the times nor the ratios mean much: threads that wait for one another at the end of every
+kernel suffer out of proportion.
+
+Peers are installed by ``pip install --target PEERS -r benchmarks/requirements-peers.txt``; one that is not there is a
+row that says so. Every engine trains in a process of its own; rows take turns, and a row whose losses are not those of
+training in memory counts for nothing.
+
+In cells that end in ``-1t`` one core stands in for the device: forward and backward of every engine run in one thread,
+updates may use all cores. In the others all cores compute. Our plan may use so little of the device that its optimizer
+has to be on the host; the peers on a CPU have no device to run out of.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+from benchmarks.peers.command import Rounds, add_arguments, compare
+from benchmarks.peers.jobs import Cell
+from hwprofiles.calibrate import CalibrationOptions, calibrate
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.registry import load_profile
+from ullage.commands.calibrate import kernels
+
+OUTPUT = Path(__file__).parents[1] / "results" / "cpu_peers.json"
+TINY = (Cell("llama-tiny", "fp32", 2, 32, 2, 1.0, 3_000_000, 1),)
+
+
+def cells(num_cores: int, *, quick: bool) -> tuple[Cell, ...]:
+    """Return what is trained; the device's memory holds weights and activations of a cell, and no optimizer."""
+    few = max(num_cores // 2, 1)
+    model, memory_bytes = "llama-79m", 500_000_000
+    device = Cell(model, "bf16", 1, 256, 1, 1.0, memory_bytes, few)
+    accumulated = Cell(model, "bf16", 1, 128, 4, 0.0, memory_bytes, few)
+    every = Cell(model, "bf16", 2, 256, 1, 1.0, memory_bytes, num_cores)
+    return (device, every) if quick else (device, accumulated, every)
+
+
+def calibrated(threads: int) -> HardwareProfile:
+    """Measure this machine with ``threads`` cores in the device's place."""
+    options = CalibrationOptions(quick=True, device="host", device_cores=threads)
+    return calibrate(options, kernels(), lambda *_: None)[0]
+
+
+def main() -> None:
+    """Calibrate, compare, write and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, OUTPUT)
+    parser.add_argument("--quick", action="store_true", help="two cells, one setting per peer, one process per row")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny model and one process per row: does it work at all?"
+    )
+    args = parser.parse_args()
+    num_cores = len(os.sched_getaffinity(0))
+    chosen = TINY if args.tiny else cells(num_cores, quick=args.quick)
+    threads = sorted({cell.compute_threads for cell in chosen})
+    profiles = {n: load_profile(args.profile) if args.profile else calibrated(n) for n in threads}
+    few = args.quick or args.tiny
+    rounds = Rounds(1 if few else 3, 2, 4 if few else 5, quick=few)
+    compare(args, "cpu", chosen, profiles, rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""The comparison from beginning to end: plan, tune, take turns, gate, write. One code for CPU and GPU."""
+
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, distributions, version
+from pathlib import Path
+from typing import Any
+
+import ullage
+from benchmarks.peers.jobs import Cell, Job, Outcome, model_config
+from benchmarks.peers.processes import Runner
+from benchmarks.peers.rows import Row
+from benchmarks.peers.summary import cell_summary, verdict
+from hwprofiles.files import write_whole
+from hwprofiles.profile import HardwareProfile
+from planner.decisions import Precision
+
+_BUILD_LIMIT_S = 420.0
+_PLANNED_SHARE = 0.95  # of a bound that PyTorch's allocator enforces: it rounds, and holds workspaces of libraries too
+_TUNED_ITERATIONS = (1, 3)  # warm-up and timed: enough to rank settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How to compare.
+
+    Attributes:
+        cells: what is trained.
+        rows: by whom.
+        device: on what.
+        profiles: the machine's, by threads that compute (0 where a GPU does).
+        num_rounds: processes per row and cell; in each round all rows take their turn.
+        num_warm_up, num_timed: iterations of each.
+        quick: try the likeliest settings of every peer alone.
+        output: result file, written after every process.
+    """
+
+    cells: tuple[Cell, ...]
+    rows: tuple[Row, ...]
+    device: str
+    profiles: dict[int, HardwareProfile]
+    num_rounds: int
+    num_warm_up: int
+    num_timed: int
+    quick: bool
+    output: Path
+
+
+class Comparison:
+    """All processes of one comparison, and what they have found so far.
+
+    Args:
+        settings: how to compare.
+        runner: starts processes.
+        folder: existing, for plans.
+    """
+
+    def __init__(self, settings: Settings, runner: Runner, folder: Path) -> None:
+        self._settings = settings
+        self._runner = runner
+        self._folder = folder
+        self._begin = {"date": datetime.now(UTC).date().isoformat(), "load_average_before": os.getloadavg()[0]}
+        self._outcomes: dict[Cell, dict[str, list[Outcome]]] = {
+            cell: {row.name: [] for row in settings.rows} for cell in settings.cells
+        }
+        self._references: dict[Cell, tuple[float, ...]] = {}
+        self._plans: dict[Cell, str] = {}
+        self._chosen: dict[tuple[Cell, str], dict[str, Any]] = {}
+        self._tried: dict[Cell, dict[str, list[dict[str, Any]]]] = {cell: {} for cell in settings.cells}
+        self._notes: dict[str, Any] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Compare, and return what was written."""
+        self._build()
+        for cell in self._settings.cells:
+            self._plan(cell)
+            self._refer(cell)
+        for cell in self._settings.cells:
+            for row in self._settings.rows:
+                self._tune(cell, row)
+        for _ in range(self._settings.num_rounds):
+            for cell in self._settings.cells:
+                for row in self._settings.rows:
+                    self._measure(cell, row)
+        return self._write()
+
+    def _build(self) -> None:
+        """Let DeepSpeed compile its optimizer before anything is timed."""
+        if not any(row.engine.startswith("zero") for row in self._settings.rows):
+            return
+        begin_s = time.monotonic()
+        job = Job(Cell("llama-tiny", seq_len=16), "zero2", device=self._device, num_warm_up=1, num_timed=1)
+        outcome = self._runner.run(job, _BUILD_LIMIT_S)
+        self._notes["deepspeed_build"] = {"seconds": time.monotonic() - begin_s, "error": outcome.error}
+        self._say(f"DeepSpeed's extension: {outcome.error or 'ready'}")
+
+    def _plan(self, cell: Cell) -> None:
+        """Plan a cell; what cannot be planned is told in our row."""
+        begin_s = time.monotonic()
+        profile = self._settings.profiles[cell.compute_threads]
+        if cell.device_memory_bytes is not None:
+            share = _PLANNED_SHARE if self._device == "cuda" else 1.0
+            profile = profile.with_device_memory(int(share * cell.device_memory_bytes))
+        request = ullage.Request(
+            model_config(cell.model),
+            profile,
+            seq_len=cell.seq_len,
+            micro_batch=cell.micro_batch,
+            num_micro_batches=cell.num_micro_batches,
+            precision=Precision(weights=cell.dtype),
+            clip=cell.max_norm > 0,
+        )
+        try:
+            plan = ullage.plan(request)
+        except ValueError as error:
+            self._outcomes[cell]["ours"] = [Outcome(error=f"not planned: {error}")]
+            return
+        path = self._folder / f"{cell.name}.json"
+        path.write_text(plan.to_json(), encoding="utf-8")
+        self._plans[cell] = str(path)
+        seconds = time.monotonic() - begin_s
+        self._notes.setdefault("planning_s", {})[cell.name] = seconds
+        self._say(f"{cell.name}: planned in {seconds:.1f} s, {plan.prediction.iteration_s:.3f} s per iteration")
+
+    def _refer(self, cell: Cell) -> None:
+        """Train in memory with the stock loop over parameters: what every loss curve is held to."""
+        settings = {"fused": False} | self._recompute(cell)
+        outcome = self._runner.run(self._job(cell, "in_memory", settings, num_warm_up=self._settings.num_warm_up))
+        self._references[cell] = outcome.losses
+        if outcome.error is not None:
+            self._notes.setdefault("references", {})[cell.name] = outcome.error
+        self._say(f"{cell.name}: reference, losses {outcome.losses[:1]} -> {outcome.losses[-1:]} {outcome.error or ''}")
+
+    def _tune(self, cell: Cell, row: Row) -> None:
+        """Try a row's settings once each and keep the fastest that trains as the reference does."""
+        candidates = row.candidates(self._device, recompute=cell.recompute, quick=self._settings.quick)
+        self._chosen[cell, row.name] = candidates[0]
+        if len(candidates) == 1 or row.kind == "ours":
+            return
+        first = next((c for c in self._settings.cells if c.like(cell)), cell)
+        if first != cell:  # was tuned with another batch of the same model and threads
+            self._chosen[cell, row.name] = self._chosen[first, row.name]
+            return
+        tried = self._tried[cell].setdefault(row.name, [])
+        for settings in candidates:
+            outcome = self._runner.run(self._job(cell, row.engine, settings, *_TUNED_ITERATIONS))
+            status, why = verdict([outcome], self._references[cell], cell)
+            tried.append({"settings": settings, "status": status, "why": why, "iteration_s": _median(outcome)})
+            self._say(f"{cell.name}: {row.name} {settings}: {why or tried[-1]['iteration_s']}")
+            if status == "not installed":
+                break  # nor will it be with other settings
+        counted = [entry for entry in tried if entry["status"] == "ok"]
+        if counted:
+            self._chosen[cell, row.name] = min(counted, key=lambda entry: float(entry["iteration_s"]))["settings"]
+
+    def _measure(self, cell: Cell, row: Row) -> None:
+        """Run a row's next process, unless one has failed already."""
+        outcomes = self._outcomes[cell][row.name]
+        if any(outcome.error is not None for outcome in outcomes) or self._runner.clock.left_s < 1:
+            return
+        settings = self._chosen[cell, row.name]
+        outcome = self._runner.run(self._job(cell, row.engine, settings))
+        if outcome.error is None or self._runner.clock.left_s >= 1:  # not its fault that the time was up
+            outcomes.append(outcome)
+        self._write()
+        self._say(f"{cell.name}: {row.name}: {outcome.error or f'{_median(outcome):.3f} s per iteration'}")
+
+    def _job(
+        self,
+        cell: Cell,
+        engine: str,
+        settings: dict[str, Any],
+        num_warm_up: int | None = None,
+        num_timed: int | None = None,
+    ) -> Job:
+        return Job(
+            cell=cell,
+            engine=engine,
+            settings=settings,
+            device=self._device,
+            num_threads=cell.compute_threads or self._runner.num_cores,
+            num_cores=self._runner.num_cores,
+            num_warm_up=self._settings.num_warm_up if num_warm_up is None else num_warm_up,
+            num_timed=self._settings.num_timed if num_timed is None else num_timed,
+            plan=self._plans.get(cell) if engine == "ours" else None,
+        )
+
+    def _write(self) -> dict[str, Any]:
+        cells = {
+            cell.name: {
+                **dataclasses.asdict(cell),
+                **cell_summary(cell, self._settings.rows, self._outcomes[cell], self._references.get(cell, ())),
+                "settings": {row.name: self._chosen.get((cell, row.name)) for row in self._settings.rows},
+                "tried": self._tried[cell],
+            }
+            for cell in self._settings.cells
+        }
+        result = {
+            "command": shlex.join(["python", *sys.argv]),
+            **self._begin,
+            "load_average_after": os.getloadavg()[0],
+            **machine(self._device),
+            "versions": versions(self._runner.peers),
+            "num_rounds": self._settings.num_rounds,
+            "num_warm_up": self._settings.num_warm_up,
+            "num_timed": self._settings.num_timed,
+            "notes": self._notes,
+            "cells": cells,
+        }
+        write_whole(self._settings.output, json.dumps(result, indent=1) + "\n")
+        return result
+
+    @staticmethod
+    def _recompute(cell: Cell) -> dict[str, Any]:
+        return {"recompute": True} if cell.recompute else {}
+
+    @property
+    def _device(self) -> Any:
+        return self._settings.device
+
+    def _say(self, text: str) -> None:
+        print(f"[{self._runner.clock.left_s:4.0f} s left] {text}", file=sys.stderr, flush=True)
+
+
+def _median(outcome: Outcome) -> float:
+    return statistics.median(outcome.iteration_s) if outcome.iteration_s else float("nan")
+
+
+def versions(peers: Path | None) -> dict[str, str]:
+    """Return the versions of what takes part; what is not installed is left out."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "numba", "numpy", "deepspeed", "torchao"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    if peers is not None:
+        beside = {d.metadata["Name"]: d.version for d in distributions(path=[str(peers)])}
+        found |= {name: beside[name] for name in ("deepspeed", "torchao") if name in beside}
+    return found
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Return what it ran on."""
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    result: dict[str, Any] = {
+        "cpu": names[0] if names else platform.processor(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": pages * page_bytes,
+    }
+    if device == "cuda":
+        import torch  # noqa: PLC0415 - a second, of which a CPU's driver has no need
+
+        result |= {"gpu": torch.cuda.get_device_name(), "gpu_bytes": torch.cuda.mem_get_info()[1]}
+    return result
+
+
+def table(cells: dict[str, Any], rows: Sequence[str]) -> str:
+    """Return the result as lines to print."""
+    lines = []
+    for name, cell in cells.items():
+        lines.append(name)
+        for row in rows:
+            found = cell["rows"][row]
+            if "tokens_per_s" in found:
+                figures = (
+                    f"{found['tokens_per_s']:9.0f} tokens/s {found['iteration_s']:8.3f} s "
+                    f"{found['peak_rss_bytes'] / 1e9:6.2f} GB  start {found['start_up_s']:5.1f} s"
+                )
+                lines.append(f"  {row:16} {figures}  {found['status']} {found['why']}")
+            else:
+                lines.append(f"  {row:16} {found['status']}: {found['why']}")
+        lines += [f"  {key}: {cell[key]:.3f}" for key in cell if key.startswith("ours_over")]
+        lines += [f"  {key}: {cell[key]:.3f}" for key in ("prediction_error", "replayed_over_measured") if key in cell]
+    return "\n".join(lines)

@@ -1,0 +1,91 @@
+"""Rows of the comparison: an engine, and the settings of it that are tried, of which the best is kept."""
+
+import dataclasses
+from typing import Any, Literal
+
+Kind = Literal["ours", "peer", "ceiling", "other mathematics"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row.
+
+    Attributes:
+        name: of the row.
+        engine: see :data:`benchmarks.peers.engines.ENGINES`.
+        kind: ``peer`` rows compete for the best; ``ceiling`` is no offloading; what trains with other mathematics is
+            shown, but competes with nobody.
+        cpu, cuda: settings to try on that kind of device, the likeliest first; none: it is not tried unless named.
+    """
+
+    name: str
+    engine: str
+    kind: Kind = "peer"
+    cpu: tuple[dict[str, Any], ...] = ({},)
+    cuda: tuple[dict[str, Any], ...] = ({},)
+
+    def candidates(self, device: str, *, recompute: bool, quick: bool) -> tuple[dict[str, Any], ...]:
+        """Return the settings to try, all with recomputation or none; with ``quick`` the likeliest alone."""
+        added = {"recompute": True} if recompute else {}
+        found = (self.cpu if device == "cpu" else self.cuda) or self.cpu or self.cuda
+        return tuple(candidate | added for candidate in found[: 1 if quick else None])
+
+
+_ONE_THREAD = {"step_threads": 1}  # no team of threads to start and to wait for in every kernel of the step
+_ZENFLOW = {"topk_ratio": 0.1, "update_interval": 4, "select_interval": 1000, "select_strategy": "step"}
+_SMALLER = 2 * 10**7  # subgroups of 1e8 would leave a small model in one piece, and Twin-Flow nothing to split
+_LARGER = 4 * 10**8
+ROWS: tuple[Row, ...] = (
+    Row("ours", "ours", "ours"),
+    Row("in-memory", "in_memory", "ceiling", cpu=({}, _ONE_THREAD)),
+    Row(
+        "zero-2-offload",
+        "zero2",
+        cpu=({}, {"overlap_comm": False}, _ONE_THREAD),
+        cuda=({}, {"overlap_comm": False}, {"bucket_size": 10**8}),
+    ),
+    Row(
+        "zero-3-offload",
+        "zero3",
+        cpu=({}, _ONE_THREAD),
+        cuda=({}, {"sub_group_size": _LARGER}, {"overlap_comm": False}, {"sub_group_size": 10**9}),
+    ),
+    Row(
+        "twin-flow",
+        "zero3",
+        cpu=tuple({"ratio": ratio, "sub_group_size": _SMALLER} for ratio in (0.5, 0.8)),
+        cuda=tuple({"ratio": ratio} for ratio in (0.5, 0.8, 0.3, 0.6)),
+    ),
+    Row(
+        "super-offload",
+        "zero3",
+        cpu=({"super_offload": True},),
+        cuda=({"super_offload": True}, {"super_offload": True, "sub_group_size": _LARGER}),
+    ),
+    Row(
+        "fsdp2",
+        "fsdp2",
+        cpu=({}, {"reshard": False}, _ONE_THREAD),
+        cuda=({}, {"reshard": False}, {"fused": False}),
+    ),
+    Row("torchao", "torchao", cuda=({}, {"offload_gradients": True})),
+    Row(
+        "zenflow",
+        "zenflow",
+        "other mathematics",
+        cpu=(),
+        cuda=({"zenflow": _ZENFLOW}, {"zenflow": _ZENFLOW | {"overlap_step": True}}),
+    ),
+)
+
+
+def rows_for(device: str, names: tuple[str, ...] = ()) -> tuple[Row, ...]:
+    """Return the rows of a kind of device, or those that are named.
+
+    Raises:
+        ValueError: there is no row of a name.
+    """
+    rows = {row.name: row for row in ROWS}
+    if unknown := [name for name in names if name not in rows]:
+        raise ValueError(f"there is no row {unknown[0]!r}; choose from {', '.join(rows)}")
+    return tuple(row for row in ROWS if (row.name in names if names else getattr(row, device)))
