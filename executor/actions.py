@@ -7,9 +7,10 @@ from typing import NamedTuple, final
 import torch
 
 from executor.backend import Backend, sum_of_squares_on_host, update_on_host
+from executor.exchange import Exchange
 from executor.optimizer import WorkerTeam
 from executor.optimizer.table import Rule
-from executor.state import ModelState, ParameterState, Piece, StateSlot, UnitState
+from executor.state import Arrived, ModelState, ParameterState, Piece, StateSlot, UnitState
 from planner.decisions import Decisions, Place
 from planner.schedule import Lane, Op, Task
 
@@ -39,18 +40,29 @@ class Actions:
         decisions: where things live.
         backend: the device.
         team: threads for updates on the host.
+        exchange: does what several ranks do together; ``None`` if there is one.
     """
 
-    def __init__(self, state: ModelState, decisions: Decisions, backend: Backend, team: WorkerTeam) -> None:
+    def __init__(
+        self,
+        state: ModelState,
+        decisions: Decisions,
+        backend: Backend,
+        team: WorkerTeam,
+        exchange: Exchange | None = None,
+    ) -> None:
         self._state = state
         self._backend = backend
         self._team = team
+        self._exchange = exchange
         self._clips = decisions.clip
         self._num_micro_batches = decisions.num_micro_batches
         self._updates: dict[int, Mapping[str, ParameterUpdate]] = {}
         self._slot_of: dict[tuple[str, int], StateSlot] = {}
         self._by_op = {
             Op.FETCH: self._fetch,
+            Op.GATHER: self._gather,
+            Op.SCATTER: self._scatter,
             Op.FLUSH: self._flush,
             Op.LOAD: self._load,
             Op.UPDATE: self._update,
@@ -67,12 +79,17 @@ class Actions:
         self._updates = {i: known for i, known in self._updates.items() if i == iteration - 1} | {iteration: updates}
 
     def fetch(self, unit: UnitState) -> None:
-        """Bring a unit's weights into its slot."""
-        self._backend.copy(unit.device_weights, unit.fetched())
+        """Bring a unit's weights, or the rank's shard of them, into its slot."""
+        self._backend.copy(unit.own_weights, unit.fetched())
+
+    def gather(self, unit: UnitState) -> None:
+        """Make a unit's weights whole on the device; all ranks do so together."""
+        assert self._exchange is not None
+        self._exchange.gather(unit)
 
     def upload(self, unit: UnitState, piece: Piece) -> None:
         """Bring what the host has updated to the device."""
-        self._backend.copy(unit.device_weights[piece.start : piece.stop], unit.uploaded(piece))
+        self._backend.copy(unit.own(piece), unit.uploaded(piece))
 
     def collect(
         self, unit: UnitState, parameter: ParameterState, gradient: torch.Tensor, micro_batch: int, iteration: int
@@ -80,10 +97,22 @@ class Actions:
         """Take a gradient from autograd, in the thread that runs backward, and see that it goes where it is needed."""
         flat = gradient.reshape(-1)
         first = parameter.arrived != iteration
+        if self._exchange is not None:
+            self._exchange.collect(unit, parameter, flat, micro_batch)
+        else:
+            self._keep(unit, parameter, flat, micro_batch, first=first)
+        if first:
+            parameter.arrived = iteration
+            parameter.step += 1
+
+    @staticmethod
+    def _keep(unit: UnitState, parameter: ParameterState, flat: torch.Tensor, micro_batch: int, *, first: bool) -> None:
+        """Hold a gradient until it is flushed or updated with."""
         whole = not any(parameter.leaving_parts())
         for part in parameter.parts:
             if part.piece.leaves:
-                unit.flushing.setdefault(micro_batch, {})[parameter.name] = flat
+                arrived = Arrived(flat, parameter.start)
+                unit.flushing.setdefault(micro_batch, {})[parameter.name] = arrived
                 continue
             mine = flat[part.start - parameter.start : part.stop - parameter.start]
             key = (parameter.name, part.piece.index)
@@ -91,9 +120,6 @@ class Actions:
                 unit.device_gradients[key].add_(mine)
             else:  # a view keeps the whole gradient, so what is flushed in part is copied
                 unit.device_gradients[key] = mine if whole else mine.clone()
-        if first:
-            parameter.arrived = iteration
-            parameter.step += 1
 
     def norms(self, iteration: int) -> dict[str, torch.Tensor]:
         """Return the 2-norms of an iteration's gradients, float32 scalars on the device, once all have been flushed."""
@@ -110,13 +136,23 @@ class Actions:
         if not sums:
             return {}
         # To the host as one tensor and back as one: each copy waits for the device.
-        squares = iter(torch.stack([term for terms in sums.values() for term in terms]).tolist())
+        terms = [term for of_parameter in sums.values() for term in of_parameter]
+        squares = iter(torch.stack(terms).tolist() if terms else ())
         totals = [sum(itertools.islice(squares, len(terms))) for terms in sums.values()]
+        if self._exchange is not None:
+            totals = self._exchange.summed(totals)
         norms = torch.tensor(totals, dtype=torch.float64).sqrt().to(torch.float32).to(self._backend.device)
         return dict(zip(sums, norms.unbind(), strict=True))
 
     def _fetch(self, task: Task, _iteration: int) -> None:
         self.fetch(self._state.units[task.unit])
+
+    def _gather(self, task: Task, _iteration: int) -> None:
+        self.gather(self._state.units[task.unit])
+
+    def _scatter(self, task: Task, _iteration: int) -> None:
+        assert self._exchange is not None
+        self._exchange.scatter(task)
 
     def _upload(self, task: Task, _iteration: int) -> None:
         unit = self._state.units[task.unit]
@@ -130,29 +166,28 @@ class Actions:
         gradients = unit.flushing.pop(task.micro_batch, {})
         last = task.micro_batch == self._num_micro_batches - 1
         for parameter in unit.parameters:
-            flat = gradients.get(parameter.name)
-            if flat is not None:
-                self._flush_one(unit, parameter, flat, iteration)
+            gradient = gradients.get(parameter.name)
+            if gradient is not None:
+                self._flush_one(unit, parameter, gradient, iteration)
             if last and self._clips and parameter.flushed == iteration:
-                parameter.squares = list(self._squares(unit, parameter, flat))
+                parameter.squares = list(self._squares(unit, parameter, gradient))
 
-    def _flush_one(self, unit: UnitState, parameter: ParameterState, flat: torch.Tensor, iteration: int) -> None:
+    def _flush_one(self, unit: UnitState, parameter: ParameterState, gradient: Arrived, iteration: int) -> None:
         for part in parameter.leaving_parts():
             held = unit.gradient(part.piece)[part.start - part.piece.start : part.stop - part.piece.start]
-            source = flat[part.start - parameter.start : part.stop - parameter.start]
+            source = gradient.of(part)
             if self._num_micro_batches == 1:
                 self._backend.copy(held, source)
             else:
                 self._backend.accumulate(held, source, first=parameter.flushed != iteration)
-        self._backend.used(flat)
+        self._backend.used(gradient.values)
         parameter.flushed = iteration
 
-    def _squares(self, unit: UnitState, parameter: ParameterState, flat: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    def _squares(self, unit: UnitState, parameter: ParameterState, gradient: Arrived | None) -> Iterator[torch.Tensor]:
         for part in parameter.leaving_parts():
             if self._num_micro_batches == 1:  # the device is faster, and the host's copy may still be on its way
-                assert flat is not None
-                mine = flat[part.start - parameter.start : part.stop - parameter.start]
-                yield self._backend.sum_of_squares(mine)
+                assert gradient is not None
+                yield self._backend.sum_of_squares(gradient.of(part))
             else:
                 held = unit.gradient(part.piece)[part.start - part.piece.start : part.stop - part.piece.start]
                 yield sum_of_squares_on_host(held).to(self._backend.device)
@@ -214,7 +249,7 @@ class Actions:
 
     def _update_staying(self, unit: UnitState, piece: Piece, state: tuple[torch.Tensor, ...], iteration: int) -> None:
         """Update with a gradient that stayed on the device, and write the weights where they are resident."""
-        weights = unit.device_weights[piece.start : piece.stop] if unit.on_device else None
+        weights = unit.own(piece) if unit.on_device else None
         # Gradients are one tensor per parameter here, so runs of several parameters do not help.
         for parameter, run in self._single_runs(unit, piece, iteration):
             gradient = unit.device_gradients.pop((parameter.name, piece.index))
@@ -239,7 +274,7 @@ class Actions:
             self._update_staying(unit, piece, slot.state, iteration)
         # All of it, also what was not updated: rounding the same master copy again gives the same weight.
         if unit.on_device:
-            unit.device_weights[piece.start : piece.stop].copy_(slot.state[0])
+            unit.own(piece).copy_(slot.state[0])
         elif unit.host_weights is not None:
             slot.weights.copy_(slot.state[0])
 

@@ -12,7 +12,7 @@ import torch
 
 from executor.meter import MemoryMeter
 from executor.optimizer import WorkerTeam
-from executor.optimizer.bf16 import bf16_to_float32
+from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16
 from executor.optimizer.table import Rule
 from planner.schedule import Lane
 
@@ -64,6 +64,14 @@ class Backend(Protocol):
         """Add a tensor to one in host memory, in their own type, or copy it if it is the first; done on return."""
         ...
 
+    def scale(self, values: torch.Tensor, factor: float) -> None:
+        """Multiply a flat tensor on the device, in its own type, on the lane that the thread is in."""
+        ...
+
+    def scratch(self, num_items: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return device memory that comes and goes, taken on a lane; it is metered as what the caller takes."""
+        ...
+
     def used(self, tensor: torch.Tensor) -> None:
         """Tell the allocator that the lane uses a tensor which may be dropped before the lane has got that far."""
         ...
@@ -93,6 +101,7 @@ class HostBackend:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self._meter: MemoryMeter | None = None
 
     @contextlib.contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:  # noqa: ARG002 - one of the Backend's methods
@@ -128,6 +137,17 @@ class HostBackend:
         else:
             destination.add_(source)
 
+    def scale(self, values: torch.Tensor, factor: float) -> None:
+        """See :class:`Backend`."""
+        _scale(as_array(values), np.float32(factor))
+
+    def scratch(self, num_items: int, dtype: torch.dtype) -> torch.Tensor:
+        """See :class:`Backend`."""
+        taken = torch.empty(num_items, dtype=dtype)
+        if (meter := self._meter) is not None:
+            meter.count(taken)
+        return taken
+
     def used(self, tensor: torch.Tensor) -> None:
         """See :class:`Backend`."""
 
@@ -135,9 +155,15 @@ class HostBackend:
         """See :class:`Backend`. The kernel is that of the host's own updates: the same bits wherever a piece is."""
         update_on_host(state, rule, step, scale, None)
 
-    def meter(self) -> contextlib.AbstractContextManager[MemoryMeter]:
+    @contextlib.contextmanager
+    def meter(self) -> Iterator[MemoryMeter]:
         """See :class:`Backend`."""
-        return MemoryMeter()
+        with MemoryMeter() as meter:
+            self._meter = meter
+            try:
+                yield meter
+            finally:
+                self._meter = None
 
     def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :class:`Backend`."""
@@ -185,6 +211,23 @@ def _sum_squares_bf16(bits: Any) -> float:
         wide = np.float64(bf16_to_float32(value))
         total += wide * wide
     return total
+
+
+@nb.njit(nogil=True, cache=True)
+def _scale_f32(values: Any, factor: Any) -> None:
+    for i in range(values.size):
+        values[i] *= factor
+
+
+@nb.njit(nogil=True, cache=True)
+def _scale_bf16(bits: Any, factor: Any) -> None:
+    for i in range(bits.size):
+        bits[i] = float32_to_bf16(bf16_to_float32(bits[i]) * factor)
+
+
+def _scale(values: Array, factor: np.float32) -> None:
+    """Multiply a flat array in place, in float32, as torch does; uint16 holds the bits of bf16."""
+    (_scale_bf16 if values.dtype == np.uint16 else _scale_f32)(values, factor)
 
 
 def sum_of_squares(values: Array) -> float:

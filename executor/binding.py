@@ -120,22 +120,21 @@ def bind(model: nn.Module, units: tuple[Unit, ...], decisions: Decisions, marks:
 
 
 def bind_state_dict(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter], weights: Callable[[], Mapping[str, torch.Tensor]]
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], weight: Callable[[str], torch.Tensor]
 ) -> list[Callable[[], None]]:
     """Make ``state_dict`` give current weights, which no view of a slot shows; return what undoes it.
 
     Args:
         model: the bound model.
         parameters: its parameters by name.
-        weights: returns the current weights by the same names.
+        weight: returns the current weights of one, by the same name.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
 
     def after(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
-        current = weights()
         for name, parameter in module.named_parameters(recurse=False):
             if prefix + name in state_dict:
-                state_dict[prefix + name] = current[names[id(parameter)]]
+                state_dict[prefix + name] = weight(names[id(parameter)])
 
     def refuse(*_args: object) -> None:
         raise ValueError("weights cannot be loaded into a prepared model; load them before prepare()")

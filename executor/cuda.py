@@ -103,6 +103,14 @@ class CudaBackend:
         else:
             destination.add_(source.cpu())
 
+    def scale(self, values: torch.Tensor, factor: float) -> None:
+        """Multiply on the current stream."""
+        values.mul_(factor)
+
+    def scratch(self, num_items: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of the current stream; torch itself counts it."""
+        return torch.empty(num_items, dtype=dtype, device=self.device)
+
     def used(self, tensor: torch.Tensor) -> None:
         """Keep the allocator from reusing a tensor before the current stream is done with it."""
         tensor.record_stream(torch.cuda.current_stream(self.device))

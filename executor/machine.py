@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Final, Self, final
 
 from executor.backend import Backend, HostBackend, Moment
+from executor.watch import RankError
 from planner.schedule import Lane, Op, Schedule, Task
 from planner.timeline import Span, Timeline
 
@@ -51,16 +52,27 @@ class LaneMachine:
         perform: does the work of every task that is not on one of the caller's lanes.
         backend: the device.
         record: whether to keep times for :meth:`timeline`. May be changed between iterations.
+        on_stop: called when it stops, in the thread that stops it, with the failure if there is one: what tasks wait
+            for apart from other tasks must then be given up.
     """
 
-    def __init__(self, schedule: Schedule, perform: Perform, backend: Backend, *, record: bool = False) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        perform: Perform,
+        backend: Backend,
+        *,
+        record: bool = False,
+        on_stop: Callable[[BaseException | None], None] = lambda _failure: None,
+    ) -> None:
         self.record = record
+        self._on_stop = on_stop
         self._schedule = schedule
         self._perform = perform
         self._backend = backend
         self._changed = threading.Condition()  # guards all below, and is notified when a ticket ends or all stops
         self._stopped = False
-        self._failure: tuple[str, BaseException] | None = None
+        self._failure: BaseException | None = None
         self._num_pending = 0
         self._tickets: dict[int, dict[int, _Ticket]] = {}
         self._open: list[_Ticket] = []
@@ -140,6 +152,10 @@ class LaneMachine:
         )
         return Timeline.from_spans(self._schedule, spans, end - begin + 1)
 
+    def fail(self, error: BaseException) -> None:
+        """Stop because of what happened elsewhere; who waits or issues next raises it."""
+        self._stop(error)
+
     def close(self) -> None:
         """Drop what has not started and end the threads. Closing twice is allowed."""
         self._stop()
@@ -177,7 +193,7 @@ class LaneMachine:
                     self._perform(ticket.task, ticket.iteration)
                     self._end([ticket])
         except BaseException as error:  # noqa: BLE001 - the end of the thread: kept for whoever waits or issues next
-            self._stop((ticket.name if ticket else f"lane {lane}", error))
+            self._stop(error if isinstance(error, RankError) else _lane_error(ticket, lane, error))
 
     def _begin(self, ticket: _Ticket) -> bool:
         """Wait for what a ticket comes after and start it; return False if the machine has stopped instead."""
@@ -204,16 +220,17 @@ class LaneMachine:
                     self._num_pending -= 1
             self._changed.notify_all()
 
-    def _stop(self, failure: tuple[str, BaseException] | None = None) -> None:
+    def _stop(self, failure: BaseException | None = None) -> None:
         with self._changed:
+            stopped, self._stopped = self._stopped, True
             self._failure = self._failure or failure
-            self._stopped = True
             self._changed.notify_all()
+        if not stopped:
+            self._on_stop(failure)
 
     def _check(self) -> None:
         if self._failure is not None:
-            name, error = self._failure
-            raise LaneError(f"{name} failed: {type(error).__name__}: {error}") from error
+            raise self._failure
         if self._stopped:
             raise RuntimeError("the machine is closed; make a new one")
 
@@ -224,6 +241,12 @@ class LaneMachine:
         except KeyboardInterrupt:
             self.close()
             raise
+
+
+def _lane_error(ticket: _Ticket | None, lane: Lane, cause: BaseException) -> LaneError:
+    error = LaneError(f"{ticket.name if ticket else f'lane {lane}'} failed: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
 
 
 def HostMachine(schedule: Schedule, perform: Perform, *, record: bool = False) -> LaneMachine:  # noqa: N802

@@ -1,5 +1,6 @@
 """A meter for memory that comes and goes."""
 
+import threading
 import weakref
 from typing import Any, final
 
@@ -27,6 +28,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.held_bytes = 0
         self.peak_bytes = 0
         self._known: set[int] = set()
+        self._lock = threading.RLock()  # lanes take and drop memory too, and a drop may come in the middle of a take
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -37,20 +39,26 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._see(result, counts=True)
         return result
 
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that another thread has just made."""
+        self._see(tensor, counts=True)
+
     def _see(self, tree: Any, *, counts: bool) -> None:
         for leaf in tree_leaves(tree):
             if not isinstance(leaf, torch.Tensor) or isinstance(leaf, OffloadedGradient):
                 continue
             storage = leaf.untyped_storage()
-            if storage._cdata in self._known:
-                continue
-            num_bytes = storage.nbytes() if counts else 0
-            self._known.add(storage._cdata)
-            self.held_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+            with self._lock:
+                if storage._cdata in self._known:
+                    continue
+                num_bytes = storage.nbytes() if counts else 0
+                self._known.add(storage._cdata)
+                self.held_bytes += num_bytes
+                self.peak_bytes = max(self.peak_bytes, self.held_bytes)
             # The Python object of a storage lives as long as the storage does.
             weakref.finalize(storage, self._release, storage._cdata, num_bytes).atexit = False
 
     def _release(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.held_bytes -= num_bytes
+        with self._lock:
+            self._known.discard(key)
+            self.held_bytes -= num_bytes

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from executor.optimizer.table import OptimizerEntry, entry_of
-from executor.session import Session, SessionOptions
-from executor.state import ParameterState, Part, UnitState, write_master
+from executor.options import SessionOptions
+from executor.session import Session
+from executor.state import ParameterState, Part, UnitState, write_weights
 from planner.decisions import Decisions
 from planner.graph import Unit
 
@@ -27,6 +28,12 @@ def prepare_session(
     The model is changed in place: its parameters move to where the plan keeps them. The training loop stays as it is,
     with the returned optimizer instead of the given one (of which the state, if any, is taken over).
 
+    A plan for several ranks is executed by as many processes (``torchrun``), all of which run the same loop, each with
+    its own part of every batch. They begin with rank 0's weights; buffers and the given optimizer's state are each
+    rank's own. Norms are those of all ranks. All ranks evaluate, save, load and close together. On GPUs, the current
+    device is the rank's (``torch.cuda.set_device``). If a rank fails, the others raise
+    :class:`executor.watch.RankError`.
+
     Args:
         model: an unmodified module with the planned parameters.
         optimizer: one that :data:`executor.optimizer.table.ENTRIES` has, over the model's parameters or some of them,
@@ -42,6 +49,7 @@ def prepare_session(
         ValueError: the optimizer is not known or not the planned one, the decisions cannot be executed, or the model
             is another one.
         DeviceMemoryError: a tier is too small.
+        RankError: another rank has failed.
     """
     entry = entry_of(optimizer)
     session = Session(model, entry, optimizer.param_groups, units, decisions, options)
@@ -99,9 +107,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the format of the optimizer that it stands for, in float32 on the host.
 
-        Where weights are bf16, each parameter also has its float32 ``master``. Waits for updates under way.
+        Where weights are bf16, each parameter also has its float32 ``master``. Waits for updates under way. It is
+        whole on every rank, and all ranks call it together.
         """
-        states = self.session.parameter_states()
+        states = self._read_states()
         state: dict[int, dict[str, Any]] = {}
         groups, index = [], 0
         for group in self.param_groups:
@@ -109,15 +118,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             index = numbers.stop
             groups.append({k: v for k, v in group.items() if k != "params"} | {"params": list(numbers)})
             for number, parameter in zip(numbers, group["params"], strict=True):
-                unit, entry = states[self.session.name_of(parameter)]
-                if entry.step or self.entry.starts_at:
-                    state[number] = self._read_state(unit, entry)
+                entry = states.get(self.session.name_of(parameter))
+                if entry is not None:
+                    state[number] = entry
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict`, or that of the optimizer it stands for, returned.
 
-        Without a ``master`` the model's present weights are the master copy.
+        Without a ``master`` the model's present weights are the master copy. Every rank gives the whole state.
 
         Raises:
             ValueError: other groups, or groups of other sizes, than this optimizer has.
@@ -135,6 +144,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self._write_state(self.session.name_of(parameter), entry, their)
             group.update({k: v for k, v in their.items() if k != "params"})
 
+    def _read_states(self) -> dict[str, dict[str, Any]]:
+        units = {unit.name: unit for unit, _ in self.session.parameter_states().values()}
+        states: dict[str, dict[str, Any]] = {}
+        for unit in units.values():
+            keys = ("master", *self.entry.buffers)
+            whole = {key: self.session.collected(_own(unit, i), unit) for i, key in enumerate(keys)}
+            if unit.own_weights.dtype is torch.float32:  # the weights are the master copy
+                del whole["master"]
+            for entry in unit.parameters:
+                if entry.step or self.entry.starts_at:
+                    shape = entry.parameter.shape
+                    cut = {key: flat[entry.start : entry.stop].clone().view(shape) for key, flat in whole.items()}
+                    step = {"step": torch.tensor(float(entry.step))} if self.entry.counts_steps else {}
+                    states[entry.name] = step | cut
+        return states
+
     def _write_state(self, name: str, entry: Mapping[str, Any], group: Mapping[str, Any]) -> None:
         unit, parameter = self.session.parameter_states()[name]
         buffers = [entry.get(key) for key in self.entry.buffers]
@@ -151,20 +176,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 else:
                     target.copy_(_of_parameter(values, parameter, part))
         if "master" in entry:
-            write_master(unit, parameter, entry["master"].reshape(-1))
-            if unit.on_device:
-                unit.device_weights[parameter.start : parameter.stop].copy_(entry["master"].reshape(-1))
+            write_weights(unit, parameter, entry["master"].reshape(-1))
 
-    def _read_state(self, unit: UnitState, parameter: ParameterState) -> dict[str, Any]:
-        shape, keys = parameter.parameter.shape, ("master", *self.entry.buffers)
-        tensors = {key: torch.empty(parameter.stop - parameter.start) for key in keys}
-        for part in parameter.parts:
-            for tensor, source in zip(tensors.values(), unit.state(part.piece), strict=True):
-                _of_parameter(tensor, parameter, part).copy_(_of_piece(source, part))
-        if unit.device_weights.dtype is torch.float32:
-            del tensors["master"]
-        step = {"step": torch.tensor(float(parameter.step))} if self.entry.counts_steps else {}
-        return step | {key: tensor.view(shape) for key, tensor in tensors.items()}
+
+def _own(unit: UnitState, which: int) -> torch.Tensor:
+    """Return one tensor of the state that the rank has of a unit, float32 ``[shard]``, on the host."""
+    return torch.cat([unit.state(piece)[which].cpu() for piece in unit.pieces])
 
 
 def _of_piece(tensor: torch.Tensor, part: Part) -> torch.Tensor:

@@ -6,25 +6,29 @@ issues what is left of the iteration and returns while updates go on.
 """
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Literal, Self, final
+from typing import Any, Final, Self, final
 
 import numpy as np
 import torch
 from torch import nn
 
 from executor.actions import Actions, ParameterUpdate
-from executor.backend import Backend, HostBackend, Meter
+from executor.backend import Meter
 from executor.binding import bind, bind_state_dict, in_backward, planned_parameters
+from executor.checks import check_decisions, check_groups
+from executor.exchange import Exchange
 from executor.gradients import GradientError, OffloadedGradient
 from executor.machine import LaneMachine
 from executor.memory import Arena, MeasuredMemory
 from executor.optimizer import WorkerTeam
 from executor.optimizer.table import OptimizerEntry
+from executor.options import SessionOptions, backend_of
+from executor.ranks import Ranks
 from executor.state import ModelState, ParameterState, UnitState
-from planner.decisions import Decisions, Place
+from executor.weights import Weights
+from planner.decisions import Decisions
 from planner.graph import Unit, segments
 from planner.loop import Loop, OutOfOrderError
 from planner.lowering import lower
@@ -32,27 +36,6 @@ from planner.schedule import Lane, Op, Task, Tier
 from planner.timeline import Timeline
 
 _INSIDE_BACKWARD: Final = frozenset({Op.RECOMPUTE, Op.BACKWARD})
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SessionOptions:
-    """How to execute a plan.
-
-    Attributes:
-        device: ``cpu`` computes in the calling thread, with a part of ordinary memory standing in for the device.
-        num_threads: threads that update on the host; left out, one per core that this process may use.
-        cores: a core per thread, to bind it to.
-        gpu_capacity_bytes: most that is taken of the device for what the plan keeps there all the time.
-        host_capacity_bytes: likewise, of the host.
-        record: whether to keep times from the start on, for :meth:`Session.timeline`.
-    """
-
-    device: Literal["cpu", "cuda"] = "cpu"
-    num_threads: int | None = None
-    cores: tuple[int, ...] | None = None
-    gpu_capacity_bytes: int | None = None
-    host_capacity_bytes: int | None = None
-    record: bool = False
 
 
 @final
@@ -81,7 +64,7 @@ class Session:
         decisions: Decisions,
         options: SessionOptions,
     ) -> None:
-        _check(decisions, entry)
+        check_decisions(decisions, entry)
         self.decisions = decisions
         self.schedule = lower(units, decisions, asynchronous=options.device == "cuda")
         self._model = model
@@ -92,33 +75,66 @@ class Session:
         self._spine = [t for t in self.schedule.tasks if t.op in _INSIDE_BACKWARD]
         parameters = planned_parameters(model, units)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        _check_groups(entry, groups, self._names)
-        self._backend = _backend(options)
-        self._gpu = Arena(Tier.GPU, options.gpu_capacity_bytes, self._backend)
-        self._host = Arena(Tier.HOST, options.host_capacity_bytes, self._backend)
-        self._state = ModelState(units, decisions, parameters, self._gpu, self._host)
-        self._parameters = {parameter.name: (unit, parameter) for unit, parameter in self._state.parameters()}
-        self._team = WorkerTeam(options.num_threads or len(os.sched_getaffinity(0)), options.cores)
-        bf16 = decisions.precision.weights == "bf16"
-        for group in groups:  # or the first update would compile it
-            entry.warm_up(np.uint16 if bf16 else np.float32, group, writes_bf16=bf16)
-        self._actions = Actions(self._state, decisions, self._backend, self._team)
-        self._machine = LaneMachine(self.schedule, self._actions.perform, self._backend, record=options.record)
-        self._loop = Loop(self.schedule, self._machine)
+        check_groups(entry, groups, self._names)
+        self._backend = backend_of(options)
         self._task: Task | None = None  # where the caller is; None outside forward and backward
         self._inside_iteration = False
         self._watching_end = False  # of the backward that runs now
         self._left: set[str] = set()  # units that this backward has left
         self._inferring = False
-        self._in_slot: dict[int, str] = {}  # while inferring
-        self._current_in = -1  # iteration before which resident weights were last made current
         self._scales: dict[str, float] = {}
         self._norms: dict[str, torch.Tensor] | None = None
         self._meter: Meter | None = None
-        self._undo = [*self._hook_parameters(), *bind(model, units, decisions, self)]
-        self._undo += bind_state_dict(model, parameters, self.full_parameters)
-        self._move_buffers()
-        self.synchronize()  # what was copied in so far was on no lane
+        several = decisions.data_parallel > 1
+        self._ranks = Ranks(decisions.data_parallel, self._backend.device) if several else None
+        with contextlib.nullcontext() if self._ranks is None else self._ranks.telling():
+            self._take_over(units, parameters, options)
+            self._undo = [*self._hook_parameters(), *bind(model, units, decisions, self)]
+            self._undo += bind_state_dict(model, parameters, self.full_parameter)
+            self._move_buffers()
+            self.synchronize()  # what was copied in so far was on no lane
+
+    def _take_over(
+        self, units: tuple[Unit, ...], parameters: Mapping[str, nn.Parameter], options: SessionOptions
+    ) -> None:
+        """Move the parameters into the session's memory, and start the threads."""
+        decisions, ranks = self.decisions, self._ranks
+        self._gpu = Arena(Tier.GPU, options.gpu_capacity_bytes, self._backend)
+        self._host = Arena(Tier.HOST, options.host_capacity_bytes, self._backend)
+        if ranks is None:
+            self._state = ModelState(units, decisions, parameters, self._gpu, self._host)
+            exchange = None
+        else:
+            ranks.agree("plan or model", self.schedule.to_json() + "".join(parameters))
+            agreed = ranks.of_first
+            self._state = ModelState(units, decisions, parameters, self._gpu, self._host, ranks.rank, agreed)
+            exchange = Exchange(self._state, decisions, self.schedule, self._backend, ranks)
+        self._exchange = exchange
+        self._parameters = {parameter.name: (unit, parameter) for unit, parameter in self._state.parameters()}
+        self._team = WorkerTeam(options.num_threads or len(os.sched_getaffinity(0)), options.cores)
+        bf16 = decisions.precision.weights == "bf16"
+        for group in self._groups:  # or the first update would compile it
+            self._entry.warm_up(np.uint16 if bf16 else np.float32, group, writes_bf16=bf16)
+        self._actions = Actions(self._state, decisions, self._backend, self._team, exchange)
+        self._weights = Weights(
+            self._state, self._actions, self._shared, regathers=ranks is not None and decisions.zero_stage in {1, 2}
+        )
+        self._machine = LaneMachine(
+            self.schedule,
+            self._actions.perform,
+            self._backend,
+            record=options.record,
+            on_stop=self._has_stopped,
+        )
+        self._loop = Loop(self.schedule, self._machine)
+        if ranks is not None:
+            ranks.watch(self._machine.fail)
+
+    def _has_stopped(self, failure: BaseException | None) -> None:
+        if self._ranks is not None:
+            if failure is not None:
+                self._ranks.tell(failure)
+            self._ranks.stop()
 
     @property
     def iteration(self) -> int:
@@ -215,6 +231,9 @@ class Session:
         self._watching_end = False
         self._left.clear()
         if micro_batch == self.decisions.num_micro_batches - 1:
+            if self._exchange is not None:
+                parameters = [parameter for _, parameter in self._parameters.values()]
+                self._exchange.agree_on_arrivals(parameters, self._loop.iteration)
             for name, (_, parameter) in self._parameters.items():
                 if parameter.arrived == self._loop.iteration:
                     parameter.parameter.grad = OffloadedGradient(parameter.parameter, name, self)
@@ -342,16 +361,22 @@ class Session:
         self._backend.seconds(self._backend.mark(Lane.COMPUTE))
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
-        """Return all weights as they are after the last step, wherever the plan keeps them.
+        """Return all weights as they are after the last step, wherever the plan keeps them; all ranks do so together.
 
         Tensors are views of the session's memory, on the host or the device: clone what is to outlast the next step.
+        Weights of which ranks hold shards (ZeRO-3) are gathered into new host memory.
 
         Raises:
             OutOfOrderError: in the middle of an iteration.
             LaneError: a task failed on some lane.
+            RankError: another rank has failed.
         """
+        return {name: self.full_parameter(name) for name in self._parameters}
+
+    def full_parameter(self, name: str) -> torch.Tensor:
+        """Return the weights of one parameter. See :meth:`full_parameters`."""
         self._make_current()
-        return {name: unit.weight_of(parameter) for name, (unit, parameter) in self._parameters.items()}
+        return self._weights.of(name)
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the name that the plan has for one of the model's parameters."""
@@ -362,6 +387,16 @@ class Session:
         self._make_current()
         return self._parameters
 
+    def collected(self, shard: torch.Tensor, unit: UnitState) -> torch.Tensor:
+        """Return all of what ranks hold shards of, flat, on the host; all ranks do so together."""
+        if self._ranks is None or len(shard) == len(unit.device_weights):
+            return shard
+        return self._ranks.collected(shard)
+
+    def mean(self, value: float) -> float:
+        """Return the mean of a number over the ranks, each with its own; all ranks do so together."""
+        return value if self._ranks is None else self._ranks.sums([value])[0] / self._ranks.size
+
     def _make_current(self) -> None:
         """Wait for all updates, and bring to the device what the next iteration would."""
         if self._inside_iteration:
@@ -370,24 +405,13 @@ class Session:
                 "before the next forward"
             )
         self.synchronize()
-        if self._current_in == self._loop.iteration:
-            return
-        self._current_in = self._loop.iteration
-        self._in_slot.clear()
-        for unit in self._state.units.values():
-            for piece in unit.pieces:
-                if unit.on_device and piece.place is Place.CPU:
-                    self._actions.upload(unit, piece)
+        self._weights.make_current(self._loop.iteration)
 
     def _infer(self, unit: str) -> None:
-        if not self._inferring or self._current_in != self._loop.iteration:
+        if not self._inferring:
             self._make_current()
             self._inferring = True
-        for name in (unit, *self._shared[unit]):
-            state = self._state.units.get(name)
-            if state is not None and not state.on_device and self._in_slot.get(state.slot) != name:
-                self._actions.fetch(state)
-                self._in_slot[state.slot] = name
+        self._weights.use(unit)
 
     def _move_buffers(self) -> None:
         for module in self._model.modules():
@@ -415,72 +439,37 @@ class Session:
             Tier.HOST: MeasuredMemory(self._host.by_class()),
         }
 
-    def close(self) -> None:
+    def close(self, *, give_back: bool = True) -> None:
         """Wait for all updates and give the model back with its weights, as an ordinary one. Closing twice is allowed.
 
-        Weights that the plan keeps on the host are then there. After a failure only the threads are ended.
+        Weights that the plan keeps on the host are then there. All ranks close together, and each has all weights in
+        the end. After a failure only the threads are ended.
+
+        Args:
+            give_back: whether the model is wanted; if not, its parameters have no values afterwards.
         """
-        whole = not self._machine.stopped and not self._inside_iteration
+        together = False
         try:
-            if whole:
+            if not self._machine.stopped and not self._inside_iteration:
                 self._make_current()
+                if give_back:
+                    for name, (_, parameter) in self._parameters.items():
+                        parameter.parameter.data = self._weights.of(name)
+                if self._ranks is not None:
+                    self._ranks.meet()
+                together = True
         finally:
             self._machine.close()
             self._team.close()
             while self._undo:
                 self._undo.pop()()
-        if whole:
-            for unit, parameter in self._state.parameters():
-                parameter.parameter.data = unit.weight_of(parameter)
+            if self._ranks is not None:
+                self._ranks.close(together=together)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_exc_info: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None and self._ranks is not None:  # the others are not here to close together
+            self._machine.fail(error)
         self.close()
-
-
-def _check(decisions: Decisions, entry: OptimizerEntry) -> None:
-    if decisions.optimizer != entry.planned_as:
-        raise ValueError(
-            f"the plan is for {decisions.optimizer}, but the optimizer is {entry.stock.__name__}, which keeps other "
-            f"state; plan with --optimizer {entry.planned_as}"
-        )
-    if decisions.data_parallel > 1:
-        raise ValueError(
-            f"data_parallel is {decisions.data_parallel}, but execution is on one device so far; plan for one"
-        )
-    if decisions.uses_storage:
-        raise ValueError(
-            f"policy {decisions.policy} uses NVMe or offloads activations, which can be simulated but not executed so "
-            "far: set params to 'gpu' or 'host', activations to 'keep' or 'recompute', and no update to 'nvme'"
-        )
-    for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_units"):
-        if (count := getattr(decisions, name)) > 1:
-            option = f"--{name.replace('_', '-')} 1"
-            raise ValueError(f"{name} is {count}, which can be simulated but not executed so far; plan with {option}")
-    if decisions.reduce_start != "backward":
-        raise ValueError(
-            f"reduce_start is {decisions.reduce_start!r}, which can be simulated but not executed; set it to 'backward'"
-        )
-    if not decisions.executable:
-        raise ValueError(
-            f"policy {decisions.policy} models another engine, which can be simulated but not executed: plan again, or "
-            "set gradient_path to 'once' and host_update to 'fused', and leave out module_hooks, loop, "
-            "device_buffer_bytes, max_prefetch_params and max_reuse_params"
-        )
-
-
-def _check_groups(entry: OptimizerEntry, groups: list[dict[str, Any]], names: Mapping[int, str]) -> None:
-    for group in groups:
-        entry.rule(group)  # refuses what kernels do not know
-        if any(id(parameter) not in names for parameter in group["params"]):
-            raise ValueError("the optimizer has a parameter that the model has not; make it from model.parameters()")
-
-
-def _backend(options: SessionOptions) -> Backend:
-    if options.device == "cpu":
-        return HostBackend()
-    from executor.cuda import CudaBackend  # noqa: PLC0415 - only where there is a GPU
-
-    return CudaBackend()

@@ -4,6 +4,10 @@
 (subgroups) are cut from that range; those whose state is on the host lie one after another in the host's slabs, and
 those on the device in the device's. In float32 the master copy is the weight wherever both are in one place.
 
+[Note: Shards] Under ZeRO the range is padded to as many equal shards as there are ranks, and the pieces are those of
+the rank's own shard. A parameter then falls into few of them, or none. Pads belong to no parameter, so that no norm,
+update or saved state knows of them; they are zero at first, and what is copied with their neighbours has no reader.
+
 [Note: Version counters] ``parameter.data`` is set once, to a view of the unit's block or slot. Whatever is written
 there later goes through the block's own tensor, which autograd does not count as a change of the parameter: what it
 saved of the weights in forward is the same address, and holds the same bytes again before backward reads them (see
@@ -12,7 +16,8 @@ saved of the weights in forward is the same address, and holds the same bytes ag
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -32,9 +37,9 @@ class Piece:
     """A subgroup: ``[start, stop)`` of the unit's flat range, and where that begins in the slabs of its tier.
 
     Attributes:
-        index: number within the unit.
+        index: number within the unit's shard.
         place: where its state lives and who updates it.
-        start, stop: range within the unit.
+        start, stop: range within the unit; the last piece of the last rank may go beyond, see [Note: Shards].
         offset: its beginning in the host's or the device's slabs of optimizer state.
         staging: its beginning among the weights that the host keeps for the device (``CPU`` pieces).
         leaves: whether its gradient goes to the host.
@@ -75,7 +80,7 @@ class ParameterState:
         name: its (first) name in the model.
         parameter: the user's own object.
         start, stop: its range within the unit.
-        parts: the pieces it falls into.
+        parts: the rank's own pieces that it falls into.
         step: number of its updates, the one that is due included once its gradient has arrived.
         arrived: the iteration in which its gradient arrived last.
         flushed: the iteration in which its gradient reached the host last.
@@ -101,6 +106,30 @@ class ParameterState:
         return (part for part in self.parts if not part.piece.leaves)
 
 
+class Arrived(NamedTuple):
+    """A gradient that is on its way to the host: flat values, and where in the unit's range these begin."""
+
+    values: torch.Tensor
+    start: int
+
+    def of(self, part: Part) -> torch.Tensor:
+        """Return the values of a part."""
+        return self.values[part.start - self.start : part.stop - self.start]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pile:
+    """What this rank alone has of a unit's gradient, until the ranks add it up.
+
+    Attributes:
+        values: ``[padded]``, of which only what is ``present`` and the pads are defined.
+        present: names of the parameters that are in it.
+    """
+
+    values: torch.Tensor
+    present: set[str]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moments:
     """Slabs of optimizer state on one tier, float32 ``[num_params of that tier]`` each.
@@ -122,13 +151,17 @@ class UnitState:
         name: the unit's name.
         parameters: in the order of the unit's flat range.
         pieces: in the order of the unit's flat range.
-        on_device: whether its weights are resident.
-        slot: number of its slot if they are not.
-        device_weights: ``[num_params]``, the resident block or the view of the slot.
-        host_weights: what the host serves or updates, in the type of the weights: all of a unit that is fetched, the
-            ``CPU`` pieces of one that is resident; ``None`` where the master copy serves.
+        start: where the rank's own shard begins in the unit's range.
+        on_device: whether the weights that the rank updates are resident: all, or its shard.
+        slot: number of the slot that all weights are brought to, or -1 where all are resident.
+        device_weights: ``[padded]``, the resident block or the view of the slot.
+        own_weights: ``[shard]``, where the rank's own weights are on the device: always if ``on_device``, else in the
+            slot, once they have been fetched.
+        host_weights: what the host serves or updates, in the type of the weights: the shard of a unit that is fetched,
+            the ``CPU`` pieces of one that is resident; ``None`` where the master copy serves.
         host, device: optimizer state on either tier.
         host_gradients: of all pieces whose gradients arrive apart from weights, in the type of the weights.
+        piles: gradients that the ranks have not added up yet, by the micro-batch in which they will.
         flushing: gradients on their way to the host, by micro-batch, then by parameter.
         device_gradients: gradients that stay on the device, by parameter and piece.
         changed: pieces that the host has updated since they were uploaded last.
@@ -137,14 +170,17 @@ class UnitState:
     name: str
     parameters: tuple[ParameterState, ...]
     pieces: tuple[Piece, ...]
+    start: int
     on_device: bool
     slot: int
     device_weights: torch.Tensor
+    own_weights: torch.Tensor
     host_weights: torch.Tensor | None
     host: Moments
     device: Moments
     host_gradients: torch.Tensor
-    flushing: dict[int, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    piles: dict[int, Pile] = dataclasses.field(default_factory=dict)
+    flushing: dict[int, dict[str, Arrived]] = dataclasses.field(default_factory=dict)
     device_gradients: dict[tuple[str, int], torch.Tensor] = dataclasses.field(default_factory=dict)
     changed: set[int] = dataclasses.field(default_factory=set)
 
@@ -152,8 +188,12 @@ class UnitState:
         """Return the float32 master copy of a piece."""
         moments = self.moments(piece)
         if moments.master is None:
-            return self.device_weights[piece.start : piece.stop]
+            return self.own(piece)
         return moments.master[piece.offset : piece.offset + piece.num_params]
+
+    def own(self, piece: Piece) -> torch.Tensor:
+        """Return where a piece's weights are on the device."""
+        return self.own_weights[piece.start - self.start : piece.stop - self.start]
 
     def buffers(self, piece: Piece) -> tuple[torch.Tensor, ...]:
         """Return the optimizer's own buffers of a piece."""
@@ -180,7 +220,7 @@ class UnitState:
         """Return where the host keeps a piece's weights apart from the master copy, if it does."""
         if self.host_weights is None or (self.on_device and piece.place is not Place.CPU):
             return None
-        start = piece.staging if self.on_device else piece.start
+        start = piece.staging if self.on_device else piece.start - self.start
         return self.host_weights[start : start + piece.num_params]
 
     def uploaded(self, piece: Piece) -> torch.Tensor:
@@ -194,9 +234,15 @@ class UnitState:
         assert weights is not None
         return weights
 
-    def weight_of(self, parameter: ParameterState) -> torch.Tensor:
-        """Return the current weights of a parameter, once all updates and uploads are done; a view."""
-        flat = self.device_weights if self.on_device else self.fetched()
+    def weight_of(self, parameter: ParameterState, flat: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the current weights of a parameter, once all updates, uploads and gathers are done; a view.
+
+        Args:
+            parameter: one of the unit's.
+            flat: where all weights of the unit are; left out, where they are kept, which must be whole.
+        """
+        if flat is None:
+            flat = self.device_weights if self.on_device else self.fetched()
         return flat[parameter.start : parameter.stop].view(parameter.parameter.shape)
 
 
@@ -229,6 +275,8 @@ class ModelState:
         decisions: where things live.
         parameters: the model's parameters by the names that the units use.
         gpu, host: where memory is taken.
+        rank: whose shards.
+        agreed: returns the values that all ranks begin with, given this one's.
 
     Raises:
         DeviceMemoryError: a tier is too small.
@@ -241,12 +289,15 @@ class ModelState:
         parameters: Mapping[str, nn.Parameter],
         gpu: Arena,
         host: Arena,
+        rank: int = 0,
+        agreed: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
     ) -> None:
         self.dtype = torch.bfloat16 if decisions.precision.weights == "bf16" else torch.float32
         self._decisions = decisions
         self._num_buffers = OPTIMIZERS[decisions.optimizer].num_buffers
         self._gpu = gpu
         self._host = host
+        self._rank = rank
         assigned = slots(units, decisions)
         self._slots = [
             gpu.take(f"slot {i}", MemoryClass.PARAMETERS, num_params, self.dtype)
@@ -258,8 +309,9 @@ class ModelState:
             if unit.num_params:
                 state = self._take(unit, assigned.of_unit.get(unit.name, -1), parameters)
                 self.units[unit.name] = state
+                _clear_pads(state, unit.num_params)
                 for parameter in state.parameters:
-                    _move_in(state, parameter)
+                    _move_in(state, parameter, agreed(parameter.parameter.detach().reshape(-1)))
 
     def parameters(self) -> Iterator[tuple[UnitState, ParameterState]]:
         """Yield every parameter with its unit."""
@@ -268,15 +320,19 @@ class ModelState:
     def _take(self, unit: Unit, slot: int, parameters: Mapping[str, nn.Parameter]) -> UnitState:
         name, dtype = unit.name, self.dtype
         on_device = self._decisions.units[name].params == "gpu"
-        pieces = _pieces(unit, self._decisions)
+        shard, padded = self._decisions.shard_params(unit), self._decisions.padded_params(unit)
+        start = self._rank * shard if padded > shard else 0
+        pieces = _pieces(unit, self._decisions, start)
         num_host = sum(p.num_params for p in pieces if p.place is not Place.GPU)
-        num_device = unit.num_params - num_host
+        num_device = shard - num_host
         num_apart = sum(p.num_params for p in pieces if p.leaves and not p.in_place)
-        num_served = sum(p.num_params for p in pieces if p.place is Place.CPU) if on_device else unit.num_params
+        num_served = sum(p.num_params for p in pieces if p.place is Place.CPU) if on_device else shard
+        kept = None
         if on_device:
-            weights = self._gpu.take(f"{name} weights", MemoryClass.PARAMETERS, unit.num_params, dtype)
-        else:
-            weights = self._slots[slot][: unit.num_params]
+            num_kept = shard if self._decisions.gathers(unit) else padded
+            kept = self._gpu.take(f"{name} weights", MemoryClass.PARAMETERS, num_kept, dtype)
+        weights = self._slots[slot][:padded] if kept is None or self._decisions.gathers(unit) else kept
+        own = weights[start : start + shard] if kept is None or kept is weights else kept
         served = None
         if dtype is torch.bfloat16:
             served = self._host.take(f"{name} weights", MemoryClass.PARAMETERS, num_served, dtype)
@@ -284,9 +340,11 @@ class ModelState:
             name=name,
             parameters=_parameters(unit, pieces, parameters),
             pieces=pieces,
+            start=start,
             on_device=on_device,
             slot=slot,
             device_weights=weights,
+            own_weights=own,
             host_weights=served,
             host=self._take_moments(self._host, name, num_host, with_master=True),
             device=self._take_moments(self._gpu, name, num_device, with_master=dtype is not torch.float32),
@@ -297,7 +355,7 @@ class ModelState:
         streamed = [
             (piece.num_params, self._decisions.weights_pass(unit.name))
             for unit in units
-            for piece in _pieces(unit, self._decisions)
+            for piece in _pieces(unit, self._decisions, 0)
             if piece.place is Place.STREAM
         ]
         num_weights = max((num_params for num_params, passes in streamed if passes), default=0)
@@ -318,9 +376,9 @@ class ModelState:
         return Moments(take("master") if with_master else None, buffers)
 
 
-def _pieces(unit: Unit, decisions: Decisions) -> tuple[Piece, ...]:
+def _pieces(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]:
     sizes = decisions.piece_params(unit)
-    starts = (0, *itertools.accumulate(sizes))
+    starts = tuple(itertools.accumulate(sizes, initial=start))
     taken = {"host": 0, "device": 0, "staging": 0, "arrival": 0}
     pieces = []
     for index, (place, num_params) in enumerate(zip(decisions.units[unit.name].update, sizes, strict=True)):
@@ -346,7 +404,7 @@ def _parameters(
         parts = tuple(
             Part(piece, max(piece.start, start), min(piece.stop, stop))
             for piece in pieces
-            if piece.start < stop and start < piece.stop
+            if max(piece.start, start) < min(piece.stop, stop)
         )
         result.append(ParameterState(spec.name, parameter, start, stop, parts))
         start = stop
@@ -354,22 +412,36 @@ def _parameters(
     return tuple(result)
 
 
-def _move_in(unit: UnitState, parameter: ParameterState) -> None:
+def _clear_pads(unit: UnitState, num_params: int) -> None:
+    """Set to zero what lies behind the unit's last parameter, see [Note: Shards]."""
+    if unit.slot < 0:
+        unit.device_weights[num_params:].zero_()
+    for piece in unit.pieces:
+        beyond = slice(min(max(num_params - piece.start, 0), piece.num_params), None)
+        held = [unit.master(piece), *([unit.own(piece)] if unit.on_device else [])]
+        held += [unit.gradient(piece)] if piece.leaves else []
+        weight = unit.host_weight(piece)
+        for tensor in held if weight is None else (*held, weight):
+            tensor[beyond].zero_()
+
+
+def _move_in(unit: UnitState, parameter: ParameterState, values: torch.Tensor) -> None:
     """Copy a parameter into the unit's memory and make it a view of its slot or block."""
-    values = parameter.parameter.detach().reshape(-1)
-    if unit.on_device:
-        unit.device_weights[parameter.start : parameter.stop].copy_(values)
-    write_master(unit, parameter, values)
+    write_weights(unit, parameter, values)
     shape = parameter.parameter.shape
     parameter.parameter.data = unit.device_weights[parameter.start : parameter.stop].view(shape)
 
 
-def write_master(unit: UnitState, parameter: ParameterState, values: torch.Tensor) -> None:
-    """Set the master copy of a parameter, and the host's weights with it; ``values`` is flat."""
+def write_weights(unit: UnitState, parameter: ParameterState, values: torch.Tensor) -> None:
+    """Set the weights of a parameter and what the rank has of its master copy; ``values`` is flat, and whole."""
+    if unit.slot < 0:
+        unit.device_weights[parameter.start : parameter.stop].copy_(values)
     for part in parameter.parts:
         piece, within = part.piece, slice(part.start - part.piece.start, part.stop - part.piece.start)
         source = values[part.start - parameter.start : part.stop - parameter.start]
         unit.master(piece)[within].copy_(source)
+        if unit.on_device:
+            unit.own(piece)[within].copy_(source)
         weight = unit.host_weight(piece)
         if weight is not None:
             weight[within].copy_(source)

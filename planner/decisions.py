@@ -322,6 +322,10 @@ class Decisions(Frozen):
         """Return how many of a unit's parameters one rank updates (padded to equal shards)."""
         return -(-unit.num_params // self.replicas(unit)) if self.zero_stage >= 1 else unit.num_params
 
+    def padded_params(self, unit: Unit) -> int:
+        """Return how many parameters a unit has with what pads it to equal shards: fewer than ranks more."""
+        return self.shard_params(unit) * (self.replicas(unit) if self.zero_stage >= 1 else 1)
+
     def piece_params(self, unit: Unit) -> tuple[int, ...]:
         """Return the sizes of a unit's subgroups on one rank, in order."""
         return subgroups(self.shard_params(unit), self.subgroup_params)

@@ -16,11 +16,11 @@ from ullage.text import TokenStream, read_text
 
 
 class Feed(Protocol):
-    """Makes the model, and its loss on one micro-batch after another."""
+    """Makes the model, and a rank's loss on one micro-batch after another."""
 
     @property
     def position(self) -> int:
-        """Sequences read so far."""
+        """Sequences read so far, by all ranks together."""
         ...
 
     def model(self) -> nn.Module:
@@ -32,8 +32,11 @@ class Feed(Protocol):
         ...
 
 
-def feed_of(plan: Plan, options: ExecuteOptions) -> Feed:
-    """Return what a plan's model is trained on.
+def feed_of(plan: Plan, options: ExecuteOptions, rank: int = 0) -> Feed:
+    """Return what one rank trains a plan's model on.
+
+    Of every micro-batch of all ranks together, each takes its own sequences, in the order of ranks. Of a captured
+    model each has a random batch of its own.
 
     Raises:
         PlanError: text was given for a captured model.
@@ -42,18 +45,19 @@ def feed_of(plan: Plan, options: ExecuteOptions) -> Feed:
         CaptureError: the function that makes a captured model is not there.
     """
     if not isinstance(plan.model, CapturedModel):
-        return _TextFeed(plan, options)
+        return _TextFeed(plan, options, rank)
     if options.text is not None:
         raise PlanError(
             f"--text {options.text}: a captured model is trained on one random batch of its inputs; leave it out, or "
             "use ullage.prepare in a loop of your own"
         )
-    return _RandomFeed(plan, plan.model, options)
+    return _RandomFeed(plan, plan.model, options, rank)
 
 
 class _TextFeed:
-    def __init__(self, plan: Plan, options: ExecuteOptions) -> None:
+    def __init__(self, plan: Plan, options: ExecuteOptions, rank: int) -> None:
         self._plan = plan
+        self._rank = rank
         self._stream = TokenStream(read_text(options.text), plan.seq_len, options.seed)
 
     @property
@@ -68,16 +72,18 @@ class _TextFeed:
         return model
 
     def loss(self, model: nn.Module, device: torch.device) -> Tensor:
-        tokens = self._stream.next(self._plan.decisions.micro_batch).to(device)
+        decided = self._plan.decisions
+        of_all = self._stream.next(decided.data_parallel * decided.micro_batch)
+        tokens = of_all[self._rank * decided.micro_batch :][: decided.micro_batch].to(device)
         loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         return loss
 
 
 class _RandomFeed:
-    def __init__(self, plan: Plan, model: CapturedModel, options: ExecuteOptions) -> None:
+    def __init__(self, plan: Plan, model: CapturedModel, options: ExecuteOptions, rank: int) -> None:
         self._factory = load_factory(model.factory)
-        self._micro_batch = model.micro_batch
-        generator = torch.Generator().manual_seed(options.seed)
+        self._num_sequences = model.micro_batch * plan.decisions.data_parallel
+        generator = torch.Generator().manual_seed(options.seed + rank)
         dtype = DTYPES[plan.decisions.precision.weights]
         batch = [(spec.name, _random(spec, dtype, generator)) for spec in model.inputs]
         self._args = [tensor for name, tensor in batch if not name]
@@ -88,7 +94,7 @@ class _RandomFeed:
         return self._factory()
 
     def loss(self, model: nn.Module, device: torch.device) -> Tensor:
-        self.position += self._micro_batch
+        self.position += self._num_sequences
         args = [tensor.to(device) for tensor in self._args]
         return find_loss(model(*args, **{name: tensor.to(device) for name, tensor in self._kwargs.items()}))[0]
 

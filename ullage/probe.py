@@ -5,8 +5,8 @@ import time
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from executor.options import SessionOptions
 from executor.prepare import prepare_session
-from executor.session import SessionOptions
 from hwprofiles.calibrate import HostTimes
 from planner.decisions import BF16
 from planner.engines import Mix, Setup, mixed

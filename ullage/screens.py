@@ -7,7 +7,6 @@ from rich.table import Table
 from planner.allocator import AllocatorUse
 from planner.bounds.proof import Certificate
 from planner.choices import Choice
-from planner.decisions import Decisions
 from planner.models.captured import CapturedModel, Model, counted
 from planner.models.parameters import num_parameters
 from planner.optimizers import OPTIMIZERS
@@ -17,6 +16,7 @@ from planner.prediction import TierMemory
 from planner.schedule import Lane, MemoryClass, Tier
 from ullage.console import console, facts, table
 from ullage.formatting import binds, percent, si
+from ullage.processes import launch_line, ranks_per_node
 from ullage.provenance import origin_shares
 
 
@@ -117,7 +117,7 @@ def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
         "binds": binds(seen.critical_s, seen.iteration_s),
         "best": gap_line(plan),
         "placement": describe(decided, plan.units()),
-        **_execution(decided),
+        **_execution(plan),
         **({"storage": _storage(plan)} if decided.uses_storage else {}),
     }
 
@@ -131,17 +131,21 @@ def _choice(plan: Plan) -> dict[str, str]:
     return {"choice": f"{made.words}: the best found of {len(choices)}, all of them within the bound"}
 
 
-def _execution(decided: Decisions) -> dict[str, str]:
-    """Say what of a plan our executor cannot run so far."""
+def _execution(plan: Plan) -> dict[str, str]:
+    """Say what of a plan our executor cannot run so far, or how several processes run it."""
+    decided = plan.decisions
     counts = {
-        "devices": decided.num_devices,
         "tensor-parallel ranks": decided.tensor_parallel,
         "pipeline stages": decided.pipeline_parallel,
         "expert-parallel ranks": decided.expert_parallel,
         "units of experts (--expert-units 1 plans one)": decided.expert_units,
     }
     ahead = [f"{count} {what}" for what, count in counts.items() if count > 1]
-    return {"execution": f"planned and simulated, not executed so far: {', '.join(ahead)}"} if ahead else {}
+    if ahead:
+        return {"execution": f"planned and simulated, not executed so far: {', '.join(ahead)}"}
+    if decided.num_devices == 1 or decided.uses_storage:
+        return {}
+    return {"execution": f"one process per device: {launch_line(decided.num_devices, ranks_per_node(plan))}"}
 
 
 def _storage(plan: Plan) -> str:

@@ -12,8 +12,9 @@ from torch import nn
 
 from executor.memory import DeviceMemoryError
 from executor.optimizer.table import stock_of
+from executor.options import SessionOptions
 from executor.prepare import OffloadedOptimizer, prepare_session
-from executor.session import Session, SessionOptions
+from executor.session import Session
 from hwprofiles.allocator import keep_freed_memory
 from planner.models.captured import counted
 from planner.optimizers import Optimizer
@@ -24,6 +25,7 @@ from ullage.comparison import Comparison, compare, render_comparison
 from ullage.console import console, write_json
 from ullage.feeds import Feed, feed_of
 from ullage.options import ExecuteOptions
+from ullage.processes import Process, ranks_per_node
 from ullage.runs import RunRecord, rows, save_run
 from ullage.simulation import simulate
 
@@ -57,9 +59,13 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> t
     Returns:
         The model and the optimizer to use from now on; ``optimizer.session`` executes the plan.
 
+    A plan for several devices is executed by one process for each, which ``torchrun`` starts: see
+    :func:`executor.prepare.prepare_session`.
+
     Raises:
         ValueError: the plan cannot be executed here, or the model is not the planned one.
         DeviceMemoryError: less memory is free than planned.
+        RankError: another rank has failed.
     """
     return prepare_session(model, optimizer, plan.units(), plan.decisions, _session_options(plan))
 
@@ -67,26 +73,37 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> t
 def execute(plan: Plan, options: ExecuteOptions) -> RunRecord:
     """Train a plan's model, measure every task, and compare with the prediction.
 
-    It is trained on text, or on one random batch if it was captured.
+    It is trained on text, or on one random batch if it was captured. Under a plan for several devices this is one of
+    the processes; the first of them measures, prints and writes.
 
     Writes ``run.json`` (with the plan) and ``trace.json.gz`` (both timelines) into the output folder, each whole or not
     at all, when training has ended.
 
     Raises:
-        PlanError: the plan was made for another kind of machine.
+        PlanError: the plan was made for another kind of machine, or for another number of processes.
         ValueError: too few iterations, too little text, or a captured model that is not there.
         OSError: the text cannot be read or the results cannot be written.
         DeviceMemoryError: training takes more of a tier than it has.
+        RankError: another rank has failed.
     """
     if options.num_iterations < MIN_ITERATIONS:
         raise ValueError(f"{options.num_iterations} iterations are too few to measure; run at least {MIN_ITERATIONS}")
-    _check_machine(plan, options)
-    feed = feed_of(plan, options)
-    options.output_dir.mkdir(parents=True, exist_ok=True)  # before training: a bad path must not cost a run
-    model, optimizer, scheduler = _make(plan, options, feed)
+    process = Process.of(plan)
+    _check_machine(plan, options, process)
+    feed = feed_of(plan, options, process.rank)
+    if process.is_first:
+        options.output_dir.mkdir(parents=True, exist_ok=True)  # before training: a bad path must not cost a run
+    model, optimizer, scheduler = _make(plan, options, feed, process)
     with optimizer.session as session:
-        losses = list(_train(plan, options, feed, model, optimizer, scheduler))
-        record = _record(plan, session, losses, feed)
+        losses = list(_train(plan, options, feed, model, optimizer, scheduler, process))
+        record = _record(plan, session, losses, feed, process)
+        session.close(give_back=False)
+    if process.is_first:
+        _write(plan, options, record)
+    return record
+
+
+def _write(plan: Plan, options: ExecuteOptions, record: RunRecord) -> None:
     simulation = simulate(plan)
     comparison = compare(
         simulation.timeline,
@@ -100,16 +117,9 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord:
     save_run(record, options.output_dir / "run.json")
     write_trace(trace, chrome_trace({"predicted": simulation.timeline, "measured": record.timeline}))
     _report(options, record, comparison)
-    return record
 
 
-def _check_machine(plan: Plan, options: ExecuteOptions) -> None:
-    ranks, started = plan.decisions.num_devices, int(os.environ.get("WORLD_SIZE", "1"))
-    if max(ranks, started) > 1:
-        raise PlanError(
-            f"the plan is for {ranks} device(s) and {started} process(es) were started, but execution is on one device "
-            "so far; plan with --gpus 1 and start one process"
-        )
+def _check_machine(plan: Plan, options: ExecuteOptions, process: Process) -> None:
     kind = plan.hardware.device.kind
     wanted = {"auto": kind, "host": "host", "cuda": "gpu"}[options.device]
     if wanted != kind:
@@ -122,31 +132,39 @@ def _check_machine(plan: Plan, options: ExecuteOptions) -> None:
             f"the plan was made for {plan.hardware.name}, but this machine has no GPU that PyTorch can use; "
             "run `ullage calibrate` here and plan with --hardware local"
         )
-    if kind == "host" and (cores := len(os.sched_getaffinity(0))) < plan.hardware.device.num_cores:
+    if kind == "gpu" and (count := torch.cuda.device_count()) <= process.local_rank:
         raise PlanError(
-            f"the plan computes on {plan.hardware.device.num_cores} cores, but this process may use {cores}; "
+            f"the plan is for {process.per_node} devices on a node, but this machine has {count}; plan with --gpus "
+            f"{count}, or for a profile of this machine"
+        )
+    wanted_cores = plan.hardware.device.num_cores * process.per_node
+    if kind == "host" and (cores := len(os.sched_getaffinity(0))) < wanted_cores:
+        raise PlanError(
+            f"the plan computes on {wanted_cores} cores, but this process may use {cores}; "
             "run `ullage calibrate` here and plan with --hardware local"
         )
 
 
 def _session_options(plan: Plan) -> SessionOptions:
-    hardware = plan.hardware
+    hardware, per_node = plan.hardware, ranks_per_node(plan)
     return SessionOptions(
         device="cuda" if hardware.device.kind == "gpu" else "cpu",
-        num_threads=hardware.host.num_optimizer_cores,
+        num_threads=max(hardware.host.num_optimizer_cores // per_node, 1),
         gpu_capacity_bytes=int(hardware.device.memory_bytes.value),
-        host_capacity_bytes=int(hardware.host.memory_bytes.value),
+        host_capacity_bytes=int(hardware.host.memory_bytes.value) // per_node,
         record=True,
     )
 
 
 def _make(
-    plan: Plan, options: ExecuteOptions, feed: Feed
+    plan: Plan, options: ExecuteOptions, feed: Feed, process: Process
 ) -> tuple[nn.Module, OffloadedOptimizer, torch.optim.lr_scheduler.LambdaLR]:
     """Make the planned model with random weights, its optimizer, and a cosine schedule with warm-up."""
     if plan.hardware.device.kind == "host":
         torch.set_num_threads(plan.hardware.device.num_cores)
         keep_freed_memory()
+    else:
+        torch.cuda.set_device(process.local_rank)
     torch.manual_seed(options.seed)
     model = feed.model().train()
     optimizer = stock_of(plan.decisions.optimizer)(
@@ -158,7 +176,10 @@ def _make(
         return warm_up * 0.5 * (1 + math.cos(math.pi * iteration / options.num_iterations))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    return *prepare(model, optimizer, plan), scheduler
+    prepared = prepare(model, optimizer, plan)
+    if process.rank:
+        torch.manual_seed(options.seed + process.rank)  # of what is left to chance in training (dropout)
+    return *prepared, scheduler
 
 
 def _train(
@@ -168,11 +189,12 @@ def _train(
     model: nn.Module,
     optimizer: OffloadedOptimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
+    process: Process,
 ) -> Iterator[float]:
-    """Train, and yield the loss of every iteration."""
+    """Train, and yield the loss of every iteration: the mean over all ranks."""
     decisions = plan.decisions
     device = next(model.parameters()).device
-    with _progress(options.num_iterations) as tell:
+    with _progress(options.num_iterations, shown=process.is_first) as tell:
         for iteration in range(options.num_iterations):
             metered = optimizer.session.metered() if iteration == _METERED else contextlib.nullcontext()
             total = torch.zeros((), device=device)
@@ -187,7 +209,7 @@ def _train(
             scheduler.step()
             if iteration == _METERED:
                 _check_memory(plan, optimizer.session)
-            loss_value = float(total)
+            loss_value = optimizer.session.mean(float(total))
             if not math.isfinite(loss_value):
                 raise ValueError(
                     f"the loss is {loss_value} in iteration {iteration}; use a smaller --lr than {options.lr:g}"
@@ -212,17 +234,18 @@ def _check_memory(plan: Plan, session: Session) -> None:
 
 
 @contextlib.contextmanager
-def _progress(num_iterations: int) -> Iterator[Any]:
+def _progress(num_iterations: int, *, shown: bool) -> Iterator[Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console(stderr=True)) as bar:
+    with Progress(*columns, TimeRemainingColumn(), console=console(stderr=True), disable=not shown) as bar:
         task = bar.add_task("", total=num_iterations)
         yield lambda iteration, loss: bar.update(task, completed=iteration + 1, description=f"loss {loss:.3f}")
 
 
-def _record(plan: Plan, session: Session, losses: list[float], feed: Feed) -> RunRecord:
+def _record(plan: Plan, session: Session, losses: list[float], feed: Feed, process: Process) -> RunRecord:
     timeline = session.timeline()
+    ranks = {Tier.HOST: process.per_node}  # whose shares are equal, as the prediction has it
     return RunRecord(
         plan=plan,
         machine=f"{platform.node() or 'this machine'}, torch {torch.__version__}",
@@ -230,7 +253,7 @@ def _record(plan: Plan, session: Session, losses: list[float], feed: Feed) -> Ru
         start_s=rows(timeline.start_s),
         end_s=rows(timeline.end_s),
         steady_iterations=tuple(range(_FIRST_STEADY, timeline.num_iterations - 1)),
-        memory={tier: use.peak_bytes for tier, use in session.memory().items()},
+        memory={tier: use.peak_bytes * ranks.get(tier, 1) for tier, use in session.memory().items()},
         data_position=feed.position,
     )
 
@@ -242,7 +265,8 @@ def _report(options: ExecuteOptions, record: RunRecord, comparison: Comparison) 
         return
     out = console()
     plan = record.plan
-    tokens = plan.decisions.num_micro_batches * plan.decisions.micro_batch * plan.seq_len
+    decided = plan.decisions
+    tokens = decided.data_parallel * decided.num_micro_batches * decided.micro_batch * plan.seq_len
     iteration = next(row for row in comparison.phases if row.name == "iteration")
     out.print(f"{plan.model.name}: {len(losses)} iterations, loss {losses[0]:.3f} -> {losses[-1]:.3f}", markup=False)
     if iteration.measured:

@@ -46,7 +46,9 @@ def _parameters(program: Program) -> None:
             num_bytes = weight_bytes * max(program.shard_params[unit.name] for unit in read)
             program.hold(Tier.HOST, MemoryClass.PARAMETERS, num_bytes, f"buffer of slot {slot}")
     for unit in program.units:
-        resident = program.shard_params[unit.name] if unit.name in program.gathered else unit.num_params
+        resident = (
+            program.shard_params[unit.name] if unit.name in program.gathered else program.padded_params[unit.name]
+        )
         if decisions.units[unit.name].params == "gpu":
             program.hold(Tier.GPU, MemoryClass.PARAMETERS, weight_bytes * resident, unit.name)
         shard = program.shard_params[unit.name]
@@ -95,7 +97,8 @@ def _gradients(program: Program, unit: Unit, maker: str, fresh: Fresh) -> None:
         scatter = f"scatter:{unit.name}:{micro_batch}"
         if scatter in program.drafts:  # the unreduced gradient of all parameters, then the rank's shard of it
             label = f"{unit.name} unreduced"
-            program.hold(Tier.GPU, MemoryClass.GRADIENTS, weight_bytes * unit.num_params, label, made, scatter)
+            num_bytes = weight_bytes * program.padded_params[unit.name]
+            program.hold(Tier.GPU, MemoryClass.GRADIENTS, num_bytes, label, made, scatter)
             made = scatter
         elif decisions.replicas(unit) > 1:
             continue
@@ -162,7 +165,8 @@ def _workspace(program: Program, fresh: Fresh) -> None:
         num_bytes = unit.workspace_bytes
         if draft.op is Op.BACKWARD:
             new = fresh[unit.name, draft.micro_batch]
-            num_bytes = backward_workspace_bytes(unit, num_params, new, program.decisions.precision.weight_bytes)
+            weight_bytes, piled = program.decisions.precision.weight_bytes, program.decisions.replicas(unit) > 1
+            num_bytes = backward_workspace_bytes(unit, num_params, new, weight_bytes, piled=piled)
         program.hold(Tier.GPU, MemoryClass.WORKSPACE, num_bytes, f"{unit.name} workspace", draft.key, draft.key)
 
 

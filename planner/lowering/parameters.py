@@ -22,7 +22,7 @@ class Slots:
 
     Attributes:
         of_unit: slot of every unit that is not resident.
-        num_params: parameters that each slot holds.
+        num_params: parameters that each slot holds, padded to equal shards.
     """
 
     of_unit: dict[str, int]
@@ -34,7 +34,7 @@ def assign_slots(program: Program) -> Slots:
     rings: dict[int, list[Unit]] = defaultdict(list)
     for unit in program.units:
         if needs_slot(program, unit):
-            rings[unit.num_params].append(unit)
+            rings[program.padded_params[unit.name]].append(unit)
     of_unit: dict[str, int] = {}
     num_params: list[int] = []
     for size, ring in rings.items():

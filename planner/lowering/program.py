@@ -91,6 +91,11 @@ class Program:
         return {unit.name: self.decisions.shard_params(unit) for unit in self.units}
 
     @functools.cached_property
+    def padded_params(self) -> dict[str, int]:
+        """How many parameters a unit has with what pads it to equal shards, by name of the unit."""
+        return {unit.name: self.decisions.padded_params(unit) for unit in self.units}
+
+    @functools.cached_property
     def gathered(self) -> frozenset[str]:
         """Units whose parameters are gathered from other ranks for every use."""
         return frozenset(unit.name for unit in self.units if self.decisions.gathers(unit))

@@ -18,7 +18,7 @@ _Steps = tuple[tuple[int, int, bool, tuple[tuple[int, float], ...]], ...]
 
 
 def backward_workspace_bytes(
-    unit: Unit, num_params: Mapping[str, int], fresh: Mapping[str, float], weight_bytes: int
+    unit: Unit, num_params: Mapping[str, int], fresh: Mapping[str, float], weight_bytes: int, *, piled: bool = False
 ) -> int:
     """Return the most bytes that a unit's backward holds beyond all it saved and the gradients that begin with it.
 
@@ -28,6 +28,7 @@ def backward_workspace_bytes(
         fresh: for each parameter whose gradient it makes, the share that is held from this backward on; to the rest,
             which is there before, what it makes is added.
         weight_bytes: bytes of one value of a gradient.
+        piled: gradients are copied into one block for all, in which ranks add them up; it is taken with the first.
     """
     if unit.operators[0].measured:
         return unit.workspace_bytes
@@ -42,7 +43,7 @@ def backward_workspace_bytes(
         )
         for operator in unit.operators
     )
-    return around_bytes + _most_bytes(steps, -around_bytes, weight_bytes)
+    return around_bytes + _most_bytes(steps, -around_bytes, weight_bytes, piled)
 
 
 def least_workspace_bytes(unit: Unit, weight_bytes: int) -> int:
@@ -52,20 +53,24 @@ def least_workspace_bytes(unit: Unit, weight_bytes: int) -> int:
 
 
 @functools.lru_cache(4096)  # equal layers take the same steps, in every schedule of a search
-def _most_bytes(steps: _Steps, least_bytes: int, weight_bytes: int) -> int:
+def _most_bytes(steps: _Steps, least_bytes: int, weight_bytes: int, piled: bool) -> int:
     gradients = [[(weight_bytes * count, share) for count, share in parameters] for *_, parameters in steps]
     fresh_bytes = [sum(int(num_bytes * share) for num_bytes, share in sizes) for sizes in gradients]
-    most_bytes, gone_bytes, coming_bytes = least_bytes, 0, sum(fresh_bytes)
+    most_bytes, gone_bytes, coming_bytes, begun = least_bytes, 0, sum(fresh_bytes), False
     for (saved_bytes, inside_bytes, experts, _), sizes, made_bytes in zip(
         reversed(steps), reversed(gradients), reversed(fresh_bytes), strict=True
     ):
-        coming_bytes -= made_bytes
+        coming_bytes -= 0 if begun else made_bytes
         added_bytes = max((int(num_bytes * (1 - share)) for num_bytes, share in sizes), default=0)
         if experts:  # needs most between its two products, when only the second has a gradient
             first_bytes, share = sizes[0] if sizes else (0, 0.0)
             needed_bytes = max(inside_bytes - int(first_bytes * share), added_bytes)
         else:
             needed_bytes = inside_bytes + added_bytes
+        if piled and made_bytes:  # it is there beside the block, which is there whole from the first one on
+            own_bytes = max(num_bytes for num_bytes, _ in sizes)
+            needed_bytes = max(needed_bytes - coming_bytes, own_bytes + (inside_bytes if begun else 0))
+            coming_bytes, begun = 0, True
         most_bytes = max(most_bytes, needed_bytes - gone_bytes - coming_bytes)
         gone_bytes += saved_bytes
     return most_bytes

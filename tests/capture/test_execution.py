@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from own_models import OWN, batch
 from training import ReferenceOptimizer, weights
 
+from executor.options import SessionOptions
 from executor.prepare import prepare_session
-from executor.session import SessionOptions
 from planner.decisions import Decisions, Place, Precision, UnitDecision
 from planner.graph import Batch, Unit, build_graph, segments, units
 from ullage.capture import capture_module

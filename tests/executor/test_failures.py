@@ -10,8 +10,8 @@ from executor.binding import BindingError
 from executor.gradients import GradientError
 from executor.machine import LaneError
 from executor.memory import DeviceMemoryError
+from executor.options import SessionOptions
 from executor.prepare import prepare_session
-from executor.session import SessionOptions
 from planner.decisions import HostUpdate, Place
 from planner.loop import OutOfOrderError
 from planner.schedule import Op
@@ -126,9 +126,11 @@ def test_the_device_is_too_small():
 
 
 def test_a_plan_for_several_devices():
-    for degree in ("data_parallel", "tensor_parallel", "pipeline_parallel"):
+    for degree in ("tensor_parallel", "pipeline_parallel"):
         with pytest.raises(ValueError, match=f"{degree} is 2"):
             prepare(TASK, decide(TASK, KEEP).model_copy(update={degree: 2}))
+    with pytest.raises(ValueError, match=r"2 devices, but 1 process.* were started; .*torchrun --nproc-per-node 2"):
+        prepare(TASK, decide(TASK, KEEP, data_parallel=2, zero_stage=3))
 
 
 @pytest.mark.parametrize("change", [{"host_update": HostUpdate.DEEPSPEED}, {"module_hooks": True}, {"loop": True}])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import mixed, plans
 from training import (
     Task,
     assert_same,
@@ -25,7 +26,6 @@ from training import (
 )
 
 from executor.prepare import prepare_session
-from planner.decisions import Place
 
 PLACEMENTS = [("gpu", "gpu"), ("gpu", "stream"), ("gpu", "cpu"), ("host", "stream"), ("host", "cpu")]
 
@@ -41,55 +41,11 @@ def test_every_placement_gives_the_same_bits(params, place, dtype, num_micro_bat
     assert_same(planned(task, decide(task, uniform(params, place, activations))), reference(task))
 
 
-@st.composite
-def plans(draw):
-    """Any plan: per unit, per piece, and all settings."""
-    clip = draw(st.booleans())
-    task = Task(
-        family=draw(st.sampled_from(["gpt2", "llama"])),
-        dtype=draw(st.sampled_from([torch.bfloat16, torch.float32])),
-        num_micro_batches=draw(st.integers(1, 2)),
-        max_norm=0.5 if clip else None,
-        iterations=3,
-    )
-    recomputed = draw(st.sets(st.integers(0, 2)))
-
-    def choose(unit, count):
-        params = draw(st.sampled_from(["gpu", "host"]))
-        places = [Place.CPU, Place.STREAM] + ([Place.GPU] if params == "gpu" else [])
-        activations = "recompute" if unit.segment in {f"layers.{i}" for i in recomputed} else "keep"
-        update = draw(st.lists(st.sampled_from(places), min_size=count, max_size=count))
-        return params, activations, update, draw(st.sampled_from(["gpu", "host"]))
-
-    return task, decide(
-        task,
-        choose,
-        subgroup_params=draw(st.sampled_from([977, 3000, 100_000])),
-        num_param_slots=draw(st.integers(1, 3)),
-        num_state_slots=draw(st.integers(1, 3)),
-        update_order=draw(st.sampled_from(["forward", "backward"])),
-        update_start="step" if clip else draw(st.sampled_from(["step", "backward"])),
-        overlap_next_forward=draw(st.booleans()),
-    )
-
-
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(plans(), st.integers(0, 99))
 def test_any_plan_gives_the_same_bits_on_lanes_of_any_speed(plan, seed):
     task, decisions = plan
     assert_same(planned(task, decisions, delays=seed), reference(task))
-
-
-def mixed(unit, count):
-    """Return a bit of everything, changing from unit to unit and within units."""
-    turn = sum(unit.name.encode())
-    params = ["gpu", "host"][turn % 2]
-    places = [Place.CPU, Place.STREAM, Place.GPU] if params == "gpu" else [Place.CPU, Place.STREAM]
-    return (
-        params,
-        ["keep", "recompute"][int(unit.segment == "layers.1")],
-        [places[(turn + i) % len(places)] for i in range(count)],
-    )
 
 
 HUNDRED = {

@@ -26,8 +26,8 @@ from training import (
 
 from executor.gradients import GradientError
 from executor.meter import MemoryMeter
+from executor.options import SessionOptions
 from executor.prepare import prepare_session
-from executor.session import SessionOptions
 from planner.decisions import Place
 from planner.schedule import Lane, Op, Tier
 from planner.timeline import memory_use

@@ -12,8 +12,8 @@ import transformers
 from executor.backend import as_array, sum_of_squares_on_host
 from executor.optimizer.reference import Lion
 from executor.optimizer.table import entry_of
+from executor.options import SessionOptions
 from executor.prepare import prepare_session
-from executor.session import SessionOptions
 from planner.decisions import Decisions, Place, Precision, UnitDecision
 from planner.graph import Batch, build_graph, units
 from planner.models import from_hf_config
@@ -89,8 +89,8 @@ def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 2e-3}]
 
 
-def batches(task: Task):
-    generator = torch.Generator().manual_seed(3)
+def batches(task: Task, rank: int = 0):
+    generator = torch.Generator().manual_seed(3 + rank)
     return torch.randint(
         NUM_TOKENS, (task.iterations, task.num_micro_batches, MICRO_BATCH, SEQ_LEN), generator=generator
     )
@@ -139,13 +139,13 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         self.scale = 1.0
 
 
-def train(task: Task, model, optimizer, *, clip=None, before_step=None):
+def train(task: Task, model, optimizer, *, clip=None, before_step=None, rank=0):
     """Run the user's own loop; return the losses and norms."""
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.iterations) if task.schedule else None
-    torch.manual_seed(11)
+    torch.manual_seed(11 + rank)
     seen = []
     device = next(model.parameters()).device
-    for iteration, micro_batches in enumerate(batches(task).to(device)):
+    for iteration, micro_batches in enumerate(batches(task, rank).to(device)):
         for tokens in micro_batches:
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
@@ -189,9 +189,11 @@ def decide(task: Task, choose, **settings) -> Decisions:
     It may say too where gradients of what is streamed are; else they stay on the device for every second unit.
     """
     subgroup_params = settings.pop("subgroup_params", 3000)
+    num_shards = settings.get("data_parallel", 1) if settings.get("zero_stage") else 1
     chosen = {}
     for number, unit in enumerate(model_units(task.family)):
-        params, activations, places, *gradients = choose(unit, -(-unit.num_params // subgroup_params))
+        shard = -(-unit.num_params // num_shards)
+        params, activations, places, *gradients = choose(unit, -(-shard // subgroup_params))
         if not unit.recompute:
             activations = "keep"
         chosen[unit.name] = UnitDecision(
@@ -217,8 +219,8 @@ def uniform(params: str, place: str, activations: str = "keep"):
     return lambda _unit, count: (params, activations, [Place(place)] * count)
 
 
-def prepare(task: Task, decisions: Decisions, **options):
-    model = make_model(task)
+def prepare(task: Task, decisions: Decisions, model=None, **options):
+    model = model or make_model(task)
     optimizer = make_optimizer(task, model)
     options = SessionOptions(num_threads=1, **options)
     return prepare_session(model, optimizer, model_units(task.family), decisions, options)

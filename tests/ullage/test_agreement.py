@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from executor.options import SessionOptions
 from executor.prepare import prepare_session
-from executor.session import SessionOptions
 from planner.decisions import BF16, Decisions, Place, UnitDecision
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model, to_hf_config_dict

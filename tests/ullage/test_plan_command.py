@@ -131,3 +131,14 @@ def test_local_profile_of_a_path(tmp_path, capsys):
     path.write_text((Path(load_profile.__code__.co_filename).parent / "data" / "h200.json").read_text())
     assert main(["hardware", "show", str(path)]) == 0
     assert "name         h200" in capsys.readouterr().out
+
+
+def test_a_plan_for_several_devices_says_how_it_is_started(tiny_model, tmp_path, capsys):
+    arguments = ["plan", "--model", str(tiny_model), "--hardware", "rtx-4090x8", "--gpus", "4", "--budget", "1"]
+    arguments += ["--output", str(tmp_path / "plan.json")]
+    assert main(arguments) == 0
+    assert "torchrun --nproc-per-node 4 -m ullage execute" in " ".join(capsys.readouterr().out.split())
+    assert main([*arguments, "--tensor-parallel", "2"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "not executed so far: 2 tensor-parallel ranks" in out
+    assert "torchrun" not in out

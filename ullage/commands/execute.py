@@ -18,7 +18,8 @@ def add_parser(subparsers: Subparsers) -> None:
         run,
         "Train the plan's model, from random weights, on a text of yours or on the built-in one, exactly as planned;\n"
         "measure every task, and compare that with the prediction. A captured model is made by the function that the\n"
-        "plan names, imported as `ullage plan` did, and trained on one random batch of its inputs.",
+        "plan names, imported as `ullage plan` did, and trained on one random batch of its inputs. A plan for several\n"
+        "devices is executed by one process for each: `torchrun --nproc-per-node 8 -m ullage execute plan.json`.",
         """
         ullage execute plan.json
         ullage execute plan.json --iterations 100 --text corpus.txt --lr 3e-4 --output-dir runs/1

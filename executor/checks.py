@@ -1,0 +1,56 @@
+"""What of a plan and of an optimizer can be executed; everything else is refused by name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from executor.optimizer.table import OptimizerEntry
+from planner.decisions import Decisions
+
+
+def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
+    """Check that decisions are ours to execute, with a certain optimizer.
+
+    Raises:
+        ValueError: they are not; names what is too much, and the remedy.
+    """
+    if decisions.optimizer != entry.planned_as:
+        raise ValueError(
+            f"the plan is for {decisions.optimizer}, but the optimizer is {entry.stock.__name__}, which keeps other "
+            f"state; plan with --optimizer {entry.planned_as}"
+        )
+    if decisions.uses_storage:
+        raise ValueError(
+            f"policy {decisions.policy} uses NVMe or offloads activations, which can be simulated but not executed so "
+            "far: set params to 'gpu' or 'host', activations to 'keep' or 'recompute', and no update to 'nvme'"
+        )
+    for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_units"):
+        if (count := getattr(decisions, name)) > 1:
+            option = f"--{name.replace('_', '-')} 1"
+            raise ValueError(f"{name} is {count}, which can be simulated but not executed so far; plan with {option}")
+    if decisions.reduce_start != "backward":
+        raise ValueError(
+            f"reduce_start is {decisions.reduce_start!r}, which can be simulated but not executed; set it to 'backward'"
+        )
+    if not decisions.executable:
+        raise ValueError(
+            f"policy {decisions.policy} models another engine, which can be simulated but not executed: plan again, or "
+            "set gradient_path to 'once' and host_update to 'fused', and leave out module_hooks, loop, "
+            "device_buffer_bytes, max_prefetch_params and max_reuse_params"
+        )
+
+
+def check_groups(entry: OptimizerEntry, groups: list[dict[str, Any]], names: Mapping[int, str]) -> None:
+    """Check that an optimizer's groups can be updated by us.
+
+    Args:
+        entry: the optimizer.
+        groups: as ``torch.optim`` has them.
+        names: of the model's parameters, by identity.
+
+    Raises:
+        ValueError: a flag that our updates do not know, or a parameter of another model.
+    """
+    for group in groups:
+        entry.rule(group)  # refuses what kernels do not know
+        if any(id(parameter) not in names for parameter in group["params"]):
+            raise ValueError("the optimizer has a parameter that the model has not; make it from model.parameters()")

@@ -1,0 +1,40 @@
+"""How a session is executed, as its caller chooses."""
+
+import dataclasses
+from typing import Literal
+
+from executor.backend import Backend, HostBackend
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """How to execute a plan.
+
+    Attributes:
+        device: ``cpu`` computes in the calling thread, with a part of ordinary memory standing in for the device.
+        num_threads: threads that update on the host; left out, one per core that this process may use.
+        cores: a core per thread, to bind it to.
+        gpu_capacity_bytes: most that is taken of the device for what the plan keeps there all the time.
+        host_capacity_bytes: likewise, of the host.
+        record: whether to keep times from the start on, for :meth:`Session.timeline`.
+    """
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    num_threads: int | None = None
+    cores: tuple[int, ...] | None = None
+    gpu_capacity_bytes: int | None = None
+    host_capacity_bytes: int | None = None
+    record: bool = False
+
+
+def backend_of(options: SessionOptions) -> Backend:
+    """Return the device that is asked for.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    if options.device == "cpu":
+        return HostBackend()
+    from executor.cuda import CudaBackend  # noqa: PLC0415 - only where there is a GPU
+
+    return CudaBackend()

@@ -1,0 +1,82 @@
+"""A model's weights outside training: for evaluation, and for saving."""
+
+from collections.abc import Mapping
+from typing import final
+
+import torch
+
+from executor.actions import Actions
+from executor.state import ModelState, UnitState
+from planner.decisions import Place
+
+_NEVER = -1
+
+
+@final
+class Weights:
+    """Brings weights to where they can be used or read while nothing is under way.
+
+    Where ranks hold shards it gathers them, so all ranks must ask for the same at the same time.
+
+    Args:
+        state: where weights are.
+        actions: moves them.
+        shared: units whose weights a unit uses besides its own, by its name.
+        regathers: whether ranks have updated shards of what is resident (ZeRO-1 and 2).
+    """
+
+    def __init__(
+        self, state: ModelState, actions: Actions, shared: Mapping[str, tuple[str, ...]], *, regathers: bool
+    ) -> None:
+        self._state = state
+        self._actions = actions
+        self._shared = shared
+        self._regathers = regathers
+        self._parameters = {parameter.name: (unit, parameter) for unit, parameter in state.parameters()}
+        self._current_in = _NEVER  # iteration before which resident weights were last made current
+        self._in_slot: dict[int, str] = {}
+
+    def make_current(self, iteration: int) -> None:
+        """Bring to the device what the next iteration would, once."""
+        if self._current_in == iteration:
+            return
+        self._current_in = iteration
+        self._in_slot.clear()
+        for unit in self._state.units.values():
+            for piece in unit.pieces:
+                if unit.on_device and piece.place is Place.CPU:
+                    self._actions.upload(unit, piece)
+            if self._regathers:
+                self._actions.gather(unit)
+
+    def forget(self) -> None:
+        """Take it that weights change from now on."""
+        self._current_in = _NEVER
+
+    def use(self, unit: str) -> None:
+        """Have all weights on the device that a unit uses."""
+        for name in (unit, *self._shared[unit]):
+            state = self._state.units.get(name)
+            if state is not None and state.slot >= 0:
+                self._fill(state)
+
+    def of(self, name: str) -> torch.Tensor:
+        """Return a parameter's current weights: a view of where they are kept, or new host memory if that is shards."""
+        unit, parameter = self._parameters[name]
+        if not _is_sharded(unit):
+            return unit.weight_of(parameter)
+        self._fill(unit)
+        return unit.weight_of(parameter, unit.device_weights).to("cpu", copy=True)
+
+    def _fill(self, unit: UnitState) -> None:
+        if self._in_slot.get(unit.slot) != unit.name:
+            if not unit.on_device:
+                self._actions.fetch(unit)
+            if _is_sharded(unit):
+                self._actions.gather(unit)
+            self._in_slot[unit.slot] = unit.name
+
+
+def _is_sharded(unit: UnitState) -> bool:
+    """Return whether nothing but a slot has all weights of a unit."""
+    return unit.slot >= 0 and len(unit.own_weights) < len(unit.device_weights)

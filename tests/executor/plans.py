@@ -1,0 +1,56 @@
+"""Decisions to test with: any, and some of everything."""
+
+import torch
+from hypothesis import strategies as st
+from training import Task, decide
+
+from planner.decisions import Place
+
+
+@st.composite
+def plans(draw, sizes=(1,)):
+    """Any plan: per unit, per piece, and all settings; for as many ranks as one of ``sizes``."""
+    size = draw(st.sampled_from(sizes))
+    zero_stage = draw(st.integers(0, 3)) if size > 1 else 0
+    fetches = zero_stage in {0, 3}  # hosts that have only what they update cannot serve the rest
+    clip = draw(st.booleans())
+    task = Task(
+        family=draw(st.sampled_from(["gpt2", "llama"])),
+        dtype=draw(st.sampled_from([torch.bfloat16, torch.float32])),
+        num_micro_batches=draw(st.integers(1, 2)),
+        max_norm=0.5 if clip else None,
+        iterations=3,
+    )
+    recomputed = draw(st.sets(st.integers(0, 2)))
+
+    def choose(unit, count):
+        params = draw(st.sampled_from(["gpu", "host"])) if fetches else "gpu"
+        places = [Place.CPU, Place.STREAM] + ([Place.GPU] if params == "gpu" else [])
+        activations = "recompute" if unit.segment in {f"layers.{i}" for i in recomputed} else "keep"
+        update = draw(st.lists(st.sampled_from(places), min_size=count, max_size=count))
+        return params, activations, update, draw(st.sampled_from(["gpu", "host"]))
+
+    return task, decide(
+        task,
+        choose,
+        data_parallel=size,
+        zero_stage=zero_stage,
+        subgroup_params=draw(st.sampled_from([977, 3000, 100_000])),
+        num_param_slots=draw(st.integers(1, 3)),
+        num_state_slots=draw(st.integers(1, 3)),
+        update_order=draw(st.sampled_from(["forward", "backward"])),
+        update_start="step" if clip else draw(st.sampled_from(["step", "backward"])),
+        overlap_next_forward=draw(st.booleans()),
+    )
+
+
+def mixed(unit, count):
+    """Return a bit of everything, changing from unit to unit and within units."""
+    turn = sum(unit.name.encode())
+    params = ["gpu", "host"][turn % 2]
+    places = [Place.CPU, Place.STREAM, Place.GPU] if params == "gpu" else [Place.CPU, Place.STREAM]
+    return (
+        params,
+        ["keep", "recompute"][int(unit.segment == "layers.1")],
+        [places[(turn + i) % len(places)] for i in range(count)],
+    )

@@ -1,0 +1,216 @@
+"""Training on several ranks against the same training in one process, and what happens if a rank fails."""
+
+import re
+import time
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from plans import mixed, plans
+from together import (
+    Processes,
+    around_training,
+    failed,
+    reference,
+    seen_from_outside,
+    trained,
+    trained_by_torch,
+    with_another_plan,
+    without_a_gradient,
+)
+from training import Task, decide, uniform
+
+from executor.gradients import GradientError
+from executor.machine import LaneError
+from executor.memory import DeviceMemoryError
+from executor.watch import RankError
+
+
+@pytest.fixture(scope="module")
+def processes():
+    pool = Processes(4)
+    yield pool
+    pool.close()
+
+
+def assert_same_bits(results, expected):
+    losses, weights = expected
+    for rank, (seen, final) in enumerate(results):
+        assert seen == losses[rank], rank
+        different = [n for n, w in weights.items() if final[n].tobytes() != w.view(torch.uint8).numpy().tobytes()]
+        assert not different, (rank, different)
+
+
+STAGES = {
+    "0, resident": (0, uniform("gpu", "gpu")),
+    "0, everything": (0, mixed),
+    "1, resident": (1, uniform("gpu", "gpu")),
+    "1, streamed": (1, uniform("gpu", "stream")),
+    "2, resident": (2, uniform("gpu", "gpu")),
+    "2, cpu": (2, uniform("gpu", "cpu", "recompute")),
+    "3, resident": (3, uniform("gpu", "gpu")),
+    "3, cpu": (3, uniform("gpu", "cpu")),
+    "3, fetched": (3, uniform("host", "cpu", "recompute")),
+    "3, everything": (3, mixed),
+}
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize(("zero_stage", "choose"), STAGES.values(), ids=STAGES)
+def test_two_ranks_give_the_bits_of_one_process(processes, zero_stage, choose, num_micro_batches):
+    """A sum of two has one order, so that nothing is left to chance."""
+    turn = zero_stage + num_micro_batches
+    task = Task(["gpt2", "llama"][turn % 2], [torch.bfloat16, torch.float32][turn // 2 % 2], num_micro_batches)
+    decisions = decide(task, choose, data_parallel=2, zero_stage=zero_stage)
+    assert_same_bits(processes.call(2, trained, task, decisions), reference(task, 2, decisions))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@given(plans(sizes=[2]), st.integers(0, 99))
+def test_any_plan_for_two_gives_the_same_bits_on_lanes_of_any_speed(processes, plan, seed):
+    task, decisions = plan
+    assert_same_bits(processes.call(2, trained, task, decisions, seed), reference(task, 2, decisions))
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@given(plans(sizes=[3, 4]), st.integers(0, 99))
+def test_any_plan_for_more_agrees_within_rounding(processes, plan, seed):
+    """How gloo's ring orders a sum depends on where it cuts it.
+
+    Each of a sum's roundings is at most 2**-24 (bf16: 2**-8) of its terms. An update divides by the gradient's own
+    size, so that a weight is off by about the rate (5e-3) times such a rounding: below 1e-6 (bf16: 1e-3, and the
+    rounding of the weight itself). Only where the terms nearly cancel the quotient may be anything, and the weight off
+    by all its updates together: of a few weights in a thousand.
+    """
+    task, decisions = plan
+    size = decisions.data_parallel
+    results = processes.call(size, trained, task, decisions, seed)
+    losses, weights = reference(task, size, decisions)
+    bf16 = task.dtype is torch.bfloat16
+    for rank, (seen, final) in enumerate(results):
+        assert seen == pytest.approx(losses[rank], rel=4e-3 if bf16 else 1e-6)
+        assert all(final[name].tobytes() == results[0][1][name].tobytes() for name in weights), (
+            "ranks agree in all bits"
+        )
+    final = {name: torch.from_numpy(values.copy()) for name, values in results[0][1].items()}
+    off = [(final[n].view(w.dtype).view(w.shape).float() - w.float()).abs().reshape(-1) for n, w in weights.items()]
+    size_of = torch.cat([w.float().abs().reshape(-1) for w in weights.values()])
+    bound = 1e-3 + size_of * 2**-7 if bf16 else torch.full_like(size_of, 1e-6)
+    assert float((torch.cat(off) > bound).float().mean()) < (1e-2 if bf16 else 1e-3)
+    assert float(torch.cat(off).max()) < 2 * 5e-3 * task.iterations
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_ddp_gives_the_same_bits(processes, dtype):
+    task = Task("gpt2", dtype)
+    decisions = decide(task, mixed, data_parallel=2, zero_stage=3)
+    theirs = processes.call(2, trained_by_torch, task)
+    for ours, (seen, final) in zip(processes.call(2, trained, task, decisions), theirs, strict=True):
+        assert ours[0] == seen
+        assert all(ours[1][name].tobytes() == weight.tobytes() for name, weight in final.items())
+
+
+def test_one_rank_alone_is_as_before(processes):
+    task = Task("llama")
+    decisions = decide(task, mixed)
+    assert_same_bits(processes.call(1, trained, task, decisions), reference(task, 1, decisions))
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "choose"), [STAGES[k] for k in ("0, everything", "1, streamed", "2, cpu", "3, everything")]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_evaluation_states_and_a_closed_model_are_whole_on_all_ranks(processes, zero_stage, choose, dtype):
+    task = Task("gpt2", dtype, iterations=2, schedule=False)
+    decisions = decide(task, choose, data_parallel=2, zero_stage=zero_stage, num_param_slots=1)
+    more = decide(task, mixed, data_parallel=2, zero_stage=3 - zero_stage if zero_stage % 3 == 0 else 3)
+    for found in processes.call(2, around_training, task, decisions, more):
+        assert found == []
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("zero_stage", "choose"), STAGES.values(), ids=STAGES)
+def test_memory_and_times_are_those_of_the_schedule(processes, zero_stage, choose, size):
+    task = Task("llama", [torch.bfloat16, torch.float32][zero_stage % 2], iterations=2)
+    decisions = decide(task, choose, data_parallel=size, zero_stage=zero_stage)
+    assert processes.call(size, seen_from_outside, task, decisions) == [[]] * size
+
+
+@pytest.mark.parametrize(("zero_stage", "choose"), [STAGES[k] for k in ("0, everything", "2, cpu", "3, everything")])
+def test_frozen_parameters_stay_as_they_are(processes, zero_stage, choose):
+    """So much that backward does not reach the first units."""
+    task = Task("gpt2", torch.bfloat16, iterations=3)
+    decisions = decide(task, choose, data_parallel=2, zero_stage=zero_stage)
+    frozen = ("transformer.wte", "transformer.wpe", "transformer.h.0.", "transformer.h.1.mlp.c_fc.bias")
+    assert_same_bits(processes.call(2, trained, task, decisions, None, frozen), reference(task, 2, decisions, frozen))
+
+
+def test_a_gradient_that_some_ranks_lack_counts_as_zero(processes):
+    task = Task("gpt2", max_norm=0.5, iterations=3)
+    for zero_stage in (0, 2, 3):
+        decisions = decide(task, uniform("gpu", "cpu"), data_parallel=2, zero_stage=zero_stage)
+        (seen, final, steps), (_, other, other_steps) = processes.call(2, without_a_gradient, task, decisions)
+        assert steps == other_steps
+        assert set(steps.values()) == {0, 3}, "what no rank has a gradient of is not updated"
+        assert all(final[name].tobytes() == other[name].tobytes() for name in final)
+        assert seen[1] > 0
+
+
+def test_a_gradient_that_some_ranks_lack_is_told_where_its_update_has_begun(processes):
+    task = Task("gpt2", max_norm=None, iterations=1)
+    decisions = decide(task, uniform("gpu", "cpu"), data_parallel=2, zero_stage=2, update_start="backward")
+    processes.begin(2, without_a_gradient, task, decisions)
+    for error in processes.results(2):
+        assert isinstance(error, GradientError)
+        assert "got a gradient on 1 of 2 ranks" in str(error)
+
+
+TASK = Task("gpt2", iterations=50)
+SHARED = decide(TASK, mixed, data_parallel=3, zero_stage=3)
+
+
+@pytest.mark.parametrize(
+    ("moment", "kind", "message"),
+    [
+        ("gather", LaneError, "rank 1 failed: LaneError: lane collective in gather .*a broken cable"),
+        ("scatter", LaneError, "rank 1 failed: LaneError: .*a broken cable"),
+        ("update", LaneError, "rank 1 failed: LaneError: .*a broken cable"),
+        ("forward", ZeroDivisionError, "rank 1 failed: ZeroDivisionError: in the loop"),
+        ("prepare", DeviceMemoryError, "rank 1 failed: DeviceMemoryError: the gpu is out of memory"),
+    ],
+)
+def test_an_error_on_one_rank_ends_all_with_its_words(processes, moment, kind, message):
+    begin_s = time.monotonic()
+    processes.begin(3, failed, TASK, SHARED, moment)
+    first, second, third = processes.results(3, timeout_s=30)
+    assert time.monotonic() - begin_s < 15
+    assert isinstance(second, kind)
+    for error in (first, third):
+        assert isinstance(error, RankError)
+        assert re.search(message, str(error)), error
+
+
+def test_other_plans_on_other_ranks(processes):
+    processes.begin(2, with_another_plan, TASK, decide(TASK, mixed, data_parallel=2, zero_stage=3))
+    for error in processes.results(2, timeout_s=30):
+        assert isinstance(error, ValueError)
+        assert "rank 1 has another plan or model than rank 0" in str(error)
+
+
+def test_another_number_of_processes(processes):
+    with pytest.raises(ValueError, match=r"is for 3 devices, but .* has 2 ranks; .*torchrun --nproc-per-node 3"):
+        processes.call(2, trained, TASK, SHARED)
+
+
+def test_a_killed_rank_ends_all(processes):
+    """The last test, as it leaves one process less."""
+    processes.begin(3, failed, TASK, SHARED, "kill")
+    processes.workers[1].join(30)
+    begin_s = time.monotonic()
+    first, second, third = processes.results(3, timeout_s=30)
+    assert time.monotonic() - begin_s < 10
+    assert isinstance(second, EOFError)
+    for error in (first, third):
+        assert isinstance(error, RankError)
+        assert re.search(r"rank 1 \(process \d+\) has ended without a word", str(error)), error

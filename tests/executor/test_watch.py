@@ -1,0 +1,100 @@
+"""How a rank notices that another has failed; two in one process here, which see each other in the store alone."""
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from executor.watch import RankError, Watch
+
+
+class Lost:
+    """A store that can be lost."""
+
+    def __init__(self, store):
+        self.store = store
+        self.is_lost = False
+
+    def __getattr__(self, name):
+        if self.is_lost:
+            raise ConnectionResetError("connection reset by peer")
+        return getattr(self.store, name)
+
+
+@pytest.fixture
+def pair():
+    """Two watches that have met, and what the first was told; neither has begun."""
+    store, watches = dist.HashStore(), {}
+    lost = Lost(store)
+    threads = [
+        threading.Thread(target=lambda r=r, s=s: watches.update({r: Watch(s, r, 2, silence_s=0.6)}))
+        for r, s in enumerate((lost, store))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    told = []
+    watches[0].start(told.append)
+    yield watches[0], watches[1], told, lost
+    for watch in watches.values():
+        watch.leave(together=False)
+
+
+def wait_for(told):
+    end_s = time.monotonic() + 10
+    while not told:
+        assert time.monotonic() < end_s, "nothing was noticed"
+        time.sleep(0.02)
+    return str(told[0])
+
+
+def test_what_a_rank_says_reaches_the_others(pair):
+    first, second, told, _ = pair
+    first.check()
+    second.tell(ZeroDivisionError("by nothing"))
+    second.tell(ValueError("the first word counts"))
+    assert wait_for(told) == "rank 1 failed: ZeroDivisionError: by nothing"
+    with pytest.raises(RankError, match="by nothing"):
+        first.check()
+    assert first.explain(RuntimeError("connection closed")) is told[0]
+
+
+def test_silence_is_noticed(pair):
+    _, _, told, _ = pair
+    assert wait_for(told) == "rank 1 has given no sign of life for 0.6 s"
+
+
+def test_who_gives_signs_or_has_left_is_not_missed(pair):
+    _, second, told, _ = pair
+    heard = []
+    second.start(heard.append)
+    time.sleep(1.5)
+    second.leave(together=True)
+    time.sleep(1.5)
+    assert (told, heard) == ([], [])
+
+
+def test_a_lost_store_is_a_lost_rank(pair):
+    _, second, told, lost = pair
+    second.start(lambda _error: None)
+    lost.is_lost = True
+    assert "rank 0 is gone, or whoever served the store of the ranks" in wait_for(told)
+
+
+def test_a_failure_of_others_is_not_told_as_ones_own(pair):
+    first, second, told, _ = pair
+    second.start(lambda _error: None)
+    second.tell(RankError("rank 0 failed: on its own"))
+    time.sleep(0.5)
+    assert not told
+    first.check()
+
+
+def test_a_broken_collective_explains_itself_if_nobody_does(pair):
+    first, second, _, _ = pair
+    second.start(lambda _error: None)
+    assert "ranks can no longer reach each other: connection closed" in str(
+        first.explain(RuntimeError("connection closed"))
+    )

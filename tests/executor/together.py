@@ -1,0 +1,308 @@
+"""Processes that train together, what they do, and the same training in one process."""
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import signal
+import socket
+import warnings
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from training import (
+    ReferenceOptimizer,
+    Task,
+    batches,
+    delay,
+    groups,
+    make_model,
+    make_optimizer,
+    model_units,
+    prepare,
+    train,
+    weights,
+)
+
+from planner.decisions import Decisions
+from planner.schedule import Op
+
+_CONTEXT = multiprocessing.get_context("spawn")  # a fork would inherit threads' locks
+
+
+class Processes:
+    """Processes that stay from case to case, as starting one takes seconds.
+
+    Each call forms ranks of the first ones, with a store that none of them serves.
+    """
+
+    def __init__(self, size: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self._store = dist.TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
+        self._num_calls = 0
+        self.workers, self._pipes = [], []
+        for rank in range(size):
+            ours, theirs = _CONTEXT.Pipe()
+            worker = _CONTEXT.Process(target=_serve, args=(rank, self._port, theirs), daemon=True)
+            worker.start()
+            self.workers.append(worker)
+            self._pipes.append(ours)
+
+    def begin(self, size: int, function, *arguments) -> None:
+        """Have ``function(rank, size, *arguments)`` called by each of the first processes."""
+        self._num_calls += 1
+        for pipe in self._pipes[:size]:
+            pipe.send((size, f"call {self._num_calls}", function, arguments))
+
+    def results(self, size: int, timeout_s: float = 120.0) -> list:
+        """Return what the first processes returned or raised, and what remains of one that is gone."""
+        found = []
+        for pipe in self._pipes[:size]:
+            assert pipe.poll(timeout_s), "a rank does not answer"
+            try:
+                found.append(pipe.recv())
+            except EOFError as error:
+                found.append(error)
+        return found
+
+    def call(self, size: int, function, *arguments) -> list:
+        """Return what every rank returned; raise what one raised."""
+        self.begin(size, function, *arguments)
+        found = self.results(size)
+        for result in found:
+            if isinstance(result, BaseException):
+                raise result
+        return found
+
+    def close(self) -> None:
+        for pipe, worker in zip(self._pipes, self.workers, strict=True):
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+            worker.join(10)
+            worker.kill()
+
+
+def _serve(rank: int, port: int, pipe) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")  # what torch deprecates is not used
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    while (call := pipe.recv()) is not None:
+        size, name, function, arguments = call
+        try:
+            dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=size)
+            result = function(rank, size, *arguments)
+        except BaseException as error:  # noqa: BLE001 - what went wrong is the result
+            result = error
+        finally:
+            dist.destroy_process_group()
+        pipe.send(result)
+
+
+# What ranks do. All of this is called in another process, so it is found by its name.
+
+
+def trained(rank: int, _size: int, task: Task, decisions: Decisions, delays: int | None = None, frozen=()):
+    """Train under decisions, from rank 0's weights; return losses and norms, and the final weights."""
+    model = freeze(make_model(task), frozen)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(rank)
+    model, optimizer = prepare(task, decisions, model=model)
+    with optimizer.session:
+        if delays is not None:
+            delay(optimizer.session, delays + rank)
+        seen = train(task, model, optimizer, rank=rank)
+        final = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
+    return seen, {n: w.view(torch.uint8).numpy() for n, w in final.items()}
+
+
+def freeze(model, names: tuple[str, ...]):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(names))
+    return model
+
+
+def trained_by_torch(rank: int, _size: int, task: Task):
+    """Train with ``DistributedDataParallel``, and our kernel for the update; return what ``trained`` does."""
+    model = make_model(task)
+    optimizer = ReferenceOptimizer(make_optimizer(task, model))
+    seen = train(task, torch.nn.parallel.DistributedDataParallel(model), optimizer, rank=rank)
+    return seen, {n: w.view(torch.uint8).numpy() for n, w in weights(model).items()}
+
+
+def around_training(rank: int, _size: int, task: Task, decisions: Decisions, more: Decisions) -> list[str]:
+    """Evaluate, save, go on from what was saved under other decisions, and close; return what is wrong."""
+    wrong = []
+    plain = make_model(task)
+    tokens = batches(task, rank)[0, 0]
+
+    def compare(what: str, model) -> None:
+        saved = model.state_dict()
+        plain.load_state_dict(saved)
+        with torch.no_grad():
+            if not torch.equal(model.eval()(input_ids=tokens).logits, plain.eval()(input_ids=tokens).logits):
+                wrong.append(f"{what}: evaluation differs from the weights that were saved")
+        if not same(saved, optimizer.session.full_parameters()):
+            wrong.append(f"{what}: the saved weights are not those of the session")
+        model.train()
+
+    model, optimizer = prepare(task, decisions)
+    with optimizer.session:
+        compare("at first", model)
+        train(task, model, optimizer, rank=rank)
+        compare("after training", model)
+        saved = {n: w.clone() for n, w in model.state_dict().items()}
+        state = optimizer.state_dict()
+        train(task, model, optimizer, rank=rank)
+        compare("after more", model)
+        expected = {n: w.clone() for n, w in model.state_dict().items()}
+    if not same(expected, model.state_dict()):
+        wrong.append("the closed model has other weights")
+    stock = torch.optim.AdamW(groups(plain), lr=5e-3, betas=(0.9, 0.95))
+    stock.load_state_dict(state)  # its format
+    if any(entry["exp_avg"].shape != parameter.shape for parameter, entry in stock.state.items()):
+        wrong.append("the saved state has other shapes than the parameters")
+    model = make_model(task)
+    model.load_state_dict(saved)
+    model, optimizer = prepare(task, more, model=model)
+    with optimizer.session:
+        optimizer.load_state_dict(state)
+        compare("loaded", model)
+        train(task, model, optimizer, rank=rank)
+        if not same(expected, model.state_dict()):
+            wrong.append("what was loaded trains to other weights")
+    return wrong
+
+
+def seen_from_outside(rank: int, _size: int, task: Task, decisions: Decisions) -> list[str]:
+    """Train, and return what of memory and times is not as the schedule says."""
+    wrong = []
+    model, optimizer = prepare(task, decisions, record=True)
+    with optimizer.session as session:
+        train(task, model, optimizer, rank=rank)
+        timeline = session.timeline()
+        for tier, memory in session.memory().items():
+            stated = Counter()
+            for buffer in session.schedule.buffers:
+                if buffer.tier is tier and buffer.first is None and buffer.memory_class != "workspace":
+                    stated[buffer.memory_class] += buffer.num_bytes
+            if +stated != +Counter(memory.static_bytes):
+                wrong.append(f"{tier}: {memory.static_bytes} instead of {stated}")
+    for iteration in range(task.iterations):
+        spans = {span.task: span for span in timeline.of_iteration(iteration)}
+        wrong += [
+            f"{task_.name} begins before {timeline.schedule.tasks[i].name} ends"
+            for task_ in timeline.schedule.tasks
+            for i in task_.after
+            if spans[i].end_s > spans[task_.index].start_s
+        ]
+    return wrong
+
+
+def failed(rank: int, _size: int, task: Task, decisions: Decisions, moment: str) -> None:
+    """Train, until something happens to rank 1."""
+    victim = rank == 1
+    model, optimizer = prepare(task, decisions, gpu_capacity_bytes=1000 if victim and moment == "prepare" else None)
+    with optimizer.session as session:
+        perform = session._machine._perform
+
+        def failing(task_, iteration: int) -> None:
+            if iteration == 2 and task_.op == moment:
+                raise FloatingPointError("a broken cable")
+            if iteration == 2 and moment == "kill" and task_.op is Op.SCATTER:
+                os.kill(os.getpid(), signal.SIGKILL)
+            perform(task_, iteration)
+
+        def in_the_loop(iteration: int) -> None:
+            if iteration == 2 and moment == "forward":
+                raise ZeroDivisionError("in the loop")
+
+        if victim:
+            session._machine._perform = failing
+        train(task, model, optimizer, rank=rank, before_step=in_the_loop if victim else None)
+
+
+def without_a_gradient(rank: int, _size: int, task: Task, decisions: Decisions):
+    """Train where one parameter gets a gradient on rank 0 only, and another on no rank."""
+    model, optimizer = prepare(task, decisions)
+    first, second = model.transformer.h[0].mlp.c_fc, model.transformer.h[1].mlp.c_fc
+    second.bias.requires_grad_(False)
+    forward = first.forward
+    if rank:
+        first.forward = lambda x: torch.nn.functional.linear(x, first.weight.t(), first.bias.detach())
+    with optimizer.session as session:
+        seen = train(task, model, optimizer, rank=rank)
+        first.forward = forward
+        final = {n: w.clone().view(torch.uint8).numpy() for n, w in session.full_parameters().items()}
+        steps = {name: entry.step for name, (_, entry) in session.parameter_states().items()}
+    return seen, final, steps
+
+
+def with_another_plan(rank: int, _size: int, task: Task, decisions: Decisions) -> None:
+    prepare(task, decisions.model_copy(update={"num_param_slots": 2 + rank}))
+
+
+def same(some, other) -> bool:
+    return some.keys() >= other.keys() and all(torch.equal(some[name], other[name]) for name in other)
+
+
+# The same in one process.
+
+
+def reference(task: Task, size: int, decisions: Decisions, frozen: tuple[str, ...] = ()):
+    """Return what training in memory with the mean of all ranks' gradients gives, as ``trained``, for every rank."""
+    piles = frozenset(
+        spec.name
+        for unit in model_units(task.family)
+        if decisions.zero_stage < 2
+        and not any(decisions.flushes(unit.name, place) for place in decisions.units[unit.name].update)
+        for spec in unit.parameters
+    )
+    return _reference(task, size, piles if task.num_micro_batches > 1 else frozenset(), frozen)
+
+
+@functools.cache
+def _reference(task: Task, size: int, piles: frozenset[str], frozen: tuple[str, ...]):
+    model = freeze(make_model(task), frozen)
+    optimizer = ReferenceOptimizer(make_optimizer(task, model))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.iterations) if task.schedule else None
+    chance = [torch.Generator().manual_seed(11 + rank).get_state() for rank in range(size)]
+    data = [batches(task, rank) for rank in range(size)]
+    seen = [[] for _ in range(size)]
+    for iteration in range(task.iterations):
+        found = [{n: [] for n, _ in model.named_parameters()} for _ in range(size)]
+        for rank in range(size):
+            torch.set_rng_state(chance[rank])
+            for tokens in data[rank][iteration]:
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                seen[rank].append(loss.item())
+                for name, parameter in model.named_parameters():
+                    found[rank][name].append(parameter.grad)
+                    parameter.grad = None
+            chance[rank] = torch.get_rng_state()
+        for name, parameter in ((n, p) for n, p in model.named_parameters() if p.requires_grad):
+            parameter.grad = mean([one[name] for one in found], piles_up=name in piles)
+        if task.max_norm is not None:
+            norm = float(optimizer.clip_grad_norm_(task.max_norm))
+            for mine in seen:
+                mine.append(norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler:
+            scheduler.step()
+    return seen, weights(model)
+
+
+def mean(gradients: list[list[torch.Tensor]], *, piles_up: bool) -> torch.Tensor:
+    """Return the mean over ranks, in order, of what each has for some micro-batches: see [Note: Mean gradients]."""
+    if piles_up:
+        gradients = [[functools.reduce(torch.add, mine)] for mine in gradients]
+    of_all = (
+        functools.reduce(torch.add, [gradient * (1 / len(gradients)) for gradient in of_ranks])
+        for of_ranks in zip(*gradients, strict=True)
+    )
+    return functools.reduce(torch.add, of_all)

@@ -1,0 +1,117 @@
+"""``torchrun ... -m ullage execute`` with two processes on the cores of this machine."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hwprofiles.profile import Fabric, HardwareProfile
+from hwprofiles.quantity import Provenance, Quantity
+from hwprofiles.registry import load_profile
+from planner.models import resolve_model
+from planner.planning import Request, make_plan
+from ullage.cli import main
+from ullage.processes import launch_line
+from ullage.runs import load_run
+
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+
+
+def two_devices() -> HardwareProfile:
+    """Return this machine as two devices of one core each."""
+    one = load_profile("epyc-turin-2c").with_device_memory(60_000_000)
+    origin = Provenance(origin="assumed", source="gloo over loopback")
+    fabric = Fabric(
+        bytes_per_s=Quantity(value=1e9, unit="bytes_per_s", provenance=origin),
+        latency_s=Quantity(value=3e-4, unit="s", provenance=origin),
+    )
+    topology = (*one.topology, ("host1", "dram"))
+    return HardwareProfile.model_validate(
+        one.model_dump() | {"devices_per_node": 2, "intra_node": fabric.model_dump(), "topology": topology}
+    )
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = resolve_model("demo-llama").model_copy(update={"num_layers": 2})
+    request = Request(model, two_devices(), num_devices=2, seq_len=64, micro_batch=2, num_micro_batches=2)
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    path.write_text(make_plan(request).to_json(), encoding="utf-8")
+    return path
+
+
+def launch(count: int, *arguments: str) -> "subprocess.Popen[str]":
+    command = [*LAUNCH, str(count), "-m", "ullage", "execute", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def test_two_processes_train_one_model(plan: Path, tmp_path: Path) -> None:
+    process = launch(2, str(plan), "--iterations", "10", "--output-dir", str(tmp_path), "--json")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    printed = json.loads(out)  # only one of them prints
+    assert printed["losses"][-1] < printed["losses"][0]
+    assert printed["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.15)
+    assert printed["memory"]["host"]["error"] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json", "trace.json.gz"]
+    run = load_run(tmp_path / "run.json")
+    assert (run.timeline.num_iterations, run.data_position) == (10, 10 * 2 * 2 * 2)
+    assert {task.lane for task in run.timeline.schedule.tasks} >= {"collective", "compute"}
+
+
+def test_ctrl_c_ends_all(plan: Path, tmp_path: Path) -> None:
+    process = launch(2, str(plan), "--iterations", "100000", "--output-dir", str(tmp_path / "out"))
+    until_training(process, tmp_path / "out")
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
+    begin_s = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert time.monotonic() - begin_s < 20
+    assert "interrupted; nothing was written" in err
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def until_training(process: "subprocess.Popen[str]", folder: Path) -> None:
+    while not folder.is_dir():  # made just before training begins
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(6)  # into the iterations
+
+
+def test_a_killed_process_ends_the_other(plan: Path, tmp_path: Path) -> None:
+    process = launch(2, str(plan), "--iterations", "100000", "--output-dir", str(tmp_path / "out"))
+    until_training(process, tmp_path / "out")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii").split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    begin_s = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert time.monotonic() - begin_s < 30
+    assert "Signal 9" in err, "torchrun says which process it was"
+
+
+def test_without_torchrun_the_line_that_works_is_named(
+    plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["execute", str(plan), "--output-dir", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "for 2 device(s), 2 on a node, but 1 process(es) were started" in err
+    assert "`torchrun --nproc-per-node 2 -m ullage execute PLAN`" in err
+    assert err.count("\n") == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert main(["execute", str(plan), "--output-dir", str(tmp_path)]) == 2
+    assert "but 4 process(es) were started" in capsys.readouterr().err
+
+
+def test_launch_lines() -> None:
+    assert launch_line(1, 1) == "ullage execute PLAN"
+    assert launch_line(8, 8) == "torchrun --nproc-per-node 8 -m ullage execute PLAN"
+    assert launch_line(16, 8) == (
+        "torchrun --nproc-per-node 8 --nnodes 2 --node-rank N --master-addr FIRST -m ullage execute PLAN"
+    )

@@ -1,0 +1,69 @@
+"""The processes that ``torchrun`` starts for a plan of several ranks, and what each has of its node."""
+
+import dataclasses
+import os
+from typing import Self
+
+from planner.layout import Layout
+from planner.plan import Plan, PlanError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Process:
+    """One rank of a plan.
+
+    Attributes:
+        rank: among all.
+        local_rank: among those of its node, and the number of its device.
+        per_node: ranks that share a node's cores and memory.
+    """
+
+    rank: int
+    local_rank: int
+    per_node: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        """Return this process's place, from the environment that ``torchrun`` sets.
+
+        Raises:
+            PlanError: another number of processes was started than the plan has ranks, or on other nodes.
+        """
+        ranks, per_node = plan.decisions.num_devices, ranks_per_node(plan)
+        rank, started, local = (_environment(*of) for of in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)))
+        if ranks != plan.decisions.data_parallel:
+            raise PlanError(
+                f"the plan shares layers or experts over its {ranks} devices, which can be simulated but not executed "
+                "so far; plan with --tensor-parallel 1 --pipeline-parallel 1 --expert-parallel 1"
+            )
+        if (started, local) != (ranks, min(per_node, ranks - rank // per_node * per_node)):
+            raise PlanError(
+                f"the plan is for {ranks} device(s), {per_node} on a node, but {started} process(es) were started, "
+                f"{local} on this node; start it with `{launch_line(ranks, per_node)}`"
+            )
+        return cls(rank, _environment("LOCAL_RANK", 0), per_node)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the one that prints and writes."""
+        return self.rank == 0
+
+
+def ranks_per_node(plan: Plan) -> int:
+    """Return how many ranks of a plan share a full node's cores and memory."""
+    decided = plan.decisions
+    degrees = (decided.data_parallel, decided.tensor_parallel, decided.pipeline_parallel)
+    return Layout(*degrees, plan.hardware.devices_per_node).ranks_per_node
+
+
+def launch_line(ranks: int, per_node: int) -> str:
+    """Return how a plan of so many ranks is started."""
+    if ranks == 1:
+        return "ullage execute PLAN"
+    nodes = -(-ranks // per_node)
+    several = f" --nnodes {nodes} --node-rank N --master-addr FIRST" if nodes > 1 else ""
+    return f"torchrun --nproc-per-node {per_node}{several} -m ullage execute PLAN"
+
+
+def _environment(name: str, default: int) -> int:
+    return int(os.environ.get(name) or default)
