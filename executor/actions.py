@@ -4,9 +4,10 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, final
 
+import numpy as np
 import torch
 
-from executor.backend import Backend, sum_of_squares_on_host, update_on_host
+from executor.backend import Backend, as_array, sum_of_squares_on_host, update_on_host
 from executor.exchange import Exchange
 from executor.optimizer import WorkerTeam
 from executor.optimizer.table import Rule
@@ -68,6 +69,8 @@ class Actions:
             Op.UPDATE: self._update,
             Op.STORE: self._store,
             Op.UPLOAD: self._upload,
+            Op.SWAP_IN: self._swap_in,
+            Op.SWAP_OUT: self._swap_out,
         }
 
     def perform(self, task: Task, iteration: int) -> None:
@@ -216,6 +219,16 @@ class Actions:
         if weights is not None:
             self._backend.copy(weights, slot.weights)
 
+    def _swap_in(self, task: Task, _iteration: int) -> None:
+        """Read state into a host buffer, unless nothing of it is trained; gradients may still be on their way."""
+        unit, stored = self._state.units[task.unit], self._state.stored
+        assert stored is not None
+        stored.swap_in((unit.name, task.piece), task.slot, reads=unit.is_trained(unit.pieces[task.piece]))
+
+    def _swap_out(self, task: Task, _iteration: int) -> None:
+        assert self._state.stored is not None
+        self._state.stored.swap_out((task.unit, task.piece))
+
     def _update(self, task: Task, iteration: int) -> None:
         unit = self._state.units[task.unit]
         piece = unit.pieces[task.piece]
@@ -227,20 +240,37 @@ class Actions:
             self._update_streamed(unit, piece, iteration)
 
     def _update_on_host(self, unit: UnitState, piece: Piece, iteration: int) -> None:
-        state = [*unit.state(piece), unit.gradient(piece)]
-        weights = unit.host_weight(piece)
-        if weights is not None:
+        held = self._host_state(unit, piece, iteration)
+        if held is None:
+            return
+        state, weights = [*held, unit.gradient(piece)], unit.host_weight(piece)
+        rounds = weights is not None and weights.dtype is not torch.float32
+        if weights is not None and rounds:
             state.append(weights)
         for run in self._runs(unit, piece, iteration):
             cut = tuple(tensor[run.start - piece.start : run.stop - piece.start] for tensor in state)
             update_on_host(cut, run.update.rule, run.step, run.update.scale, self._team)
             unit.changed.add(piece.index)
-        if piece.in_place and weights is not None:
-            self._put_back(unit, piece, weights, iteration)
+            if self._state.stored is not None and piece.place is Place.NVME:
+                self._state.stored.changed((unit.name, piece.index))
+        if weights is not None and not rounds:
+            np.copyto(as_array(weights), as_array(held[0]))
+        elif piece.in_place and weights is not None:
+            self._put_back(unit, piece, (weights, held[0]), iteration)
 
-    def _put_back(self, unit: UnitState, piece: Piece, weights: torch.Tensor, iteration: int) -> None:
+    def _host_state(self, unit: UnitState, piece: Piece, iteration: int) -> tuple[torch.Tensor, ...] | None:
+        """Return a piece's state on the host; ``None`` if it is on NVMe and nothing has come to update it with."""
+        if piece.place is not Place.NVME:
+            return unit.state(piece)
+        assert self._state.stored is not None
+        return self._state.stored.state((unit.name, piece.index)) if self._touched(unit, piece, iteration) else None
+
+    def _put_back(
+        self, unit: UnitState, piece: Piece, copies: tuple[torch.Tensor, torch.Tensor], iteration: int
+    ) -> None:
         """Put weights back where there are gradients that the user dropped: the master copy rounds to the same."""
-        master, updated = unit.master(piece), {p.name for p, _ in self._single_runs(unit, piece, iteration)}
+        weights, master = copies
+        updated = {p.name for p, _ in self._single_runs(unit, piece, iteration)}
         for parameter in unit.parameters:
             if parameter.flushed == iteration and parameter.name not in updated:
                 for part in (part for part in parameter.parts if part.piece.index == piece.index):

@@ -18,10 +18,11 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
             f"the plan is for {decisions.optimizer}, but the optimizer is {entry.stock.__name__}, which keeps other "
             f"state; plan with --optimizer {entry.planned_as}"
         )
-    if decisions.uses_storage:
+    if decisions.storage_ahead:
         raise ValueError(
-            f"policy {decisions.policy} uses NVMe or offloads activations, which can be simulated but not executed so "
-            "far: set params to 'gpu' or 'host', activations to 'keep' or 'recompute', and no update to 'nvme'"
+            f"policy {decisions.policy} has {', '.join(decisions.storage_ahead)}, which can be simulated but not "
+            "executed so far: set params to 'gpu' or 'host', activations to 'keep' or 'recompute', and spill_gradients "
+            "to false; optimizer state may be on NVMe"
         )
     for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_units"):
         if (count := getattr(decisions, name)) > 1:

@@ -16,7 +16,7 @@ from executor.optimizer.table import Rule
 from planner.schedule import Lane, Schedule
 
 # Their threads work on the host itself; every other lane gives its work to a stream.
-_HOST_LANES: Final = frozenset({Lane.CPU, Lane.LAUNCH})
+_HOST_LANES: Final = frozenset({Lane.CPU, Lane.LAUNCH, Lane.NVME_STATE_IN, Lane.NVME_STATE_OUT})
 _CHUNK_PARAMS: Final = 1 << 24  # bounds the float32 copy of a gradient during an update on the device
 
 

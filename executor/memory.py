@@ -32,18 +32,19 @@ class Arena:
         self.tier = tier
         self.capacity_bytes = capacity_bytes
         self._backend = backend
-        self._blocks: dict[str, tuple[MemoryClass, torch.Tensor]] = {}
+        self._blocks: dict[str, tuple[dict[MemoryClass, int], torch.Tensor]] = {}  # bytes by class
 
     @property
     def used_bytes(self) -> int:
         """Bytes taken so far."""
-        return sum(block.numel() for _, block in self._blocks.values())
+        return sum(self.by_class().values())
 
     def by_class(self) -> dict[MemoryClass, int]:
         """Return the bytes taken so far by what they are for."""
         totals: dict[MemoryClass, int] = defaultdict(int)
-        for memory_class, block in self._blocks.values():
-            totals[memory_class] += block.numel()
+        for num_bytes, _ in self._blocks.values():
+            for memory_class, count in num_bytes.items():
+                totals[memory_class] += count
         return dict(totals)
 
     def take(self, name: str, memory_class: MemoryClass, num_items: int, dtype: torch.dtype) -> torch.Tensor:
@@ -52,17 +53,36 @@ class Arena:
         Raises:
             DeviceMemoryError: it does not fit; nothing is taken.
         """
+        return self.take_blocks(name, {memory_class: num_items * dtype.itemsize}).view(dtype)
+
+    def take_blocks(
+        self, name: str, num_bytes_of: Mapping[MemoryClass, int], block_bytes: int = ALIGNMENT_BYTES
+    ) -> torch.Tensor:
+        """Return one uninitialised block, uint8, for several purposes.
+
+        Args:
+            name: of the block.
+            num_bytes_of: bytes by what they are for.
+            block_bytes: it is aligned to this. If that is more than :data:`ALIGNMENT_BYTES`, what it has is rounded up
+                to a multiple of this too; neither is in the ledger, as both are less than two such blocks.
+
+        Raises:
+            DeviceMemoryError: it does not fit; nothing is taken.
+        """
         assert name not in self._blocks, name
-        num_bytes = num_items * dtype.itemsize
+        num_bytes = sum(num_bytes_of.values())
         if self.capacity_bytes is not None and self.used_bytes + num_bytes > self.capacity_bytes:
             raise DeviceMemoryError(self._message(name, num_bytes))
+        whole = block_bytes > ALIGNMENT_BYTES
+        room = -(-num_bytes // block_bytes) * block_bytes if whole else num_bytes
         try:
-            block = self._backend.empty(num_bytes, on_device=self.tier is Tier.GPU)
+            block = self._backend.empty(room + (block_bytes if whole else 0), on_device=self.tier is Tier.GPU)
         except (MemoryError, RuntimeError) as error:  # torch reports a failed allocation as a RuntimeError
             raise DeviceMemoryError(self._message(name, num_bytes)) from error
-        assert block.data_ptr() % ALIGNMENT_BYTES == 0
-        self._blocks[name] = (memory_class, block)
-        return block.view(dtype)
+        block = block[-block.data_ptr() % block_bytes if whole else 0 :][:room]
+        assert block.data_ptr() % block_bytes == 0
+        self._blocks[name] = (dict(num_bytes_of), block)
+        return block
 
     def clear(self) -> None:
         """Give all blocks up. What still views them keeps them."""

@@ -1,6 +1,7 @@
 """How a session is executed, as its caller chooses."""
 
 import dataclasses
+from pathlib import Path
 from typing import Literal
 
 from executor.backend import Backend, HostBackend
@@ -16,6 +17,7 @@ class SessionOptions:
         cores: a core per thread, to bind it to.
         gpu_capacity_bytes: most that is taken of the device for what the plan keeps there all the time.
         host_capacity_bytes: likewise, of the host.
+        storage_dir: folder on a fast drive for what the plan keeps on NVMe; each rank has a file in it while it trains.
         record: whether to keep times from the start on, for :meth:`Session.timeline`.
     """
 
@@ -24,6 +26,7 @@ class SessionOptions:
     cores: tuple[int, ...] | None = None
     gpu_capacity_bytes: int | None = None
     host_capacity_bytes: int | None = None
+    storage_dir: Path | None = None
     record: bool = False
 
 

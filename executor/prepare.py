@@ -10,10 +10,13 @@ from executor.optimizer.table import OptimizerEntry, entry_of
 from executor.options import SessionOptions
 from executor.session import Session
 from executor.state import ParameterState, Part, UnitState, write_weights
-from planner.decisions import Decisions
+from planner.decisions import Decisions, Place
 from planner.graph import Unit
 
 _ON_CPU = SessionOptions()
+
+_Entry = tuple[Mapping[str, Any], Mapping[str, Any]]
+"""What a saved state has of a parameter, and of its group."""
 
 
 def prepare_session(
@@ -70,10 +73,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.entry = entry
         self.session = session
         self._given = optimizer
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if state := optimizer.state.get(parameter):
-                    self._write_state(session.name_of(parameter), state, group)
+        self._write_states(
+            {
+                session.name_of(parameter): (state, group)
+                for group in self.param_groups
+                for parameter in group["params"]
+                if (state := optimizer.state.get(parameter))
+            }
+        )
         optimizer.state.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -137,11 +144,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"the state has groups of {[len(g['params']) for g in theirs]} parameters, this optimizer has "
                 f"{[len(g['params']) for g in self.param_groups]}; make the optimizer as it was when it was saved"
             )
-        self.session.parameter_states()  # at rest
+        self._write_states(
+            {
+                self.session.name_of(parameter): (state_dict["state"].get(number, {}), their)
+                for group, their in zip(self.param_groups, theirs, strict=True)
+                for number, parameter in zip(their["params"], group["params"], strict=True)
+            }
+        )
         for group, their in zip(self.param_groups, theirs, strict=True):
-            for number, parameter in zip(their["params"], group["params"], strict=True):
-                entry = state_dict["state"].get(number, {})
-                self._write_state(self.session.name_of(parameter), entry, their)
             group.update({k: v for k, v in their.items() if k != "params"})
 
     def _read_states(self) -> dict[str, dict[str, Any]]:
@@ -149,7 +159,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         states: dict[str, dict[str, Any]] = {}
         for unit in units.values():
             keys = ("master", *self.entry.buffers)
-            whole = {key: self.session.collected(_own(unit, i), unit) for i, key in enumerate(keys)}
+            own = _own(self.session, unit, len(keys))
+            whole = {key: self.session.collected(values, unit) for key, values in zip(keys, own, strict=True)}
             if unit.own_weights.dtype is torch.float32:  # the weights are the master copy
                 del whole["master"]
             for entry in unit.parameters:
@@ -160,33 +171,56 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     states[entry.name] = step | cut
         return states
 
-    def _write_state(self, name: str, entry: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-        unit, parameter = self.session.parameter_states()[name]
-        buffers = [entry.get(key) for key in self.entry.buffers]
-        # Where steps are not told, state tells that there was one.
-        parameter.step = int(entry.get("step", any(values is not None for values in buffers)))
+    def _write_states(self, entries: Mapping[str, _Entry]) -> None:
+        """Set the state of parameters, by name; each piece is had once, which may be on NVMe."""
+        if not entries:
+            return
+        states = self.session.parameter_states()
+        changed = {id(unit): unit for unit, _ in (states[name] for name in entries)}
+        for name, (entry, _) in entries.items():
+            # Where steps are not told, state tells that there was one.
+            there = any(entry.get(key) is not None for key in self.entry.buffers)
+            states[name][1].step = int(entry.get("step", there))
+        for unit in changed.values():
+            parts = [(p, part) for p in unit.parameters if p.name in entries for part in p.parts]
+            for piece in {part.piece.index: part.piece for _, part in parts}.values():
+                with self.session.state_of(unit, piece, writes=True) as state:
+                    for parameter, part in parts:
+                        if part.piece.index == piece.index:
+                            self._write_part(state, parameter, part, entries[parameter.name])
+            for parameter in unit.parameters:
+                if parameter.name in entries and "master" in (entry := entries[parameter.name][0]):
+                    write_weights(unit, parameter, entry["master"].reshape(-1))
+
+    def _write_part(
+        self, state: tuple[torch.Tensor, ...], parameter: ParameterState, part: Part, entry: _Entry
+    ) -> None:
+        """Set what a piece's state has of a parameter; of the master copy, only on NVMe is nobody else to do so."""
+        master, *buffers = (_of_piece(tensor, part) for tensor in state)
+        values_of, group = entry
         initial = None
         if self.entry.starts_at and not parameter.step:  # not from the state, which has the model's type
             initial = group[self.entry.starts_at]
-        for part in parameter.parts:
-            for buffer, values in zip(unit.buffers(part.piece), buffers, strict=True):
-                target = _of_piece(buffer, part)
-                if values is None or initial is not None:
-                    target.fill_(initial or 0.0)
-                else:
-                    target.copy_(_of_parameter(values, parameter, part))
-        if "master" in entry:
-            write_weights(unit, parameter, entry["master"].reshape(-1))
+        for target, key in zip(buffers, self.entry.buffers, strict=True):
+            values = values_of.get(key)
+            if values is None or initial is not None:
+                target.fill_(initial or 0.0)
+            else:
+                target.copy_(parameter.values_of(part, values.reshape(-1)))
+        if part.piece.place is Place.NVME and "master" in values_of:
+            master.copy_(parameter.values_of(part, values_of["master"].reshape(-1)))
 
 
-def _own(unit: UnitState, which: int) -> torch.Tensor:
-    """Return one tensor of the state that the rank has of a unit, float32 ``[shard]``, on the host."""
-    return torch.cat([unit.state(piece)[which].cpu() for piece in unit.pieces])
+def _own(session: Session, unit: UnitState, count: int) -> tuple[torch.Tensor, ...]:
+    """Return the state that the rank has of a unit, so many tensors, float32 ``[shard]``, on the host."""
+    whole = torch.empty(count, sum(piece.num_params for piece in unit.pieces))
+    for piece in unit.pieces:
+        held = slice(piece.start - unit.start, piece.stop - unit.start)
+        with session.state_of(unit, piece) as state:
+            for target, values in zip(whole, state, strict=True):
+                target[held].copy_(values)
+    return whole.unbind()
 
 
 def _of_piece(tensor: torch.Tensor, part: Part) -> torch.Tensor:
     return tensor[part.start - part.piece.start : part.stop - part.piece.start]
-
-
-def _of_parameter(tensor: torch.Tensor, parameter: ParameterState, part: Part) -> torch.Tensor:
-    return tensor.reshape(-1)[part.start - parameter.start : part.stop - parameter.start]

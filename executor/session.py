@@ -26,9 +26,9 @@ from executor.optimizer import WorkerTeam
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions, backend_of
 from executor.ranks import Ranks
-from executor.state import ModelState, ParameterState, UnitState
+from executor.state import ModelState, ParameterState, Piece, UnitState
 from executor.weights import Weights
-from planner.decisions import Decisions
+from planner.decisions import Decisions, Place
 from planner.graph import Unit, segments
 from planner.loop import Loop, OutOfOrderError
 from planner.lowering import lower
@@ -102,12 +102,16 @@ class Session:
         self._gpu = Arena(Tier.GPU, options.gpu_capacity_bytes, self._backend)
         self._host = Arena(Tier.HOST, options.host_capacity_bytes, self._backend)
         if ranks is None:
-            self._state = ModelState(units, decisions, parameters, self._gpu, self._host)
+            self._state = ModelState(
+                units, decisions, parameters, self._gpu, self._host, storage_dir=options.storage_dir
+            )
             exchange = None
         else:
             ranks.agree("plan or model", self.schedule.to_json() + "".join(parameters))
             agreed = ranks.of_first
-            self._state = ModelState(units, decisions, parameters, self._gpu, self._host, ranks.rank, agreed)
+            self._state = ModelState(
+                units, decisions, parameters, self._gpu, self._host, ranks.rank, agreed, options.storage_dir
+            )
             exchange = Exchange(self._state, decisions, self.schedule, self._backend, ranks)
         self._exchange = exchange
         self._parameters = {parameter.name: (unit, parameter) for unit, parameter in self._state.parameters()}
@@ -387,6 +391,15 @@ class Session:
         self._make_current()
         return self._parameters
 
+    def state_of(
+        self, unit: UnitState, piece: Piece, *, writes: bool = False
+    ) -> contextlib.AbstractContextManager[tuple[torch.Tensor, ...]]:
+        """Have the state of a piece at rest, master copy first; ``writes`` says that it will be changed."""
+        if piece.place is Place.NVME:
+            assert self._state.stored is not None
+            return self._state.stored.at_rest((unit.name, piece.index), writes=writes)
+        return contextlib.nullcontext(unit.state(piece))
+
     def collected(self, shard: torch.Tensor, unit: UnitState) -> torch.Tensor:
         """Return all of what ranks hold shards of, flat, on the host; all ranks do so together."""
         if self._ranks is None or len(shard) == len(unit.device_weights):
@@ -461,6 +474,8 @@ class Session:
         finally:
             self._machine.close()
             self._team.close()
+            if self._state.stored is not None:
+                self._state.stored.close()
             while self._undo:
                 self._undo.pop()()
             if self._ranks is not None:

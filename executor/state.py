@@ -2,7 +2,9 @@
 
 [Note: Layout] A unit's parameters form one flat range, in the order of ``Unit.parameters``, without gaps. Its pieces
 (subgroups) are cut from that range; those whose state is on the host lie one after another in the host's slabs, and
-those on the device in the device's. In float32 the master copy is the weight wherever both are in one place.
+those on the device in the device's. In float32 the master copy is the weight wherever both are in one place: the
+host's slab of master copies then has the weights of pieces too whose state is on NVMe (:mod:`executor.storage`), so
+that a fetch is one copy.
 
 [Note: Shards] Under ZeRO the range is padded to as many equal shards as there are ranks, and the pieces are those of
 the rank's own shard. A parameter then falls into few of them, or none. Pads belong to no parameter, so that no norm,
@@ -14,20 +16,23 @@ saved of the weights in forward is the same address, and holds the same bytes ag
 [Note: Static slots] in :mod:`planner.lowering.parameters`).
 """
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from executor.memory import Arena
+from executor.storage import StoredState
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.lowering import slots
 from planner.optimizers import OPTIMIZERS
-from planner.schedule import MemoryClass
+from planner.schedule import MemoryClass, Tier
 
 NEVER = -1
 
@@ -40,8 +45,9 @@ class Piece:
         index: number within the unit's shard.
         place: where its state lives and who updates it.
         start, stop: range within the unit; the last piece of the last rank may go beyond, see [Note: Shards].
-        offset: its beginning in the host's or the device's slabs of optimizer state.
-        staging: its beginning among the weights that the host keeps for the device (``CPU`` pieces).
+        offset: its beginning in the host's or the device's slabs of optimizer state; -1 on NVMe.
+        served: its beginning in the host's slab of master copies, see [Note: Layout].
+        staging: its beginning among the weights that the host keeps for the device (of what it updates).
         leaves: whether its gradient goes to the host.
         in_place: whether it takes the place of the host's weights there [Note: In place].
         arrival: where it begins otherwise, among those that have room of their own.
@@ -52,6 +58,7 @@ class Piece:
     start: int
     stop: int
     offset: int
+    served: int
     staging: int
     leaves: bool
     in_place: bool
@@ -61,6 +68,11 @@ class Piece:
     def num_params(self) -> int:
         """Number of its parameters."""
         return self.stop - self.start
+
+    @property
+    def by_host(self) -> bool:
+        """Whether the host updates it, wherever its state lives."""
+        return self.place in {Place.CPU, Place.NVME}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,6 +116,10 @@ class ParameterState:
     def staying_parts(self) -> Iterator[Part]:
         """Yield the parts whose gradient stays on the device."""
         return (part for part in self.parts if not part.piece.leaves)
+
+    def values_of(self, part: Part, values: torch.Tensor) -> torch.Tensor:
+        """Return what a part has of the parameter's values, which are flat, and whole."""
+        return values[part.start - self.start : part.stop - self.start]
 
 
 class Arrived(NamedTuple):
@@ -189,7 +205,8 @@ class UnitState:
         moments = self.moments(piece)
         if moments.master is None:
             return self.own(piece)
-        return moments.master[piece.offset : piece.offset + piece.num_params]
+        start = piece.offset if piece.place is Place.GPU else piece.served
+        return moments.master[start : start + piece.num_params]
 
     def own(self, piece: Piece) -> torch.Tensor:
         """Return where a piece's weights are on the device."""
@@ -200,12 +217,21 @@ class UnitState:
         held = slice(piece.offset, piece.offset + piece.num_params)
         return tuple(buffer[held] for buffer in self.moments(piece).buffers)
 
+    def is_trained(self, piece: Piece) -> bool:
+        """Return whether a gradient may come for any of a piece."""
+        return any(
+            part.piece.index == piece.index and parameter.parameter.requires_grad
+            for parameter in self.parameters
+            for part in parameter.parts
+        )
+
     def state(self, piece: Piece) -> tuple[torch.Tensor, ...]:
         """Return all optimizer state of a piece: the master copy first."""
         return (self.master(piece), *self.buffers(piece))
 
     def moments(self, piece: Piece) -> Moments:
-        """Return the slabs that a piece lies in."""
+        """Return the slabs that a piece lies in; on NVMe it is in none, see :class:`executor.storage.StoredState`."""
+        assert piece.place is not Place.NVME
         return self.device if piece.place is Place.GPU else self.host
 
     def gradient(self, piece: Piece) -> torch.Tensor:
@@ -218,7 +244,10 @@ class UnitState:
 
     def host_weight(self, piece: Piece) -> torch.Tensor | None:
         """Return where the host keeps a piece's weights apart from the master copy, if it does."""
-        if self.host_weights is None or (self.on_device and piece.place is not Place.CPU):
+        if self.host_weights is None and piece.place is Place.NVME:
+            assert self.host.master is not None
+            return self.host.master[piece.served : piece.served + piece.num_params]
+        if self.host_weights is None or (self.on_device and not piece.by_host):
             return None
         start = piece.staging if self.on_device else piece.start - self.start
         return self.host_weights[start : start + piece.num_params]
@@ -277,8 +306,11 @@ class ModelState:
         gpu, host: where memory is taken.
         rank: whose shards.
         agreed: returns the values that all ranks begin with, given this one's.
+        storage_dir: where state on NVMe is kept.
 
     Raises:
+        ValueError: the plan keeps state on NVMe, and it is not said where.
+        StorageError: it cannot be kept there.
         DeviceMemoryError: a tier is too small.
     """
 
@@ -291,6 +323,7 @@ class ModelState:
         host: Arena,
         rank: int = 0,
         agreed: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
+        storage_dir: Path | None = None,
     ) -> None:
         self.dtype = torch.bfloat16 if decisions.precision.weights == "bf16" else torch.float32
         self._decisions = decisions
@@ -304,18 +337,28 @@ class ModelState:
             for i, num_params in enumerate(assigned.num_params)
         ]
         self.state_slots = self._take_state_slots(units)
+        self.stored = StoredState.of(units, decisions, storage_dir, rank, host)
         self.units: dict[str, UnitState] = {}
         for unit in units:
             if unit.num_params:
                 state = self._take(unit, assigned.of_unit.get(unit.name, -1), parameters)
                 self.units[unit.name] = state
                 _clear_pads(state, unit.num_params)
-                for parameter in state.parameters:
-                    _move_in(state, parameter, agreed(parameter.parameter.detach().reshape(-1)))
+                self._move_in(state, agreed)
 
     def parameters(self) -> Iterator[tuple[UnitState, ParameterState]]:
         """Yield every parameter with its unit."""
         return ((unit, parameter) for unit in self.units.values() for parameter in unit.parameters)
+
+    def _move_in(self, unit: UnitState, agreed: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        with self.stored.begin(unit.name) if self.stored else contextlib.nullcontext() as keep:
+            for parameter in unit.parameters:
+                values = agreed(parameter.parameter.detach().reshape(-1))
+                for part in parameter.parts:
+                    if part.piece.place is Place.NVME:
+                        assert keep is not None
+                        keep(part.piece.index, part.start - part.piece.start, parameter.values_of(part, values))
+                _move_in(unit, parameter, values)
 
     def _take(self, unit: Unit, slot: int, parameters: Mapping[str, nn.Parameter]) -> UnitState:
         name, dtype = unit.name, self.dtype
@@ -323,10 +366,12 @@ class ModelState:
         shard, padded = self._decisions.shard_params(unit), self._decisions.padded_params(unit)
         start = self._rank * shard if padded > shard else 0
         pieces = _pieces(unit, self._decisions, start)
-        num_host = sum(p.num_params for p in pieces if p.place is not Place.GPU)
-        num_device = shard - num_host
+        num_host, num_nvme, num_device = (
+            sum(p.num_params for p in pieces if p.place in places)
+            for places in ({Place.CPU, Place.STREAM}, {Place.NVME}, {Place.GPU})
+        )
         num_apart = sum(p.num_params for p in pieces if p.leaves and not p.in_place)
-        num_served = sum(p.num_params for p in pieces if p.place is Place.CPU) if on_device else shard
+        num_served = sum(p.num_params for p in pieces if p.by_host) if on_device else shard
         kept = None
         if on_device:
             num_kept = shard if self._decisions.gathers(unit) else padded
@@ -346,8 +391,8 @@ class ModelState:
             device_weights=weights,
             own_weights=own,
             host_weights=served,
-            host=self._take_moments(self._host, name, num_host, with_master=True),
-            device=self._take_moments(self._gpu, name, num_device, with_master=dtype is not torch.float32),
+            host=self._take_moments(self._host, name, num_host, num_host, num_nvme if served is None else 0),
+            device=self._take_moments(self._gpu, name, num_device, 0 if dtype is torch.float32 else num_device),
             host_gradients=self._host.take(f"{name} gradients", MemoryClass.GRADIENTS, num_apart, dtype),
         )
 
@@ -368,28 +413,37 @@ class ModelState:
             result.append(StateSlot(state.view(num_tensors, count).unbind(), weights))
         return result
 
-    def _take_moments(self, arena: Arena, unit: str, num_params: int, *, with_master: bool) -> Moments:
-        def take(name: str) -> torch.Tensor:
-            return arena.take(f"{unit} {name}", MemoryClass.OPTIMIZER, num_params, torch.float32)
-
-        buffers = tuple(take(f"buffer {i}").zero_() for i in range(self._num_buffers))
-        return Moments(take("master") if with_master else None, buffers)
+    def _take_moments(
+        self, arena: Arena, unit: str, num_params: int, num_masters: int, num_weights: int = 0
+    ) -> Moments:
+        """Take slabs; that of master copies has room for so many weights besides."""
+        buffers = tuple(
+            arena.take(f"{unit} buffer {i}", MemoryClass.OPTIMIZER, num_params, torch.float32).zero_()
+            for i in range(self._num_buffers)
+        )
+        if arena.tier is Tier.GPU and num_masters < num_params:
+            return Moments(None, buffers)
+        num_bytes = {MemoryClass.OPTIMIZER: 4 * num_masters, MemoryClass.PARAMETERS: 4 * num_weights}
+        return Moments(arena.take_blocks(f"{unit} master", num_bytes).view(torch.float32), buffers)
 
 
 def _pieces(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]:
     sizes = decisions.piece_params(unit)
     starts = tuple(itertools.accumulate(sizes, initial=start))
-    taken = {"host": 0, "device": 0, "staging": 0, "arrival": 0}
+    taken = {"host": 0, "device": 0, "served": 0, "staging": 0, "arrival": 0}
     pieces = []
     for index, (place, num_params) in enumerate(zip(decisions.units[unit.name].update, sizes, strict=True)):
-        tier = "device" if place is Place.GPU else "host"
+        tier = {Place.GPU: "device", Place.NVME: None}.get(place, "host")
+        serves = place in {Place.CPU, Place.STREAM} or (place is Place.NVME and decisions.precision.master_is_weight)
         start = starts[index]
         leaves = decisions.flushes(unit.name, place)
         in_place = decisions.arrives_in_place(unit.name, place)
-        offsets = (taken[tier], taken["staging"])
+        offsets = (taken[tier] if tier else -1, taken["served"], taken["staging"])
         pieces.append(Piece(index, place, start, start + num_params, *offsets, leaves, in_place, taken["arrival"]))
-        taken[tier] += num_params
-        taken["staging"] += num_params if place is Place.CPU else 0
+        if tier:
+            taken[tier] += num_params
+        taken["served"] += num_params if serves else 0
+        taken["staging"] += num_params if pieces[-1].by_host else 0
         taken["arrival"] += num_params if leaves and not in_place else 0
     return tuple(pieces)
 
@@ -418,7 +472,8 @@ def _clear_pads(unit: UnitState, num_params: int) -> None:
         unit.device_weights[num_params:].zero_()
     for piece in unit.pieces:
         beyond = slice(min(max(num_params - piece.start, 0), piece.num_params), None)
-        held = [unit.master(piece), *([unit.own(piece)] if unit.on_device else [])]
+        held = [unit.own(piece)] if unit.on_device else []
+        held += [unit.master(piece)] if piece.place is not Place.NVME else []
         held += [unit.gradient(piece)] if piece.leaves else []
         weight = unit.host_weight(piece)
         for tensor in held if weight is None else (*held, weight):
@@ -433,13 +488,17 @@ def _move_in(unit: UnitState, parameter: ParameterState, values: torch.Tensor) -
 
 
 def write_weights(unit: UnitState, parameter: ParameterState, values: torch.Tensor) -> None:
-    """Set the weights of a parameter and what the rank has of its master copy; ``values`` is flat, and whole."""
+    """Set the weights of a parameter and what the rank has of its master copy, but on NVMe.
+
+    ``values`` is flat, and whole.
+    """
     if unit.slot < 0:
         unit.device_weights[parameter.start : parameter.stop].copy_(values)
     for part in parameter.parts:
         piece, within = part.piece, slice(part.start - part.piece.start, part.stop - part.piece.start)
-        source = values[part.start - parameter.start : part.stop - parameter.start]
-        unit.master(piece)[within].copy_(source)
+        source = parameter.values_of(part, values)
+        if piece.place is not Place.NVME:
+            unit.master(piece)[within].copy_(source)
         if unit.on_device:
             unit.own(piece)[within].copy_(source)
         weight = unit.host_weight(piece)

@@ -7,7 +7,6 @@ import torch
 
 from executor.actions import Actions
 from executor.state import ModelState, UnitState
-from planner.decisions import Place
 
 _NEVER = -1
 
@@ -44,7 +43,7 @@ class Weights:
         self._in_slot.clear()
         for unit in self._state.units.values():
             for piece in unit.pieces:
-                if unit.on_device and piece.place is Place.CPU:
+                if unit.on_device and piece.by_host:
                     self._actions.upload(unit, piece)
             if self._regathers:
                 self._actions.gather(unit)

@@ -240,7 +240,7 @@ class Decisions(Frozen):
             and self.max_prefetch_params is self.max_reuse_params is None
             and self.reduce_start == "backward"
             and self.tensor_parallel == self.pipeline_parallel == self.expert_parallel == self.expert_units == 1
-            and not self.uses_storage
+            and not self.storage_ahead
         )
 
     @property
@@ -257,6 +257,18 @@ class Decisions(Frozen):
     def uses_storage(self) -> bool:
         """Whether anything lives on NVMe, or activations leave the device."""
         return any(u.params == "nvme" or u.offloads or Place.NVME in u.update for u in self.units.values())
+
+    @property
+    def storage_ahead(self) -> tuple[str, ...]:
+        """What they use of storage that our executor does not do so far, in words."""
+        units = self.units.values()
+        found = {
+            "parameters on NVMe (params 'nvme')": any(u.params == "nvme" for u in units),
+            "offloaded activations": any(u.offloads for u in units),
+            "gradients that wait on NVMe (spill_gradients)": self.spill_gradients
+            and any(Place.NVME in u.update for u in units),
+        }
+        return tuple(words for words, is_used in found.items() if is_used)
 
     @property
     def degrees(self) -> Degrees:

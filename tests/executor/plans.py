@@ -25,7 +25,7 @@ def plans(draw, sizes=(1,)):
 
     def choose(unit, count):
         params = draw(st.sampled_from(["gpu", "host"])) if fetches else "gpu"
-        places = [Place.CPU, Place.STREAM] + ([Place.GPU] if params == "gpu" else [])
+        places = [Place.CPU, Place.STREAM, Place.NVME] + ([Place.GPU] if params == "gpu" else [])
         activations = "recompute" if unit.segment in {f"layers.{i}" for i in recomputed} else "keep"
         update = draw(st.lists(st.sampled_from(places), min_size=count, max_size=count))
         return params, activations, update, draw(st.sampled_from(["gpu", "host"]))
@@ -38,6 +38,7 @@ def plans(draw, sizes=(1,)):
         subgroup_params=draw(st.sampled_from([977, 3000, 100_000])),
         num_param_slots=draw(st.integers(1, 3)),
         num_state_slots=draw(st.integers(1, 3)),
+        num_nvme_slots=draw(st.integers(1, 3)),
         update_order=draw(st.sampled_from(["forward", "backward"])),
         update_start="step" if clip else draw(st.sampled_from(["step", "backward"])),
         overlap_next_forward=draw(st.booleans()),
@@ -48,7 +49,7 @@ def mixed(unit, count):
     """Return a bit of everything, changing from unit to unit and within units."""
     turn = sum(unit.name.encode())
     params = ["gpu", "host"][turn % 2]
-    places = [Place.CPU, Place.STREAM, Place.GPU] if params == "gpu" else [Place.CPU, Place.STREAM]
+    places = [Place.CPU, Place.STREAM, Place.NVME] + ([Place.GPU] if params == "gpu" else [])
     return (
         params,
         ["keep", "recompute"][int(unit.segment == "layers.1")],

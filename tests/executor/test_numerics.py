@@ -28,6 +28,7 @@ from training import (
 from executor.prepare import prepare_session
 
 PLACEMENTS = [("gpu", "gpu"), ("gpu", "stream"), ("gpu", "cpu"), ("host", "stream"), ("host", "cpu")]
+PLACEMENTS += [("gpu", "nvme"), ("host", "nvme")]
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ from planner.decisions import Decisions, Place, Precision, UnitDecision
 from planner.graph import Batch, build_graph, units
 from planner.models import from_hf_config
 from planner.schedule import Lane
+
+_FOLDERS: list[tempfile.TemporaryDirectory] = []
 
 NUM_TOKENS, SEQ_LEN, MICRO_BATCH = 64, 8, 2
 
@@ -222,8 +226,14 @@ def uniform(params: str, place: str, activations: str = "keep"):
 def prepare(task: Task, decisions: Decisions, model=None, **options):
     model = model or make_model(task)
     optimizer = make_optimizer(task, model)
-    options = SessionOptions(num_threads=1, **options)
-    return prepare_session(model, optimizer, model_units(task.family), decisions, options)
+    return prepare_session(model, optimizer, model_units(task.family), decisions, session_options(**options))
+
+
+def session_options(**options) -> SessionOptions:
+    """Return options with a folder for NVMe of their own, which is gone when the process is."""
+    folder = tempfile.TemporaryDirectory(prefix="ullage-nvme-")
+    _FOLDERS.append(folder)
+    return SessionOptions(**{"num_threads": 1, "storage_dir": Path(folder.name)} | options)
 
 
 def planned(task: Task, decisions: Decisions, delays: int | None = None, **hooks):
