@@ -32,7 +32,7 @@ from planner.decisions import Decisions, Place
 from planner.graph import Unit, segments
 from planner.loop import Loop, OutOfOrderError
 from planner.lowering import lower
-from planner.schedule import Lane, Op, Task, Tier
+from planner.schedule import Lane, MemoryClass, Op, Task, Tier
 from planner.timeline import Timeline
 
 _INSIDE_BACKWARD: Final = frozenset({Op.RECOMPUTE, Op.BACKWARD})
@@ -445,12 +445,18 @@ class Session:
             yield
 
     def memory(self) -> dict[Tier, MeasuredMemory]:
-        """Return what each tier has held: by class what is taken once, and the peak of the rest if it was metered."""
+        """Return what each tier has held: by class what is taken once, and the peak of the rest if it was metered.
+
+        On NVMe this is the file: both versions of all state, see [Note: Two versions] in :mod:`executor.storage`.
+        """
         peak_bytes = None if self._meter is None else self._meter.peak_bytes
-        return {
+        used = {
             Tier.GPU: MeasuredMemory(self._gpu.by_class(), peak_bytes),
             Tier.HOST: MeasuredMemory(self._host.by_class()),
         }
+        if (stored := self._state.stored) is not None:
+            used[Tier.NVME] = MeasuredMemory({MemoryClass.OPTIMIZER: stored.file.num_bytes})
+        return used
 
     def close(self, *, give_back: bool = True) -> None:
         """Wait for all updates and give the model back with its weights, as an ordinary one. Closing twice is allowed.

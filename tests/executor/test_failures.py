@@ -4,13 +4,23 @@ import threading
 
 import pytest
 import torch
-from training import Task, batches, decide, groups, make_model, model_units, prepare, train, uniform
+from training import (
+    Task,
+    batches,
+    decide,
+    groups,
+    make_model,
+    model_units,
+    prepare,
+    session_options,
+    train,
+    uniform,
+)
 
 from executor.binding import BindingError
 from executor.gradients import GradientError
 from executor.machine import LaneError
 from executor.memory import DeviceMemoryError
-from executor.options import SessionOptions
 from executor.prepare import prepare_session
 from planner.decisions import HostUpdate, Place
 from planner.loop import OutOfOrderError
@@ -93,9 +103,9 @@ def test_clipping_under_a_plan_without(started):
             optimizer.step()
 
 
-@pytest.mark.parametrize("op", [Op.FETCH, Op.FLUSH, Op.UPDATE, Op.LOAD, Op.STORE, Op.UPLOAD])
+@pytest.mark.parametrize("op", [Op.FETCH, Op.FLUSH, Op.UPDATE, Op.LOAD, Op.STORE, Op.UPLOAD, Op.SWAP_IN, Op.SWAP_OUT])
 def test_a_failing_task_reaches_the_training_loop(op):
-    place = "stream" if op in {Op.LOAD, Op.STORE} else "cpu"
+    place = {Op.LOAD: "stream", Op.STORE: "stream", Op.SWAP_IN: "nvme", Op.SWAP_OUT: "nvme"}.get(op, "cpu")
     params = "host" if op is Op.FETCH else "gpu"
     model, optimizer = prepare(TASK, decide(TASK, uniform(params, place)))
     machine = optimizer.session._machine
@@ -139,11 +149,18 @@ def test_a_plan_that_models_another_engine(change):
         prepare(TASK, decide(TASK, KEEP, **change))
 
 
-@pytest.mark.parametrize("change", [{"update": (Place.NVME,)}, {"activations": "offload"}])
-def test_a_plan_that_uses_storage(change):
-    decisions = decide(TASK, KEEP)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"params": "nvme", "update": (Place.NVME,)}, "parameters on NVMe"),
+        ({"activations": "offload"}, "offloaded activations"),
+        ({"update": (Place.NVME,)}, "gradients that wait on NVMe"),
+    ],
+)
+def test_a_plan_that_uses_storage_in_ways_that_are_to_come(change, words):
+    decisions = decide(TASK, KEEP, spill_gradients=True)
     units = {name: unit.model_copy(update=change) for name, unit in decisions.units.items()}
-    with pytest.raises(ValueError, match=r"policy .* uses NVMe or offloads activations, .* not executed so far"):
+    with pytest.raises(ValueError, match=rf"policy .* has .*{words}.* not executed so far"):
         prepare(TASK, decisions.model_copy(update={"units": units}))
 
 
@@ -152,7 +169,7 @@ def test_another_model():
 
     def attempt(model):
         optimizer = torch.optim.AdamW(groups(model))
-        prepare_session(model, optimizer, model_units("gpt2"), decisions, SessionOptions(num_threads=1))
+        prepare_session(model, optimizer, model_units("gpt2"), decisions, session_options())
 
     model = make_model(Task("llama"))
     with pytest.raises(BindingError, match="the model has not"):

@@ -19,6 +19,7 @@ from training import (
     planned,
     prepare,
     reference,
+    session_options,
     stock,
     train,
     uniform,
@@ -26,11 +27,9 @@ from training import (
 
 from executor.optimizer.table import ENTRIES, entry_of, stock_of
 from executor.prepare import prepare_session
-from executor.session import SessionOptions
 from planner.optimizers import OPTIMIZERS as PLANNED
 from planner.schedule import MemoryClass, Tier
 
-ONE_THREAD = SessionOptions(num_threads=1)
 OTHERS = [name for name in OPTIMIZERS if name != "adamw"]
 
 
@@ -79,7 +78,7 @@ def test_schedules_of_every_rate_reach_every_share_of_the_update(optimizer):
     theirs = ReferenceOptimizer(make_optimizer(task, plain))
     expected = train(task, plain, theirs, before_step=varying(theirs.param_groups)), dict(plain.named_parameters())
     constant = reference(task)
-    for place in ("gpu", "stream", "cpu"):
+    for place in ("gpu", "stream", "cpu", "nvme"):
         model, ours = prepare(task, decide(task, uniform("gpu", place)))
         with ours.session:
             seen = train(task, model, ours, before_step=varying(ours.param_groups))
@@ -119,7 +118,7 @@ def test_training_goes_on_from_saved_states_as_if_it_had_not_stopped(optimizer, 
     fresh = make_model(task)
     fresh.load_state_dict(weights)
     other = decide(task, uniform("host", "cpu"), subgroup_params=977)  # another plan, on purpose
-    _, resumed = prepare_session(fresh, make_optimizer(task, fresh), model_units("gpt2"), other, ONE_THREAD)
+    _, resumed = prepare_session(fresh, make_optimizer(task, fresh), model_units("gpt2"), other, session_options())
     with resumed.session:
         resumed.load_state_dict(state)
         train(task, fresh, resumed)
@@ -170,7 +169,7 @@ def test_state_of_the_stock_optimizer_is_taken_over(optimizer, loads):
     in_memory.load_state_dict(state)
     if loads:
         users.state.clear()
-    _, ours = prepare_session(model, users, model_units("gpt2"), decide(task, mixed), ONE_THREAD)
+    _, ours = prepare_session(model, users, model_units("gpt2"), decide(task, mixed), session_options())
     with ours.session:
         if loads:
             ours.load_state_dict(state)

@@ -20,13 +20,13 @@ from training import (
     planned,
     prepare,
     reference,
+    session_options,
     train,
     uniform,
 )
 
 from executor.gradients import GradientError
 from executor.meter import MemoryMeter
-from executor.options import SessionOptions
 from executor.prepare import prepare_session
 from planner.decisions import Place
 from planner.schedule import Lane, Op, Tier
@@ -38,7 +38,7 @@ TASK = Task("llama", torch.bfloat16, iterations=3)
 def some_of_each(unit, count):
     turn = sum(unit.name.encode())
     params = ["gpu", "host"][turn % 2]
-    places = [Place.CPU, Place.STREAM, Place.GPU] if params == "gpu" else [Place.CPU, Place.STREAM]
+    places = [Place.CPU, Place.STREAM, Place.NVME] + ([Place.GPU] if params == "gpu" else [])
     return params, "keep", [places[(turn + i) % len(places)] for i in range(count)]
 
 
@@ -49,7 +49,9 @@ def one_iteration(model, optimizer, tokens):
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("choose", [some_of_each, uniform("host", "cpu"), uniform("gpu", "cpu")])
+@pytest.mark.parametrize(
+    "choose", [some_of_each, uniform("host", "cpu"), uniform("gpu", "cpu"), uniform("gpu", "nvme")]
+)
 @pytest.mark.parametrize("mode", ["no_grad", "eval"])
 def test_evaluation_between_steps_sees_the_latest_weights_and_changes_nothing(choose, mode):
     tokens = batches(TASK)[0, 0]
@@ -78,7 +80,7 @@ def test_evaluation_between_steps_sees_the_latest_weights_and_changes_nothing(ch
         assert_same((seen, optimizer.session.full_parameters()), reference(constant))
 
 
-@pytest.mark.parametrize("choose", [some_of_each, uniform("host", "stream")])
+@pytest.mark.parametrize("choose", [some_of_each, uniform("host", "stream"), uniform("host", "nvme")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_training_goes_on_from_saved_states_as_if_it_had_not_stopped(choose, dtype):
     task = Task("gpt2", dtype, iterations=3, schedule=False)
@@ -100,7 +102,7 @@ def test_training_goes_on_from_saved_states_as_if_it_had_not_stopped(choose, dty
     fresh.load_state_dict(weights)
     stocked = torch.optim.AdamW(groups(fresh), lr=1.0)
     other = decide(task, uniform("host", "cpu"), subgroup_params=977)  # another plan, on purpose
-    _, resumed = prepare_session(fresh, stocked, model_units("gpt2"), other, SessionOptions(num_threads=1))
+    _, resumed = prepare_session(fresh, stocked, model_units("gpt2"), other, session_options())
     with resumed.session:
         resumed.load_state_dict(state)
         train(task, fresh, resumed)
@@ -108,7 +110,7 @@ def test_training_goes_on_from_saved_states_as_if_it_had_not_stopped(choose, dty
             assert torch.equal(weight, final[name]), name
 
 
-@pytest.mark.parametrize(("params", "place"), [("gpu", "gpu"), ("gpu", "cpu"), ("host", "stream")])
+@pytest.mark.parametrize(("params", "place"), [("gpu", "gpu"), ("gpu", "cpu"), ("host", "stream"), ("host", "nvme")])
 def test_a_saved_master_copy_brings_the_weights_with_it(params, place):
     model, optimizer = prepare(TASK, decide(TASK, some_of_each))
     with optimizer.session:
@@ -146,7 +148,7 @@ def test_state_of_the_given_optimizer_is_taken_over():
     moments = {id(p): s["exp_avg"].clone() for p, s in optimizer.state.items()}
     users = optimizer
     decisions = decide(task, some_of_each)
-    model, optimizer = prepare_session(model, optimizer, model_units("gpt2"), decisions, SessionOptions(num_threads=1))
+    model, optimizer = prepare_session(model, optimizer, model_units("gpt2"), decisions, session_options())
     with optimizer.session:
         state = optimizer.state_dict()["state"]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -156,7 +158,7 @@ def test_state_of_the_given_optimizer_is_taken_over():
         assert not users.state, "and not kept twice"
 
 
-@pytest.mark.parametrize("place", ["gpu", "stream", "cpu"])
+@pytest.mark.parametrize("place", ["gpu", "stream", "cpu", "nvme"])
 def test_frozen_and_unused_parameters_stay_as_they_are(place):
     task = Task("gpt2", torch.bfloat16, iterations=3)
     frozen = ("transformer.wte", "transformer.wpe", "transformer.h.0.", "transformer.h.1.mlp.c_fc.bias")
@@ -175,7 +177,7 @@ def test_frozen_and_unused_parameters_stay_as_they_are(place):
         model = freeze(make_model(task))
         optimizer = torch.optim.AdamW(groups(model), lr=5e-3, betas=(0.9, 0.95))
         decisions = decide(task, uniform("gpu", place, activations))
-        _, ours = prepare_session(model, optimizer, model_units("gpt2"), decisions, SessionOptions(num_threads=1))
+        _, ours = prepare_session(model, optimizer, model_units("gpt2"), decisions, session_options())
         with ours.session:
             assert_same((train(task, model, ours), ours.session.full_parameters()), expected)
 
@@ -206,7 +208,7 @@ def test_a_scheduler_built_on_the_users_optimizer_works_too():
     users = torch.optim.AdamW(groups(model), lr=5e-3, betas=(0.9, 0.95))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(users, task.iterations)
     decisions = decide(task, some_of_each)
-    _, optimizer = prepare_session(model, users, model_units("gpt2"), decisions, SessionOptions(num_threads=1))
+    _, optimizer = prepare_session(model, users, model_units("gpt2"), decisions, session_options())
     seen = []
     torch.manual_seed(11)
     with optimizer.session, warnings.catch_warnings():
@@ -282,7 +284,10 @@ def test_what_was_recorded_is_the_schedule():
     assert phases.iteration_s == pytest.approx(timeline.period_s(1))
 
 
-@pytest.mark.parametrize("choose", [some_of_each, uniform("gpu", "gpu"), uniform("host", "cpu"), uniform("gpu", "cpu")])
+@pytest.mark.parametrize(
+    "choose",
+    [some_of_each, uniform("gpu", "gpu"), uniform("host", "cpu"), uniform("gpu", "cpu"), uniform("gpu", "nvme")],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_memory_taken_once_is_what_the_schedule_says(choose, dtype):
     task = Task("llama", dtype)
@@ -346,15 +351,16 @@ def test_a_float32_model_trains_in_bf16_with_its_own_values_as_master_copy():
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(groups(model), lr=1e-3)
     decisions = decide(task, some_of_each)
-    _, ours = prepare_session(model, optimizer, model_units("gpt2"), decisions, SessionOptions(num_threads=1))
+    _, ours = prepare_session(model, optimizer, model_units("gpt2"), decisions, session_options())
     with ours.session as session:
         for name, (unit, entry) in session.parameter_states().items():
             assert entry.parameter.dtype is torch.bfloat16
             assert torch.equal(unit.weight_of(entry), before[name].bfloat16())
             for part in entry.parts:
-                held = unit.master(part.piece)[part.start - part.piece.start : part.stop - part.piece.start]
-                flat = before[name].reshape(-1)[part.start - entry.start : part.stop - entry.start]
-                assert torch.equal(held, flat)
+                with session.state_of(unit, part.piece) as (master, *_):
+                    held = master[part.start - part.piece.start : part.stop - part.piece.start]
+                    flat = before[name].reshape(-1)[part.start - entry.start : part.stop - entry.start]
+                    assert torch.equal(held, flat)
         one_iteration(model, ours, batches(task)[0, 0])
 
 

@@ -18,15 +18,16 @@ from training import (
     decide,
     make_model,
     model_units,
+    session_options,
     train,
     uniform,
 )
 
 from executor.prepare import prepare_session
-from executor.session import SessionOptions
+from executor.storage import in_blocks
 from planner.schedule import Op
 
-PLACES = ["gpu", "stream", "cpu"]
+PLACES = ["gpu", "stream", "cpu", "nvme"]
 
 
 def adapters(name: str) -> bool:
@@ -60,7 +61,7 @@ def compare(task: Task, choose, trained, make_groups, make=OPTIMIZERS["adamw"], 
     expected = run(plain, ReferenceOptimizer(make(make_groups(plain)))), dict(plain.named_parameters())
     model = frozen(make_model(task), trained)
     _, ours = prepare_session(
-        model, make(make_groups(model)), model_units(task.family), decide(task, choose), SessionOptions(num_threads=1)
+        model, make(make_groups(model)), model_units(task.family), decide(task, choose), session_options()
     )
     with ours.session as session:
         assert_same((run(model, ours), session.full_parameters()), expected)
@@ -146,7 +147,7 @@ def test_only_what_was_updated_has_state():
     model = frozen(make_model(task), adapters)
     optimizer = OPTIMIZERS["adamw"]([{"params": list(model.parameters())}])
     decisions = decide(task, mixed)
-    _, ours = prepare_session(model, optimizer, model_units("gpt2"), decisions, SessionOptions(num_threads=1))
+    _, ours = prepare_session(model, optimizer, model_units("gpt2"), decisions, session_options())
     with ours.session:
         train(Task("gpt2", iterations=1, schedule=False), model, ours)
         trained = [number for number, p in enumerate(model.parameters()) if p.requires_grad]
@@ -170,16 +171,27 @@ def count_bytes(session) -> Counter:
         perform(task, iteration)
 
     session._backend.copy, session._machine._perform = counted, told
+    if session._state.stored is not None:
+        file = session._state.stored.file
+        transfer = file._transfer
+
+        def transferred(verb, call, record, version, buffer):
+            transfer(verb, call, record, version, buffer)
+            moved[verb] += file._room_bytes[record]
+
+        file._transfer = transferred
     return moved
 
 
-@pytest.mark.parametrize(("params", "place"), [("gpu", "stream"), ("gpu", "cpu"), ("host", "stream"), ("host", "cpu")])
+@pytest.mark.parametrize(
+    ("params", "place"), [("gpu", "stream"), ("gpu", "cpu"), ("host", "stream"), ("host", "cpu"), ("gpu", "nvme")]
+)
 def test_frozen_parameters_move_neither_gradients_nor_state(params, place):
     task = Task("gpt2", torch.bfloat16)
     model = frozen(make_model(task), adapters)
     optimizer = OPTIMIZERS["adamw"]([{"params": [p for p in model.parameters() if p.requires_grad]}])
     decisions = decide(task, uniform(params, place))
-    _, ours = prepare_session(model, optimizer, model_units("gpt2"), decisions, SessionOptions(num_threads=1))
+    _, ours = prepare_session(model, optimizer, model_units("gpt2"), decisions, session_options())
     with ours.session as session:
         trained = {
             (unit.name, part.piece.index): part.piece.num_params
@@ -198,6 +210,9 @@ def test_frozen_parameters_move_neither_gradients_nor_state(params, place):
     in_pieces = sum(trained.values())
     assert num_trained < in_pieces < sum(p.numel() for p in model.parameters()) / 2
     assert moved[Op.FLUSH] == 3 * 2 * num_trained
+    if place == "nvme":
+        of_file = sum(in_blocks(12 * count) for count in trained.values())
+        assert (moved["read"], moved["write"]) == (3 * of_file, 3 * of_file)
     if place == "stream":
         assert moved[Op.LOAD] == 3 * 14 * in_pieces
         assert moved[Op.STORE] == 3 * (12 + 2 * (params == "host")) * in_pieces

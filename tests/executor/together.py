@@ -12,6 +12,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 from training import (
+    FOLDER,
     ReferenceOptimizer,
     Task,
     batches,
@@ -26,7 +27,7 @@ from training import (
 )
 
 from planner.decisions import Decisions
-from planner.schedule import Op
+from planner.schedule import Op, Tier
 
 _CONTEXT = multiprocessing.get_context("spawn")  # a fork would inherit threads' locks
 
@@ -99,6 +100,7 @@ def _serve(rank: int, port: int, pipe) -> None:
         finally:
             dist.destroy_process_group()
         pipe.send(result)
+    FOLDER.cleanup()  # processes of multiprocessing end without doing so
 
 
 # What ranks do. All of this is called in another process, so it is found by its name.
@@ -185,6 +187,8 @@ def seen_from_outside(rank: int, _size: int, task: Task, decisions: Decisions) -
         train(task, model, optimizer, rank=rank)
         timeline = session.timeline()
         for tier, memory in session.memory().items():
+            if tier is Tier.NVME:
+                continue  # a file has two versions, in whole blocks
             stated = Counter()
             for buffer in session.schedule.buffers:
                 if buffer.tier is tier and buffer.first is None and buffer.memory_class != "workspace":

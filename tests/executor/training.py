@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import tempfile
 import time
 from pathlib import Path
@@ -21,7 +22,8 @@ from planner.graph import Batch, build_graph, units
 from planner.models import from_hf_config
 from planner.schedule import Lane
 
-_FOLDERS: list[tempfile.TemporaryDirectory] = []
+FOLDER = tempfile.TemporaryDirectory(prefix="ullage-nvme-")
+_NUMBERS = itertools.count()
 
 NUM_TOKENS, SEQ_LEN, MICRO_BATCH = 64, 8, 2
 
@@ -230,10 +232,9 @@ def prepare(task: Task, decisions: Decisions, model=None, **options):
 
 
 def session_options(**options) -> SessionOptions:
-    """Return options with a folder for NVMe of their own, which is gone when the process is."""
-    folder = tempfile.TemporaryDirectory(prefix="ullage-nvme-")
-    _FOLDERS.append(folder)
-    return SessionOptions(**{"num_threads": 1, "storage_dir": Path(folder.name)} | options)
+    """Return options with a folder for NVMe of their own."""
+    folder = Path(FOLDER.name) / str(next(_NUMBERS))
+    return SessionOptions(**{"num_threads": 1, "storage_dir": folder} | options)
 
 
 def planned(task: Task, decisions: Decisions, delays: int | None = None, **hooks):

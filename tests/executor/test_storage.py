@@ -1,0 +1,196 @@
+"""Optimizer state in a file: what is read is what was written, and what goes wrong is told and tears nothing."""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from training import Task, assert_same, decide, planned, prepare, reference, train, uniform
+
+from executor.machine import LaneError
+from executor.storage import BLOCK_BYTES, StateFile, StorageError, in_blocks
+from planner.schedule import MemoryClass, Op, Tier
+
+TASK = Task("gpt2", torch.bfloat16, iterations=3)
+ON_NVME = uniform("host", "nvme")
+
+
+@pytest.fixture
+def file(tmp_path):
+    made = StateFile(tmp_path / "state", [100, 3 * BLOCK_BYTES + 1])
+    yield made
+    made.close()
+
+
+def block_of(values: int, num_bytes: int = 4 * BLOCK_BYTES) -> torch.Tensor:
+    """Return whole blocks in memory that begin at one."""
+    room = torch.full((num_bytes + BLOCK_BYTES,), values, dtype=torch.uint8)
+    return room[-room.data_ptr() % BLOCK_BYTES :][:num_bytes]
+
+
+def content(file: StateFile, record: int) -> set[int]:
+    found = block_of(255)
+    file.read(record, found.numpy().data)
+    return set(found[: file._room_bytes[record]].tolist())
+
+
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "buffered"])
+def test_what_is_read_is_what_was_written_last(file, is_direct):
+    if not is_direct:
+        fcntl.fcntl(file._fd, fcntl.F_SETFL, fcntl.fcntl(file._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        file.is_direct = False
+    for values in range(1, 5):
+        for record in (0, 1):
+            file.write(record, block_of(10 * values + record).numpy().data)
+        for record in (0, 1):
+            assert content(file, record) == {10 * values + record}
+
+
+def test_a_write_that_fails_half_way_leaves_the_version_before(file, monkeypatch):
+    file.write(1, block_of(1).numpy().data)
+    file.write(1, block_of(2).numpy().data)
+    write = os.pwritev
+    calls = []
+
+    def failing(fd, buffers, offset):
+        calls.append(offset)
+        if len(calls) > 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(fd, [buffers[0][:BLOCK_BYTES]], offset)
+
+    monkeypatch.setattr("executor.storage.os.pwritev", failing)
+    with pytest.raises(StorageError, match=r"state: a write of 16,384 B failed after 4,096 B: Input/output error"):
+        file.write(1, block_of(3).numpy().data)
+    assert content(file, 1) == {2}
+
+
+def test_transfers_that_come_in_pieces_are_put_together(file, monkeypatch):
+    for name in ("preadv", "pwritev"):
+        whole = getattr(os, name)
+        monkeypatch.setattr(
+            f"executor.storage.os.{name}",
+            lambda fd, buffers, offset, whole=whole: whole(fd, [buffers[0][:BLOCK_BYTES]], offset),
+        )
+    file.write(1, block_of(7).numpy().data)
+    assert content(file, 1) == {7}
+
+
+def test_a_file_that_was_cut_off_is_noticed(file):
+    file.write(1, block_of(1).numpy().data)
+    os.truncate(file.path, in_blocks(100) * 2 + BLOCK_BYTES)
+    with pytest.raises(StorageError, match=r"state ends amid a read of 16,384 B"):
+        content(file, 1)
+
+
+def test_two_runs_cannot_share_a_file_and_what_was_left_behind_can_be_overwritten(file):
+    with pytest.raises(StorageError, match=r"in use by another run; .*--storage-dir"):
+        StateFile(file.path, [1])
+    path = file.path
+    file.close()
+    assert not path.exists()
+    path.write_bytes(b"left behind by a process that was killed")
+    with pytest.raises(AssertionError, match="before it was written"):
+        content(StateFile(path, [1]), 0)
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from executor.storage import StateFile
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+try:
+    StateFile(Path(sys.argv[1]) / "state", [1 << 20])
+except OSError as error:
+    print(error)
+"""
+
+
+def test_no_room_is_told_at_the_start_and_leaves_nothing(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FULL, tmp_path], capture_output=True, text=True, check=True)
+    assert f"{tmp_path}/state needs 2,097,152 B" in done.stdout
+    assert "B are free there (File too large); make room, choose another --storage-dir" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_needed():
+    with pytest.raises(ValueError, match="no folder for it was given; set storage_dir"):
+        prepare(TASK, decide(TASK, ON_NVME), storage_dir=None)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"cannot be made: .*; choose another --storage-dir"):
+        prepare(TASK, decide(TASK, ON_NVME), storage_dir=tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rings_of_any_length_give_the_same_bits(num_slots, dtype):
+    task = Task("gpt2", dtype)
+    choose = uniform(["gpu", "host"][num_slots % 2], "nvme")
+    for seed in range(2):
+        decisions = decide(task, choose, num_nvme_slots=num_slots)
+        assert_same(planned(task, decisions, delays=seed), reference(task))
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_the_host_has_a_ring_of_buffers_and_the_drive_all_state_twice(num_slots, tmp_path):
+    decisions = decide(TASK, ON_NVME, num_nvme_slots=num_slots)
+    _, optimizer = prepare(TASK, decisions, storage_dir=tmp_path)
+    with optimizer.session as session:
+        pieces = [piece.num_params for unit in session._state.units.values() for piece in unit.pieces]
+        memory = session.memory()
+        assert memory[Tier.HOST].static_bytes[MemoryClass.OPTIMIZER] == num_slots * 12 * max(pieces)
+        expected = 2 * sum(in_blocks(12 * count) for count in pieces)
+        assert memory[Tier.NVME].static_bytes == {MemoryClass.OPTIMIZER: expected}
+        (path,) = tmp_path.iterdir()
+        assert path.stat().st_size == expected
+        assert path.stat().st_blocks * 512 >= expected, "its space is taken"
+    assert not list(tmp_path.iterdir()), "gone with the session"
+
+
+@pytest.mark.parametrize(("op", "call"), [(Op.SWAP_IN, "preadv"), (Op.SWAP_OUT, "pwritev")])
+def test_a_drive_that_fails_while_training_ends_it(op, call, monkeypatch, tmp_path):
+    model, optimizer = prepare(TASK, decide(TASK, ON_NVME), storage_dir=tmp_path)
+    calls, real = [], getattr(os, call)
+
+    def failing(fd, buffers, offset):
+        calls.append(offset)
+        if len(calls) == 40:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(f"executor.storage.os.{call}", failing)
+    with optimizer.session, pytest.raises(LaneError, match=rf"in {op}.* No space left on device; the state of the"):
+        train(TASK, model, optimizer)
+        optimizer.session.synchronize()
+    assert not [t for t in threading.enumerate() if t.name.startswith("lane ")]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_session_that_cannot_be_made_leaves_no_file(tmp_path):
+    with pytest.raises(MemoryError, match="host"):
+        prepare(TASK, decide(TASK, ON_NVME), storage_dir=tmp_path, host_capacity_bytes=100_000)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_gradient_that_was_dropped_leaves_weights_and_state_as_they_were():
+    for dtype in (torch.bfloat16, torch.float32):
+        found = []
+        for place in ("gpu", "nvme"):
+            task = Task("gpt2", dtype, iterations=3, max_norm=None)
+            model, optimizer = prepare(task, decide(task, uniform("gpu", place)))
+            with optimizer.session as session:
+
+                def drop(iteration, model=model):
+                    for name, parameter in model.named_parameters():
+                        if iteration == 1 and "mlp" in name:
+                            parameter.grad = None
+
+                seen = train(task, model, optimizer, before_step=drop)
+                found.append((seen, {n: w.clone() for n, w in session.full_parameters().items()}))
+        assert_same(*found)
