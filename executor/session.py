@@ -447,7 +447,7 @@ class Session:
     def memory(self) -> dict[Tier, MeasuredMemory]:
         """Return what each tier has held: by class what is taken once, and the peak of the rest if it was metered.
 
-        On NVMe this is the file: both versions of all state, see [Note: Two versions] in :mod:`executor.storage`.
+        On NVMe these are both versions of all state, see [Note: Two versions] in :mod:`executor.storage`.
         """
         peak_bytes = None if self._meter is None else self._meter.peak_bytes
         used = {
@@ -455,7 +455,7 @@ class Session:
             Tier.HOST: MeasuredMemory(self._host.by_class()),
         }
         if (stored := self._state.stored) is not None:
-            used[Tier.NVME] = MeasuredMemory({MemoryClass.OPTIMIZER: stored.file.num_bytes})
+            used[Tier.NVME] = MeasuredMemory({MemoryClass.OPTIMIZER: stored.num_bytes})
         return used
 
     def close(self, *, give_back: bool = True) -> None:

@@ -257,6 +257,11 @@ class StoredState:
         ]
         return cls(num_params, num_tensors, ring, StateFile(folder / f"optimizer-rank-{rank}.state", sizes_bytes))
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all state in both versions, without what rounds pieces up to blocks."""
+        return 2 * 4 * self._num_tensors * sum(self._num_params.values())
+
     @contextlib.contextmanager
     def begin(self, unit: str) -> Iterator[Callable[[int, int, torch.Tensor], None]]:
         """Write a unit's first state: yields what takes master copies, a stretch of a piece at a time, in order.

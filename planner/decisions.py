@@ -259,6 +259,12 @@ class Decisions(Frozen):
         return any(u.params == "nvme" or u.offloads or Place.NVME in u.update for u in self.units.values())
 
     @property
+    def num_state_versions(self) -> Literal[1, 2]:
+        """How often state on NVMe is there: our executor writes a new version beside the old one, others in place."""
+        ours = self.gradient_path is GradientPath.ONCE and self.host_update is HostUpdate.FUSED
+        return 2 if ours else 1
+
+    @property
     def storage_ahead(self) -> tuple[str, ...]:
         """What they use of storage that our executor does not do so far, in words."""
         units = self.units.values()

@@ -15,6 +15,7 @@ class ExecuteOptions:
         seed: of the weights and of the order of the text.
         lr: learning rate.
         output_dir: where results go; made if it does not exist.
+        storage_dir: where what the plan keeps on NVMe is while it trains; ``None``: in ``output_dir``.
         json: print JSON instead of tables.
         device: ``host`` (threads), ``cuda``, or ``auto``: what the plan was made for.
     """
@@ -24,5 +25,6 @@ class ExecuteOptions:
     seed: int = 0
     lr: float = 1e-3
     output_dir: Path = Path("out")
+    storage_dir: Path | None = None
     json: bool = False
     device: Literal["auto", "host", "cuda"] = "auto"

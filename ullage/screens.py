@@ -118,7 +118,7 @@ def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
         "best": gap_line(plan),
         "placement": describe(decided, plan.units()),
         **_execution(plan),
-        **({"storage": _storage(plan)} if decided.uses_storage else {}),
+        **_storage(plan),
     }
 
 
@@ -141,19 +141,21 @@ def _execution(plan: Plan) -> dict[str, str]:
         "units of experts (--expert-units 1 plans one)": decided.expert_units,
     }
     ahead = [f"{count} {what}" for what, count in counts.items() if count > 1]
+    ahead += decided.storage_ahead
     if ahead:
         return {"execution": f"planned and simulated, not executed so far: {', '.join(ahead)}"}
-    if decided.num_devices == 1 or decided.uses_storage:
+    if decided.num_devices == 1:
         return {}
     return {"execution": f"one process per device: {launch_line(decided.num_devices, ranks_per_node(plan))}"}
 
 
-def _storage(plan: Plan) -> str:
-    """Return what storage costs the user: drives wear, and the plan can only be simulated."""
+def _storage(plan: Plan) -> dict[str, str]:
+    """Return what storage costs the user: drives wear."""
     lanes = {Lane.NVME_WRITE, Lane.NVME_STATE_OUT}
     written_bytes = sum(task.num_bytes for task in plan.schedule().tasks if task.lane in lanes)
-    wear = f"{si(written_bytes, 'B')} per device and iteration are written to NVMe; " if written_bytes else ""
-    return f"{wear}what is on storage can be simulated, but not executed so far (--storage never)"
+    return (
+        {"storage": f"{si(written_bytes, 'B')} per device and iteration are written to NVMe"} if written_bytes else {}
+    )
 
 
 _REACH = {

@@ -5,6 +5,7 @@ import math
 import os
 import platform
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +45,9 @@ _HYPER_PARAMETERS: dict[Optimizer, dict[str, Any]] = {
 }
 
 
-def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> tuple[nn.Module, OffloadedOptimizer]:
+def prepare(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, *, storage_dir: Path | None = None
+) -> tuple[nn.Module, OffloadedOptimizer]:
     """Put a model and its optimizer under a plan; keep your own training loop, with the returned optimizer.
 
     Args:
@@ -55,6 +58,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> t
             its parameters or some of them, in any groups; LR schedulers may be built on it or on the result. What is
             not in it, or frozen, stays as it is, though the plan has room for its state and gradient.
         plan: made for the machine this runs on.
+        storage_dir: folder on the planned drives, if the plan keeps optimizer state on NVMe.
 
     Returns:
         The model and the optimizer to use from now on; ``optimizer.session`` executes the plan.
@@ -67,7 +71,7 @@ def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> t
         DeviceMemoryError: less memory is free than planned.
         RankError: another rank has failed.
     """
-    return prepare_session(model, optimizer, plan.units(), plan.decisions, _session_options(plan))
+    return prepare_session(model, optimizer, plan.units(), plan.decisions, _session_options(plan, storage_dir))
 
 
 def execute(plan: Plan, options: ExecuteOptions) -> RunRecord:
@@ -145,13 +149,14 @@ def _check_machine(plan: Plan, options: ExecuteOptions, process: Process) -> Non
         )
 
 
-def _session_options(plan: Plan) -> SessionOptions:
+def _session_options(plan: Plan, storage_dir: Path | None) -> SessionOptions:
     hardware, per_node = plan.hardware, ranks_per_node(plan)
     return SessionOptions(
         device="cuda" if hardware.device.kind == "gpu" else "cpu",
         num_threads=max(hardware.host.num_optimizer_cores // per_node, 1),
         gpu_capacity_bytes=int(hardware.device.memory_bytes.value),
         host_capacity_bytes=int(hardware.host.memory_bytes.value) // per_node,
+        storage_dir=storage_dir,
         record=True,
     )
 
@@ -176,7 +181,7 @@ def _make(
         return warm_up * 0.5 * (1 + math.cos(math.pi * iteration / options.num_iterations))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    prepared = prepare(model, optimizer, plan)
+    prepared = prepare(model, optimizer, plan, storage_dir=options.storage_dir or options.output_dir)
     if process.rank:
         torch.manual_seed(options.seed + process.rank)  # of what is left to chance in training (dropout)
     return *prepared, scheduler
@@ -245,7 +250,7 @@ def _progress(num_iterations: int, *, shown: bool) -> Iterator[Any]:
 
 def _record(plan: Plan, session: Session, losses: list[float], feed: Feed, process: Process) -> RunRecord:
     timeline = session.timeline()
-    ranks = {Tier.HOST: process.per_node}  # whose shares are equal, as the prediction has it
+    ranks = dict.fromkeys((Tier.HOST, Tier.NVME), process.per_node)  # whose shares are equal, as the prediction has it
     return RunRecord(
         plan=plan,
         machine=f"{platform.node() or 'this machine'}, torch {torch.__version__}",

@@ -66,7 +66,8 @@ def _optimizer(program: Program, unit: Unit) -> None:
     resident_bytes, state_bytes = decisions.resident_state_bytes_per_param, decisions.state_bytes_per_param
     nvme = program.placed_params(unit, Place.NVME)
     program.hold(Tier.HOST, MemoryClass.OPTIMIZER, state_bytes * (host - nvme), unit.name)
-    program.hold(Tier.NVME, MemoryClass.OPTIMIZER, state_bytes * nvme, unit.name)
+    on_nvme_bytes = decisions.num_state_versions * state_bytes * nvme
+    program.hold(Tier.NVME, MemoryClass.OPTIMIZER, on_nvme_bytes, unit.name)
     program.hold(Tier.GPU, MemoryClass.OPTIMIZER, resident_bytes * (shard - host), unit.name)
 
 

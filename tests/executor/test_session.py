@@ -293,7 +293,7 @@ def test_memory_taken_once_is_what_the_schedule_says(choose, dtype):
     task = Task("llama", dtype)
     _, optimizer = prepare(task, decide(task, choose))
     with optimizer.session as session:
-        for tier in (Tier.GPU, Tier.HOST):
+        for tier in session.memory():
             stated = {}
             for buffer in session.schedule.buffers:
                 if buffer.tier is tier and buffer.first is None and buffer.memory_class != "workspace":

@@ -27,7 +27,7 @@ from training import (
 )
 
 from planner.decisions import Decisions
-from planner.schedule import Op, Tier
+from planner.schedule import Op
 
 _CONTEXT = multiprocessing.get_context("spawn")  # a fork would inherit threads' locks
 
@@ -187,8 +187,6 @@ def seen_from_outside(rank: int, _size: int, task: Task, decisions: Decisions) -
         train(task, model, optimizer, rank=rank)
         timeline = session.timeline()
         for tier, memory in session.memory().items():
-            if tier is Tier.NVME:
-                continue  # a file has two versions, in whole blocks
             stated = Counter()
             for buffer in session.schedule.buffers:
                 if buffer.tier is tier and buffer.first is None and buffer.memory_class != "workspace":

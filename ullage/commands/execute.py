@@ -45,6 +45,13 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--output-dir", type=Path, default=defaults.output_dir, metavar="DIR", help="where results go (out/)"
     )
+    parser.add_argument(
+        "--storage-dir",
+        type=Path,
+        metavar="DIR",
+        help="a folder on the planned drives, for optimizer state on NVMe while it trains: it takes twice its size "
+        "(default: --output-dir)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
         "--device",
@@ -62,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         lr=args.lr,
         output_dir=args.output_dir,
+        storage_dir=args.storage_dir,
         json=args.json,
         device=args.device,
     )
