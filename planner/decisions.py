@@ -260,8 +260,11 @@ class Decisions(Frozen):
 
     @property
     def num_state_versions(self) -> Literal[1, 2]:
-        """How often state on NVMe is there: our executor writes a new version beside the old one, others in place."""
-        ours = self.gradient_path is GradientPath.ONCE and self.host_update is HostUpdate.FUSED
+        """How often state on NVMe is there: our executor writes a new version beside the old one, others in place.
+
+        An engine with copies, passes or unpinned reads of its own is another one.
+        """
+        ours = self.gradient_path is GradientPath.ONCE and self.host_update is HostUpdate.FUSED and self.pinned_reads
         return 2 if ours else 1
 
     @property

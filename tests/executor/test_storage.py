@@ -75,8 +75,13 @@ def test_transfers_that_come_in_pieces_are_put_together(file, monkeypatch):
             f"executor.storage.os.{name}",
             lambda fd, buffers, offset, whole=whole: whole(fd, [buffers[0][:BLOCK_BYTES]], offset),
         )
-    file.write(1, block_of(7).numpy().data)
-    assert content(file, 1) == {7}
+    written, found = block_of(7), block_of(0)
+    for number, block in enumerate(written.split(BLOCK_BYTES)):
+        block.fill_(number)
+    file.write(1, written.numpy().data)
+    file.read(1, found.numpy().data)
+    assert torch.equal(found, written)
+    assert file.path.read_bytes()[-BLOCK_BYTES:] == bytes([3]) * BLOCK_BYTES, "and are where they belong"
 
 
 def test_a_file_that_was_cut_off_is_noticed(file):
