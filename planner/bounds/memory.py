@@ -49,9 +49,8 @@ class Memory:
             host[self._weights_or_gradients(unit)] += float(self.on.weight_bytes * shard)
             on_nvme = Sum((f"{name}:{Place.NVME}", 1.0)) if self.on.stores(nvme=True) else Sum()
             nvme.plus(on_nvme, float(self.on.given.state_bytes_per_param * shard))
-            if (
-                weights_there := f"{name}:onnvme"
-            ) in self.on.program.boxes and not self.on.given.precision.master_is_weight:
+            weights_there = f"{name}:onnvme"
+            if weights_there in self.on.program.boxes and not self.on.given.precision.master_is_weight:
                 nvme[weights_there] += float(self.on.weight_bytes * shard)
         ranks = self.on.cost.ranks_per_node
         for tier, held in ((Tier.HOST, host), (Tier.NVME, nvme)):
