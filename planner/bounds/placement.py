@@ -150,11 +150,11 @@ class Placement:
         gradient = Sum((f"{unit.name}:{Place.STREAM}", 1.0), (f"{unit.name}:stays", -1.0))
         self.loads.copy(load, Resource.LINK_DOWN, self.weight_bytes * shard, gradient)
 
-    def chain(self, what: str, amounts: Iterable[Sum]) -> list[str]:
-        """Return variables for the running sums of some expressions."""
+    def chain(self, what: str, amounts: Iterable[Sum], numbers: Sequence[int] = ()) -> list[str]:
+        """Return variables for the running sums of some expressions, numbered from 0 if not otherwise."""
         chain: list[str] = []
         high = 0.0
-        for i, amount in enumerate(amounts):
+        for i, amount in zip(numbers, amounts, strict=True) if numbers else enumerate(amounts):
             high += self.program.highest(amount)
             variable = self.program.variable(f"{what}, 0 to {i}", 0.0, high)
             so_far = Sum().plus(amount).plus({chain[-1]: 1.0} if chain else {})

@@ -1,7 +1,8 @@
 """Rows of windows: updates and what surrounds them fit between the last backward and the next forward."""
 
+import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from planner.bounds.loads import Key, Load, word
 from planner.bounds.memory import STATE_SLOT, Memory
@@ -48,29 +49,32 @@ class Windows:
             rest = Sum().plus(everything).plus({"": sum(forward_s[:end]) + sum(backward_s[:begin])}, -1.0)
             return rest.plus({again_s[begin - 1]: 1.0}, -1.0) if begin and again_s else rest
 
+        ends, beginnings = (_spread(len(self.on.units), most) for most in (_NUM_ENDS, _NUM_BEGINNINGS))
         if not self.on.given.clip:
             both = [_added(out, back) for out, back in zip(leaving, returning, strict=True)]
-            spans = self._longest("update", both)
+            spans = self._longest("update", both, ends)
             self._through_nvme(spans)
-            for i in _spread(len(self.on.units), _NUM_ENDS):
-                needs = between(i, i).plus({spans[i]: 1.0})
+            for i, span in spans.items():
+                needs = between(i, i).plus({span: 1.0})
                 self.on.program.at_least(f"window: updates of units 0 to {i}", Sum((TIME, 1.0)), needs)
             return
-        coming = [self._coming(unit) for unit in self.on.units]  # for backward, while gradients leave
-        after, before = self._longest("update", returning), self._longest("leave", leaving, coming)
+        nothing: Load = {}
+        coming = [nothing, *(self._coming(unit) for unit in self.on.units[:-1])]  # for backward, of the unit before
+        after = self._longest("update", returning, ends)
+        before = self._longest("leave", leaving, beginnings, coming)
         self._through_nvme(after)
-        for i in _spread(len(self.on.units), _NUM_ENDS):
-            for j in _spread(len(self.on.units), _NUM_BEGINNINGS):
+        for i in ends:
+            for j in beginnings:
                 needs = between(i, j).plus(Sum((after[i], 1.0), (before[j], 1.0)))
                 name = f"window: updates of units 0 to {i} once gradients of 0 to {j} have left"
                 self.on.program.at_least(name, Sum((TIME, 1.0)), needs)
         starts = {segment[0].segment: self.on.position[segment[0].name] for segment in self.on.segments}
-        for i in _spread(len(self.on.units), _NUM_BEGINNINGS):
+        for i in beginnings:
             stored = self._stored_before(i)
             start = starts[self.on.units[i].segment]
             earlier = Sum(("", sum(forward_s) + sum(backward_s[i + 1 :])), *(((again_s[-1], 1.0),) if again_s else ()))
             earlier.plus({again_s[start - 1]: 1.0} if start and again_s else {}, -1.0)
-            for j in (j for j in _spread(len(self.on.units), _NUM_BEGINNINGS) if j <= i):
+            for j in (j for j in beginnings if j <= i):
                 needs = between(0, j).plus(earlier, -1.0).plus(Sum((stored, 1.0), (before[j], 1.0)))
                 name = f"window: all updates before the backward of {i}, once gradients of 0 to {j} have left"
                 self.on.program.at_least(name, Sum((TIME, 1.0)), needs)
@@ -112,28 +116,30 @@ class Windows:
                 self.on.loads.gather(load, unit, Sum(("", 1.0)))
         return load
 
-    def _longest(self, what: str, loads: Sequence[Load], behind: Sequence[Load] = ()) -> list[str]:
-        """Return, for units 0 to each, a variable that is at least the time any lane or resource needs for them.
+    def _longest(
+        self, what: str, loads: Sequence[Load], ends: Sequence[int], beside: Sequence[Load] = ()
+    ) -> dict[int, str]:
+        """Return, for units 0 to each of some, a variable: at least the time any lane or resource needs for them.
 
         Args:
             what: names it.
             loads: of each unit.
-            behind: what the units before it need meanwhile, if anything, but for what slots hold.
+            ends: the last units.
+            beside: what comes meanwhile, if anything, but for what slots hold; of each unit.
         """
-        found = [self.on.program.variable(f"{what} of 0 to {i}", 0.0, self.on.limit_s) for i in range(len(loads))]
-        keys = sorted({key for load in (*loads, *behind) for key in load}, key=word)
+        found = {i: self.on.program.variable(f"{what} of 0 to {i}", 0.0, self.on.limit_s) for i in ends}
+        keys = sorted({key for load in (*loads, *beside) for key in load}, key=word)
         for key in keys:
             if key is Resource.DEVICE:  # computes meanwhile
                 continue
-            scaled = [Sum().plus(load.get(key, {}), 1.0 / self.on.loads.capacity[key]) for load in loads]
-            others = [Sum().plus(load.get(key, {}), 1.0 / self.on.loads.capacity[key]) for load in behind]
-            coming = self.on.chain(f"{what} beside, by {word(key)}", others) if any(others) else []
-            in_slots = self._in_slots(behind, key) if coming else Sum()
-            for i, variable in enumerate(self.on.chain(f"{what} by {word(key)}", scaled)):
+            alone = self._sums(f"{what} by {word(key)}", loads, key, ends)
+            coming = self._sums(f"{what} beside, by {word(key)}", beside, key, ends) if beside else {}
+            in_slots = self._in_slots(key) if beside else Sum()
+            for i, variable in alone.items():
                 name = f"{what} of 0 to {i} by {word(key)}"
                 self.on.program.at_least(name, Sum((found[i], 1.0)), Sum((variable, 1.0)))
-                if i and coming:
-                    needs = Sum((variable, 1.0), (coming[i - 1], 1.0)).plus(in_slots, -1.0)
+                if coming:
+                    needs = Sum((variable, 1.0), (coming[i], 1.0)).plus(in_slots, -1.0)
                     self.on.program.at_least(f"{name}, with what comes", Sum((found[i], 1.0)), needs)
                 if what == "update" and key in {Resource.LINK_UP, Resource.LINK, Resource.DRAM}:
                     needs = Sum((variable, 1.0)).plus(self._stored(i), self.on.loads.per_byte(Resource.LINK_UP, key))
@@ -141,11 +147,22 @@ class Windows:
                     self.on.program.at_least(name, Sum((found[i], 1.0)), needs)
         return found
 
-    def _in_slots(self, coming: Sequence[Load], key: Key) -> Sum:
+    def _sums(self, what: str, loads: Sequence[Load], key: Key, ends: Sequence[int]) -> dict[int, str]:
+        """Return variables for the seconds of a lane or resource that units 0 to each of some need."""
+        pieces = itertools.pairwise((-1, *ends))
+        amounts = []
+        for last, end in pieces:
+            amount = Sum()
+            for load in loads[last + 1 : end + 1]:
+                amount.plus(load.get(key, {}), 1.0 / self.on.loads.capacity[key])
+            amounts.append(amount)
+        return dict(zip(ends, self.on.chain(what, amounts, ends), strict=True))
+
+    def _in_slots(self, key: Key) -> Sum:
         """Return the seconds of what comes that was for parameters which slots can hold."""
         held = Sum()
         for ring, (size, units) in self.rings.items():
-            most = max(self.on.program.highest(coming[self.on.position[unit.name]].get(key, {})) for unit in units)
+            most = max(self.on.program.highest(self._coming(unit).get(key, {})) for unit in units)
             held[ring] += most / self.on.loads.capacity[key] / size
         return held
 
@@ -160,7 +177,7 @@ class Windows:
             )
         return load
 
-    def _through_nvme(self, spans: Sequence[str]) -> None:
+    def _through_nvme(self, spans: Mapping[int, str]) -> None:
         """State on NVMe is read and written within the spans of updates, but for what host buffers hold."""
         if not self.on.stores(nvme=True):
             return
@@ -176,7 +193,7 @@ class Windows:
             self.on.loads.storage(each, direction, device_bytes, Sum(("", 1.0)))
         for key in (Resource.NVME_READ, Resource.NVME_WRITE, Resource.NVME):
             needs_s = each[key][""] / self.on.loads.capacity[key]
-            for i, span in enumerate(spans):
+            for i, span in spans.items():
                 needs = Sum((state[i], needs_s), (STATE_BUFFERS, -needs_s))
                 self.on.program.at_least(f"state of 0 to {i} by {word(key)}", Sum((span, 1.0)), needs)
 
