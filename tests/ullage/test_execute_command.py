@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
+from planner.decisions import Place
 from planner.models import resolve_model
 from planner.plan import load_plan
 from planner.planning import Request, make_plan
@@ -63,6 +65,30 @@ def test_every_optimizer_is_planned_and_executed(
     assert printed["memory"]["host"]["error"] == 0
     assert printed["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.15)
     assert main(["verify", str(path), "--json"]) == 0
+
+
+def test_what_the_host_lacks_is_planned_and_executed_on_nvme(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = resolve_model("demo-llama").model_copy(update={"num_layers": 3})
+    hardware = load_profile("epyc-turin-2c").with_device_memory(60_000_000).model_dump()
+    hardware["host"]["memory_bytes"]["value"] = 60_000_000
+    asked = Request(model, HardwareProfile.model_validate(hardware), seq_len=64, micro_batch=2, storage="nvme")
+    made = make_plan(asked)
+    assert any(Place.NVME in unit.update for unit in made.decisions.units.values())
+    assert made.decisions.executable
+    path, storage = tmp_path / "plan.json", tmp_path / "drive"
+    path.write_text(made.to_json(), encoding="utf-8")
+    run = ["--iterations", "8", "--output-dir", str(tmp_path / "out"), "--json"]
+    assert main(["execute", str(path), *run, "--storage-dir", str(storage)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["losses"][-1] < printed["losses"][0]
+    assert printed["memory"]["host"]["error"] == printed["memory"]["nvme"]["error"] == 0
+    assert printed["lanes"]["nvme-state-in"]["measured"] > 0
+    assert not list(storage.iterdir()), "state goes with the run"
+    (tmp_path / "file").touch()
+    assert main(["execute", str(path), *run, "--storage-dir", str(tmp_path / "file")]) != 0
+    assert "optimizer-rank-0.state cannot be made" in capsys.readouterr().err
 
 
 def test_the_same_seed_gives_the_same_losses(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
