@@ -11,7 +11,8 @@ from executor.backend import Backend, as_array, sum_of_squares_on_host, update_o
 from executor.exchange import Exchange
 from executor.optimizer import WorkerTeam
 from executor.optimizer.table import Rule
-from executor.state import Arrived, ModelState, ParameterState, Piece, StateSlot, UnitState
+from executor.pieces import Piece
+from executor.state import Arrived, ModelState, ParameterState, StateSlot, UnitState
 from planner.decisions import Decisions, Place
 from planner.schedule import Lane, Op, Task
 

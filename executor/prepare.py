@@ -8,8 +8,9 @@ from torch import nn
 
 from executor.optimizer.table import OptimizerEntry, entry_of
 from executor.options import SessionOptions
+from executor.pieces import Part
 from executor.session import Session
-from executor.state import ParameterState, Part, UnitState, write_weights
+from executor.state import ParameterState, UnitState, write_weights
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 

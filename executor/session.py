@@ -25,8 +25,9 @@ from executor.memory import Arena, MeasuredMemory
 from executor.optimizer import WorkerTeam
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions, backend_of
+from executor.pieces import Piece
 from executor.ranks import Ranks
-from executor.state import ModelState, ParameterState, Piece, UnitState
+from executor.state import ModelState, ParameterState, UnitState
 from executor.weights import Weights
 from planner.decisions import Decisions, Place
 from planner.graph import Unit, segments
@@ -457,6 +458,12 @@ class Session:
         if (stored := self._state.stored) is not None:
             used[Tier.NVME] = MeasuredMemory({MemoryClass.OPTIMIZER: stored.num_bytes})
         return used
+
+    @property
+    def storage(self) -> str:
+        """Where state on NVMe is, and how it is read and written, in words; empty if there is none."""
+        stored = self._state.stored
+        return "" if stored is None else stored.file.words
 
     def close(self, *, give_back: bool = True) -> None:
         """Wait for all updates and give the model back with its weights, as an ordinary one. Closing twice is allowed.

@@ -1,15 +1,5 @@
 """Where every parameter's weight, optimizer state and gradient are, according to the decisions.
 
-[Note: Layout] A unit's parameters form one flat range, in the order of ``Unit.parameters``, without gaps. Its pieces
-(subgroups) are cut from that range; those whose state is on the host lie one after another in the host's slabs, and
-those on the device in the device's. In float32 the master copy is the weight wherever both are in one place: the
-host's slab of master copies then has the weights of pieces too whose state is on NVMe (:mod:`executor.storage`), so
-that a fetch is one copy.
-
-[Note: Shards] Under ZeRO the range is padded to as many equal shards as there are ranks, and the pieces are those of
-the rank's own shard. A parameter then falls into few of them, or none. Pads belong to no parameter, so that no norm,
-update or saved state knows of them; they are zero at first, and what is copied with their neighbours has no reader.
-
 [Note: Version counters] ``parameter.data`` is set once, to a view of the unit's block or slot. Whatever is written
 there later goes through the block's own tensor, which autograd does not count as a change of the parameter: what it
 saved of the weights in forward is the same address, and holds the same bytes again before backward reads them (see
@@ -18,7 +8,6 @@ saved of the weights in forward is the same address, and holds the same bytes ag
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +16,7 @@ import torch
 from torch import nn
 
 from executor.memory import Arena
+from executor.pieces import Part, Piece, pieces_of
 from executor.storage import StoredState
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
@@ -35,53 +25,6 @@ from planner.optimizers import OPTIMIZERS
 from planner.schedule import MemoryClass, Tier
 
 NEVER = -1
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """A subgroup: ``[start, stop)`` of the unit's flat range, and where that begins in the slabs of its tier.
-
-    Attributes:
-        index: number within the unit's shard.
-        place: where its state lives and who updates it.
-        start, stop: range within the unit; the last piece of the last rank may go beyond, see [Note: Shards].
-        offset: its beginning in the host's or the device's slabs of optimizer state; -1 on NVMe.
-        served: its beginning in the host's slab of master copies, see [Note: Layout].
-        staging: its beginning among the weights that the host keeps for the device (of what it updates).
-        leaves: whether its gradient goes to the host.
-        in_place: whether it takes the place of the host's weights there [Note: In place].
-        arrival: where it begins otherwise, among those that have room of their own.
-    """
-
-    index: int
-    place: Place
-    start: int
-    stop: int
-    offset: int
-    served: int
-    staging: int
-    leaves: bool
-    in_place: bool
-    arrival: int
-
-    @property
-    def num_params(self) -> int:
-        """Number of its parameters."""
-        return self.stop - self.start
-
-    @property
-    def by_host(self) -> bool:
-        """Whether the host updates it, wherever its state lives."""
-        return self.place in {Place.CPU, Place.NVME}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Part:
-    """What a parameter and a piece have in common: ``[start, stop)`` of the unit's flat range."""
-
-    piece: Piece
-    start: int
-    stop: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -365,7 +308,7 @@ class ModelState:
         on_device = self._decisions.units[name].params == "gpu"
         shard, padded = self._decisions.shard_params(unit), self._decisions.padded_params(unit)
         start = self._rank * shard if padded > shard else 0
-        pieces = _pieces(unit, self._decisions, start)
+        pieces = pieces_of(unit, self._decisions, start)
         num_host, num_nvme, num_device = (
             sum(p.num_params for p in pieces if p.place in places)
             for places in ({Place.CPU, Place.STREAM}, {Place.NVME}, {Place.GPU})
@@ -400,7 +343,7 @@ class ModelState:
         streamed = [
             (piece.num_params, self._decisions.weights_pass(unit.name))
             for unit in units
-            for piece in _pieces(unit, self._decisions, 0)
+            for piece in pieces_of(unit, self._decisions, 0)
             if piece.place is Place.STREAM
         ]
         num_weights = max((num_params for num_params, passes in streamed if passes), default=0)
@@ -427,27 +370,6 @@ class ModelState:
         return Moments(arena.take_blocks(f"{unit} master", num_bytes).view(torch.float32), buffers)
 
 
-def _pieces(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]:
-    sizes = decisions.piece_params(unit)
-    starts = tuple(itertools.accumulate(sizes, initial=start))
-    taken = {"host": 0, "device": 0, "served": 0, "staging": 0, "arrival": 0}
-    pieces = []
-    for index, (place, num_params) in enumerate(zip(decisions.units[unit.name].update, sizes, strict=True)):
-        tier = {Place.GPU: "device", Place.NVME: None}.get(place, "host")
-        serves = place in {Place.CPU, Place.STREAM} or (place is Place.NVME and decisions.precision.master_is_weight)
-        start = starts[index]
-        leaves = decisions.flushes(unit.name, place)
-        in_place = decisions.arrives_in_place(unit.name, place)
-        offsets = (taken[tier] if tier else -1, taken["served"], taken["staging"])
-        pieces.append(Piece(index, place, start, start + num_params, *offsets, leaves, in_place, taken["arrival"]))
-        if tier:
-            taken[tier] += num_params
-        taken["served"] += num_params if serves else 0
-        taken["staging"] += num_params if pieces[-1].by_host else 0
-        taken["arrival"] += num_params if leaves and not in_place else 0
-    return tuple(pieces)
-
-
 def _parameters(
     unit: Unit, pieces: tuple[Piece, ...], parameters: Mapping[str, nn.Parameter]
 ) -> tuple[ParameterState, ...]:
@@ -467,7 +389,7 @@ def _parameters(
 
 
 def _clear_pads(unit: UnitState, num_params: int) -> None:
-    """Set to zero what lies behind the unit's last parameter, see [Note: Shards]."""
+    """Set to zero what lies behind the unit's last parameter, see [Note: Shards] in :mod:`executor.pieces`."""
     if unit.slot < 0:
         unit.device_weights[num_params:].zero_()
     for piece in unit.pieces:

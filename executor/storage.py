@@ -72,6 +72,12 @@ class StateFile:
         """Bytes that it takes: both versions."""
         return self._starts[-1]
 
+    @property
+    def words(self) -> str:
+        """Where it is, and how it is read and written."""
+        way = "past" if self.is_direct else "through (no O_DIRECT there)"
+        return f"state in {self.path.parent}, {way} the page cache"
+
     def is_written(self, record: int) -> bool:
         """Return whether a record has a version."""
         return self._current[record] is not None
@@ -332,7 +338,7 @@ class StoredState:
     def _read(self, key: Key, buffer: torch.Tensor) -> None:
         if self.file.is_written(self._record[key]):
             self.file.read(self._record[key], _bytes(buffer))
-        else:  # it has nothing but pads, see [Note: Shards] in executor.state
+        else:  # it has nothing but pads, see [Note: Shards] in executor.pieces
             buffer.zero_()
 
     def _write(self, key: Key, buffer: torch.Tensor) -> None:

@@ -253,7 +253,9 @@ def _record(plan: Plan, session: Session, losses: list[float], feed: Feed, proce
     ranks = dict.fromkeys((Tier.HOST, Tier.NVME), process.per_node)  # whose shares are equal, as the prediction has it
     return RunRecord(
         plan=plan,
-        machine=f"{platform.node() or 'this machine'}, torch {torch.__version__}",
+        machine=", ".join(
+            filter(None, (platform.node() or "this machine", f"torch {torch.__version__}", session.storage))
+        ),
         losses=tuple(losses),
         start_s=rows(timeline.start_s),
         end_s=rows(timeline.end_s),

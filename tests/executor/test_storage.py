@@ -50,6 +50,21 @@ def test_what_is_read_is_what_was_written_last(file, is_direct):
             assert content(file, record) == {10 * values + record}
 
 
+def test_where_there_is_no_direct_transfer_files_are_buffered(tmp_path, monkeypatch):
+    control = fcntl.fcntl
+
+    def refusing(fd, command, flags=0):
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return control(fd, command, flags)
+
+    monkeypatch.setattr("executor.storage.fcntl.fcntl", refusing)
+    made = StateFile(tmp_path / "state", [100])
+    assert made.words == f"state in {tmp_path}, through (no O_DIRECT there) the page cache"
+    made.write(0, block_of(5).numpy().data)
+    assert content(made, 0) == {5}
+
+
 def test_a_write_that_fails_half_way_leaves_the_version_before(file, monkeypatch):
     file.write(1, block_of(1).numpy().data)
     file.write(1, block_of(2).numpy().data)

@@ -1,6 +1,7 @@
 """``ullage execute`` as a real process: a whole run, and one that is interrupted."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -74,7 +75,7 @@ def test_what_the_host_lacks_is_planned_and_executed_on_nvme(
     hardware = load_profile("epyc-turin-2c").with_device_memory(60_000_000).model_dump()
     hardware["host"]["memory_bytes"]["value"] = 60_000_000
     asked = Request(model, HardwareProfile.model_validate(hardware), seq_len=64, micro_batch=2, storage="nvme")
-    made = make_plan(asked)
+    made = make_plan(asked, max_simulations=40)
     assert any(Place.NVME in unit.update for unit in made.decisions.units.values())
     assert made.decisions.executable
     path, storage = tmp_path / "plan.json", tmp_path / "drive"
@@ -85,6 +86,7 @@ def test_what_the_host_lacks_is_planned_and_executed_on_nvme(
     assert printed["losses"][-1] < printed["losses"][0]
     assert printed["memory"]["host"]["error"] == printed["memory"]["nvme"]["error"] == 0
     assert printed["lanes"]["nvme-state-in"]["measured"] > 0
+    assert re.search(r"state in .*drive, (past|through .*) the page cache", load_run(tmp_path / "out/run.json").machine)
     assert not list(storage.iterdir()), "state goes with the run"
     (tmp_path / "file").touch()
     assert main(["execute", str(path), *run, "--storage-dir", str(tmp_path / "file")]) != 0
