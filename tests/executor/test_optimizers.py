@@ -117,7 +117,7 @@ def test_training_goes_on_from_saved_states_as_if_it_had_not_stopped(optimizer, 
         final = {n: w.clone() for n, w in ours.session.full_parameters().items()}
     fresh = make_model(task)
     fresh.load_state_dict(weights)
-    other = decide(task, uniform("host", "cpu"), subgroup_params=977)  # another plan, on purpose
+    other = decide(task, uniform("host", "nvme"), subgroup_params=977)  # another plan, on purpose
     _, resumed = prepare_session(fresh, make_optimizer(task, fresh), model_units("gpt2"), other, session_options())
     with resumed.session:
         resumed.load_state_dict(state)
