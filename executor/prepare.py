@@ -53,6 +53,7 @@ def prepare_session(
         ValueError: the optimizer is not known or not the planned one, the decisions cannot be executed, or the model
             is another one.
         DeviceMemoryError: a tier is too small.
+        StorageError: what the plan has on NVMe cannot be kept there.
         RankError: another rank has failed.
     """
     entry = entry_of(optimizer)
