@@ -96,6 +96,7 @@ def test_public_surface():
         "Lion",
         "Plan",
         "Request",
+        "Trainer",
         "capture_module",
         "load_plan",
         "load_profile",
