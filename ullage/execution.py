@@ -3,28 +3,34 @@
 import contextlib
 import math
 import platform
-from collections.abc import Iterator
-from typing import Any
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import torch
 
 from planner.models.captured import counted
 from planner.plan import Plan
 from planner.schedule import Tier
+from planner.simulate.machine import Simulation
 from planner.trace import chrome_trace, write_trace
 from ullage.comparison import Comparison, compare, render_comparison
 from ullage.console import console, write_json
+from ullage.drift import NUM_RECORDED, DriftWatch
+from ullage.formatting import si
 from ullage.options import ExecuteOptions
 from ullage.processes import Process
 from ullage.runs import RunRecord, rows, save_run
 from ullage.simulation import simulate
 from ullage.text import Tokens, read_text, read_tokens
-from ullage.training import Trainer, check_machine
+from ullage.training import Step, Trainer, check_machine
 
 # What warms up (first touches, compiled kernels) is not measured, nor is the iteration whose memory is metered.
 _FIRST_STEADY = 3
 MIN_ITERATIONS = _FIRST_STEADY + 3
 _WARMUP_ITERATIONS = 5
+_BAR = 10  # columns: a line of 80 holds the rest
+_LATEST = 10  # iterations that the progress shows the median of
 
 
 def execute(plan: Plan, options: ExecuteOptions) -> RunRecord:
@@ -51,11 +57,12 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord:
     if process.is_first:
         options.output_dir.mkdir(parents=True, exist_ok=True)  # before training: a bad path must not cost a run
     with Trainer(plan, data=data, lr=options.lr, seed=options.seed, position=options.data_position) as trainer:
-        losses = _train(options, trainer)
+        simulation = simulate(plan)
+        losses = _train(options, trainer, simulation)
         record = _record(trainer, losses)
         trainer.close(give_back=False)
     if process.is_first:
-        _write(plan, options, record)
+        _write(options, record, simulation)
     return record
 
 
@@ -69,7 +76,7 @@ def _data(options: ExecuteOptions) -> Tokens | None:
     return read_tokens(options.tokens, options.token_dtype)
 
 
-def _train(options: ExecuteOptions, trainer: Trainer) -> list[float]:
+def _train(options: ExecuteOptions, trainer: Trainer, simulation: Simulation) -> list[float]:
     """Train with a cosine schedule with warm-up, and return the loss of every iteration."""
 
     def factor(iteration: int) -> float:
@@ -77,23 +84,25 @@ def _train(options: ExecuteOptions, trainer: Trainer) -> list[float]:
         return warm_up * 0.5 * (1 + math.cos(math.pi * iteration / options.num_iterations))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, factor)
+    watch = DriftWatch(simulation.timeline, simulation.steady)
     losses = []
-    with _progress(options.num_iterations, shown=trainer.process.is_first) as tell:
+    with _progress(options.num_iterations, trainer.plan, shown=trainer.process.is_first) as (tell, warn):
         for step in trainer.run(options.num_iterations):
             scheduler.step()
             losses.append(step.loss)
-            tell(step.iteration, step.loss)
+            tell(step)
+            for drift in watch.after(trainer.session, step.iteration):
+                warn(str(drift))
     return losses
 
 
-def _write(plan: Plan, options: ExecuteOptions, record: RunRecord) -> None:
-    simulation = simulate(plan)
+def _write(options: ExecuteOptions, record: RunRecord, simulation: Simulation) -> None:
     comparison = compare(
         simulation.timeline,
         simulation.steady,
         record.timeline,
         record.steady_iterations,
-        {tier: use.peak_bytes for tier, use in plan.prediction.memory.items()},
+        {tier: use.peak_bytes for tier, use in record.plan.prediction.memory.items()},
         record.memory,
     )
     trace = options.output_dir / "trace.json.gz"
@@ -103,17 +112,39 @@ def _write(plan: Plan, options: ExecuteOptions, record: RunRecord) -> None:
 
 
 @contextlib.contextmanager
-def _progress(num_iterations: int, *, shown: bool) -> Iterator[Any]:
+def _progress(
+    num_iterations: int, plan: Plan, *, shown: bool
+) -> Iterator[tuple[Callable[[Step], None], Callable[[str], None]]]:
+    """Yield a function that tells of an iteration that has ended, and one that prints a line above the progress.
+
+    The progress shows the loss, and the seconds of an iteration (median of the latest) beside what was predicted.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    predicted_s = plan.prediction.iteration_s
+    latest_s: deque[float] = deque(maxlen=_LATEST)
+
+    def tell(step: Step) -> None:
+        words = f"loss {step.loss:.3f}"
+        if step.iteration >= _FIRST_STEADY:
+            latest_s.append(step.measured_s)
+            measured_s = statistics.median(latest_s)
+            ratio = measured_s / predicted_s
+            words += f", {si(measured_s, 's')} ({si(predicted_s, 's')} predicted, {ratio:.2f} x)"
+        bar.update(task, completed=step.iteration + 1, description=words)
+
+    def warn(line: str) -> None:
+        if shown:
+            bar.console.print(line, soft_wrap=True)
+
+    columns = (BarColumn(bar_width=_BAR), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeRemainingColumn(), console=console(stderr=True), disable=not shown) as bar:
         task = bar.add_task("", total=num_iterations)
-        yield lambda iteration, loss: bar.update(task, completed=iteration + 1, description=f"loss {loss:.3f}")
+        yield tell, warn
 
 
 def _record(trainer: Trainer, losses: list[float]) -> RunRecord:
-    timeline = trainer.session.timeline()
+    timeline = trainer.session.timeline(0, NUM_RECORDED - 1)
     ranks = {Tier.HOST: trainer.process.per_node}  # whose shares are equal, as the prediction has it
     return RunRecord(
         plan=trainer.plan,

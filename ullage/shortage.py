@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 
 import torch
 from rich.console import Group, RenderableType
@@ -14,7 +15,7 @@ from ullage.console import table
 from ullage.formatting import si
 from ullage.processes import ranks_per_node
 
-_COMES_AND_GOES = frozenset({MemoryClass.ACTIVATIONS, MemoryClass.WORKSPACE})
+_COMES_AND_GOES: AbstractSet[MemoryClass] = frozenset({MemoryClass.ACTIVATIONS, MemoryClass.WORKSPACE})
 # Nothing of the ledger says what the machine lacked: then so much less is proposed.
 _MARGIN = 0.05
 
@@ -136,26 +137,26 @@ def _shortage(
     predicted, machine = plan.prediction.memory[tier], plan.hardware
     share = ranks_per_node(plan) if tier is not Tier.GPU else 1
     capacity_bytes = {Tier.GPU: machine.device.memory_bytes.value, Tier.HOST: machine.host.memory_bytes.value}
-    actual = _by_words(static_bytes)
+    together = _COMES_AND_GOES  # is measured as one
     if dynamic_bytes is not None:
-        name = _words(MemoryClass.ACTIVATIONS)
-        actual[name] = actual.get(name, 0) + dynamic_bytes
+        together |= predicted.by_class.keys() - static_bytes.keys()
+    name = ", ".join(sorted(together & (predicted.by_class.keys() | static_bytes.keys())))
+    planned_bytes, actual_bytes = (_joined(side, together, name) for side in (predicted.by_class, static_bytes))
+    if dynamic_bytes is not None:
+        actual_bytes[name] = actual_bytes.get(name, 0) + dynamic_bytes
     return Shortage(
         tier,
         what,
-        {name: count // share for name, count in _by_words(predicted.by_class).items()},
-        actual,
+        {words: count // share for words, count in planned_bytes.items()},
+        actual_bytes,
         int(capacity_bytes.get(tier, predicted.capacity_bytes)) // share,
     )
 
 
-def _by_words(bytes_by_class: Mapping[MemoryClass, int]) -> dict[str, int]:
-    """Return bytes by class, with what comes and goes in one: it is measured as one."""
+def _joined(bytes_by_class: Mapping[MemoryClass, int], together: AbstractSet[MemoryClass], name: str) -> dict[str, int]:
+    """Return bytes by class in words, some classes under one name."""
     totals: dict[str, int] = {}
     for memory_class, count in bytes_by_class.items():
-        totals[_words(memory_class)] = totals.get(_words(memory_class), 0) + count
+        words = name if memory_class in together else memory_class.value
+        totals[words] = totals.get(words, 0) + count
     return totals
-
-
-def _words(memory_class: MemoryClass) -> str:
-    return "activations and workspace" if memory_class in _COMES_AND_GOES else memory_class.value

@@ -165,12 +165,13 @@ def test_too_little_memory_prints_the_ledger(plan: Path, tmp_path: Path, device_
     done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     screen = done.stderr[done.stderr.index("out of memory: ") :]
-    assert what in screen
+    assert what in " ".join(screen.split())
     assert "Traceback" not in done.stderr
     rows = {line.split("  ")[0].strip(): line.split("  ")[1:] for line in screen.splitlines() if "  " in line}
     held = load_plan(plan).gpu_memory.by_class
     assert si(held[MemoryClass.PARAMETERS], "B") in " ".join(rows["parameters"])
-    assert {"parameters", "activations and workspace", "in all", "capacity"} <= set(rows)
+    assert {"in all", "capacity"} < set(rows)
+    assert any(row.startswith("activations") for row in rows)
     assert si(device_memory_bytes, "B") in " ".join(rows["capacity"])
     (remedy,) = [line for line in screen.splitlines() if line.startswith("remedy: ")]
     proposed = parse_bytes(remedy.rpartition("--device-memory ")[2].rstrip("`"))
