@@ -95,3 +95,8 @@ class Loads:
         load: Load = defaultdict(Sum)
         self.copy(load, direction, 1.0, Sum(("", 1.0)))
         return load[key][""] / self.capacity[key]
+
+
+def word(key: Key) -> str:
+    """Return what a lane or resource is called in the names of rows."""
+    return key.value if isinstance(key, Lane) else f"resource {key.name.lower()}"

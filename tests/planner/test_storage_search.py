@@ -20,7 +20,8 @@ from planner.models import resolve_model
 from planner.plan import Plan
 from planner.planning import InfeasibleError, Request, make_plan, prepare
 from planner.remedies import what_would_fit
-from planner.search import Scorer, _neighbours, search
+from planner.search import Scorer, search
+from planner.search.moves import neighbours
 from planner.verification import verify
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -76,7 +77,7 @@ def test_single_moves_are_valid_and_stay_within_what_may_be_used(drawn: tuple[Se
     setup = dataclasses.replace(drawn[0], storage=storage)
     allowed = {"never": Mix(3, 2, 1), "activations": Mix(3, 2, 1, num_offload=1), "nvme": drawn[1]}[storage]
     start = mixed(setup, dataclasses.replace(allowed, zero_stage=drawn[1].zero_stage))
-    for moved in itertools.islice(_neighbours(setup, start), 150):
+    for moved in itertools.islice(neighbours(setup, start), 150):
         valid = Decisions.model_validate(moved.model_dump())
         lower(setup.units, valid, asynchronous=False)
         chosen = valid.units.values()

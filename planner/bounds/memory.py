@@ -1,0 +1,187 @@
+"""Rows of memory: what the device holds at every backward, and the host and its drives all the time."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from planner.bounds.placement import AGAIN, Placement
+from planner.bounds.program import Sum
+from planner.bounds.space import RING, ROOM
+from planner.bounds.storage import STATE_BUFFERS, offloaded
+from planner.decisions import Place
+from planner.graph import Unit
+from planner.lowering.workspace import least_workspace_bytes
+from planner.prediction import capacities
+from planner.schedule import Tier
+
+STATE_SLOT = "state slot"
+
+
+class Memory:
+    """Adds the rows of memory to a placement's program.
+
+    Attributes:
+        held: the share of memory that the device holds at the first backward of every unit.
+        rings: of slots for parameters, by variable: the share of memory that one slot takes, and who may be in it.
+    """
+
+    def __init__(self, on: Placement) -> None:
+        self.on = on
+        self.held: list[Sum] = []
+        self.rings: dict[str, tuple[float, list[Unit]]] = {}
+        self._memory()
+
+    def _memory(self) -> None:
+        capacity = capacities(self.on.cost)
+        device_bytes = float(capacity[Tier.GPU])
+        activations = offloaded(self.on.program, self.on.segments, device_bytes)
+        self._device_memory(device_bytes, Sum(*((activations[tier], 1.0) for tier in activations if tier is Tier.GPU)))
+        host, nvme = (
+            Sum(*((activations[tier], device_bytes) for tier in activations if tier is where))
+            for where in (Tier.HOST, Tier.NVME)
+        )
+        if self.on.stores(nvme=True):
+            host.plus(Sum((self._state_buffers(device_bytes), device_bytes)))
+        for unit in (unit for unit in self.on.units if unit.num_params):
+            shard = self.on.given.shard_params(unit)
+            name = unit.name
+            for place in (Place.CPU, Place.STREAM):
+                host[f"{name}:{place}"] += self.on.given.state_bytes_per_param * shard
+            host[self._weights_or_gradients(unit)] += float(self.on.weight_bytes * shard)
+            on_nvme = Sum((f"{name}:{Place.NVME}", 1.0)) if self.on.stores(nvme=True) else Sum()
+            nvme.plus(on_nvme, float(self.on.given.state_bytes_per_param * shard))
+            weights_there = f"{name}:onnvme"
+            if weights_there in self.on.program.boxes and not self.on.given.precision.master_is_weight:
+                nvme[weights_there] += float(self.on.weight_bytes * shard)
+        ranks = self.on.cost.ranks_per_node
+        for tier, held in ((Tier.HOST, host), (Tier.NVME, nvme)):
+            if capacity[tier] and held:
+                room = Sum((ROOM[tier], 1.0)).plus(self.on.overrun)
+                self.on.program.at_least(f"memory: {tier}", room, Sum().plus(held, ranks / capacity[tier]))
+
+    def _weights_or_gradients(self, unit: Unit) -> str:
+        """Return the share of a unit's parameters that has a weight or a gradient on the host [Note: In place]."""
+        program, name = self.on.program, unit.name
+        served = {f"{name}:host": 1.0} if f"{name}:host" in program.boxes else {}
+        gradients = self.on.leaves(unit)
+        if f"{name}:spill" in program.boxes:
+            gradients[f"{name}:spill"] -= 1.0
+        there = program.variable(f"{name}:there", 0.0, 2.0)
+        if not self.on.given.precision.master_is_weight:
+            if self.on.repeats > 1:
+                gradients.plus(served)
+            weights = Sum((f"{name}:upload", 1.0)).plus(served)
+            program.at_least(f"{name}: weights on the host", Sum((there, 1.0)), weights)
+        program.at_least(f"{name}: gradients on the host", Sum((there, 1.0)), gradients)
+        return there
+
+    def _state_buffers(self, unit_bytes: float) -> str:
+        """Return what host buffers hold of state on NVMe, in multiples of ``unit_bytes``: one subgroup at least."""
+        shards = {unit.name: self.on.given.shard_params(unit) for unit in self.on.units if unit.num_params}
+        everything = self.on.given.state_bytes_per_param * sum(shards.values()) / unit_bytes
+        buffers = self.on.program.variable(STATE_BUFFERS, 0.0, everything)
+        for unit in (unit for unit in self.on.units if unit.num_params):
+            mean = (
+                self.on.given.state_bytes_per_param
+                * shards[unit.name]
+                / len(self.on.given.piece_params(unit))
+                / unit_bytes
+            )
+            one = Sum((f"{unit.name}:{Place.NVME}", mean))
+            self.on.program.at_least(f"{unit.name}: fits the host buffers", Sum((buffers, 1.0)), one)
+        return buffers
+
+    def _device_memory(self, capacity: float, offloaded_there: Sum) -> None:
+        """At the backward of every unit the device holds all of this; at the last one's what is offloaded too."""
+        program, scale, room = self.on.program, 1.0 / capacity, ROOM[Tier.GPU]
+        held_always = self._always(scale)
+        always = program.variable("always held", 0.0, program.highest(held_always))
+        program.at_least("always held", Sum((always, 1.0)), held_always, equal=True)
+        before = [Sum().plus(self._kept(segment), scale) for segment in self.on.segments]
+        kept = self.on.chain("activations", before)
+        resident = self.on.chain("resident gradients", (self._resident_gradient(unit, scale) for unit in self.on.units))
+        state = (Sum().plus(self.on.state_out(unit), scale) if unit.num_params else Sum() for unit in self.on.units)
+        self.on.chain("streamed", state)
+        position = 0
+        for number, segment in enumerate(self.on.segments):
+            inside = 0.0
+            for unit in segment:
+                inside += unit.saved_bytes
+                held = Sum((always, 1.0)).plus({kept[number - 1]: 1.0} if number else {})
+                workspace_bytes = least_workspace_bytes(unit, self.on.weight_bytes)
+                held[""] += (inside + workspace_bytes + self.on.weight_bytes * unit.num_params) * scale
+                if f"{segment[0].segment}:recompute" in program.boxes and segment[0].operators[0].copies_input:
+                    held[f"{segment[0].segment}:recompute"] += segment[0].activation_output_bytes * scale
+                name = f"memory: device at the backward of {unit.name}"
+                held.plus(offloaded_there if unit is self.on.units[-1] else {})
+                if (
+                    self.on.given.clip
+                ):  # gradients of units behind it; of all others, if there were micro-batches before
+                    held.plus(Sum((resident[-1], 1.0), (resident[position], -1.0)))
+                self.held.append(Sum().plus(held))
+                if self.on.given.clip and self.on.repeats > 1 and position:
+                    held[resident[position - 1]] += 1.0
+                program.at_least(name, Sum((room, 1.0)).plus(self.on.overrun), held)
+                position += 1
+
+    def _rings(self, scale: float) -> Sum:
+        """Return the share of memory of slots for parameters: see [Note: Static slots].
+
+        There is a ring for each size of units, with room for one that computes and those that are kept meanwhile.
+        """
+        rings: dict[int, list[Unit]] = defaultdict(list)
+        for unit in self.on.units:
+            if f"{unit.name}:fills" in self.on.program.boxes:
+                rings[unit.num_params].append(unit)
+        held = Sum()
+        for num_params, units in rings.items():
+            size = self.on.weight_bytes * num_params * scale
+            ring = self.on.program.variable(f"{RING}{num_params}", 0.0, size * len(units))
+            held[ring] = 1.0
+            self.rings[ring] = (size, units)
+            kept = {
+                gap: self.on.chain(f"{ring} kept {gap}", (Sum((f"{unit.name}:kept {gap}", size)) for unit in units))
+                for gap, _ in self.on.gaps()
+            }
+            for i, unit in enumerate(units):
+                needed = Sum(("", size)) if self.on.given.gathers(unit) else Sum().plus(self.on.away(unit), size)
+                at_last = Sum().plus(needed).plus({kept["at last"][i - 1]: 1.0} if i else {})
+                self.on.program.at_least(f"{ring} at the backward of {unit.name}", Sum((ring, 1.0)), at_last)
+                if self.on.repeats > 1:
+                    earlier = needed.plus({kept["before"][i - 1]: 1.0} if i else {})
+                    earlier.plus(Sum((kept["between"][-1], 1.0), (kept["between"][i], -1.0)))
+                    self.on.program.at_least(f"{ring} at an earlier backward of {unit.name}", Sum((ring, 1.0)), earlier)
+        return held
+
+    def _resident_gradient(self, unit: Unit, scale: float) -> Sum:
+        if not unit.num_params:
+            return Sum()
+        num_bytes = self.on.weight_bytes * self.on.given.shard_params(unit) * scale
+        return Sum((f"{unit.name}:{Place.GPU}", num_bytes), (f"{unit.name}:stays", num_bytes))
+
+    def _always(self, scale: float) -> Sum:
+        """Return the share of memory of parameters, state and slots that never leave the device."""
+        held = self._rings(scale)
+        state_bytes = self.on.given.resident_state_bytes_per_param
+        largest = max(self.on.given.shard_params(unit) for unit in self.on.units)
+        slot = self.on.program.variable(STATE_SLOT, 0.0, self.on.given.state_bytes_per_param * largest * scale)
+        held[slot] += 1.0
+        for unit in (unit for unit in self.on.units if unit.num_params):
+            shard = self.on.given.shard_params(unit)
+            resident = self.on.weight_bytes * (shard if self.on.given.gathers(unit) else unit.num_params)
+            held.plus(Sum(("", 1.0)).plus(self.on.away(unit), -1.0), resident * scale)
+            held[f"{unit.name}:{Place.GPU}"] += state_bytes * shard * scale
+            # The largest of the subgroups that are streamed is no smaller than their mean.
+            mean = shard / len(self.on.given.piece_params(unit))
+            streamed = Sum((f"{unit.name}:{Place.STREAM}", self.on.given.state_bytes_per_param * mean * scale))
+            self.on.program.at_least(f"{unit.name}: fits the state slot", Sum((slot, 1.0)), streamed)
+        return held
+
+    def _kept(self, segment: Sequence[Unit]) -> Sum:
+        """Return the bytes of a segment's activations while a later one computes backward."""
+        saved, name = float(sum(unit.saved_bytes for unit in segment)), segment[0].segment
+        held = Sum(("", saved))
+        for way, _ in AGAIN:
+            if (variable := f"{name}:{way}") in self.on.program.boxes:
+                rest = float(segment[0].activation_output_bytes) if way == "recompute" else 0.0
+                held[variable] = rest - saved
+        return held

@@ -1,0 +1,163 @@
+"""What a linear program decides: variables for where everything is, and what follows for each unit by itself."""
+
+from collections.abc import Iterable, Sequence
+
+from planner.bounds.loads import Load, Loads
+from planner.bounds.program import LinearProgram, Sum
+from planner.bounds.space import OVERRUN, ROOM, TIME, Space
+from planner.costs import CostModel, Resource
+from planner.decisions import Place
+from planner.graph import Unit, segments
+from planner.schedule import Lane, Op
+
+# Ways to have activations again, and what computes them.
+AGAIN = (("recompute", Op.RECOMPUTE), ("offload", Op.REMAKE), ("evict", Op.REMAKE))
+
+
+class Placement:
+    """The variables of a program, and expressions of them that all its rows share.
+
+    Args:
+        space: what is compared.
+        cost: prices of tasks, and the machine.
+        limit_s: schedules that take longer are of no interest.
+        soft: minimise by what fraction memory is overrun, rather than time; see :data:`OVERRUN`.
+
+    Attributes:
+        program: with rows for what is decided; others add theirs.
+        loads: what lanes and resources do for a task.
+        overrun: by what fraction memory may be overrun.
+        position: the number of every unit, by name.
+    """
+
+    def __init__(self, space: Space, cost: CostModel, limit_s: float, *, soft: bool) -> None:
+        self.units, self.given, self.storage = space.units, space.given, space.storage
+        self.cost, self.limit_s = cost, limit_s
+        self.segments = segments(space.units)
+        self.position = {unit.name: i for i, unit in enumerate(space.units)}
+        self.weight_bytes = self.given.precision.weight_bytes
+        self.repeats = self.given.num_micro_batches
+        self.loads = Loads(cost, self.given)
+        self.program = LinearProgram(OVERRUN if soft else TIME)
+        self.program.variable(TIME, 0.0, limit_s)
+        self.overrun = Sum((self.program.variable(OVERRUN, 0.0, 1e6), 1.0)) if soft else Sum()
+        for room in ROOM.values():
+            self.program.variable(room, 1.0, 1.0)
+        for unit in self.units:
+            if unit.num_params:
+                self._place(unit)
+        for segment in self.segments:
+            if segment[0].recompute:
+                self._activations(segment)
+
+    def _place(self, unit: Unit) -> None:
+        program, name = self.program, unit.name
+        places = [place for place in Place if self.stores(place is Place.NVME)]
+        shares = Sum(*((program.variable(f"{name}:{place}"), 1.0) for place in places))
+        program.at_least(f"{name}: updated somewhere", shares, Sum(("", 1.0)), equal=True)
+        if Place.NVME in places and self.repeats == 1:  # what is added up later is on the host until then
+            spill = Sum((program.variable(f"{name}:spill"), 1.0))
+            program.at_least(f"{name}: spilled for NVMe", Sum((f"{name}:{Place.NVME}", 1.0)), spill)
+        away = self.away(unit)
+        if not self.given.regathers(unit):
+            for where in ("host", "onnvme"):
+                if self.stores(where == "onnvme"):
+                    away[program.variable(f"{name}:{where}")] = 1.0
+            # What is updated on the device, or comes from the host, stays there.
+            program.at_least(f"{name}: resident where updated", Sum(("", 1.0)), Sum((f"{name}:gpu", 1.0)).plus(away))
+            if self.stores(nvme=True):
+                program.at_least(f"{name}: state on NVMe too", Sum((f"{name}:nvme", 1.0)), Sum((f"{name}:onnvme", 1.0)))
+        # Uploads, of what the host updates and the device keeps.
+        upload = Sum((program.variable(f"{name}:upload"), 1.0))
+        program.at_least(f"{name}: uploaded unless fetched", upload, self.on_host(unit).plus(away, -1.0))
+        # The gradient of what is streamed stays on the device, or leaves and comes back with its state; new weights of
+        # what is streamed and not resident go to the host.
+        streamed = Sum((f"{name}:{Place.STREAM}", 1.0))
+        program.at_least(f"{name}: gradient stays", streamed, Sum((program.variable(f"{name}:stays"), 1.0)))
+        if away and not self.given.precision.master_is_weight:
+            back = Sum((program.variable(f"{name}:back"), 1.0))
+            program.at_least(f"{name}: new weights go back", back, Sum(("", -1.0)).plus(streamed).plus(away))
+        self._fills(unit, away)
+
+    def _fills(self, unit: Unit, away: Sum) -> None:
+        """Count how often parameters that are not resident come: before every use that they were not kept for."""
+        program, name = self.program, unit.name
+        need = Sum(("", 1.0)) if self.given.gathers(unit) else away
+        if not need or not unit.forward:  # an expert that no token visits
+            return
+        uses = 2.0 * self.repeats
+        kept = Sum()
+        for gap, count in self.gaps():
+            kept[program.variable(f"{name}:kept {gap}")] = count
+            program.at_least(f"{name}: kept {gap}", need, Sum((f"{name}:kept {gap}", 1.0)))
+        fills = Sum((program.variable(f"{name}:fills", 0.0, uses), 1.0))
+        program.at_least(f"{name}: comes for every use", fills, Sum().plus(need, uses).plus(kept, -1.0))
+        program.at_least(f"{name}: comes once at least", fills, need)
+        if (there := f"{name}:onnvme") in away:
+            reads = Sum((program.variable(f"{name}:reads", 0.0, uses), 1.0))
+            program.at_least(f"{name}: read for every use", reads, Sum((there, uses)).plus(kept, -1.0))
+            program.at_least(f"{name}: read once at least", reads, Sum((there, 1.0)))
+        if self.given.gathers(unit) and away:
+            fetches = Sum((program.variable(f"{name}:fetches", 0.0, uses), 1.0))
+            program.at_least(f"{name}: fetched for every use", fetches, Sum().plus(away, uses).plus(kept, -1.0))
+            program.at_least(f"{name}: fetched once at least", fetches, away)
+
+    def gaps(self) -> list[tuple[str, float]]:
+        """Return between which uses parameters may be kept, and how often that is: means over micro-batches."""
+        earlier = self.repeats - 1.0
+        return [("at last", 1.0), *([("before", earlier), ("between", earlier)] if earlier else [])]
+
+    def _activations(self, segment: Sequence[Unit]) -> None:
+        name = segment[0].segment
+        ways = [way for way, _ in AGAIN if way == "recompute" or self.storage != "never"]
+        ways = [way for way in ways if way != "evict" or self.stores(nvme=True)]
+        chosen = Sum(*((self.program.variable(f"{name}:{way}"), 1.0) for way in ways))
+        if len(ways) > 1:
+            self.program.at_least(f"{name}: activations one way", Sum(("", 1.0)), chosen)
+
+    def stores(self, nvme: bool) -> bool:
+        """Return whether something may be stored there: on NVMe, or on what is always there."""
+        return not nvme or (self.storage == "nvme" and self.cost.profile.nvme is not None)
+
+    def away(self, unit: Unit) -> Sum:
+        """Return the share of a unit's parameters that is not on the device."""
+        names = [f"{unit.name}:{where}" for where in ("host", "onnvme")]
+        return Sum(*((name, 1.0) for name in names if name in self.program.boxes))
+
+    def on_host(self, unit: Unit) -> Sum:
+        """Return the share of a unit's updates that the host makes."""
+        names = [f"{unit.name}:{place}" for place in (Place.CPU, Place.NVME)]
+        return Sum(*((name, 1.0) for name in names if name in self.program.boxes))
+
+    def leaves(self, unit: Unit) -> Sum:
+        """Return the share of a unit's gradient that leaves the device."""
+        return self.on_host(unit).plus(Sum((f"{unit.name}:{Place.STREAM}", 1.0), (f"{unit.name}:stays", -1.0)))
+
+    def state_out(self, unit: Unit) -> Sum:
+        """Return the bytes of streamed state and new weights that are stored again."""
+        shard = self.given.shard_params(unit)
+        stored = Sum((f"{unit.name}:{Place.STREAM}", float(self.given.state_bytes_per_param * shard)))
+        back = f"{unit.name}:back"
+        return stored.plus({back: float(self.weight_bytes * shard)} if back in self.program.boxes else {})
+
+    def updates(self, load: Load, unit: Unit) -> None:
+        """Add the update itself, and the state that is streamed in for it."""
+        self.loads.update(load, unit, Lane.CPU, self.on_host(unit))
+        streamed = Sum((f"{unit.name}:{Place.STREAM}", 1.0))
+        self.loads.update(load, unit, Lane.GPU_UPDATE, Sum((f"{unit.name}:{Place.GPU}", 1.0)).plus(streamed))
+        shard = self.given.shard_params(unit)
+        self.loads.copy(load, Resource.LINK_DOWN, self.given.state_bytes_per_param * shard, streamed)
+        gradient = Sum((f"{unit.name}:{Place.STREAM}", 1.0), (f"{unit.name}:stays", -1.0))
+        self.loads.copy(load, Resource.LINK_DOWN, self.weight_bytes * shard, gradient)
+
+    def chain(self, what: str, amounts: Iterable[Sum], numbers: Sequence[int] = ()) -> list[str]:
+        """Return variables for the running sums of some expressions, numbered from 0 if not otherwise."""
+        chain: list[str] = []
+        high = 0.0
+        for i, amount in zip(numbers, amounts, strict=True) if numbers else enumerate(amounts):
+            high += self.program.highest(amount)
+            variable = self.program.variable(f"{what}, 0 to {i}", 0.0, high)
+            so_far = Sum().plus(amount).plus({chain[-1]: 1.0} if chain else {})
+            self.program.at_least(f"{what}, 0 to {i}", Sum((variable, 1.0)), so_far, equal=True)
+            chain.append(variable)
+        return chain

@@ -1,0 +1,219 @@
+"""Rows of windows: updates and what surrounds them fit between the last backward and the next forward."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from planner.bounds.loads import Key, Load, word
+from planner.bounds.memory import STATE_SLOT, Memory
+from planner.bounds.placement import AGAIN, Placement
+from planner.bounds.program import Sum
+from planner.bounds.space import TIME
+from planner.bounds.storage import STATE_BUFFERS
+from planner.costs import Resource
+from planner.decisions import Place
+from planner.graph import Unit
+from planner.prediction import capacities
+from planner.schedule import Lane, Op, Tier
+
+# Windows end at so many units, and begin at so many, evenly spaced: each is a row.
+_NUM_ENDS, _NUM_BEGINNINGS = 24, 8
+
+
+class Windows:
+    """Adds the rows of windows to a placement's program, of which memory is known."""
+
+    def __init__(self, on: Placement, memory: Memory) -> None:
+        self.on, self.held, self.rings = on, memory.held, memory.rings
+        self._windows()
+
+    def _windows(self) -> None:
+        """Updates and what surrounds them fit between the last backward and the next forward."""
+        leaving = [self._leaving(unit) for unit in self.on.units]
+        returning = [self._returning(unit) for unit in self.on.units]
+        forward_s, backward_s, again = [], [], []
+        for unit in self.on.units:
+            forward_s.append(self.on.loads.computing(unit, Op.FORWARD)[Lane.COMPUTE][""])
+            backward_s.append(self.on.loads.computing(unit, Op.BACKWARD)[Lane.COMPUTE][""])
+            ways = [
+                (f"{unit.segment}:{way}", op) for way, op in AGAIN if f"{unit.segment}:{way}" in self.on.program.boxes
+            ]
+            again.append(Sum(*((name, self.on.loads.computing(unit, op)[Lane.COMPUTE][""]) for name, op in ways)))
+        everything = Sum(("", self.on.repeats * (sum(forward_s) + sum(backward_s))))
+        again_s = self.on.chain("again", again)
+        if again_s:
+            everything[again_s[-1]] += float(self.on.repeats)
+
+        def between(end: int, begin: int) -> Sum:
+            """Return what is computed from the first forward of ``end`` to the last backward of ``begin``."""
+            rest = Sum().plus(everything).plus({"": sum(forward_s[:end]) + sum(backward_s[:begin])}, -1.0)
+            return rest.plus({again_s[begin - 1]: 1.0}, -1.0) if begin and again_s else rest
+
+        ends, beginnings = (_spread(len(self.on.units), most) for most in (_NUM_ENDS, _NUM_BEGINNINGS))
+        if not self.on.given.clip:
+            both = [_added(out, back) for out, back in zip(leaving, returning, strict=True)]
+            spans = self._longest("update", both, ends)
+            self._through_nvme(spans)
+            for i, span in spans.items():
+                needs = between(i, i).plus({span: 1.0})
+                self.on.program.at_least(f"window: updates of units 0 to {i}", Sum((TIME, 1.0)), needs)
+            return
+        nothing: Load = {}
+        coming = [nothing, *(self._coming(unit) for unit in self.on.units[:-1])]  # for backward, of the unit before
+        after = self._longest("update", returning, ends)
+        before = self._longest("leave", leaving, beginnings, coming)
+        self._through_nvme(after)
+        for i in ends:
+            for j in beginnings:
+                needs = between(i, j).plus(Sum((after[i], 1.0), (before[j], 1.0)))
+                name = f"window: updates of units 0 to {i} once gradients of 0 to {j} have left"
+                self.on.program.at_least(name, Sum((TIME, 1.0)), needs)
+        starts = {segment[0].segment: self.on.position[segment[0].name] for segment in self.on.segments}
+        for i in beginnings:
+            stored = self._stored_before(i)
+            start = starts[self.on.units[i].segment]
+            earlier = Sum(("", sum(forward_s) + sum(backward_s[i + 1 :])), *(((again_s[-1], 1.0),) if again_s else ()))
+            earlier.plus({again_s[start - 1]: 1.0} if start and again_s else {}, -1.0)
+            for j in (j for j in beginnings if j <= i):
+                needs = between(0, j).plus(earlier, -1.0).plus(Sum((stored, 1.0), (before[j], 1.0)))
+                name = f"window: all updates before the backward of {i}, once gradients of 0 to {j} have left"
+                self.on.program.at_least(name, Sum((TIME, 1.0)), needs)
+
+    def _stored_before(self, position: int) -> str:
+        """Return a variable: what all updates take, and storing what the device has no room for at a backward."""
+        span = self.on.program.variable(f"updated and stored before the backward of {position}", 0.0, self.on.limit_s)
+        memory = float(capacities(self.on.cost)[Tier.GPU])
+        last = len(self.on.units) - 1
+        stored = Sum((f"streamed, 0 to {last}", memory), (STATE_SLOT, -memory), ("", -memory))
+        stored.plus(self.held[position], memory)
+        for key in (Resource.LINK_UP, Resource.LINK, Resource.DRAM):
+            updates = f"update by {word(key)}, 0 to {last}"
+            needs = Sum((updates, 1.0)) if updates in self.on.program.boxes else Sum()
+            needs.plus(stored, self.on.loads.per_byte(Resource.LINK_UP, key))
+            name = f"updated and stored before the backward of {position} by {word(key)}"
+            self.on.program.at_least(name, Sum((span, 1.0)), needs)
+        return span
+
+    def _leaving(self, unit: Unit) -> Load:
+        """Return what gradients of one micro-batch take to where they are updated."""
+        load: Load = defaultdict(Sum)
+        if unit.num_params:
+            num_bytes = self.on.weight_bytes * self.on.given.shard_params(unit)
+            self.on.loads.copy(load, Resource.LINK_UP, num_bytes, self.on.leaves(unit))
+            if self.on.given.replicas(unit) > 1:
+                self.on.loads.scatter(load, unit, Sum(("", 1.0)))
+        return load
+
+    def _returning(self, unit: Unit) -> Load:
+        """Return what the update takes, and what it changed takes to where it is used next."""
+        load: Load = defaultdict(Sum)
+        if unit.num_params:
+            self.on.updates(load, unit)
+            num_bytes = self.on.weight_bytes * self.on.given.shard_params(unit)
+            comes = Sum((f"{unit.name}:upload", 1.0)).plus(self.on.away(unit) if unit.forward else {})
+            self.on.loads.copy(load, Resource.LINK_DOWN, num_bytes, comes)
+            if (self.on.given.gathers(unit) and unit.forward) or self.on.given.regathers(unit):
+                self.on.loads.gather(load, unit, Sum(("", 1.0)))
+        return load
+
+    def _longest(
+        self, what: str, loads: Sequence[Load], ends: Sequence[int], beside: Sequence[Load] = ()
+    ) -> dict[int, str]:
+        """Return, for units 0 to each of some, a variable: at least the time any lane or resource needs for them.
+
+        Args:
+            what: names it.
+            loads: of each unit.
+            ends: the last units.
+            beside: what comes meanwhile, if anything, but for what slots hold; of each unit.
+        """
+        found = {i: self.on.program.variable(f"{what} of 0 to {i}", 0.0, self.on.limit_s) for i in ends}
+        keys = sorted({key for load in (*loads, *beside) for key in load}, key=word)
+        for key in keys:
+            if key is Resource.DEVICE:  # computes meanwhile
+                continue
+            alone = self._sums(f"{what} by {word(key)}", loads, key, ends)
+            coming = self._sums(f"{what} beside, by {word(key)}", beside, key, ends) if beside else {}
+            in_slots = self._in_slots(key) if beside else Sum()
+            for i, variable in alone.items():
+                name = f"{what} of 0 to {i} by {word(key)}"
+                self.on.program.at_least(name, Sum((found[i], 1.0)), Sum((variable, 1.0)))
+                if coming:
+                    needs = Sum((variable, 1.0), (coming[i], 1.0)).plus(in_slots, -1.0)
+                    self.on.program.at_least(f"{name}, with what comes", Sum((found[i], 1.0)), needs)
+                if what == "update" and key in {Resource.LINK_UP, Resource.LINK, Resource.DRAM}:
+                    needs = Sum((variable, 1.0)).plus(self._stored(i), self.on.loads.per_byte(Resource.LINK_UP, key))
+                    name = f"update of 0 to {i} by {word(key)}, with what is stored"
+                    self.on.program.at_least(name, Sum((found[i], 1.0)), needs)
+        return found
+
+    def _sums(self, what: str, loads: Sequence[Load], key: Key, ends: Sequence[int]) -> dict[int, str]:
+        """Return variables for the seconds of a lane or resource that units 0 to each of some need."""
+        pieces = itertools.pairwise((-1, *ends))
+        amounts = []
+        for last, end in pieces:
+            amount = Sum()
+            for load in loads[last + 1 : end + 1]:
+                amount.plus(load.get(key, {}), 1.0 / self.on.loads.capacity[key])
+            amounts.append(amount)
+        return dict(zip(ends, self.on.chain(what, amounts, ends), strict=True))
+
+    def _in_slots(self, key: Key) -> Sum:
+        """Return the seconds of what comes that was for parameters which slots can hold."""
+        held = Sum()
+        for ring, (size, units) in self.rings.items():
+            most = max(self.on.program.highest(self._coming(unit).get(key, {})) for unit in units)
+            held[ring] += most / self.on.loads.capacity[key] / size
+        return held
+
+    def _coming(self, unit: Unit) -> Load:
+        """Return what it takes to bring a unit's parameters for one use."""
+        load: Load = defaultdict(Sum)
+        if f"{unit.name}:fills" in self.on.program.boxes:
+            if self.on.given.gathers(unit):
+                self.on.loads.gather(load, unit, Sum(("", 1.0)))
+            self.on.loads.copy(
+                load, Resource.LINK_DOWN, self.on.weight_bytes * self.on.given.shard_params(unit), self.on.away(unit)
+            )
+        return load
+
+    def _through_nvme(self, spans: Mapping[int, str]) -> None:
+        """State on NVMe is read and written within the spans of updates, but for what host buffers hold."""
+        if not self.on.stores(nvme=True):
+            return
+        device_bytes = float(capacities(self.on.cost)[Tier.GPU])
+        scale = self.on.given.state_bytes_per_param / device_bytes
+        shares = (
+            Sum((f"{unit.name}:{Place.NVME}", self.on.given.shard_params(unit) * scale)) if unit.num_params else Sum()
+            for unit in self.on.units
+        )
+        state = self.on.chain("state through NVMe", shares)
+        each: Load = defaultdict(Sum)
+        for direction in (Resource.NVME_READ, Resource.NVME_WRITE):
+            self.on.loads.storage(each, direction, device_bytes, Sum(("", 1.0)))
+        for key in (Resource.NVME_READ, Resource.NVME_WRITE, Resource.NVME):
+            needs_s = each[key][""] / self.on.loads.capacity[key]
+            for i, span in spans.items():
+                needs = Sum((state[i], needs_s), (STATE_BUFFERS, -needs_s))
+                self.on.program.at_least(f"state of 0 to {i} by {word(key)}", Sum((span, 1.0)), needs)
+
+    def _stored(self, last: int) -> Sum:
+        """Return the bytes of streamed state of units 0 to ``last`` that no longer fit on the device."""
+        memory = float(capacities(self.on.cost)[Tier.GPU])
+        held = Sum((f"streamed, 0 to {last}", memory), ("always held", memory), (STATE_SLOT, -memory))
+        return held.plus({"": -memory})
+
+
+def _added(one: Load, other: Load) -> Load:
+    total: Load = defaultdict(Sum)
+    for load in (one, other):
+        for key, amount in load.items():
+            total[key].plus(amount)
+    return total
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Return at most so many of the numbers below ``count``, evenly spaced, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})

@@ -1,0 +1,93 @@
+"""Rows of work: an iteration lasts as long as each lane and resource needs for what it has to do."""
+
+from collections import defaultdict
+
+from planner.bounds.loads import Load, word
+from planner.bounds.placement import AGAIN, Placement
+from planner.bounds.program import Sum
+from planner.bounds.space import TIME
+from planner.costs import Resource
+from planner.decisions import SPILLED_BYTES_PER_PARAM, Place
+from planner.graph import Unit
+from planner.schedule import Lane, Op, Phase, Task
+
+
+class Work:
+    """Adds the rows of work to a placement's program."""
+
+    def __init__(self, on: Placement) -> None:
+        self.on = on
+        self.total: Load = defaultdict(Sum)
+        self._work()
+
+    def _work(self) -> None:
+        """An iteration lasts as long as each lane and resource needs for its work."""
+        total, every = self.total, Sum(("", float(self.on.repeats)))
+        for unit in self.on.units:
+            self._pass(unit, Op.FORWARD, every)
+            self._pass(unit, Op.BACKWARD, every)
+            if unit.num_params:
+                self._work_of(unit)
+        for segment in self.on.segments:
+            for way, op in AGAIN:
+                if (name := f"{segment[0].segment}:{way}") not in self.on.program.boxes:
+                    continue
+                by = Sum((name, float(self.on.repeats)))
+                for unit in segment:
+                    self._pass(unit, op, by)
+                    if way != "recompute":
+                        self.on.loads.copy(total, Resource.LINK_UP, unit.swap_bytes, by)
+                        self.on.loads.copy(total, Resource.LINK_DOWN, unit.swap_bytes, by)
+                    if way == "evict":
+                        self.on.loads.storage(total, Resource.NVME_WRITE, unit.swap_bytes, by)
+                        self.on.loads.storage(total, Resource.NVME_READ, unit.swap_bytes, by)
+        num_tensors = sum(len(unit.parameters) for unit in self.on.units)
+        step = Task(0, Lane.LAUNCH, Op.STEP, Phase.UPDATE, num_tensors=num_tensors)
+        self.on.loads.charge(total, step, Sum(("", 1.0)))
+        for key, load in total.items():
+            terms = Sum().plus(load, 1.0 / self.on.loads.capacity[key])
+            self.on.program.at_least(f"work: {word(key)}", Sum((TIME, 1.0)), terms)
+
+    def _pass(self, unit: Unit, op: Op, by: Sum) -> None:
+        for key, amount in self.on.loads.computing(unit, op).items():
+            self.total[key].plus(by, amount[""])
+
+    def _work_of(self, unit: Unit) -> None:
+        """Add what a unit's parameters, gradients and updates take in an iteration."""
+        total, name = self.total, unit.name
+        shard = self.on.given.shard_params(unit)
+        self.on.updates(total, unit)
+        self.on.loads.copy(total, Resource.LINK_DOWN, self.on.weight_bytes * shard, Sum((f"{name}:upload", 1.0)))
+        by = Sum().plus(self.on.leaves(unit), float(self.on.repeats))
+        self.on.loads.copy(total, Resource.LINK_UP, self.on.weight_bytes * shard, by)
+        self.on.loads.copy(total, Resource.LINK_UP, 1.0, self.on.state_out(unit))
+        if self.on.given.replicas(unit) > 1:
+            # Where whole gradients pile up on the device, they are added up once.
+            resident = Sum((f"{name}:{Place.GPU}", 1.0), (f"{name}:{Place.STREAM}", 1.0))
+            rest = self.on.repeats - 1.0
+            often = Sum(("", float(self.on.repeats))).plus(resident if self.on.given.zero_stage < 2 else {}, -rest)
+            self.on.loads.scatter(total, unit, often)
+        if self.on.given.regathers(unit):
+            self.on.loads.gather(total, unit, Sum(("", 1.0)))
+        if self.on.given.gathers(unit) and unit.forward:
+            self.on.loads.gather(total, unit, Sum((f"{name}:fills", 1.0)))
+        fetched = next((v for v in (f"{name}:fetches", f"{name}:fills") if v in self.on.program.boxes), None)
+        if fetched and self.on.away(unit):
+            fetch = Task(0, Lane.H2D, Op.FETCH, Phase.FORWARD, num_bytes=self.on.weight_bytes * shard)
+            self.on.loads.charge(total, fetch, Sum((fetched, 1.0)))
+        if self.on.stores(nvme=True):
+            self._storage_work(unit)
+
+    def _storage_work(self, unit: Unit) -> None:
+        """Add what a unit's parameters, gradients and state on NVMe are read and written in an iteration."""
+        name, shard = unit.name, self.on.given.shard_params(unit)
+        read, written = Resource.NVME_READ, Resource.NVME_WRITE
+        weights_written = 0 if self.on.given.precision.master_is_weight else self.on.weight_bytes
+        for what, num_bytes, directions in (
+            (Place.NVME, self.on.given.state_bytes_per_param, (read, written)),
+            ("spill", SPILLED_BYTES_PER_PARAM, (read, written)),
+            ("onnvme", weights_written, (written,)),
+            ("reads", self.on.weight_bytes, (read,)),
+        ):
+            for direction in directions if f"{name}:{what}" in self.on.program.boxes else ():
+                self.on.loads.storage(self.total, direction, num_bytes * shard, Sum((f"{name}:{what}", 1.0)))

@@ -1,0 +1,152 @@
+"""Descents: moving one count of a mix at a time, and filling or repairing what a move frees or overruns."""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from planner.engines import Mix, Setup, mixed, movable, pieces, swappable
+from planner.prediction import capacities
+from planner.schedule import Lane, Tier
+from planner.search.scoring import Candidate, Key, Scorer
+
+# How far memory is filled.
+FULL = 0.995
+# Host buffers of state from NVMe, at most.
+_MOST_NVME_SLOTS = 6
+_BALANCE = "balance"  # a move of its own, beside those of counts
+# First steps of a descent, as fractions of all there is to move.
+SMALL_STEP, LARGE_STEP = 1 / 32, 1 / 2
+
+
+def descend(
+    setup: Setup,
+    scorer: Scorer,
+    start: Mix,
+    key: Key,
+    max_simulations: int,
+    tell: Callable[[Candidate], None] = lambda _: None,
+    first_step: float = LARGE_STEP,
+) -> tuple[Mix, Candidate]:
+    """Pattern search for the least ``key``: move one count at a time by a step that halves when no move helps.
+
+    The first steps are a fraction ``first_step`` of all there is to move.
+    """
+    limits = {
+        "num_gpu": sum(movable(setup).values()),
+        "num_stream": sum(movable(setup).values()),
+        "num_keep": len(swappable(setup)),
+        "num_host": len(setup.units) if start.zero_stage in {0, 3} or setup.expert_parallel > 1 else 0,
+        "spread": 1,
+        "num_slots": max(4, 2 * most_alike(setup)),
+        "num_state_slots": 4,
+        "num_gradient_slots": max(4, 2 * most_alike(setup)),
+        "num_stay": len(setup.units),
+        **_storage_limits(setup, start),
+    }
+    mix, best = start, scorer.score(mixed(setup, start))
+    steps = {
+        name: 1 if name.endswith("slots") else max(int(limit * first_step), 1)
+        for name, limit in limits.items()
+        if limit
+    }
+    while True:
+        moved = False
+        for name in (_BALANCE, *steps):
+            for trial in _moves(mix, best, name, steps.get(name, 0), limits):
+                candidate = scorer.score(mixed(setup, trial))
+                if not best.missing_bytes and candidate.missing_bytes:
+                    trial, candidate = repaired(setup, scorer, trial, candidate, name)  # noqa: PLW2901
+                elif not key(candidate) < key(best) and name != "num_gpu":
+                    trial, candidate = _filled(setup, scorer, trial, candidate)  # noqa: PLW2901
+                if key(candidate) < key(best):
+                    mix, best, moved = trial, candidate, True
+                    tell(best)
+                    break
+                if scorer.spent(max_simulations) and not best.missing_bytes:
+                    return mix, best
+        if not moved:
+            if all(step == 1 for step in steps.values()):
+                return mix, best
+            steps = {name: max(step // 2, 1) for name, step in steps.items()}
+
+
+def most_alike(setup: Setup) -> int:
+    """Return the most units of one size in a segment.
+
+    With as many slots recomputation leaves them all for backward; with twice as many the next ones come meanwhile.
+    """
+    sizes = Counter((unit.segment, unit.num_params) for unit in setup.units if unit.num_params)
+    return max(sizes.values())
+
+
+def _storage_limits(setup: Setup, start: Mix) -> dict[str, int]:
+    """Return how much of a mix may be on storage, by what is counted."""
+    found: dict[str, int] = {}
+    if setup.storage != "never":
+        found["num_offload"] = len(swappable(setup))
+    if setup.storage == "nvme":
+        found["num_evict"] = len(swappable(setup))
+        found["num_nvme"] = sum(len(pieces(setup, unit)) for unit in setup.units)
+        found["num_on_nvme"] = len(setup.units) if start.zero_stage in {0, 3} or setup.expert_parallel > 1 else 0
+        found["num_nvme_slots"] = _MOST_NVME_SLOTS
+        found["spill"] = int(setup.num_micro_batches == 1)
+    return found
+
+
+def _moves(mix: Mix, found: Candidate, name: str, step: int, limits: Mapping[str, int]) -> Iterator[Mix]:
+    """Yield the mixes that one kind of move leads to."""
+    if name == _BALANCE:
+        yield from (other for other in [_balanced(mix, found, limits["num_gpu"])] if other != mix)
+        return
+    for delta in (step, -step):
+        value = min(max(getattr(mix, name) + delta, int(name.endswith("_slots"))), limits[name])
+        moved = dataclasses.replace(mix, **{name: value})
+        yield dataclasses.replace(moved, num_stream=min(moved.num_stream, limits["num_gpu"] - moved.num_gpu))
+
+
+def repaired(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate, moved: str = "") -> tuple[Mix, Candidate]:
+    """Let go of the resident subgroups without which a mix fits on the device, or relieve the host.
+
+    From there state goes to NVMe, or more is streamed, whose gradients stay on the device. Only of what was not moved
+    itself.
+    """
+    sizes = [num_params for unit in setup.units for num_params in pieces(setup, unit)]
+    state_bytes = found.decisions.state_bytes_per_param * sum(sizes) / len(sizes) * scorer.cost.ranks_per_node
+    if set(found.missing_bytes) == {Tier.GPU} and moved != "num_gpu":
+        lacking = math.ceil(found.missing_bytes[Tier.GPU] * scorer.cost.ranks_per_node / state_bytes)
+        trial = dataclasses.replace(trial, num_gpu=max(trial.num_gpu - lacking, 0))
+    elif set(found.missing_bytes) == {Tier.HOST} and moved != "num_nvme" and setup.storage == "nvme":
+        lacking = math.ceil(found.missing_bytes[Tier.HOST] / state_bytes)
+        trial = dataclasses.replace(trial, num_nvme=trial.num_nvme + lacking)
+    elif set(found.missing_bytes) == {Tier.HOST} and moved not in {"num_stream", "num_stay"}:
+        gradient_bytes = state_bytes * setup.precision.weight_bytes / found.decisions.state_bytes_per_param
+        more = math.ceil(found.missing_bytes[Tier.HOST] / gradient_bytes)
+        trial = dataclasses.replace(trial, num_stream=trial.num_stream + more, num_stay=trial.num_stay + more)
+    else:
+        return trial, found
+    return trial, scorer.score(mixed(setup, trial))
+
+
+def _filled(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate) -> tuple[Mix, Candidate]:
+    """Fill the room that a mix leaves on the device with resident subgroups: what a move frees is for something."""
+    bytes_per_param = found.decisions.state_bytes_per_param + setup.precision.weight_bytes  # gradients stay there too
+    sizes = [num_params for unit in setup.units for num_params in pieces(setup, unit)]
+    room_bytes = (FULL - found.filled[Tier.GPU]) * capacities(scorer.cost)[Tier.GPU]
+    more = math.floor(room_bytes * len(sizes) / sum(sizes) / bytes_per_param)
+    num_gpu = min(trial.num_gpu + more, sum(movable(setup).values()) - trial.num_nvme)
+    if found.missing_bytes or num_gpu <= trial.num_gpu:
+        return trial, found
+    trial = dataclasses.replace(trial, num_gpu=num_gpu)
+    return trial, scorer.score(mixed(setup, trial))
+
+
+def _balanced(mix: Mix, found: Candidate, num_subgroups: int) -> Mix:
+    """Return the mix in which the host and the streams would end their updates together, at the rates they had."""
+    on_cpu = num_subgroups - mix.num_gpu - mix.num_stream
+    cpu_s = found.busy_s.get(Lane.CPU, 0.0)
+    stream_s = max((found.busy_s.get(lane, 0.0) for lane in (Lane.STATE_IN, Lane.STATE_OUT)), default=0.0)
+    if not (on_cpu and mix.num_stream and cpu_s and stream_s):
+        return mix
+    moved = round((cpu_s - stream_s) / (cpu_s / on_cpu + stream_s / mix.num_stream))
+    return dataclasses.replace(mix, num_stream=mix.num_stream + moved)

@@ -1,0 +1,157 @@
+"""Scoring decisions: the simulator's time, and the memory that is lacking."""
+
+import contextlib
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from planner.costs import CostModel
+from planner.decisions import Decisions
+from planner.lowering import lower
+from planner.optimizers import OPTIMIZERS
+from planner.prediction import Prediction, Workload, always_held, capacities, memory_peaks, predict
+from planner.schedule import Lane, Schedule, Tier
+from planner.simulate.machine import run_until_steady
+
+Progress = Callable[["Candidate", int], None]
+Key = Callable[["Candidate"], tuple[float, ...]]
+
+ENDLESS = 10**9
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """Decisions with their score.
+
+    Attributes:
+        decisions: what was tried.
+        iteration_s: predicted time; infinite if it was rejected before simulating.
+        missing_bytes: by tier, how much memory is lacking (empty if it fits).
+        overload: the same as fractions of the tiers' capacities, added up; plus 1 if it was rejected before simulating.
+        traffic_bytes: what crosses links and host memory in an iteration, hidden or not.
+        filled: by tier, the peak as a fraction of the capacity; what is always held if it was not simulated.
+        busy_s: seconds that each lane is occupied.
+    """
+
+    decisions: Decisions
+    iteration_s: float
+    missing_bytes: dict[Tier, int]
+    overload: float = 0.0
+    traffic_bytes: int = 0
+    filled: dict[Tier, float] = dataclasses.field(default_factory=dict)
+    busy_s: dict[Lane, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """Sort key: what fits first, then what is faster (or lacks less, where a byte weighs more on a small tier)."""
+        return (self.overload, self.iteration_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a search found.
+
+    Attributes:
+        best: the best candidate, which may not fit if none does.
+        engines: the best candidate of every engine policy, by name.
+        num_simulations: schedules that were simulated.
+    """
+
+    best: Candidate
+    engines: dict[str, Candidate]
+    num_simulations: int
+
+
+class Scorer:
+    """Scores decisions by simulating their schedule; remembers what it has seen.
+
+    Attributes:
+        cost: prices and machine.
+        num_simulations: schedules simulated so far.
+        deadline_s: by the monotonic clock, when a search is to end; ``None`` if its budget is one of simulations.
+    """
+
+    def __init__(self, workload: Workload, cost: CostModel, deadline_s: float | None = None) -> None:
+        self.deadline_s = deadline_s
+        self.num_simulations = 0
+        self._workload = workload
+        self.cost = cost
+        self._seen: dict[str, Candidate] = {}
+
+    def spent(self, max_simulations: int = ENDLESS) -> bool:
+        """Return whether a budget is used up."""
+        late = self.deadline_s is not None and time.monotonic() >= self.deadline_s
+        return late or self.num_simulations >= max_simulations
+
+    def schedule(self, decisions: Decisions) -> Schedule:
+        """Return the schedule of some decisions."""
+        return lower(self._workload.units, decisions, asynchronous=self.cost.asynchronous)
+
+    def score(self, decisions: Decisions) -> Candidate:
+        """Return decisions with their predicted time, or rejected for lack of memory."""
+        key = decisions.model_dump_json()
+        if key not in self._seen:
+            self._seen[key] = self._score(decisions)
+        return self._seen[key]
+
+    def predict(self, decisions: Decisions) -> Prediction:
+        """Return the full prediction of some decisions, simulated until steady."""
+        cost = self._priced(decisions)
+        simulation = run_until_steady(self.schedule(decisions), cost)
+        return predict(self._workload, decisions, cost, simulation)
+
+    def _priced(self, decisions: Decisions) -> CostModel:
+        """Return the prices of what is lowered: pipeline stages are other units for other decisions."""
+        if decisions.pipeline_parallel == 1:
+            return self.cost
+        return CostModel.of(self.cost.profile, self._workload.units, decisions)
+
+    def _score(self, decisions: Decisions) -> Candidate:
+        cost = self._priced(decisions)
+        schedule = self.schedule(decisions)
+        capacity = capacities(cost)
+        held = always_held(schedule, cost)
+        # What a machine has none of is refused by name where it is priced.
+        missing = {tier: n - capacity[tier] for tier, n in held.items() if n > capacity[tier] > 0}
+        if missing:  # no need to simulate; what is missing is a lower bound, so it must not pass for the better of two
+            filled = {tier: num_bytes / capacity[tier] for tier, num_bytes in held.items() if num_bytes}
+            return Candidate(decisions, float("inf"), missing, 1 + _overload(missing, capacity), filled=filled)
+        self.num_simulations += 1
+        simulation = run_until_steady(schedule, cost, quick=True)
+        timeline, steady = simulation.timeline, simulation.steady
+        peaks = memory_peaks(timeline, steady, cost)
+        missing = {tier: use.missing_bytes for tier, use in peaks.items() if use.missing_bytes}
+        filled = {tier: use.peak_bytes / capacity[tier] for tier, use in peaks.items() if use.peak_bytes}
+        overload, moved_bytes = _overload(missing, capacity), traffic_bytes(schedule, decisions)
+        return Candidate(
+            decisions, timeline.period_s(steady), missing, overload, moved_bytes, filled, timeline.busy_s(steady)
+        )
+
+
+def best_of(candidates: Iterable[Candidate]) -> Candidate:
+    """Return the candidate that fits and is fastest, or lacks least."""
+    return min(candidates, key=lambda candidate: candidate.order)
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Keep Python from looking for cycles among the tasks of schedules: there are none, and it doubles the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _overload(missing_bytes: dict[Tier, int], capacity_bytes: dict[Tier, int]) -> float:
+    return sum(num_bytes / capacity_bytes[tier] for tier, num_bytes in missing_bytes.items())
+
+
+def traffic_bytes(schedule: Schedule, decisions: Decisions) -> int:
+    """Return the bytes that cross links and host memory in an iteration, hidden or not."""
+    on_cpu = sum(task.num_params for task in schedule.tasks if task.lane is Lane.CPU)
+    update_bytes = OPTIMIZERS[decisions.optimizer].update_bytes_per_param
+    return sum(task.num_bytes for task in schedule.tasks) + update_bytes * on_cpu
