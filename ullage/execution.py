@@ -17,6 +17,7 @@ from planner.trace import chrome_trace, write_trace
 from ullage.comparison import Comparison, compare, render_comparison
 from ullage.console import console, write_json
 from ullage.drift import NUM_RECORDED, DriftWatch
+from ullage.feeds import check_takes_data
 from ullage.formatting import si
 from ullage.options import ExecuteOptions
 from ullage.processes import Process
@@ -53,6 +54,7 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord:
         raise ValueError(f"{options.num_iterations} iterations are too few to measure; run at least {MIN_ITERATIONS}")
     process = Process.of(plan)
     check_machine(plan, process, options.device)
+    check_takes_data(plan, given=bool(options.text or options.tokens or options.data_position))  # before it is read
     data = _data(options)
     if process.is_first:
         options.output_dir.mkdir(parents=True, exist_ok=True)  # before training: a bad path must not cost a run

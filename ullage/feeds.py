@@ -53,12 +53,21 @@ def feed_of(plan: Plan, data: Tokens | None, seed: int, position: int, rank: int
         raise ValueError(f"position {position}: sequences to skip are counted from 0 on")
     if not isinstance(plan.model, CapturedModel):
         return _TokenFeed(plan, read_text(None) if data is None else data, seed, position, rank)
-    if data is not None or position:
+    check_takes_data(plan, given=data is not None or position > 0)
+    return _RandomFeed(plan, plan.model, seed, rank)
+
+
+def check_takes_data(plan: Plan, *, given: bool) -> None:
+    """Check that data, or a position in them, are ``given`` only where a plan's model is trained on them.
+
+    Raises:
+        PlanError: they are given for a captured model.
+    """
+    if given and isinstance(plan.model, CapturedModel):
         raise PlanError(
             "a captured model is trained on one random batch of its inputs; leave data (--text, --tokens) and a "
             "position in it out, or use ullage.prepare in a loop of your own"
         )
-    return _RandomFeed(plan, plan.model, seed, rank)
 
 
 class _TokenFeed:
