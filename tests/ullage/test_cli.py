@@ -42,7 +42,10 @@ FLAGS = {
     "calibrate": {"--quick", "--name", "--output", "--device-memory", "--json"}
     | {"--from-runs", "--profile", "--fit-on", "--parameters", "--bounds"},
     "plan": {*REQUEST, "--budget", "--output", "--json"},
-    "execute": {"plan", "--iterations", "--text", "--seed", "--lr", "--output-dir", "--json", "--device"},
+    "execute": {
+        *("plan", "--iterations", "--text", "--tokens", "--token-dtype", "--data-position", "--seed", "--lr"),
+        *("--output-dir", "--json", "--device"),
+    },
     "simulate": {*REQUEST, "plan", "--engine", "--iterations", "--trace", "--figure", "--text", "--json"},
     "compare": {"run_file", "--trace", "--json"},
     "validate": {"files", "--hardware", "--case", "--max-mean-error", "--max-error", "--json"},
@@ -96,6 +99,7 @@ def test_public_surface():
         "Lion",
         "Plan",
         "Request",
+        "Trainer",
         "capture_module",
         "load_plan",
         "load_profile",
