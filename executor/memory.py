@@ -14,8 +14,39 @@ ALIGNMENT_BYTES: Final = 64
 """Blocks start at multiples of this: a cache line, and what vector kernels like best."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why an arena gave nothing, in numbers; as a string, in words.
+
+    Attributes:
+        tier: whose memory it is.
+        name, asked_bytes: the block that was asked for.
+        capacity_bytes: what may be taken in all; ``None``: what the machine has.
+        held_bytes: what had been taken before, by what it is for.
+    """
+
+    tier: Tier
+    name: str
+    asked_bytes: int
+    capacity_bytes: int | None
+    held_bytes: Mapping[MemoryClass, int]
+
+    def __str__(self) -> str:
+        free_bytes = None if self.capacity_bytes is None else self.capacity_bytes - sum(self.held_bytes.values())
+        limit = "no limit set" if self.capacity_bytes is None else f"{self.capacity_bytes:,} B capacity"
+        free = "" if free_bytes is None else f", {free_bytes:,} B free"
+        held = "; ".join(f"{c} {n:,} B" for c, n in sorted(self.held_bytes.items())) or "nothing"
+        return (
+            f"the {self.tier} is out of memory: {self.name} asks for {self.asked_bytes:,} B ({limit}{free}); held so "
+            f"far: {held}. Plan for the memory that is really free, or move more of the plan to another tier"
+        )
+
+
 class DeviceMemoryError(MemoryError):
-    """A plan asks for more memory than a tier has; the message shows who holds what."""
+    """A plan asks for more memory than a tier has; the message shows who holds what.
+
+    Its one argument is the :class:`Refusal`.
+    """
 
 
 @final
@@ -88,14 +119,8 @@ class Arena:
         """Give all blocks up. What still views them keeps them."""
         self._blocks.clear()
 
-    def _message(self, name: str, num_bytes: int) -> str:
-        limit = "no limit set" if self.capacity_bytes is None else f"{self.capacity_bytes:,} B capacity"
-        free = "" if self.capacity_bytes is None else f", {self.capacity_bytes - self.used_bytes:,} B free"
-        held = "; ".join(f"{c} {n:,} B" for c, n in sorted(self.by_class().items())) or "nothing"
-        return (
-            f"the {self.tier} is out of memory: {name} asks for {num_bytes:,} B ({limit}{free}); held so far: {held}. "
-            "Plan for the memory that is really free, or move more of the plan to another tier"
-        )
+    def _message(self, name: str, num_bytes: int) -> Refusal:
+        return Refusal(self.tier, name, num_bytes, self.capacity_bytes, self.by_class())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

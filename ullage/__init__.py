@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from planner.planning import make_plan as plan
     from ullage.capture import capture_module as capture_module
     from ullage.simulation import simulate as simulate
+    from ullage.training import Trainer as Trainer
     from ullage.training import prepare as prepare
 
 _ORIGINS = {
     "Lion": ("executor.optimizer.reference", "Lion"),
     "Plan": ("planner.plan", "Plan"),
     "Request": ("planner.planning", "Request"),
+    "Trainer": ("ullage.training", "Trainer"),
     "capture_module": ("ullage.capture", "capture_module"),
     "load_plan": ("planner.plan", "load_plan"),
     "load_profile": ("hwprofiles.registry", "load_profile"),
@@ -35,6 +37,7 @@ __all__ = [
     "Lion",
     "Plan",
     "Request",
+    "Trainer",
     "capture_module",
     "load_plan",
     "load_profile",

@@ -38,6 +38,17 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def non_negative_int(text: str) -> int:
+    """Return a whole number from 0 on.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not one.
+    """
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
+
+
 def positive_float(text: str) -> float:
     """Return a finite number above 0.
 

@@ -1,4 +1,4 @@
-"""What ``ullage execute`` trains on: text for models known by their sizes, one random batch for captured ones."""
+"""What a trainer trains on: tokens for models known by their sizes, one random batch for captured ones."""
 
 from typing import Protocol
 
@@ -11,8 +11,7 @@ from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan import Plan, PlanError
 from ullage.capture.module import DTYPES, load_factory
 from ullage.capture.recording import find_loss
-from ullage.options import ExecuteOptions
-from ullage.text import TokenStream, read_text
+from ullage.text import Tokens, TokenStream, read_text
 
 
 class Feed(Protocol):
@@ -32,33 +31,52 @@ class Feed(Protocol):
         ...
 
 
-def feed_of(plan: Plan, options: ExecuteOptions, rank: int = 0) -> Feed:
+def feed_of(plan: Plan, data: Tokens | None, seed: int, position: int, rank: int = 0) -> Feed:
     """Return what one rank trains a plan's model on.
 
-    Of every micro-batch of all ranks together, each takes its own sequences, in the order of ranks. Of a captured
-    model each has a random batch of its own.
+    Of every micro-batch of all ranks together, each takes its own sequences, in the order of ranks: how many ranks
+    share a batch does not change what is in it. Of a captured model each has a random batch of its own.
+
+    Args:
+        plan: says what a micro-batch is.
+        data: what to train on; ``None``: the built-in English text.
+        seed: of the order.
+        position: where to begin; see :class:`ullage.text.TokenStream`.
+        rank: whose part.
 
     Raises:
-        PlanError: text was given for a captured model.
-        ValueError: there is too little text.
-        OSError: it cannot be read.
+        PlanError: data or a position were given for a captured model.
+        ValueError: there are too few tokens, or strange ones, or the position is negative.
         CaptureError: the function that makes a captured model is not there.
     """
+    if position < 0:
+        raise ValueError(f"position {position}: sequences to skip are counted from 0 on")
     if not isinstance(plan.model, CapturedModel):
-        return _TextFeed(plan, options, rank)
-    if options.text is not None:
+        return _TokenFeed(plan, read_text(None) if data is None else data, seed, position, rank)
+    check_takes_data(plan, given=data is not None or position > 0)
+    return _RandomFeed(plan, plan.model, seed, rank)
+
+
+def check_takes_data(plan: Plan, *, given: bool) -> None:
+    """Check that data, or a position in them, are ``given`` only where a plan's model is trained on them.
+
+    Raises:
+        PlanError: they are given for a captured model.
+    """
+    if given and isinstance(plan.model, CapturedModel):
         raise PlanError(
-            f"--text {options.text}: a captured model is trained on one random batch of its inputs; leave it out, or "
-            "use ullage.prepare in a loop of your own"
+            "a captured model is trained on one random batch of its inputs; leave data (--text, --tokens) and a "
+            "position in it out, or use ullage.prepare in a loop of your own"
         )
-    return _RandomFeed(plan, plan.model, options, rank)
 
 
-class _TextFeed:
-    def __init__(self, plan: Plan, options: ExecuteOptions, rank: int) -> None:
+class _TokenFeed:
+    def __init__(self, plan: Plan, data: Tokens, seed: int, position: int, rank: int) -> None:
+        assert not isinstance(plan.model, CapturedModel)
         self._plan = plan
         self._rank = rank
-        self._stream = TokenStream(read_text(options.text), plan.seq_len, options.seed)
+        self._stream = TokenStream(data, plan.seq_len, seed, plan.model.vocab_size)
+        self._stream.position = position
 
     @property
     def position(self) -> int:
@@ -80,10 +98,10 @@ class _TextFeed:
 
 
 class _RandomFeed:
-    def __init__(self, plan: Plan, model: CapturedModel, options: ExecuteOptions, rank: int) -> None:
+    def __init__(self, plan: Plan, model: CapturedModel, seed: int, rank: int) -> None:
         self._factory = load_factory(model.factory)
         self._num_sequences = model.micro_batch * plan.decisions.data_parallel
-        generator = torch.Generator().manual_seed(options.seed + rank)
+        generator = torch.Generator().manual_seed(seed + rank)
         dtype = DTYPES[plan.decisions.precision.weights]
         batch = [(spec.name, _random(spec, dtype, generator)) for spec in model.inputs]
         self._args = [tensor for name, tensor in batch if not name]

@@ -2,7 +2,11 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
+
+TokenDtype = Literal["uint16", "uint32"]
+TOKEN_DTYPES: Final[tuple[TokenDtype, ...]] = ("uint16", "uint32")
+"""What the tokens of a raw file may be, little-endian."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,8 +15,11 @@ class ExecuteOptions:
 
     Attributes:
         num_iterations: how many optimizer steps.
-        text: what to train on; ``None``: the built-in English text.
-        seed: of the weights and of the order of the text.
+        text: what to train on; without it and ``tokens``, the built-in English text.
+        tokens: a file of tokens to train on instead of a text.
+        token_dtype: what its tokens are, if it does not say so itself.
+        data_position: where to begin; see :class:`ullage.text.TokenStream`.
+        seed: of the weights and of the order of the data.
         lr: learning rate.
         output_dir: where results go; made if it does not exist.
         storage_dir: where what the plan keeps on NVMe is while it trains; ``None``: in ``output_dir``.
@@ -22,6 +29,9 @@ class ExecuteOptions:
 
     num_iterations: int = 30
     text: Path | None = None
+    tokens: Path | None = None
+    token_dtype: TokenDtype | None = None
+    data_position: int = 0
     seed: int = 0
     lr: float = 1e-3
     output_dir: Path = Path("out")

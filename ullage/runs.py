@@ -27,10 +27,12 @@ class RunRecord(Frozen):
         plan: what was executed.
         machine: what it ran on, in words.
         losses: mean loss of each iteration.
-        start_s, end_s: seconds of each task of each recorded iteration; ``None`` where it has not run.
+        start_s, end_s: seconds of each task of each recorded iteration (the first 200 at most); ``None`` where it has
+            not run.
         steady_iterations: recorded iterations to be measured: not the first ones, and complete.
         memory: measured peak bytes by tier; of the host only what the program allocated itself.
-        data_position: sequences read so far, to go on from.
+        data_position: sequences passed in the data's order by all ranks together, with those that were skipped: what
+            ``--data-position`` takes to go on in the same data with the same seed and length of sequences.
     """
 
     schema_version: Literal[1] = 1

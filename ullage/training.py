@@ -1,42 +1,35 @@
-"""Training as planned: ``prepare`` for a loop of your own, ``execute`` for the whole job."""
+"""Training as planned: ``prepare`` for a loop of your own, ``Trainer`` for one that is there."""
 
 import contextlib
+import dataclasses
+import itertools
 import math
 import os
-import platform
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, Self, final
 
 import torch
 from torch import nn
 
-from executor.memory import DeviceMemoryError
 from executor.optimizer.table import stock_of
 from executor.options import SessionOptions
 from executor.prepare import OffloadedOptimizer, prepare_session
 from executor.session import Session
 from hwprofiles.allocator import keep_freed_memory
-from planner.models.captured import counted
 from planner.optimizers import Optimizer
 from planner.plan import Plan, PlanError
 from planner.schedule import Tier
-from planner.trace import chrome_trace, write_trace
-from ullage.comparison import Comparison, compare, render_comparison
-from ullage.console import console, write_json
 from ullage.feeds import Feed, feed_of
-from ullage.options import ExecuteOptions
 from ullage.processes import Process, ranks_per_node
-from ullage.runs import RunRecord, rows, save_run
-from ullage.simulation import simulate
+from ullage.shortage import check_device, explaining
+from ullage.text import Tokens
 
-# What warms up (first touches, compiled kernels) is not measured, nor is the iteration whose memory is metered.
-_METERED = 1
-_FIRST_STEADY = 3
-MIN_ITERATIONS = _FIRST_STEADY + 3
-_MAX_GRADIENT_NORM = 1.0
-_WARMUP_ITERATIONS = 5
-# What `ullage execute` trains with, beside its --lr.
+METERED: Final = 1
+"""The iteration whose memory is metered, which takes longer."""
+MAX_GRADIENT_NORM: Final = 1.0
+# What a trainer's own optimizer has beside its learning rate.
 _HYPER_PARAMETERS: dict[Optimizer, dict[str, Any]] = {
     "adamw": {"betas": (0.9, 0.95), "weight_decay": 0.1},
     "sgd": {"momentum": 0.9},
@@ -74,61 +67,146 @@ def prepare(
     return prepare_session(model, optimizer, plan.units(), plan.decisions, _session_options(plan, storage_dir))
 
 
-def execute(plan: Plan, options: ExecuteOptions) -> RunRecord:
-    """Train a plan's model, measure every task, and compare with the prediction.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One iteration of training.
 
-    It is trained on text, or on one random batch if it was captured. Under a plan for several devices this is one of
-    the processes; the first of them measures, prints and writes.
+    Attributes:
+        iteration: counted from 0.
+        loss: the mean over its micro-batches and all ranks.
+        measured_s: wall seconds since it began; updates that it left under way are in the next one's.
+    """
 
-    Writes ``run.json`` (with the plan) and ``trace.json.gz`` (both timelines) into the output folder, each whole or not
-    at all, when training has ended.
+    iteration: int
+    loss: float
+    measured_s: float
+
+
+@final
+class Trainer:
+    """Trains a plan's model on tokens, one iteration after another; what is done between them is the caller's.
+
+    An iterator over :class:`Step`: each is made when it is asked for, with gradients clipped to a norm of 1 if the plan
+    clips. Under a plan for several devices each of its processes (``torchrun``) has one, and they iterate together.
+    Leaving the ``with`` block waits for all updates and gives the model back as an ordinary one.
+
+    Args:
+        plan: made for this machine.
+        model: an unmodified module with the planned parameters; left out, the planned one with random weights. It is
+            called as ``model(input_ids=..., labels=...)`` if it is planned from sizes, else with its captured inputs.
+        optimizer: the planned one over the model's parameters; left out, one with usual settings.
+        data: tokens as unsigned integers in one dimension (see :func:`ullage.text.read_tokens`; a memory map is never
+            read whole); left out, the built-in English text. A captured model has one random batch instead.
+        lr: learning rate of the optimizer that is made here.
+        seed: of the weights that are made here, and of the order of the data.
+        position: sequences to leave out at the beginning: another run's ``position``, to go on where it stopped.
+        storage_dir: folder on the planned drives, if the plan keeps optimizer state on NVMe.
+
+    Attributes:
+        plan, model, optimizer: what is trained, and how. LR schedulers may be built on the optimizer.
+        process: this process among those of the plan.
 
     Raises:
         PlanError: the plan was made for another kind of machine, or for another number of processes.
-        ValueError: too few iterations, too little text, or a captured model that is not there.
-        OSError: the text cannot be read or the results cannot be written.
-        DeviceMemoryError: training takes more of a tier than it has.
+        ValueError: too few tokens, or no ordinary ones; an optimizer without its model; or the model, or optimizer, is
+            not the planned one.
+        ShortageError: memory ran out, here or later.
         RankError: another rank has failed.
     """
-    if options.num_iterations < MIN_ITERATIONS:
-        raise ValueError(f"{options.num_iterations} iterations are too few to measure; run at least {MIN_ITERATIONS}")
-    process = Process.of(plan)
-    _check_machine(plan, options, process)
-    feed = feed_of(plan, options, process.rank)
-    if process.is_first:
-        options.output_dir.mkdir(parents=True, exist_ok=True)  # before training: a bad path must not cost a run
-    model, optimizer, scheduler = _make(plan, options, feed, process)
-    with optimizer.session as session:
-        losses = list(_train(plan, options, feed, model, optimizer, scheduler, process))
-        record = _record(plan, session, losses, feed, process)
-        session.close(give_back=False)
-    if process.is_first:
-        _write(plan, options, record)
-    return record
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        data: Tokens | None = None,
+        *,
+        lr: float = 1e-3,
+        seed: int = 0,
+        position: int = 0,
+        storage_dir: Path | None = None,
+    ) -> None:
+        if optimizer is not None and model is None:
+            raise ValueError("an optimizer was given without the model that it is for; give both, or neither")
+        self.plan = plan
+        self.process = Process.of(plan)
+        check_machine(plan, self.process)
+        self._feed = feed_of(plan, data, seed, position, self.process.rank)
+        self._iteration = 0
+        with explaining(plan):
+            self.model, self.optimizer = _make(
+                plan, model, optimizer, self._feed, self.process, lr=lr, seed=seed, storage_dir=storage_dir
+            )
+
+    @property
+    def session(self) -> Session:
+        """What executes the plan."""
+        return self.optimizer.session
+
+    @property
+    def position(self) -> int:
+        """Sequences of the data's order that have been passed, by all ranks together; see :class:`TokenStream`."""
+        return self._feed.position
+
+    def __iter__(self) -> Iterator[Step]:
+        while True:
+            yield self._step()
+
+    def run(self, num_iterations: int) -> Iterator[Step]:
+        """Train for so many iterations more, and yield each as it ends."""
+        return itertools.islice(self, num_iterations)
+
+    def close(self, *, give_back: bool = True) -> None:
+        """End training. See :meth:`executor.session.Session.close`."""
+        self.session.close(give_back=give_back)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.session.__exit__(kind, error, traceback)
+
+    def _step(self) -> Step:
+        begin_s = time.perf_counter()
+        iteration, session = self._iteration, self.session
+        with explaining(self.plan, session.memory):
+            with session.metered() if iteration == METERED else contextlib.nullcontext():
+                total = self._compute()
+            if iteration == METERED:
+                check_device(self.plan, session.memory()[Tier.GPU])
+            loss = session.mean(float(total))
+        if not math.isfinite(loss):
+            rate = max(group["lr"] for group in self.optimizer.param_groups)
+            raise ValueError(f"the loss is {loss} in iteration {iteration}; use a smaller --lr than {rate:g}")
+        self._iteration += 1
+        return Step(iteration, loss, time.perf_counter() - begin_s)
+
+    def _compute(self) -> torch.Tensor:
+        """Run one iteration; return this rank's mean loss."""
+        decisions = self.plan.decisions
+        device = next(self.model.parameters()).device
+        total = torch.zeros((), device=device)
+        for _ in range(decisions.num_micro_batches):
+            loss = self._feed.loss(self.model, device) / decisions.num_micro_batches
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        if decisions.clip:
+            self.optimizer.clip_grad_norm_(MAX_GRADIENT_NORM)
+        self.optimizer.step()
+        return total
 
 
-def _write(plan: Plan, options: ExecuteOptions, record: RunRecord) -> None:
-    simulation = simulate(plan)
-    comparison = compare(
-        simulation.timeline,
-        simulation.steady,
-        record.timeline,
-        record.steady_iterations,
-        {tier: use.peak_bytes for tier, use in plan.prediction.memory.items()},
-        record.memory,
-    )
-    trace = options.output_dir / "trace.json.gz"
-    save_run(record, options.output_dir / "run.json")
-    write_trace(trace, chrome_trace({"predicted": simulation.timeline, "measured": record.timeline}))
-    _report(options, record, comparison)
+def check_machine(plan: Plan, process: Process, device: Literal["auto", "host", "cuda"] = "auto") -> None:
+    """Check that this machine is of the kind that a plan was made for.
 
-
-def _check_machine(plan: Plan, options: ExecuteOptions, process: Process) -> None:
+    Raises:
+        PlanError: it is not, or has too little of it, or ``device`` asks for another kind.
+    """
     kind = plan.hardware.device.kind
-    wanted = {"auto": kind, "host": "host", "cuda": "gpu"}[options.device]
+    wanted = {"auto": kind, "host": "host", "cuda": "gpu"}[device]
     if wanted != kind:
         raise PlanError(
-            f"the plan was made for a {kind} device ({plan.hardware.name}), but --device asks for {options.device}; "
+            f"the plan was made for a {kind} device ({plan.hardware.name}), but --device asks for {device}; "
             "plan for that machine: `ullage calibrate`, then `ullage plan --hardware local`"
         )
     if kind == "gpu" and not torch.cuda.is_available():
@@ -162,124 +240,28 @@ def _session_options(plan: Plan, storage_dir: Path | None) -> SessionOptions:
 
 
 def _make(
-    plan: Plan, options: ExecuteOptions, feed: Feed, process: Process
-) -> tuple[nn.Module, OffloadedOptimizer, torch.optim.lr_scheduler.LambdaLR]:
-    """Make the planned model with random weights, its optimizer, and a cosine schedule with warm-up."""
+    plan: Plan,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    feed: Feed,
+    process: Process,
+    *,
+    lr: float,
+    seed: int,
+    storage_dir: Path | None,
+) -> tuple[nn.Module, OffloadedOptimizer]:
+    """Make what is not given of the planned model, with random weights, and its optimizer; put both under the plan."""
     if plan.hardware.device.kind == "host":
         torch.set_num_threads(plan.hardware.device.num_cores)
         keep_freed_memory()
     else:
         torch.cuda.set_device(process.local_rank)
-    torch.manual_seed(options.seed)
-    model = feed.model().train()
-    optimizer = stock_of(plan.decisions.optimizer)(
-        model.parameters(), lr=options.lr, **_HYPER_PARAMETERS[plan.decisions.optimizer]
-    )
-
-    def factor(iteration: int) -> float:
-        warm_up = min((iteration + 1) / _WARMUP_ITERATIONS, 1.0)
-        return warm_up * 0.5 * (1 + math.cos(math.pi * iteration / options.num_iterations))
-
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    prepared = prepare(model, optimizer, plan, storage_dir=options.storage_dir or options.output_dir)
+    torch.manual_seed(seed)
+    model = (feed.model() if model is None else model).train()
+    if optimizer is None:
+        name = plan.decisions.optimizer
+        optimizer = stock_of(name)(model.parameters(), lr=lr, **_HYPER_PARAMETERS[name])
+    prepared = prepare(model, optimizer, plan, storage_dir=storage_dir)
     if process.rank:
-        torch.manual_seed(options.seed + process.rank)  # of what is left to chance in training (dropout)
-    return *prepared, scheduler
-
-
-def _train(
-    plan: Plan,
-    options: ExecuteOptions,
-    feed: Feed,
-    model: nn.Module,
-    optimizer: OffloadedOptimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler,
-    process: Process,
-) -> Iterator[float]:
-    """Train, and yield the loss of every iteration: the mean over all ranks."""
-    decisions = plan.decisions
-    device = next(model.parameters()).device
-    with _progress(options.num_iterations, shown=process.is_first) as tell:
-        for iteration in range(options.num_iterations):
-            metered = optimizer.session.metered() if iteration == _METERED else contextlib.nullcontext()
-            total = torch.zeros((), device=device)
-            with metered:
-                for _ in range(decisions.num_micro_batches):
-                    loss = feed.loss(model, device) / decisions.num_micro_batches
-                    loss.backward()  # type: ignore[no-untyped-call]
-                    total += loss.detach()
-                if decisions.clip:
-                    optimizer.clip_grad_norm_(_MAX_GRADIENT_NORM)
-                optimizer.step()
-            scheduler.step()
-            if iteration == _METERED:
-                _check_memory(plan, optimizer.session)
-            loss_value = optimizer.session.mean(float(total))
-            if not math.isfinite(loss_value):
-                raise ValueError(
-                    f"the loss is {loss_value} in iteration {iteration}; use a smaller --lr than {options.lr:g}"
-                )
-            tell(iteration, loss_value)
-            yield loss_value
-
-
-def _check_memory(plan: Plan, session: Session) -> None:
-    """Keep to the device's capacity where nothing else does: the arena is part of ordinary memory."""
-    use = session.memory()[Tier.GPU]
-    capacity = int(plan.hardware.device.memory_bytes.value)
-    if plan.hardware.device.kind == "host" and use.peak_bytes > capacity:
-        planned = plan.gpu_memory
-        held = "; ".join(f"{c} {n / 1e6:.1f} MB" for c, n in sorted(use.static_bytes.items()))
-        raise DeviceMemoryError(
-            f"the device holds {use.peak_bytes / 1e6:.1f} MB at its peak ({held}; what comes and goes "
-            f"{(use.dynamic_peak_bytes or 0) / 1e6:.1f} MB), but has {capacity / 1e6:.1f} MB; predicted were "
-            f"{planned.peak_bytes / 1e6:.1f} MB. Plan with a --device-memory that is smaller than this prediction by "
-            "what it was too low"
-        )
-
-
-@contextlib.contextmanager
-def _progress(num_iterations: int, *, shown: bool) -> Iterator[Any]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
-
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console(stderr=True), disable=not shown) as bar:
-        task = bar.add_task("", total=num_iterations)
-        yield lambda iteration, loss: bar.update(task, completed=iteration + 1, description=f"loss {loss:.3f}")
-
-
-def _record(plan: Plan, session: Session, losses: list[float], feed: Feed, process: Process) -> RunRecord:
-    timeline = session.timeline()
-    ranks = dict.fromkeys((Tier.HOST, Tier.NVME), process.per_node)  # whose shares are equal, as the prediction has it
-    return RunRecord(
-        plan=plan,
-        machine=", ".join(
-            filter(None, (platform.node() or "this machine", f"torch {torch.__version__}", session.storage))
-        ),
-        losses=tuple(losses),
-        start_s=rows(timeline.start_s),
-        end_s=rows(timeline.end_s),
-        steady_iterations=tuple(range(_FIRST_STEADY, timeline.num_iterations - 1)),
-        memory={tier: use.peak_bytes * ranks.get(tier, 1) for tier, use in session.memory().items()},
-        data_position=feed.position,
-    )
-
-
-def _report(options: ExecuteOptions, record: RunRecord, comparison: Comparison) -> None:
-    losses = record.losses
-    if options.json:
-        write_json({"losses": list(losses), "output_dir": str(options.output_dir), **comparison.to_json()})
-        return
-    out = console()
-    plan = record.plan
-    decided = plan.decisions
-    tokens = decided.data_parallel * decided.num_micro_batches * decided.micro_batch * plan.seq_len
-    iteration = next(row for row in comparison.phases if row.name == "iteration")
-    out.print(f"{plan.model.name}: {len(losses)} iterations, loss {losses[0]:.3f} -> {losses[-1]:.3f}", markup=False)
-    if iteration.measured:
-        out.print(f"{tokens / iteration.measured:,.0f} {counted(plan.model)}/s on {record.machine}", markup=False)
-    out.print()
-    out.print(render_comparison(comparison))
-    out.print()
-    out.print(f"run written to {options.output_dir / 'run.json'}", markup=False)
-    out.print(f"trace written to {options.output_dir / 'trace.json.gz'} (open it in ui.perfetto.dev)", markup=False)
+        torch.manual_seed(seed + process.rank)  # of what is left to chance in training (dropout)
+    return prepared

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hwprofiles.profile import HardwareProfile
@@ -16,7 +17,10 @@ from planner.decisions import Place
 from planner.models import resolve_model
 from planner.plan import load_plan
 from planner.planning import Request, make_plan
+from planner.schedule import MemoryClass
+from ullage.arguments import parse_bytes
 from ullage.cli import main
+from ullage.formatting import si
 from ullage.runs import load_run
 
 COMMAND = [sys.executable, "-m", "ullage", "execute"]
@@ -104,6 +108,20 @@ def test_the_same_seed_gives_the_same_losses(plan: Path, tmp_path: Path, capsys:
     assert losses[0] == losses[1] != losses[2]
 
 
+def test_tokens_are_trained_on_from_a_position(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = np.random.default_rng(1).integers(0, 256, 64 * 50).astype(np.uint16)
+    np.save(tmp_path / "tokens.npy", tokens)
+    tokens.astype("<u4").tofile(tmp_path / "tokens.raw")
+    of_npy, of_raw = ["--tokens", str(tmp_path / "tokens.npy")], ["--tokens", str(tmp_path / "tokens.raw")]
+    of_raw += ["--token-dtype", "uint32"]
+    losses = []
+    for options in (of_npy, of_raw, [*of_npy, "--data-position", "12"]):
+        assert main(["execute", str(plan), "--iterations", "6", *options, "--output-dir", str(tmp_path), "--json"]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["losses"])
+    assert losses[0] == losses[1] != losses[2]
+    assert load_run(tmp_path / "run.json").data_position == 12 + 12
+
+
 def test_ctrl_c_ends_with_one_line_and_writes_nothing(plan: Path, tmp_path: Path) -> None:
     arguments = [str(plan), "--iterations", "100000", "--output-dir", str(tmp_path / "out")]
     process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -125,6 +143,11 @@ def test_ctrl_c_ends_with_one_line_and_writes_nothing(plan: Path, tmp_path: Path
         (["--iterations", "3"], "3 iterations are too few to measure; run at least 6"),
         (["--text", "no-such.txt"], "no-such.txt: No such file"),
         (["--device", "cuda"], "plan for that machine"),
+        (["--tokens", "no-such.npy"], "no-such.npy: No such file"),
+        (["--tokens", "no-such.bin"], "give --token-dtype uint16 or uint32"),
+        (["--tokens", "a.npy", "--text", "b.txt"], "give one of them"),
+        (["--token-dtype", "uint16"], "give --tokens PATH"),
+        (["--data-position", "-1"], "'-1' is not a whole number from 0 on"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -145,16 +168,40 @@ def test_a_plan_for_a_gpu_is_refused_without_one(tmp_path: Path, capsys: pytest.
     assert "has no GPU that PyTorch can use" in capsys.readouterr().err
 
 
-def test_too_little_memory_names_the_ledger(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The prediction was wrong, or the plan is for more than there is: then the arena's limit holds."""
-
+def smaller(plan: Path, path: Path, device_memory_bytes: float) -> Path:
+    """Write the same plan for a device with less memory than it was made for."""
     planned = load_plan(plan)
-    memory = planned.hardware.device.memory_bytes.model_copy(update={"value": 12e6})
+    memory = planned.hardware.device.memory_bytes.model_copy(update={"value": device_memory_bytes})
     device = planned.hardware.device.model_copy(update={"memory_bytes": memory})
-    smaller = planned.model_copy(update={"hardware": planned.hardware.model_copy(update={"device": device})}).sealed()
-    path = tmp_path / "plan.json"
-    path.write_text(smaller.to_json(), encoding="utf-8")
-    assert main(["execute", str(path), "--output-dir", str(tmp_path / "out")]) == 2
-    err = capsys.readouterr().err
-    assert "out of memory" in err or "at its peak" in err
-    assert "parameters" in err
+    changed = planned.model_copy(update={"hardware": planned.hardware.model_copy(update={"device": device})}).sealed()
+    path.write_text(changed.to_json(), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("device_memory_bytes", "what"),
+    [(12e6, "more of the gpu than is free"), (0.97, "at its peak, but has")],
+    ids=["the arena is too small", "what comes and goes is too much"],
+)
+def test_too_little_memory_prints_the_ledger(plan: Path, tmp_path: Path, device_memory_bytes: float, what: str) -> None:
+    """The prediction was wrong, or the plan is for more than there is: one screen, exit code 1 and nothing written."""
+
+    if device_memory_bytes < 1:  # of what is predicted: its static part still fits
+        device_memory_bytes *= load_plan(plan).gpu_memory.peak_bytes
+    path = smaller(plan, tmp_path / "plan.json", device_memory_bytes)
+    arguments = [str(path), "--iterations", "6", "--output-dir", str(tmp_path / "out")]
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    screen = done.stderr[done.stderr.index("out of memory: ") :]
+    assert what in " ".join(screen.split())
+    assert "Traceback" not in done.stderr
+    rows = {line.split("  ")[0].strip(): line.split("  ")[1:] for line in screen.splitlines() if "  " in line}
+    held = load_plan(plan).gpu_memory.by_class
+    assert si(held[MemoryClass.PARAMETERS], "B") in " ".join(rows["parameters"])
+    assert {"in all", "capacity"} < set(rows)
+    assert any(row.startswith("activations") for row in rows)
+    assert si(device_memory_bytes, "B") in " ".join(rows["capacity"])
+    (remedy,) = [line for line in screen.splitlines() if line.startswith("remedy: ")]
+    proposed = parse_bytes(remedy.rpartition("--device-memory ")[2].rstrip("`"))
+    assert 0.5 * device_memory_bytes < proposed < device_memory_bytes
+    assert list((tmp_path / "out").iterdir()) == []

@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 
 from planner.plan import load_plan
-from ullage.arguments import positive_float, positive_int
+from ullage.arguments import non_negative_int, positive_float, positive_int
 from ullage.commands import Subparsers, command_parser
-from ullage.options import ExecuteOptions
+from ullage.options import TOKEN_DTYPES, ExecuteOptions
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -16,13 +16,15 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "execute",
         run,
-        "Train the plan's model, from random weights, on a text of yours or on the built-in one, exactly as planned;\n"
-        "measure every task, and compare that with the prediction. A captured model is made by the function that the\n"
-        "plan names, imported as `ullage plan` did, and trained on one random batch of its inputs. A plan for several\n"
+        "Train the plan's model, from random weights, on a text or tokens of yours or on the built-in text, exactly\n"
+        "as planned; measure every task, and compare that with the prediction. Files are mapped, never read whole;\n"
+        "their order depends on the seed alone. A captured model is made by the function that the plan\n"
+        "names, imported as `ullage plan` did, and trained on one random batch of its inputs. A plan for several\n"
         "devices is executed by one process for each: `torchrun --nproc-per-node 8 -m ullage execute plan.json`.",
         """
         ullage execute plan.json
         ullage execute plan.json --iterations 100 --text corpus.txt --lr 3e-4 --output-dir runs/1
+        ullage execute plan.json --tokens corpus.bin --token-dtype uint16 --data-position 8000
         """,
     )
     parser.add_argument("plan", type=Path, metavar="PLAN", help="what `ullage plan` wrote")
@@ -33,7 +35,18 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="N",
         help=f"optimizer steps, at least 6 ({defaults.num_iterations})",
     )
-    parser.add_argument("--text", type=Path, metavar="PATH", help="what to train on (default: built-in English text)")
+    parser.add_argument(
+        "--text", type=Path, metavar="PATH", help="train on a text, one token per byte (default: built-in English)"
+    )
+    parser.add_argument("--tokens", type=Path, metavar="PATH", help="train on tokens: a .npy file, or a raw one")
+    parser.add_argument("--token-dtype", choices=TOKEN_DTYPES, help="what a raw file of tokens holds, little-endian")
+    parser.add_argument(
+        "--data-position",
+        type=non_negative_int,
+        default=defaults.data_position,
+        metavar="N",
+        help="sequences to skip: the data_position of another run.json, to go on in its data (0)",
+    )
     parser.add_argument("--seed", type=int, default=defaults.seed, metavar="N", help=f"of all chance ({defaults.seed})")
     parser.add_argument(
         "--lr",
@@ -66,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
     options = ExecuteOptions(
         num_iterations=args.iterations,
         text=args.text,
+        tokens=args.tokens,
+        token_dtype=args.token_dtype,
+        data_position=args.data_position,
         seed=args.seed,
         lr=args.lr,
         output_dir=args.output_dir,
@@ -74,7 +90,15 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
     )
     plan = load_plan(args.plan)
-    from ullage.training import execute  # noqa: PLC0415 - torch takes seconds: not before the plan is known to be good
+    # torch takes seconds: not before the plan is known to be good
+    from ullage.execution import execute  # noqa: PLC0415
+    from ullage.shortage import ShortageError, render_shortage  # noqa: PLC0415
 
-    execute(plan, options)
+    try:
+        execute(plan, options)
+    except ShortageError as error:
+        from ullage.console import console  # noqa: PLC0415 - slow to import
+
+        console(stderr=True).print(render_shortage(error.shortage))
+        return 1
     return 0

@@ -1,0 +1,120 @@
+"""Lanes that leave their prediction are told, each once, and only those."""
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from executor.session import Session
+from hwprofiles.paths import number, quantities, replace
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.quantity import Provenance
+from hwprofiles.registry import load_profile
+from planner.models import resolve_model
+from planner.plan import Plan
+from planner.planning import Request, make_plan
+from planner.schedule import Lane
+from planner.timeline import Timeline
+from ullage.drift import MIN_SHARE, NUM_RECORDED, THRESHOLD, DriftWatch
+from ullage.formatting import si
+from ullage.simulation import simulate
+
+
+def scaled(timeline: Timeline, lane: Lane, factor: float) -> Timeline:
+    """Return a timeline in which the tasks of a lane take so many times as long, from the same starts on."""
+    of_lane = np.array([task.lane is lane for task in timeline.schedule.tasks])
+    seconds = timeline.end_s - timeline.start_s
+    return Timeline(timeline.schedule, timeline.start_s, timeline.start_s + seconds * np.where(of_lane, factor, 1.0))
+
+
+@pytest.fixture(scope="module")
+def predicted(plan: Plan) -> Timeline:
+    return simulate(plan, 8).timeline
+
+
+def test_a_prediction_does_not_drift_from_itself(predicted: Timeline) -> None:
+    assert list(DriftWatch(predicted, 4).drifts(predicted, [4])) == []
+
+
+def test_a_lane_is_told_once_and_only_beyond_the_threshold(predicted: Timeline) -> None:
+    share = {lane: busy_s / predicted.period_s(4) for lane, busy_s in predicted.busy_s(4).items()}
+    lane = max(share, key=lambda lane: share[lane])
+    assert share[lane] * THRESHOLD > MIN_SHARE
+    for factor in (1 + THRESHOLD, 1 - THRESHOLD):
+        watch = DriftWatch(predicted, 4)
+        inside, outside = (scaled(predicted, lane, 1 + (factor - 1) * x) for x in (0.95, 1.05))
+        assert list(watch.drifts(inside, [4])) == []
+        (drift,) = watch.drifts(outside, [4])
+        assert drift.lane is lane
+        assert drift.measured_s / drift.predicted_s == pytest.approx(1 + (factor - 1) * 1.05, rel=1e-3)
+        assert list(watch.drifts(outside, [4])) == []
+        assert f"(lane {lane})" in str(drift)
+        assert "`ullage calibrate`" in str(drift)
+
+
+def test_a_lane_that_hardly_matters_is_not_told(predicted: Timeline) -> None:
+    busy_s = predicted.busy_s(4)
+    lane = min(busy_s, key=lambda lane: busy_s[lane])
+    enough = 1 + MIN_SHARE * predicted.period_s(4) / busy_s[lane]
+    assert enough > 1.5
+    watch = DriftWatch(predicted, 4)
+    assert list(watch.drifts(scaled(predicted, lane, 1 + (enough - 1) * 0.9), [4])) == []
+    assert [d.lane for d in watch.drifts(scaled(predicted, lane, 1 + (enough - 1) * 1.1), [4])] == [lane]
+
+
+class Recording:
+    """What a watch sees of a session."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self.record = True
+        self.asked: list[tuple[int, int]] = []
+
+    def timeline(self, first: int, last: int) -> Timeline:
+        self.asked.append((first, last))
+        return Timeline(self._timeline.schedule, self._timeline.start_s[:5], self._timeline.end_s[:5])
+
+
+def test_what_is_read_was_recorded_and_recording_is_bounded(predicted: Timeline) -> None:
+    session, recorded = Recording(predicted), set()
+    watch = DriftWatch(predicted, 4)
+    for iteration in range(1000):
+        if session.record:
+            recorded.add(iteration)
+        watch.after(session, iteration)  # type: ignore[arg-type]
+    assert len(session.asked) == 10
+    assert all(recorded >= set(range(first, last + 1)) for first, last in session.asked)
+    assert set(range(NUM_RECORDED)) <= recorded
+    assert len(recorded) == NUM_RECORDED + 8 * 5
+    assert Session.record.fset is not None  # what is stood in for can be switched
+
+
+def wrong(machine: HardwareProfile) -> HardwareProfile:
+    """Return a machine whose CPU updates at a thirtieth of the rate."""
+    path = "host.optimizer"
+    slow = number(quantities(machine)[path]) / 30
+    return replace(machine, {path: slow}, Provenance(origin="assumed", source="a mistake"))
+
+
+def test_a_run_names_the_lane_that_was_mispredicted(tmp_path: Path) -> None:
+    model = resolve_model("demo-llama").model_copy(update={"num_layers": 3})
+    machine = load_profile("epyc-turin-2c").with_device_memory(60_000_000)
+    plan = make_plan(Request(model, machine, seq_len=64, micro_batch=2))
+    path = tmp_path / "plan.json"
+    path.write_text(plan.model_copy(update={"hardware": wrong(machine)}).sealed().to_json(), encoding="utf-8")
+    command = [sys.executable, "-m", "ullage", "execute", str(path), "--output-dir", str(tmp_path)]
+    done = subprocess.run([*command, "--iterations", "106"], capture_output=True, text=True, check=True)
+    warnings = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+    (line,) = [line for line in warnings if "(lane cpu)" in line]  # looked at twice
+    assert "optimizer steps on the CPU" in line
+    assert " measured, " in line
+    assert line.endswith("`ullage calibrate`, then `ullage plan ... --hardware local`")
+    lanes = Counter(line.split("(lane ")[1].split(")")[0] for line in warnings)
+    assert set(lanes.values()) == {1}
+    shown = re.search(r"106/106 loss [\d.]+, [\d.]+ m?s \(([\d.]+ m?s) predicted, [\d.]+ x\)", done.stderr)
+    assert shown
+    assert shown[1] == si(plan.prediction.iteration_s, "s")

@@ -1,0 +1,135 @@
+"""``ullage.Trainer``: the loop that is there."""
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import ullage
+from hwprofiles.registry import load_profile
+from planner.models import resolve_model
+from planner.plan import Plan
+from planner.planning import Request, make_plan
+from ullage.feeds import feed_of
+from ullage.shortage import ShortageError
+from ullage.text import Tokens, TokenStream
+
+SEQ_LEN = 32
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    model = resolve_model("demo-llama").model_copy(update={"num_layers": 2})
+    hardware = load_profile("epyc-turin-2c").with_device_memory(60_000_000)
+    return make_plan(Request(model, hardware, seq_len=SEQ_LEN, micro_batch=2, num_micro_batches=2))
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tokens:
+    return np.random.default_rng(0).integers(0, 200, SEQ_LEN * 40).astype(np.uint16)
+
+
+def test_it_trains_as_a_loop_around_prepare_does(plan: Plan, tokens: Tokens) -> None:
+    """Bit for bit: the same sequences, the same clipping, the same order."""
+
+    with ullage.Trainer(plan, data=tokens, lr=1e-3, seed=5) as trainer:
+        start = {name: weight.clone() for name, weight in trainer.session.full_parameters().items()}
+        found = [step.loss for step in trainer.run(3)]
+        found += [step.loss for step in itertools.islice(trainer, 1)]  # it goes on
+        assert trainer.position == 4 * 4
+
+    with ullage.Trainer(plan, data=tokens, seed=5) as other:  # of the same weights, to be trained by hand
+        model = other.model
+        for name, weight in other.session.full_parameters().items():
+            assert torch.equal(weight, start[name]), name
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    model, prepared = ullage.prepare(model, optimizer, plan)
+    stream, expected = TokenStream(tokens, SEQ_LEN, 5), []
+    with prepared.session:
+        for _ in range(4):
+            total = torch.zeros(())
+            for _ in range(2):
+                batch = stream.next(2)
+                loss = model(input_ids=batch, labels=batch, use_cache=False).loss / 2
+                loss.backward()
+                total += loss.detach()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            prepared.step()
+            expected.append(float(total))
+    assert found == expected
+
+
+def test_a_given_model_and_optimizer_go_on_at_a_position(plan: Plan, tokens: Tokens) -> None:
+    with ullage.Trainer(plan, data=tokens) as trainer:
+        whole = [step.loss for step in trainer.run(4)]
+    with ullage.Trainer(plan, data=tokens) as trainer:
+        begun = [step.loss for step in trainer.run(2)]
+        state, position = trainer.optimizer.state_dict(), trainer.position
+    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    with ullage.Trainer(plan, trainer.model, optimizer, tokens, position=position) as resumed:
+        resumed.optimizer.load_state_dict(state)
+        rest = [(step.iteration, step.loss, step.measured_s > 0) for step in resumed.run(2)]
+    assert [*begun, *(loss for _, loss, _ in rest)] == whole
+    assert [(iteration, timed) for iteration, _, timed in rest] == [(0, True), (1, True)]
+
+
+class Listener(torch.nn.Module):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[list[int]] = []
+
+    def forward(self, input_ids: torch.Tensor, **_: object) -> SimpleNamespace:
+        self.heard += input_ids.tolist()
+        return SimpleNamespace(loss=input_ids.sum())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_any_number_of_ranks_shares_the_same_batches(plan: Plan, tokens: Tokens, num_ranks: int) -> None:
+    """Each micro-batch of all ranks together is the next piece of one order, and each rank takes its own part."""
+
+    shared = plan.decisions.model_copy(update={"data_parallel": num_ranks, "micro_batch": 4 // num_ranks})
+    feeds = [feed_of(plan.model_copy(update={"decisions": shared}), tokens, 7, 3, rank) for rank in range(num_ranks)]
+    listener = Listener()
+    for _ in range(11):
+        for feed in feeds:
+            feed.loss(listener, torch.device("cpu"))
+    stream = TokenStream(tokens, SEQ_LEN, 7)
+    stream.next(3)
+    assert listener.heard == stream.next(44).tolist()
+    assert {feed.position for feed in feeds} == {stream.position} == {47}
+
+
+def test_bad_input(plan: Plan, tokens: Tokens) -> None:
+    stray = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ValueError, match="without the model"):
+        ullage.Trainer(plan, optimizer=stray)
+    with pytest.raises(ValueError, match="position -1"):
+        ullage.Trainer(plan, data=tokens, position=-1)
+    unknown = ullage.Trainer(plan, data=tokens.astype(np.uint32) + 70_000)
+    with unknown, pytest.raises(ValueError, match="but the model knows tokens 0 to"):
+        next(iter(unknown))
+
+
+def test_memory_that_runs_out_on_the_way_is_told_with_its_ledger(
+    plan: Plan, tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the allocators say it: of the device, and of the host."""
+
+    with ullage.Trainer(plan, data=tokens) as trainer:
+        for error, tier in ((torch.OutOfMemoryError("CUDA out of memory. Tried"), "gpu"), (MemoryError(), "host")):
+
+            def compute(error: Exception = error) -> torch.Tensor:
+                raise error
+
+            monkeypatch.setattr(trainer, "_compute", compute)
+            with pytest.raises(ShortageError) as caught:
+                next(iter(trainer))
+            shortage = caught.value.shortage
+            assert shortage.tier == tier
+            actual = {name: n for name, n in shortage.actual_bytes.items() if "activations" not in name}
+            assert actual == {str(c): n for c, n in trainer.session.memory()[shortage.tier].static_bytes.items()}
+            assert shortage.remedy

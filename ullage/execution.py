@@ -1,0 +1,187 @@
+"""``ullage execute``: a plan trained for some iterations, watched on the way, and compared with its prediction."""
+
+import contextlib
+import math
+import platform
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+
+from planner.models.captured import counted
+from planner.plan import Plan
+from planner.schedule import Tier
+from planner.simulate.machine import Simulation
+from planner.trace import chrome_trace, write_trace
+from ullage.comparison import Comparison, compare, render_comparison
+from ullage.console import console, write_json
+from ullage.drift import NUM_RECORDED, DriftWatch
+from ullage.feeds import check_takes_data
+from ullage.formatting import si
+from ullage.options import ExecuteOptions
+from ullage.processes import Process
+from ullage.runs import RunRecord, rows, save_run
+from ullage.simulation import simulate
+from ullage.text import Tokens, read_text, read_tokens
+from ullage.training import Step, Trainer, check_machine
+
+# What warms up (first touches, compiled kernels) is not measured, nor is the iteration whose memory is metered.
+_FIRST_STEADY = 3
+MIN_ITERATIONS = _FIRST_STEADY + 3
+_WARMUP_ITERATIONS = 5
+_BAR = 10  # columns: a line of 80 holds the rest
+_LATEST = 10  # iterations that the progress shows the median of
+
+
+def execute(plan: Plan, options: ExecuteOptions) -> RunRecord:
+    """Train a plan's model, measure every task, and compare with the prediction.
+
+    It is trained on text or tokens, or on one random batch if it was captured. Under a plan for several devices this is
+    one of the processes; the first of them measures, prints and writes.
+
+    Writes ``run.json`` (with the plan) and ``trace.json.gz`` (both timelines) into the output folder, each whole or not
+    at all, when training has ended.
+
+    Raises:
+        PlanError: the plan was made for another kind of machine, or for another number of processes.
+        ValueError: too few iterations, too few tokens or strange ones, or a captured model that is not there.
+        OSError: the data cannot be read or the results cannot be written.
+        ShortageError: training takes more of a tier than it has.
+        RankError: another rank has failed.
+    """
+    if options.num_iterations < MIN_ITERATIONS:
+        raise ValueError(f"{options.num_iterations} iterations are too few to measure; run at least {MIN_ITERATIONS}")
+    process = Process.of(plan)
+    check_machine(plan, process, options.device)
+    check_takes_data(plan, given=bool(options.text or options.tokens or options.data_position))  # before it is read
+    data = _data(options)
+    if process.is_first:
+        options.output_dir.mkdir(parents=True, exist_ok=True)  # before training: a bad path must not cost a run
+    storage = options.storage_dir or options.output_dir
+    with Trainer(
+        plan, data=data, lr=options.lr, seed=options.seed, position=options.data_position, storage_dir=storage
+    ) as trainer:
+        simulation = simulate(plan)
+        losses = _train(options, trainer, simulation)
+        record = _record(trainer, losses)
+        trainer.close(give_back=False)
+    if process.is_first:
+        _write(options, record, simulation)
+    return record
+
+
+def _data(options: ExecuteOptions) -> Tokens | None:
+    if options.tokens is None:
+        if options.token_dtype is not None:
+            raise ValueError(f"--token-dtype {options.token_dtype} is of a file of tokens; give --tokens PATH")
+        return None if options.text is None else read_text(options.text)
+    if options.text is not None:
+        raise ValueError(f"--text {options.text} and --tokens {options.tokens}: give one of them to train on")
+    return read_tokens(options.tokens, options.token_dtype)
+
+
+def _train(options: ExecuteOptions, trainer: Trainer, simulation: Simulation) -> list[float]:
+    """Train with a cosine schedule with warm-up, and return the loss of every iteration."""
+
+    def factor(iteration: int) -> float:
+        warm_up = min((iteration + 1) / _WARMUP_ITERATIONS, 1.0)
+        return warm_up * 0.5 * (1 + math.cos(math.pi * iteration / options.num_iterations))
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, factor)
+    watch = DriftWatch(simulation.timeline, simulation.steady)
+    losses = []
+    with _progress(options.num_iterations, trainer.plan, shown=trainer.process.is_first) as (tell, warn):
+        for step in trainer.run(options.num_iterations):
+            scheduler.step()
+            losses.append(step.loss)
+            tell(step)
+            for drift in watch.after(trainer.session, step.iteration):
+                warn(str(drift))
+    return losses
+
+
+def _write(options: ExecuteOptions, record: RunRecord, simulation: Simulation) -> None:
+    comparison = compare(
+        simulation.timeline,
+        simulation.steady,
+        record.timeline,
+        record.steady_iterations,
+        {tier: use.peak_bytes for tier, use in record.plan.prediction.memory.items()},
+        record.memory,
+    )
+    trace = options.output_dir / "trace.json.gz"
+    save_run(record, options.output_dir / "run.json")
+    write_trace(trace, chrome_trace({"predicted": simulation.timeline, "measured": record.timeline}))
+    _report(options, record, comparison)
+
+
+@contextlib.contextmanager
+def _progress(
+    num_iterations: int, plan: Plan, *, shown: bool
+) -> Iterator[tuple[Callable[[Step], None], Callable[[str], None]]]:
+    """Yield a function that tells of an iteration that has ended, and one that prints a line above the progress.
+
+    The progress shows the loss, and the seconds of an iteration (median of the latest) beside what was predicted.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
+    predicted_s = plan.prediction.iteration_s
+    latest_s: deque[float] = deque(maxlen=_LATEST)
+
+    def tell(step: Step) -> None:
+        words = f"loss {step.loss:.3f}"
+        if step.iteration >= _FIRST_STEADY:
+            latest_s.append(step.measured_s)
+            measured_s = statistics.median(latest_s)
+            ratio = measured_s / predicted_s
+            words += f", {si(measured_s, 's')} ({si(predicted_s, 's')} predicted, {ratio:.2f} x)"
+        bar.update(task, completed=step.iteration + 1, description=words)
+
+    def warn(line: str) -> None:
+        if shown:
+            bar.console.print(line, soft_wrap=True)
+
+    columns = (BarColumn(bar_width=_BAR), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console(stderr=True), disable=not shown) as bar:
+        task = bar.add_task("", total=num_iterations)
+        yield tell, warn
+
+
+def _record(trainer: Trainer, losses: list[float]) -> RunRecord:
+    timeline = trainer.session.timeline(0, NUM_RECORDED - 1)
+    ranks = dict.fromkeys(
+        (Tier.HOST, Tier.NVME), trainer.process.per_node
+    )  # whose shares are equal, as the prediction has it
+    return RunRecord(
+        plan=trainer.plan,
+        machine=", ".join(
+            filter(None, (platform.node() or "this machine", f"torch {torch.__version__}", trainer.session.storage))
+        ),
+        losses=tuple(losses),
+        start_s=rows(timeline.start_s),
+        end_s=rows(timeline.end_s),
+        steady_iterations=tuple(range(_FIRST_STEADY, timeline.num_iterations - 1)),
+        memory={tier: use.peak_bytes * ranks.get(tier, 1) for tier, use in trainer.session.memory().items()},
+        data_position=trainer.position,
+    )
+
+
+def _report(options: ExecuteOptions, record: RunRecord, comparison: Comparison) -> None:
+    losses = record.losses
+    if options.json:
+        write_json({"losses": list(losses), "output_dir": str(options.output_dir), **comparison.to_json()})
+        return
+    out = console()
+    plan = record.plan
+    decided = plan.decisions
+    tokens = decided.data_parallel * decided.num_micro_batches * decided.micro_batch * plan.seq_len
+    iteration = next(row for row in comparison.phases if row.name == "iteration")
+    out.print(f"{plan.model.name}: {len(losses)} iterations, loss {losses[0]:.3f} -> {losses[-1]:.3f}", markup=False)
+    if iteration.measured:
+        out.print(f"{tokens / iteration.measured:,.0f} {counted(plan.model)}/s on {record.machine}", markup=False)
+    out.print()
+    out.print(render_comparison(comparison))
+    out.print()
+    out.print(f"run written to {options.output_dir / 'run.json'}", markup=False)
+    out.print(f"trace written to {options.output_dir / 'trace.json.gz'} (open it in ui.perfetto.dev)", markup=False)
