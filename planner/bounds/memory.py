@@ -48,7 +48,8 @@ class Memory:
                 host[f"{name}:{place}"] += self.on.given.state_bytes_per_param * shard
             host[self._weights_or_gradients(unit)] += float(self.on.weight_bytes * shard)
             on_nvme = Sum((f"{name}:{Place.NVME}", 1.0)) if self.on.stores(nvme=True) else Sum()
-            nvme.plus(on_nvme, float(self.on.given.state_bytes_per_param * shard))
+            versions = self.on.given.num_state_versions
+            nvme.plus(on_nvme, float(versions * self.on.given.state_bytes_per_param * shard))
             weights_there = f"{name}:onnvme"
             if weights_there in self.on.program.boxes and not self.on.given.precision.master_is_weight:
                 nvme[weights_there] += float(self.on.weight_bytes * shard)
