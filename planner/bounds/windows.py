@@ -82,10 +82,8 @@ class Windows:
     def _stored_before(self, position: int) -> str:
         """Return a variable: what all updates take, and storing what the device has no room for at a backward."""
         span = self.on.program.variable(f"updated and stored before the backward of {position}", 0.0, self.on.limit_s)
-        memory = float(capacities(self.on.cost)[Tier.GPU])
         last = len(self.on.units) - 1
-        stored = Sum((f"streamed, 0 to {last}", memory), (STATE_SLOT, -memory), ("", -memory))
-        stored.plus(self.held[position], memory)
+        stored = self._stored(last, self.held[position])
         for key in (Resource.LINK_UP, Resource.LINK, Resource.DRAM):
             updates = f"update by {word(key)}, 0 to {last}"
             needs = Sum((updates, 1.0)) if updates in self.on.program.boxes else Sum()
@@ -142,7 +140,9 @@ class Windows:
                     needs = Sum((variable, 1.0), (coming[i], 1.0)).plus(in_slots, -1.0)
                     self.on.program.at_least(f"{name}, with what comes", Sum((found[i], 1.0)), needs)
                 if what == "update" and key in {Resource.LINK_UP, Resource.LINK, Resource.DRAM}:
-                    needs = Sum((variable, 1.0)).plus(self._stored(i), self.on.loads.per_byte(Resource.LINK_UP, key))
+                    needs = Sum((variable, 1.0)).plus(
+                        self._stored(i, {"always held": 1.0}), self.on.loads.per_byte(Resource.LINK_UP, key)
+                    )
                     name = f"update of 0 to {i} by {word(key)}, with what is stored"
                     self.on.program.at_least(name, Sum((found[i], 1.0)), needs)
         return found
@@ -197,11 +197,10 @@ class Windows:
                 needs = Sum((state[i], needs_s), (STATE_BUFFERS, -needs_s))
                 self.on.program.at_least(f"state of 0 to {i} by {word(key)}", Sum((span, 1.0)), needs)
 
-    def _stored(self, last: int) -> Sum:
-        """Return the bytes of streamed state of units 0 to ``last`` that no longer fit on the device."""
+    def _stored(self, last: int, held: Mapping[str, float]) -> Sum:
+        """Return the bytes of streamed state of units 0 to ``last`` that no longer fit beside a share that is held."""
         memory = float(capacities(self.on.cost)[Tier.GPU])
-        held = Sum((f"streamed, 0 to {last}", memory), ("always held", memory), (STATE_SLOT, -memory))
-        return held.plus({"": -memory})
+        return Sum((f"streamed, 0 to {last}", memory), (STATE_SLOT, -memory), ("", -memory)).plus(held, memory)
 
 
 def _added(one: Load, other: Load) -> Load:
