@@ -30,6 +30,11 @@ def checksum(data: Any) -> str:
     return digits
 
 
+def ring_of(num_buffers: int, chunk_bytes: int = CHUNK_BYTES) -> Buffer:
+    """Return memory for buffers, uint8 ``[num_buffers, chunk_bytes]``, that begin at whole blocks."""
+    return np.frombuffer(mmap.mmap(-1, num_buffers * chunk_bytes), np.uint8).reshape(num_buffers, chunk_bytes)
+
+
 @dataclasses.dataclass(slots=True)
 class _Work:
     fd: int
@@ -52,32 +57,21 @@ class Pending:
 
 @final
 class Flusher:
-    """A ring of buffers, and threads that write what is in them.
+    """Threads that write what is in a ring of buffers.
 
     Args:
         files: what writes.
-        num_buffers: of :data:`CHUNK_BYTES`, or ``chunk_bytes``: all the memory that is taken.
+        ring: uint8 ``[num_buffers, chunk_bytes]``, whole blocks: see :func:`ring_of`.
         num_threads: that write at once.
-        chunk_bytes: of a buffer, whole blocks.
         patience_s: longest wait for a buffer or a write; a drive that does not answer must not stop training.
     """
 
-    def __init__(
-        self,
-        files: Files,
-        num_buffers: int = 4,
-        num_threads: int = 2,
-        chunk_bytes: int = CHUNK_BYTES,
-        patience_s: float = 60.0,
-    ) -> None:
-        assert chunk_bytes == in_blocks(chunk_bytes)
+    def __init__(self, files: Files, ring: Buffer, num_threads: int = 2, patience_s: float = 60.0) -> None:
+        assert ring.shape[1] == in_blocks(ring.shape[1])
         self.files = files
-        self.chunk_bytes = chunk_bytes
+        self.chunk_bytes = ring.shape[1]
         self._patience_s = patience_s
         self._changed = threading.Condition()  # guards all below
-        self._memory = mmap.mmap(-1, num_buffers * chunk_bytes)
-        ring = np.frombuffer(self._memory, np.uint8).reshape(num_buffers, chunk_bytes)
-        ring[:] = 0  # pages are taken now, and not at the first checkpoint
         self._free = list(ring)
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._threads = [
@@ -85,11 +79,6 @@ class Flusher:
         ]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that it holds."""
-        return len(self._memory)
 
     def take(self, done: Pending) -> Buffer:
         """Return a free buffer; waits until there is one.

@@ -9,21 +9,25 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import itertools
+import json
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 from executor.checkpoint.files import CheckpointError, Files, remove_tree, write_all
-from executor.checkpoint.manifest import MANIFEST_NAME, Manifest
+from executor.checkpoint.manifest import MANIFEST_NAME, Manifest, Part
 from executor.checkpoint.reader import Checkpoint
 
 LEAST_KEPT: Final = 2
 """Checkpoints that retention leaves at least: each read again and found whole."""
 
 _NAME = re.compile(r"step-(\d{8,})")
+_POLL_S: Final = 0.02
 _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
 
 
@@ -49,23 +53,47 @@ class Draft:
         folder: where its files go.
     """
 
-    def __init__(self, files: Files, root: Path, step: int, folders: Iterable[str]) -> None:
+    def __init__(self, files: Files, root: Path, step: int, folders: Iterable[str], nonce: str = "") -> None:
         self.step = step
         self._root = root
         self._files = files
         self._folders = tuple(folders)
         self._lock = -1
+        self.folder = draft_folder(root, step, nonce or secrets.token_hex(4))
         try:
-            while self._lock < 0:
-                self.folder = root / f"tmp-{step:08d}-{secrets.token_hex(4)}"
-                files.make_folder(self.folder)
+            for again in itertools.count():
+                with contextlib.suppress(*((FileExistsError,) if again else ())):
+                    files.make_folder(self.folder)
                 with contextlib.suppress(FileNotFoundError, BlockingIOError):  # swept away before it was locked
                     self._lock = _locked(self.folder)
+                    break
             for name in self._folders:
                 files.make_folder(self.folder / name)
         except OSError as error:
             self.abandon()
             raise CheckpointError(f"{self.folder}: {error.strerror}; choose another folder for checkpoints") from error
+
+    def collect(self, size: int, own: Part, extra: Any, patience_s: float) -> tuple[list[Part], list[Any]]:
+        """Wait for what all other ranks have written; return all parts, and what else each rank has.
+
+        Raises:
+            CheckpointError: a rank could not write its part, or has not for too long.
+        """
+        parts, extras = [own], [extra]
+        deadline_s = time.monotonic() + patience_s
+        for rank in range(1, size):
+            path = self.folder / f"part-{rank}.json"
+            while not path.exists():
+                if time.monotonic() > deadline_s:
+                    raise CheckpointError(f"{self.folder}: rank {rank} has not written its part in {patience_s:g} s")
+                time.sleep(_POLL_S)
+            handed = json.loads(path.read_bytes())
+            if "error" in handed:
+                raise CheckpointError(f"rank {rank}: {handed['error']}")
+            parts.append(Part.model_validate(handed["part"]))
+            extras.append(handed["extra"])
+            self._files.remove(path)
+        return parts, extras
 
     def commit(self, manifest: Manifest) -> Path:
         """Make the checkpoint whole and durable; return its folder. All other files have been finished.
@@ -122,6 +150,46 @@ class Draft:
 
 
 @final
+class JoinedDraft:
+    """What a rank other than 0 has of a checkpoint that rank 0 has begun, see [Note: Parts].
+
+    Raises:
+        CheckpointError: rank 0 has not begun it for too long.
+    """
+
+    def __init__(self, root: Path, step: int, folders: Iterable[str], nonce: str, patience_s: float) -> None:
+        self.folder = draft_folder(root, step, nonce)
+        deadline_s = time.monotonic() + patience_s
+        while not all((self.folder / name).is_dir() for name in folders):
+            if time.monotonic() > deadline_s:
+                raise CheckpointError(
+                    f"{self.folder}: rank 0 has not begun it in {patience_s:g} s; all ranks need the same folder for "
+                    "checkpoints"
+                )
+            time.sleep(_POLL_S)
+
+    def hand_in(self, rank: int, part: Part, extra: Any) -> None:
+        """Tell rank 0 what this rank has written, all of it durable."""
+        self._tell(rank, {"part": part.model_dump(mode="json"), "extra": extra})
+
+    def refuse(self, rank: int, error: str) -> None:
+        """Tell rank 0 that this rank could not write its part."""
+        with contextlib.suppress(OSError):  # rank 0 has given it up too
+            self._tell(rank, {"error": error})
+
+    def _tell(self, rank: int, data: dict[str, Any]) -> None:
+        path = self.folder / f"part-{rank}.json"
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(data), encoding="utf-8")
+        new.rename(path)
+
+
+def draft_folder(root: Path, step: int, nonce: str) -> Path:
+    """Return the folder in which a checkpoint is written."""
+    return root / f"tmp-{step:08d}-{nonce}"
+
+
+@final
 class Store:
     """A folder of checkpoints.
 
@@ -145,13 +213,13 @@ class Store:
             except OSError as error:
                 raise CheckpointError(f"{root}: {error.strerror}; choose another folder for checkpoints") from error
 
-    def begin(self, step: int, folders: Iterable[str] = ()) -> Draft:
-        """Begin the checkpoint of a step, with folders in it. See :class:`Draft`.
+    def begin(self, step: int, folders: Iterable[str] = (), nonce: str = "") -> Draft:
+        """Begin the checkpoint of a step, with folders in it; other ranks find it by the ``nonce``.
 
         Raises:
             CheckpointError: nothing can be written here.
         """
-        return Draft(self.files, self.root, step, folders)
+        return Draft(self.files, self.root, step, folders, nonce)
 
     def folders(self) -> list[Path]:
         """Return the folders of all checkpoints, newest first, whole or not."""

@@ -2,8 +2,9 @@
 
 import contextlib
 import errno
+from collections.abc import Callable
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from executor.checkpoint.files import CheckpointError, go_direct, in_blocks, wri
 from executor.checkpoint.flusher import Buffer, Flusher, Pending
 from executor.checkpoint.layout import Layout
 from executor.checkpoint.manifest import FileRecord
+
+CopyChunk = Callable[[Buffer, Any], None]
+"""Copies bytes into a part of a buffer."""
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -49,15 +53,19 @@ class ShardWriter:
         except OSError as error:
             self.abandon()
             raise self._error(error) from error
-        self._put(np.frombuffer(layout.header, np.uint8))
+        self._put(np.frombuffer(layout.header, np.uint8), np.copyto)
 
-    def append(self, values: Buffer) -> None:
+    def append(self, values: Any, copy: CopyChunk = np.copyto) -> None:
         """Write the next bytes.
+
+        Args:
+            values: flat, of bytes; they are cut into slices.
+            copy: is called with a part of a buffer and such a slice, and returns when it has been copied.
 
         Raises:
             CheckpointError: some write has failed, or none has ended for too long.
         """
-        self._put(values)
+        self._put(values, copy)
 
     def finish(self) -> FileRecord:
         """Make the file whole and durable, the header last; return what the manifest says of it.
@@ -101,7 +109,7 @@ class ShardWriter:
         fd, self._fd = self._fd, None
         self._files.close(fd)
 
-    def _put(self, values: Buffer) -> None:
+    def _put(self, values: Any, copy: CopyChunk) -> None:
         chunk_bytes = self._flusher.chunk_bytes
         while len(values):
             if self._buffer is None:
@@ -111,7 +119,7 @@ class ShardWriter:
                     raise self._error(error) from error
             at = self._end % chunk_bytes
             count = min(chunk_bytes - at, len(values))
-            np.copyto(self._buffer[at : at + count], values[:count])
+            copy(self._buffer[at : at + count], values[:count])
             values = values[count:]
             self._end += count
             if self._end % chunk_bytes == 0:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from executor.checkpoint import Entry, Files, Flusher, Manifest, Part, ShardWriter, Store, boxes, layout
+from executor.checkpoint import Entry, Files, Flusher, Manifest, Part, ShardWriter, Store, boxes, layout, ring_of
 
 CHUNK_BYTES = 4096
 FOLDERS = ("model", "optimizer")
@@ -33,7 +33,7 @@ def save(store: Store, step: int, files: Files | None = None) -> Path:
     """Write a checkpoint as an engine does; what goes wrong is raised after everything has been given up."""
     draft = store.begin(step, FOLDERS)
     writers: list[ShardWriter] = []
-    with Flusher(files or store.files, num_buffers=3, num_threads=1, chunk_bytes=CHUNK_BYTES, patience_s=20) as flusher:
+    with Flusher(files or store.files, ring_of(3, CHUNK_BYTES), num_threads=1, patience_s=20) as flusher:
         try:
             for folder in FOLDERS:
                 writer = ShardWriter(flusher, draft.folder, f"{folder}/values.safetensors", layout(entries(folder)))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from saving import CountingFiles, FailingFiles, entries, save, step_of, values
 
-from executor.checkpoint import CheckpointError, Files, Flusher, Store, layout
+from executor.checkpoint import CheckpointError, Files, Flusher, Store, layout, ring_of
 from executor.checkpoint.writer import ShardWriter
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EINTR, errno.EACCES)
@@ -86,7 +86,7 @@ def test_a_drive_that_does_not_answer_is_waited_for_no_longer_than_was_said(tmp_
             time.sleep(1.5)
             return super().write(fd, data, offset)
 
-    with Flusher(Hanging(), num_buffers=1, num_threads=1, chunk_bytes=4096, patience_s=0.2) as flusher:
+    with Flusher(Hanging(), ring_of(1, 4096), num_threads=1, patience_s=0.2) as flusher:
         begin_s = time.monotonic()
         (tmp_path / "model").mkdir()
         writer = ShardWriter(flusher, tmp_path, "model/values.safetensors", layout(entries("model")))

@@ -24,6 +24,7 @@ from executor.checkpoint import (
     Store,
     boxes,
     layout,
+    ring_of,
 )
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
@@ -47,7 +48,7 @@ def write(store, step, shards):
     """Write tensors by name, each rank's flat ranges of them, as files of boxes; return the checkpoint's folder."""
     draft = store.begin(step, ["model"])
     parts = []
-    with Flusher(Files(), num_buffers=2, chunk_bytes=4096) as flusher:
+    with Flusher(Files(), ring_of(2, 4096)) as flusher:
         for rank, ranges in enumerate(shards):
             by_file: dict[int, list[tuple[Entry, torch.Tensor]]] = {}
             for name, (tensor, start, stop) in ranges.items():
@@ -122,7 +123,7 @@ def test_values_may_change_as_soon_as_they_were_given(sizes, num_buffers, tmp_pa
     folder = tmp_path_factory.mktemp("poison")
     tensors = {f"t{i}": np.random.default_rng(i).random(size, np.float32) for i, size in enumerate(sizes)}
     made = layout(tuple(Entry(n, "F32", v.shape, b) for n, v in tensors.items() for b in boxes(v.shape, 0, v.size)))
-    with Flusher(Files(), num_buffers=num_buffers + 1, num_threads=2, chunk_bytes=4096) as flusher:
+    with Flusher(Files(), ring_of(num_buffers + 1, 4096)) as flusher:
         writer = ShardWriter(flusher, folder, "x.safetensors", made)
         for entry in made.entries:
             given_values = tensors[entry.name].copy()
