@@ -41,9 +41,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--keep",
         type=positive_int,
-        default=2,
+        default=LEAST_KEPT,
         metavar="N",
-        help="prune: the newest N that are whole stay (2, the least)",
+        help=f"prune: the newest N that are whole stay ({LEAST_KEPT}, which is the least)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
