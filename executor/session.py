@@ -120,7 +120,10 @@ class Session:
         self._exchange = exchange
         self.snapshots = None
         if options.checkpoint_buffer_bytes:
-            self.snapshots = Snapshots(self._state, self.schedule, self._entry, self._backend, self._host, options)
+            who = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+            self.snapshots = Snapshots(
+                self._state, self.schedule, self._entry, self._backend, self._host, options, *who
+            )
         self._parameters = {parameter.name: (unit, parameter) for unit, parameter in self._state.parameters()}
         self._team = WorkerTeam(options.num_threads or len(os.sched_getaffinity(0)), options.cores)
         bf16 = decisions.precision.weights == "bf16"
