@@ -47,7 +47,8 @@ def prepare_session(
         options: how.
 
     Returns:
-        The model, and the optimizer to use from now on.
+        The model, and the optimizer to use from now on. The model has ``no_sync()``, as one of
+        ``DistributedDataParallel`` has: see :mod:`executor.accumulation`.
 
     Raises:
         ValueError: the optimizer is not known or not the planned one, the decisions cannot be executed, or the model
@@ -102,6 +103,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise ValueError("step(closure) computes again inside the step, which no plan has; call step()")
         self.session.step()
         self._given._opt_called = True  # type: ignore[attr-defined]  # schedulers built on it look whether it has stepped
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing after a step, which uses gradients up; after backward, drop them: there is no update then.
+
+        Raises:
+            GradientError: micro-batches are under way, of which gradients have left, and others are to come.
+        """
+        self.session.check_zero_grad()
+        super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their common 2-norm is at most ``max_norm``; return the norm before that.

@@ -54,7 +54,9 @@ def prepare(
         storage_dir: folder on the planned drives, if the plan keeps optimizer state on NVMe.
 
     Returns:
-        The model and the optimizer to use from now on; ``optimizer.session`` executes the plan.
+        The model and the optimizer to use from now on; ``optimizer.session`` executes the plan. Under a plan of n
+        micro-batches every n of them, forward and backward, have one ``step()``; the first n - 1 may be ``with
+        model.no_sync():``, as of ``DistributedDataParallel``, and then they are counted.
 
     A plan for several devices is executed by one process for each, which ``torchrun`` starts: see
     :func:`executor.prepare.prepare_session`.
