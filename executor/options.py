@@ -18,6 +18,8 @@ class SessionOptions:
         gpu_capacity_bytes: most that is taken of the device for what the plan keeps there all the time.
         host_capacity_bytes: likewise, of the host.
         storage_dir: folder on a fast drive for what the plan keeps on NVMe; each rank has a file in it while it trains.
+        compile_backend: of ``torch.compile``, for the repeated blocks, see :mod:`executor.compilation`; left out, they
+            run as they are.
         record: whether to keep times from the start on, for :meth:`Session.timeline`.
     """
 
@@ -27,6 +29,7 @@ class SessionOptions:
     gpu_capacity_bytes: int | None = None
     host_capacity_bytes: int | None = None
     storage_dir: Path | None = None
+    compile_backend: str | None = None
     record: bool = False
 
 

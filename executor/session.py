@@ -91,7 +91,7 @@ class Session:
         self._ranks = Ranks(decisions.data_parallel, self._backend.device) if several else None
         with contextlib.nullcontext() if self._ranks is None else self._ranks.telling():
             self._take_over(units, parameters, options)
-            self._undo = [*self._hook_parameters(), *bind(model, units, decisions, self)]
+            self._undo = [*self._hook_parameters(), *bind(model, units, decisions, self, options.compile_backend)]
             self._undo += [*bind_state_dict(model, parameters, self.full_parameter), self._accumulation.bind(model)]
             self._move_buffers()
             self.synchronize()  # what was copied in so far was on no lane

@@ -60,11 +60,17 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord:
         options.output_dir.mkdir(parents=True, exist_ok=True)  # before training: a bad path must not cost a run
     storage = options.storage_dir or options.output_dir
     with Trainer(
-        plan, data=data, lr=options.lr, seed=options.seed, position=options.data_position, storage_dir=storage
+        plan,
+        data=data,
+        lr=options.lr,
+        seed=options.seed,
+        position=options.data_position,
+        storage_dir=storage,
+        compile_blocks=options.compile_blocks,
     ) as trainer:
         simulation = simulate(plan)
         losses = _train(options, trainer, simulation)
-        record = _record(trainer, losses)
+        record = _record(options, trainer, losses)
         trainer.close(give_back=False)
     if process.is_first:
         _write(options, record, simulation)
@@ -148,16 +154,16 @@ def _progress(
         yield tell, warn
 
 
-def _record(trainer: Trainer, losses: list[float]) -> RunRecord:
+def _record(options: ExecuteOptions, trainer: Trainer, losses: list[float]) -> RunRecord:
     timeline = trainer.session.timeline(0, NUM_RECORDED - 1)
     ranks = dict.fromkeys(
         (Tier.HOST, Tier.NVME), trainer.process.per_node
     )  # whose shares are equal, as the prediction has it
+    words = [platform.node() or "this machine", f"torch {torch.__version__}"]
+    words += ["blocks compiled" if options.compile_blocks else "", trainer.session.storage]
     return RunRecord(
         plan=trainer.plan,
-        machine=", ".join(
-            filter(None, (platform.node() or "this machine", f"torch {torch.__version__}", trainer.session.storage))
-        ),
+        machine=", ".join(filter(None, words)),
         losses=tuple(losses),
         start_s=rows(timeline.start_s),
         end_s=rows(timeline.end_s),

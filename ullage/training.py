@@ -39,7 +39,12 @@ _HYPER_PARAMETERS: dict[Optimizer, dict[str, Any]] = {
 
 
 def prepare(
-    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, *, storage_dir: Path | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    *,
+    storage_dir: Path | None = None,
+    compile_blocks: bool = False,
 ) -> tuple[nn.Module, OffloadedOptimizer]:
     """Put a model and its optimizer under a plan; keep your own training loop, with the returned optimizer.
 
@@ -52,6 +57,9 @@ def prepare(
             not in it, or frozen, stays as it is, though the plan has room for its state and gradient.
         plan: made for the machine this runs on.
         storage_dir: folder on the planned drives, if the plan keeps optimizer state on NVMe.
+        compile_blocks: whether ``torch.compile`` fuses kernels of the repeated blocks (attention, MLP, norms, each by
+            itself) when they first run, which takes a while. Rounding, and what dropout draws, are then those of the
+            compiled kernels; times are predicted without.
 
     Returns:
         The model and the optimizer to use from now on; ``optimizer.session`` executes the plan. Under a plan of n
@@ -65,8 +73,11 @@ def prepare(
         ValueError: the plan cannot be executed here, or the model is not the planned one.
         DeviceMemoryError: less memory is free than planned.
         RankError: another rank has failed.
+
+    A block that cannot be compiled raises :class:`executor.compilation.CompileError` when it first runs.
     """
-    return prepare_session(model, optimizer, plan.units(), plan.decisions, _session_options(plan, storage_dir))
+    options = _session_options(plan, storage_dir, compile_blocks=compile_blocks)
+    return prepare_session(model, optimizer, plan.units(), plan.decisions, options)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,6 +114,7 @@ class Trainer:
         seed: of the weights that are made here, and of the order of the data.
         position: sequences to leave out at the beginning: another run's ``position``, to go on where it stopped.
         storage_dir: folder on the planned drives, if the plan keeps optimizer state on NVMe.
+        compile_blocks: see :func:`prepare`.
 
     Attributes:
         plan, model, optimizer: what is trained, and how. LR schedulers may be built on the optimizer.
@@ -127,6 +139,7 @@ class Trainer:
         seed: int = 0,
         position: int = 0,
         storage_dir: Path | None = None,
+        compile_blocks: bool = False,
     ) -> None:
         if optimizer is not None and model is None:
             raise ValueError("an optimizer was given without the model that it is for; give both, or neither")
@@ -136,9 +149,12 @@ class Trainer:
         self._feed = feed_of(plan, data, seed, position, self.process.rank)
         self._iteration = 0
         with explaining(plan):
-            self.model, self.optimizer = _make(
-                plan, model, optimizer, self._feed, self.process, lr=lr, seed=seed, storage_dir=storage_dir
+            model, optimizer = _make(plan, model, optimizer, self._feed, self.process, lr=lr, seed=seed)
+            self.model, self.optimizer = prepare(
+                model, optimizer, plan, storage_dir=storage_dir, compile_blocks=compile_blocks
             )
+        if self.process.rank:
+            torch.manual_seed(seed + self.process.rank)  # of what is left to chance in training (dropout)
 
     @property
     def session(self) -> Session:
@@ -229,7 +245,7 @@ def check_machine(plan: Plan, process: Process, device: Literal["auto", "host", 
         )
 
 
-def _session_options(plan: Plan, storage_dir: Path | None) -> SessionOptions:
+def _session_options(plan: Plan, storage_dir: Path | None, *, compile_blocks: bool) -> SessionOptions:
     hardware, per_node = plan.hardware, ranks_per_node(plan)
     return SessionOptions(
         device="cuda" if hardware.device.kind == "gpu" else "cpu",
@@ -237,6 +253,7 @@ def _session_options(plan: Plan, storage_dir: Path | None) -> SessionOptions:
         gpu_capacity_bytes=int(hardware.device.memory_bytes.value),
         host_capacity_bytes=int(hardware.host.memory_bytes.value) // per_node,
         storage_dir=storage_dir,
+        compile_backend="inductor" if compile_blocks else None,
         record=True,
     )
 
@@ -250,9 +267,8 @@ def _make(
     *,
     lr: float,
     seed: int,
-    storage_dir: Path | None,
-) -> tuple[nn.Module, OffloadedOptimizer]:
-    """Make what is not given of the planned model, with random weights, and its optimizer; put both under the plan."""
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Make what is not given of the planned model, with random weights, and its optimizer."""
     if plan.hardware.device.kind == "host":
         torch.set_num_threads(plan.hardware.device.num_cores)
         keep_freed_memory()
@@ -263,7 +279,4 @@ def _make(
     if optimizer is None:
         name = plan.decisions.optimizer
         optimizer = stock_of(name)(model.parameters(), lr=lr, **_HYPER_PARAMETERS[name])
-    prepared = prepare(model, optimizer, plan, storage_dir=storage_dir)
-    if process.rank:
-        torch.manual_seed(seed + process.rank)  # of what is left to chance in training (dropout)
-    return prepared
+    return model, optimizer

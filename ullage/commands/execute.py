@@ -65,6 +65,11 @@ def add_parser(subparsers: Subparsers) -> None:
         help="a folder on the planned drives, for optimizer state on NVMe while it trains: it takes twice its size "
         "(default: --output-dir)",
     )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="let torch.compile fuse kernels of the repeated blocks, when they first run; predictions are without",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
         "--device",
@@ -86,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
         lr=args.lr,
         output_dir=args.output_dir,
         storage_dir=args.storage_dir,
+        compile_blocks=args.compile,
         json=args.json,
         device=args.device,
     )
