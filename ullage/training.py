@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import math
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import nn
 
 from executor.optimizer.table import stock_of
 from executor.options import SessionOptions
-from executor.prepare import OffloadedOptimizer, prepare_session
+from executor.prepare import OffloadedOptimizer, Way, prepare_session
 from executor.session import Session
 from hwprofiles.allocator import keep_freed_memory
 from planner.optimizers import Optimizer
@@ -23,11 +24,12 @@ from planner.plan import Plan, PlanError
 from planner.schedule import Tier
 from ullage.feeds import Feed, feed_of
 from ullage.processes import Process, ranks_per_node
+from ullage.replanning import Replanned, replan
 from ullage.shortage import check_device, explaining
 from ullage.text import Tokens
 
 METERED: Final = 1
-"""The iteration whose memory is metered, which takes longer."""
+"""The iteration of a session whose memory is metered, which takes longer."""
 MAX_GRADIENT_NORM: Final = 1.0
 # What a trainer's own optimizer has beside its learning rate.
 _HYPER_PARAMETERS: dict[Optimizer, dict[str, Any]] = {
@@ -144,6 +146,8 @@ class Trainer:
         if optimizer is not None and model is None:
             raise ValueError("an optimizer was given without the model that it is for; give both, or neither")
         self.plan = plan
+        self._storage_dir = storage_dir
+        self._compiles = compile_blocks
         self.process = Process.of(plan)
         check_machine(plan, self.process)
         self._feed = feed_of(plan, data, seed, position, self.process.rank)
@@ -174,6 +178,32 @@ class Trainer:
         """Train for so many iterations more, and yield each as it ends."""
         return itertools.islice(self, num_iterations)
 
+    def replan(self) -> Replanned:
+        """Plan again by what was measured, and change to the new plan if it is faster; between two iterations.
+
+        Everything that training has goes on: weights, optimizer state, schedulers, chance, and the place in the data.
+        State passes through a file in ``storage_dir`` (or the system's folder for temporary files), so that never
+        more than the memory of one plan is taken. Losses and weights are those of training that was never changed.
+
+        Returns:
+            What was found and done; in words, as a string.
+
+        Raises:
+            ValueError: too few iterations were recorded as a whole, or there are several ranks.
+            StorageError: there is no room for the file; nothing has changed then.
+            ShortageError: the new plan did not find its memory; training can go on as before.
+        """
+        check_replans(self.plan)
+        found = replan(self.plan, self.session.timeline())
+        if found.after is None or not found.is_faster:
+            return found
+        options = _session_options(found.after, self._storage_dir, compile_blocks=self._compiles)
+        folder = self._storage_dir or Path(tempfile.gettempdir())
+        with explaining(found.after):
+            file_bytes = self.optimizer.change(Way(found.after.units(), found.after.decisions, options), folder)
+        self.plan = found.after
+        return dataclasses.replace(found, switched=True, file_bytes=file_bytes)
+
     def close(self, *, give_back: bool = True) -> None:
         """End training. See :meth:`executor.session.Session.close`."""
         self.session.close(give_back=give_back)
@@ -187,10 +217,11 @@ class Trainer:
     def _step(self) -> Step:
         begin_s = time.perf_counter()
         iteration, session = self._iteration, self.session
+        metered = session.iteration == METERED
         with explaining(self.plan, session.memory):
-            with session.metered() if iteration == METERED else contextlib.nullcontext():
+            with session.metered() if metered else contextlib.nullcontext():
                 total = self._compute()
-            if iteration == METERED:
+            if metered:
                 check_device(self.plan, session.memory()[Tier.GPU])
             loss = session.mean(float(total))
         if not math.isfinite(loss):
@@ -212,6 +243,19 @@ class Trainer:
             self.optimizer.clip_grad_norm_(MAX_GRADIENT_NORM)
         self.optimizer.step()
         return total
+
+
+def check_replans(plan: Plan) -> None:
+    """Check that a plan can be changed on the way.
+
+    Raises:
+        PlanError: it is one of several ranks.
+    """
+    if plan.decisions.data_parallel > 1:
+        raise PlanError(
+            f"the plan is for {plan.decisions.data_parallel} ranks, which are not planned again on the way so far; "
+            "leave out --replan; `ullage calibrate`, plan, and start again instead"
+        )
 
 
 def check_machine(plan: Plan, process: Process, device: Literal["auto", "host", "cuda"] = "auto") -> None:

@@ -145,7 +145,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         self.scale = 1.0
 
 
-def train(task: Task, model, optimizer, *, clip=None, before_step=None, rank=0):
+def train(task: Task, model, optimizer, *, clip=None, before_step=None, after_step=None, rank=0):
     """Run the user's own loop; return the losses and norms."""
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.iterations) if task.schedule else None
     torch.manual_seed(11 + rank)
@@ -164,6 +164,8 @@ def train(task: Task, model, optimizer, *, clip=None, before_step=None, rank=0):
         optimizer.zero_grad()
         if scheduler:
             scheduler.step()
+        if after_step:
+            after_step(iteration)
     return seen
 
 

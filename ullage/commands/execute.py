@@ -24,6 +24,7 @@ def add_parser(subparsers: Subparsers) -> None:
         """
         ullage execute plan.json
         ullage execute plan.json --iterations 100 --text corpus.txt --lr 3e-4 --output-dir runs/1
+        ullage execute plan.json --iterations 1000 --replan --compile
         ullage execute plan.json --tokens corpus.bin --token-dtype uint16 --data-position 8000
         """,
     )
@@ -70,6 +71,13 @@ def add_parser(subparsers: Subparsers) -> None:
         action="store_true",
         help="let torch.compile fuse kernels of the repeated blocks, when they first run; predictions are without",
     )
+    parser.add_argument(
+        "--replan",
+        action="store_true",
+        help="after 10 iterations, fit the profile to the measured times of all tasks, plan again, and change to the "
+        "new plan if it is predicted more than 5 %% faster; training goes on from its very state, which passes through "
+        "a file in --storage-dir",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
         "--device",
@@ -92,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         output_dir=args.output_dir,
         storage_dir=args.storage_dir,
         compile_blocks=args.compile,
+        replan=args.replan,
         json=args.json,
         device=args.device,
     )
