@@ -97,9 +97,9 @@ def test_one_plans_memory_is_given_back_before_the_next_takes_its_own(tmp_path, 
 
 
 def test_what_cannot_begin_leaves_training_as_it_was(tmp_path):
-    task = Task("llama")
+    task = Task("llama", torch.float32)  # whose weights are nowhere else
     model, optimizer = prepare(task, decide(task, mixed))
-    small = Way(model_units("llama"), decide(task, uniform("host", "cpu")), options(gpu_capacity_bytes=1000))
+    small = Way(model_units("llama"), decide(task, uniform("host", "cpu")), options(host_capacity_bytes=200_000))
     (tmp_path / "file").touch()
 
     def fail(_iteration):
