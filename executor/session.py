@@ -6,7 +6,6 @@ issues what is left of the iteration and returns while updates go on.
 """
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Self, final
 
@@ -19,6 +18,7 @@ from executor.actions import Actions, ParameterUpdate
 from executor.backend import Meter
 from executor.binding import bind, bind_state_dict, in_backward, planned_parameters
 from executor.checks import check_decisions, check_groups
+from executor.cores import take
 from executor.exchange import Exchange
 from executor.gradients import GradientError
 from executor.machine import LaneMachine
@@ -88,13 +88,19 @@ class Session:
         self._accumulation = Accumulation(decisions.num_micro_batches)
         self._meter: Meter | None = None
         several = decisions.data_parallel > 1
-        self._ranks = Ranks(decisions.data_parallel, self._backend.device) if several else None
-        with contextlib.nullcontext() if self._ranks is None else self._ranks.telling():
+        self._ranks = ranks = Ranks(decisions.data_parallel, self._backend.device) if several else None
+        with contextlib.ExitStack() as failing, contextlib.nullcontext() if ranks is None else ranks.telling():
+            # First, so that memory is near the cores that touch it.
+            self.cores, self._give_cores_back = take(
+                options.cores, options.num_threads, ranks, on_device=options.device == "cuda"
+            )
+            failing.callback(self._give_cores_back)
             self._take_over(units, parameters, options)
             self._undo = [*self._hook_parameters(), *bind(model, units, decisions, self, options.compile_backend)]
             self._undo += [*bind_state_dict(model, parameters, self.full_parameter), self._accumulation.bind(model)]
             self._move_buffers()
             self.synchronize()  # what was copied in so far was on no lane
+            failing.pop_all()
 
     def _take_over(
         self, units: tuple[Unit, ...], parameters: Mapping[str, nn.Parameter], options: SessionOptions
@@ -119,7 +125,7 @@ class Session:
         self._parameters = {parameter.name: (unit, parameter) for unit, parameter in self._state.parameters()}
         states = {name: parameter for name, (_, parameter) in self._parameters.items()}
         self._gradients = UserGradients(decisions, states, self._norms)
-        self._team = WorkerTeam(options.num_threads or len(os.sched_getaffinity(0)), options.cores)
+        self._team = WorkerTeam(self.cores.num_updating, self.cores.of_updates)
         bf16 = decisions.precision.weights == "bf16"
         for group in self._groups:  # or the first update would compile it
             self._entry.warm_up(np.uint16 if bf16 else np.float32, group, writes_bf16=bf16)
@@ -468,6 +474,7 @@ class Session:
         finally:
             self._machine.close()
             self._team.close()
+            self._give_cores_back()
             if self._state.stored is not None:
                 self._state.stored.close()
             while self._undo:

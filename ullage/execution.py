@@ -77,6 +77,7 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord:
         position=options.data_position,
         storage_dir=storage,
         compile_blocks=options.compile_blocks,
+        cores=options.cores,
     ) as trainer:
         replanned, record = _train(options, trainer)
         trainer.close(give_back=False)
@@ -189,7 +190,7 @@ def _record(options: ExecuteOptions, trainer: Trainer, losses: list[float]) -> R
         (Tier.HOST, Tier.NVME), trainer.process.per_node
     )  # whose shares are equal, as the prediction has it
     words = [platform.node() or "this machine", f"torch {torch.__version__}"]
-    words += ["blocks compiled" if options.compile_blocks else "", trainer.session.storage]
+    words += ["blocks compiled" if options.compile_blocks else "", _cores(trainer), trainer.session.storage]
     return RunRecord(
         plan=trainer.plan,
         machine=", ".join(filter(None, words)),
@@ -200,6 +201,10 @@ def _record(options: ExecuteOptions, trainer: Trainer, losses: list[float]) -> R
         memory={tier: use.peak_bytes * ranks.get(tier, 1) for tier, use in trainer.session.memory().items()},
         data_position=trainer.position,
     )
+
+
+def _cores(trainer: Trainer) -> str:
+    return str(trainer.session.cores) + (" (rank 0)" if trainer.process.per_node > 1 else "")
 
 
 def _report(

@@ -9,11 +9,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Literal, Self, final
+from typing import Any, Final, Literal, Self, TypedDict, Unpack, final
 
 import torch
 from torch import nn
 
+from executor.cores import Choice
 from executor.optimizer.table import stock_of
 from executor.options import SessionOptions
 from executor.prepare import OffloadedOptimizer, Way, prepare_session
@@ -40,13 +41,26 @@ _HYPER_PARAMETERS: dict[Optimizer, dict[str, Any]] = {
 }
 
 
+class Settings(TypedDict, total=False):
+    """How a plan is executed here; all may be left out.
+
+    Attributes:
+        storage_dir: folder on the planned drives, if the plan keeps optimizer state on NVMe.
+        compile_blocks: whether ``torch.compile`` fuses kernels of the repeated blocks (attention, MLP, norms, each by
+            itself) when they first run, which takes a while. Rounding, and what dropout draws, are then those of the
+            compiled kernels; times are predicted without.
+        cores: of this machine, which its ranks divide; left out, those that are open to the process. Threads are bound
+            if there are several ranks or cores are named, and left alone if this is ``"free"``: see
+            [Note: Shares of cores] in :mod:`executor.cores`.
+    """
+
+    storage_dir: Path | None
+    compile_blocks: bool
+    cores: Choice
+
+
 def prepare(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    plan: Plan,
-    *,
-    storage_dir: Path | None = None,
-    compile_blocks: bool = False,
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, **settings: Unpack[Settings]
 ) -> tuple[nn.Module, OffloadedOptimizer]:
     """Put a model and its optimizer under a plan; keep your own training loop, with the returned optimizer.
 
@@ -58,10 +72,7 @@ def prepare(
             its parameters or some of them, in any groups; LR schedulers may be built on it or on the result. What is
             not in it, or frozen, stays as it is, though the plan has room for its state and gradient.
         plan: made for the machine this runs on.
-        storage_dir: folder on the planned drives, if the plan keeps optimizer state on NVMe.
-        compile_blocks: whether ``torch.compile`` fuses kernels of the repeated blocks (attention, MLP, norms, each by
-            itself) when they first run, which takes a while. Rounding, and what dropout draws, are then those of the
-            compiled kernels; times are predicted without.
+        settings: see :class:`Settings`.
 
     Returns:
         The model and the optimizer to use from now on; ``optimizer.session`` executes the plan. Under a plan of n
@@ -78,8 +89,7 @@ def prepare(
 
     A block that cannot be compiled raises :class:`executor.compilation.CompileError` when it first runs.
     """
-    options = _session_options(plan, storage_dir, compile_blocks=compile_blocks)
-    return prepare_session(model, optimizer, plan.units(), plan.decisions, options)
+    return prepare_session(model, optimizer, plan.units(), plan.decisions, _session_options(plan, settings))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,8 +125,7 @@ class Trainer:
         lr: learning rate of the optimizer that is made here.
         seed: of the weights that are made here, and of the order of the data.
         position: sequences to leave out at the beginning: another run's ``position``, to go on where it stopped.
-        storage_dir: folder on the planned drives, if the plan keeps optimizer state on NVMe.
-        compile_blocks: see :func:`prepare`.
+        settings: see :class:`Settings`.
 
     Attributes:
         plan, model, optimizer: what is trained, and how. LR schedulers may be built on the optimizer.
@@ -140,23 +149,19 @@ class Trainer:
         lr: float = 1e-3,
         seed: int = 0,
         position: int = 0,
-        storage_dir: Path | None = None,
-        compile_blocks: bool = False,
+        **settings: Unpack[Settings],
     ) -> None:
         if optimizer is not None and model is None:
             raise ValueError("an optimizer was given without the model that it is for; give both, or neither")
         self.plan = plan
-        self._storage_dir = storage_dir
-        self._compiles = compile_blocks
+        self._settings = settings
         self.process = Process.of(plan)
         check_machine(plan, self.process)
         self._feed = feed_of(plan, data, seed, position, self.process.rank)
         self._iteration = 0
         with explaining(plan):
             model, optimizer = _make(plan, model, optimizer, self._feed, self.process, lr=lr, seed=seed)
-            self.model, self.optimizer = prepare(
-                model, optimizer, plan, storage_dir=storage_dir, compile_blocks=compile_blocks
-            )
+            self.model, self.optimizer = prepare(model, optimizer, plan, **settings)
         if self.process.rank:
             torch.manual_seed(seed + self.process.rank)  # of what is left to chance in training (dropout)
 
@@ -197,10 +202,9 @@ class Trainer:
         found = replan(self.plan, self.session.timeline())
         if found.after is None or not found.is_faster:
             return found
-        options = _session_options(found.after, self._storage_dir, compile_blocks=self._compiles)
-        folder = self._storage_dir or Path(tempfile.gettempdir())
+        way = Way(found.after.units(), found.after.decisions, _session_options(found.after, self._settings))
         with explaining(found.after):
-            file_bytes = self.optimizer.change(Way(found.after.units(), found.after.decisions, options), folder)
+            file_bytes = self.optimizer.change(way, way.options.storage_dir or Path(tempfile.gettempdir()))
         self.plan = found.after
         return dataclasses.replace(found, switched=True, file_bytes=file_bytes)
 
@@ -289,15 +293,16 @@ def check_machine(plan: Plan, process: Process, device: Literal["auto", "host", 
         )
 
 
-def _session_options(plan: Plan, storage_dir: Path | None, *, compile_blocks: bool) -> SessionOptions:
+def _session_options(plan: Plan, settings: Settings) -> SessionOptions:
     hardware, per_node = plan.hardware, ranks_per_node(plan)
     return SessionOptions(
         device="cuda" if hardware.device.kind == "gpu" else "cpu",
         num_threads=max(hardware.host.num_optimizer_cores // per_node, 1),
         gpu_capacity_bytes=int(hardware.device.memory_bytes.value),
         host_capacity_bytes=int(hardware.host.memory_bytes.value) // per_node,
-        storage_dir=storage_dir,
-        compile_backend="inductor" if compile_blocks else None,
+        storage_dir=settings.get("storage_dir"),
+        compile_backend="inductor" if settings.get("compile_blocks") else None,
+        cores=settings.get("cores", "auto"),
         record=True,
     )
 

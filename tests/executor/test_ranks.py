@@ -1,5 +1,6 @@
 """Training on several ranks against the same training in one process, and what happens if a rank fails."""
 
+import os
 import re
 import time
 
@@ -11,6 +12,7 @@ from plans import mixed, plans
 from together import (
     Processes,
     around_training,
+    bound_cores,
     failed,
     reference,
     seen_from_outside,
@@ -21,6 +23,7 @@ from together import (
 )
 from training import Task, decide, uniform
 
+from executor.cores import divide, in_order, open_cores
 from executor.gradients import GradientError
 from executor.machine import LaneError
 from executor.memory import DeviceMemoryError
@@ -164,6 +167,24 @@ def test_a_gradient_that_some_ranks_lack_is_told_where_its_update_has_begun(proc
     for error in processes.results(2):
         assert isinstance(error, GradientError)
         assert "got a gradient on 1 of 2 ranks" in str(error)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system that can bind threads")
+def test_ranks_divide_what_they_share_and_keep_what_they_were_given(processes):
+    """Four ranks: those that may use the same cores divide them, all of their threads stay there, and all is undone."""
+    cores = in_order(open_cores())
+    shares = processes.call(4, bound_cores, "auto", None)
+    for rank, (own, found, after) in enumerate(shares):
+        assert own == divide(cores, rank, 4)
+        assert found == {frozenset(own)}, "no thread of the rank is anywhere else"
+        assert after == {frozenset(cores)}
+    for own, found, _ in processes.call(4, bound_cores, "free", None):
+        assert len(own) == max(len(cores) // 4, 1)
+        assert found == {frozenset(cores)}
+    if len(cores) > 1:  # two were given one core each, by whoever started them
+        given = [cores[:1], cores[1:2], cores, cores]
+        found = [own for own, _, _ in processes.call(4, bound_cores, "auto", given)]
+        assert found == [(cores[0],), (cores[1],), divide(cores, 0, 2), divide(cores, 1, 2)]
 
 
 TASK = Task("gpt2", iterations=50)

@@ -8,6 +8,7 @@ import signal
 import socket
 import warnings
 from collections import Counter
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from training import (
     ReferenceOptimizer,
     Task,
     batches,
+    decide,
     delay,
     groups,
     make_model,
@@ -23,6 +25,7 @@ from training import (
     model_units,
     prepare,
     train,
+    uniform,
     weights,
 )
 
@@ -241,6 +244,26 @@ def without_a_gradient(rank: int, _size: int, task: Task, decisions: Decisions):
         final = {n: w.clone().view(torch.uint8).numpy() for n, w in session.full_parameters().items()}
         steps = {name: entry.step for name, (_, entry) in session.parameter_states().items()}
     return seen, final, steps
+
+
+def bound_cores(rank: int, size: int, choice, given):
+    """Return a rank's cores, the masks of all of its threads, and those after it has closed."""
+    before = os.sched_getaffinity(0)
+    if given:
+        os.sched_setaffinity(0, given[rank])
+    task = Task("gpt2", iterations=1)
+    decisions = decide(task, uniform("gpu", "cpu"), data_parallel=size, zero_stage=2)
+    model, optimizer = prepare(task, decisions, cores=choice, num_threads=None)
+    with optimizer.session as session:
+        train(task, model, optimizer, rank=rank)
+        own, found = session.cores.own, _masks()
+    after = _masks()
+    os.sched_setaffinity(0, before)
+    return own, found, after
+
+
+def _masks() -> set[frozenset[int]]:
+    return {frozenset(os.sched_getaffinity(int(entry.name))) for entry in Path("/proc/self/task").iterdir()}
 
 
 def with_another_plan(rank: int, _size: int, task: Task, decisions: Decisions) -> None:

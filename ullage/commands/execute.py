@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from planner.plan import load_plan
-from ullage.arguments import non_negative_int, positive_float, positive_int
+from ullage.arguments import cores, non_negative_int, positive_float, positive_int
 from ullage.commands import Subparsers, command_parser
 from ullage.options import TOKEN_DTYPES, ExecuteOptions
 
@@ -67,6 +67,15 @@ def add_parser(subparsers: Subparsers) -> None:
         "(default: --output-dir)",
     )
     parser.add_argument(
+        "--cores",
+        type=cores,
+        default=defaults.cores,
+        metavar="LIST|auto|free",
+        help="CPU cores of this machine, as in 0-31,64-95: its ranks divide them and are bound to their shares, some "
+        "cores of which are left to what issues work for the GPU (auto: those open to the process, bound if there are "
+        "several ranks; free: nothing is bound)",
+    )
+    parser.add_argument(
         "--compile",
         action="store_true",
         help="let torch.compile fuse kernels of the repeated blocks, when they first run; predictions are without",
@@ -100,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
         output_dir=args.output_dir,
         storage_dir=args.storage_dir,
         compile_blocks=args.compile,
+        cores=args.cores,
         replan=args.replan,
         json=args.json,
         device=args.device,
