@@ -22,6 +22,7 @@ class SessionOptions:
         storage_dir: folder on a fast drive for what the plan keeps on NVMe; each rank has a file in it while it trains.
         compile_backend: of ``torch.compile``, for the repeated blocks, see :mod:`executor.compilation`; left out, they
             run as they are.
+        checkpoint_buffer_bytes: host memory for what is taken for checkpoints and not written yet; 0: none are made.
         record: whether to keep times from the start on, for :meth:`Session.timeline`.
     """
 
@@ -32,6 +33,7 @@ class SessionOptions:
     host_capacity_bytes: int | None = None
     storage_dir: Path | None = None
     compile_backend: str | None = None
+    checkpoint_buffer_bytes: int = 0
     record: bool = False
 
 

@@ -91,7 +91,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._given = optimizer
         self._model = model
         self._way = way
-        self._write_states(
+        self.write_states(
             {
                 session.name_of(parameter): (state, group)
                 for group in self.param_groups
@@ -171,7 +171,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"the state has groups of {[len(g['params']) for g in theirs]} parameters, this optimizer has "
                 f"{[len(g['params']) for g in self.param_groups]}; make the optimizer as it was when it was saved"
             )
-        self._write_states(
+        self.write_states(
             {
                 self.session.name_of(parameter): (state_dict["state"].get(number, {}), their)
                 for group, their in zip(self.param_groups, theirs, strict=True)
@@ -248,7 +248,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             trained = self.entry.buffers if steps[name] or self.entry.starts_at else ()
             keys = [*trained, *(["master"] if self._keeps_master else [])]
             entries[name] = ({key: kept[f"{name}/{key}"] for key in keys}, groups.get(name, self.defaults))
-        self._write_states(entries)
+        self.write_states(entries)
         for name, step in steps.items():
             states[name][1].step = step
         return None
@@ -279,7 +279,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 states[entry.name] = step | {key: values.clone() for key, values in state.items()}
         return states
 
-    def _write_states(self, entries: Mapping[str, _Entry]) -> None:
+    def write_states(self, entries: Mapping[str, _Entry]) -> None:
         """Set the state of parameters, by name; each piece is had once, which may be on NVMe."""
         if not entries:
             return

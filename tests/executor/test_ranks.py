@@ -9,8 +9,8 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
+from ranks import assert_same_bits
 from together import (
-    Processes,
     around_training,
     bound_cores,
     failed,
@@ -28,22 +28,6 @@ from executor.gradients import GradientError
 from executor.machine import LaneError
 from executor.memory import DeviceMemoryError
 from executor.watch import RankError
-
-
-@pytest.fixture(scope="module")
-def processes():
-    pool = Processes(4)
-    yield pool
-    pool.close()
-
-
-def assert_same_bits(results, expected):
-    losses, weights = expected
-    for rank, (seen, final) in enumerate(results):
-        assert seen == losses[rank], rank
-        different = [n for n, w in weights.items() if final[n].tobytes() != w.view(torch.uint8).numpy().tobytes()]
-        assert not different, (rank, different)
-
 
 STAGES = {
     "0, resident": (0, uniform("gpu", "gpu")),
@@ -225,7 +209,6 @@ def test_another_number_of_processes(processes):
 
 
 def test_a_killed_rank_ends_all(processes):
-    """The last test, as it leaves one process less."""
     processes.begin(3, failed, TASK, SHARED, "kill")
     processes.workers[1].join(30)
     begin_s = time.monotonic()
@@ -235,3 +218,4 @@ def test_a_killed_rank_ends_all(processes):
     for error in (first, third):
         assert isinstance(error, RankError)
         assert re.search(r"rank 1 \(process \d+\) has ended without a word", str(error)), error
+    processes.restart(1)
