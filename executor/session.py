@@ -128,7 +128,10 @@ class Session:
         self._exchange = exchange
         self.snapshots = None
         if options.checkpoint_buffer_bytes:
-            self.snapshots = Snapshots(self._state, self.schedule, self._entry, self._backend, self._host, options)
+            who = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+            self.snapshots = Snapshots(
+                self._state, self.schedule, self._entry, self._backend, self._host, options, *who
+            )
         self._parameters = {parameter.name: (unit, parameter) for unit, parameter in self._state.parameters()}
         states = {name: parameter for name, (_, parameter) in self._parameters.items()}
         self._gradients = UserGradients(decisions, states, self._norms)
@@ -425,6 +428,15 @@ class Session:
         if self._ranks is None or len(shard) == len(unit.device_weights):
             return shard
         return self._ranks.collected(shard)
+
+    def of_first(self, value: int) -> int:
+        """Return rank 0's value; all ranks do so together."""
+        return value if self._ranks is None else int(self._ranks.of_first(torch.tensor(value)))
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has stopped, or is in the middle of an iteration: its state is not that of a step."""
+        return self._machine.stopped or self._inside_iteration
 
     def mean(self, value: float) -> float:
         """Return the mean of a number over the ranks, each with its own; all ranks do so together."""

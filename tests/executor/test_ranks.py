@@ -15,6 +15,7 @@ from together import (
     bound_cores,
     failed,
     reference,
+    saved,
     seen_from_outside,
     trained,
     trained_by_torch,
@@ -219,3 +220,27 @@ def test_a_killed_rank_ends_all(processes):
         assert isinstance(error, RankError)
         assert re.search(r"rank 1 \(process \d+\) has ended without a word", str(error)), error
     processes.restart(1)
+
+
+@pytest.mark.parametrize(("size", "zero_stage"), [(2, 0), (2, 3), (3, 1), (4, 2)])
+def test_any_number_of_ranks_goes_on_from_what_any_number_has_saved(processes, size, zero_stage, tmp_path):
+    task = Task("llama", iterations=2)
+
+    def decisions(size, zero_stage, choose):
+        return decide(task, choose, data_parallel=size, zero_stage=zero_stage, clip=True)
+
+    choose = uniform("gpu", "cpu") if zero_stage < 3 else uniform("host", "stream")
+    results = processes.call(size, saved, task, decisions(size, zero_stage, choose), tmp_path / "first")
+    (_, _, end), *_ = results
+    again = processes.call(size, saved, task, decisions(size, zero_stage, uniform("gpu", "gpu")), tmp_path / "first", 2)
+    assert {begin for begin, _, _ in again} == {end}
+    for others in {1, 2, 4} - {size}:
+        stage = 3 if others > 1 else 0
+        found = processes.call(
+            others, saved, task, decisions(others, stage, uniform("gpu", "cpu")), tmp_path / "first", 2
+        )
+        assert {begin for begin, _, _ in found} == {end}, others
+    if size == 2:  # a sum of two has one order
+        other = decisions(2, 3, uniform("gpu", "stream"))
+        halfway = processes.call(2, saved, task, other, tmp_path / "second", 1, tmp_path / "first")
+        assert [(seen, last) for _, seen, last in halfway] == [(seen[2:], last) for _, seen, last in results]

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -29,6 +30,8 @@ from training import (
     weights,
 )
 
+from executor.checkpoint import Checkpoint
+from executor.saving import Checkpoints, restore
 from planner.decisions import Decisions
 from planner.schedule import Op
 
@@ -131,6 +134,42 @@ def trained(rank: int, _size: int, task: Task, decisions: Decisions, delays: int
         seen = train(task, model, optimizer, rank=rank)
         final = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
     return seen, {n: w.view(torch.uint8).numpy() for n, w in final.items()}
+
+
+def saved(rank: int, _size: int, task: Task, decisions: Decisions, folder, start: int = 0, source=None):
+    """Train with a checkpoint after every iteration, from ``source``'s of ``start`` on.
+
+    Return a digest of all state at the beginning, losses and norms, and a digest at the end.
+    """
+    model, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=1)
+    outcomes = []
+    with optimizer.session, Checkpoints(optimizer, folder, keep=100, tell=outcomes.append) as checkpoints:
+        if start:
+            with Checkpoint((source or folder) / f"step-{start:08d}") as checkpoint:
+                restore(optimizer, checkpoint)
+        begin = _digest(optimizer)
+        seen = []
+        for step, micro_batches in enumerate(batches(task, rank)[start:], start + 1):
+            for tokens in micro_batches:
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                seen.append(loss.item())
+            seen.append(float(optimizer.clip_grad_norm_(task.max_norm)))
+            optimizer.step()
+            checkpoints.save(step)
+        checkpoints.finish()
+        end = _digest(optimizer)
+    assert all(outcome.error is None for outcome in outcomes), outcomes
+    return begin, seen, end
+
+
+def _digest(optimizer) -> str:
+    """Return a digest of all weights and state, whole."""
+    weights = optimizer.session.full_parameters()
+    held = [weights[name] for name in sorted(weights)]
+    for state in optimizer.state_dict()["state"].values():
+        held += [state[key] for key in sorted(state)]
+    return hashlib.sha256(b"".join(t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in held)).hexdigest()
 
 
 def freeze(model, names: tuple[str, ...]):
