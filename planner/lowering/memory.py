@@ -4,7 +4,7 @@ from collections import defaultdict
 
 from planner.decisions import SPILLED_BYTES_PER_PARAM, GradientPath, Place
 from planner.graph import Unit, segments
-from planner.lowering.activations import evicts
+from planner.lowering.activations import OffloadRooms
 from planner.lowering.compute import AGAIN, compute_drafts
 from planner.lowering.parameters import assign_slots
 from planner.lowering.program import Program
@@ -30,6 +30,7 @@ def memory(program: Program) -> None:
     for micro_batch in range(program.decisions.num_micro_batches):
         for segment in segments(program.units):
             _activations(program, segment, micro_batch)
+    _offload_rooms(program)
     _workspace(program, fresh)
 
 
@@ -221,21 +222,28 @@ def _activations(program: Program, segment: list[Unit], micro_batch: int) -> Non
 
 
 def _offloaded(program: Program, segment: list[Unit], micro_batch: int) -> None:
-    """Hold what is moved on the device until it has left and from when it comes back, and elsewhere in between."""
+    """Hold what is moved on the device until it has left and from when it comes back, and what is made again."""
     again = AGAIN[program.decisions.units[segment[0].name].activations]
     for unit in segment:
-        forward, offload, reload, remake, backward, evict, recall = (
-            f"{op}:{unit.name}:{micro_batch}"
-            for op in (Op.FORWARD, Op.OFFLOAD, Op.RELOAD, again, Op.BACKWARD, Op.EVICT, Op.RECALL)
+        forward, offload, reload, remake, backward = (
+            f"{op}:{unit.name}:{micro_batch}" for op in (Op.FORWARD, Op.OFFLOAD, Op.RELOAD, again, Op.BACKWARD)
         )
         moved, label = unit.swap_bytes, unit.name
         program.hold(Tier.GPU, MemoryClass.ACTIVATIONS, moved, label, forward, offload)
         program.hold(Tier.GPU, MemoryClass.ACTIVATIONS, moved, label, reload, backward)
         rest = max(unit.saved_bytes - moved, 0)
         program.hold(Tier.GPU, MemoryClass.ACTIVATIONS, rest, f"{label} made again", remake, backward)
-        if evicts(program, segment):
-            program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, moved, label, offload, evict)
-            program.hold(Tier.NVME, MemoryClass.ACTIVATIONS, moved, label, evict, recall)
-            program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, moved, label, recall, reload)
-        else:
-            program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, moved, label, offload, reload)
+
+
+def _offload_rooms(program: Program) -> None:
+    """Hold the rooms that offloaded activations leave to: a place for each unit, or in a ring if they go on to NVMe.
+
+    They are taken once, and serve one micro-batch after another: forward of the next begins when all are free.
+    """
+    rooms = OffloadRooms(program.units, program.decisions)
+    for name, num_bytes in rooms.on_host.items():
+        program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, num_bytes, name)
+    for slot in range(rooms.num_slots):
+        program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, rooms.slot_bytes, f"activation slot {slot}")
+    for name, num_bytes in rooms.on_nvme.items():
+        program.hold(Tier.NVME, MemoryClass.ACTIVATIONS, num_bytes, name)
