@@ -1,12 +1,13 @@
 """What the tasks of a schedule do, apart from the compute that the caller does itself."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, final
 
 import numpy as np
 import torch
 
+from executor.activations import OffloadedActivations
 from executor.backend import Backend, as_array, sum_of_squares_on_host, update_on_host
 from executor.exchange import Exchange
 from executor.optimizer import WorkerTeam
@@ -43,6 +44,7 @@ class Actions:
         backend: the device.
         team: threads for updates on the host.
         exchange: does what several ranks do together; ``None`` if there is one.
+        offloaded: activations that leave.
     """
 
     def __init__(
@@ -51,7 +53,8 @@ class Actions:
         decisions: Decisions,
         backend: Backend,
         team: WorkerTeam,
-        exchange: Exchange | None = None,
+        exchange: Exchange | None,
+        offloaded: OffloadedActivations,
     ) -> None:
         self._state = state
         self._backend = backend
@@ -61,7 +64,7 @@ class Actions:
         self._num_micro_batches = decisions.num_micro_batches
         self._updates: dict[int, Mapping[str, ParameterUpdate]] = {}
         self._slot_of: dict[tuple[str, int], StateSlot] = {}
-        self._by_op = {
+        self._by_op: dict[Op, Callable[[Task, int], None]] = {
             Op.FETCH: self._fetch,
             Op.GATHER: self._gather,
             Op.SCATTER: self._scatter,
@@ -72,6 +75,8 @@ class Actions:
             Op.UPLOAD: self._upload,
             Op.SWAP_IN: self._swap_in,
             Op.SWAP_OUT: self._swap_out,
+            Op.OFFLOAD: lambda task, _iteration: offloaded.leave(task.unit),
+            Op.RELOAD: lambda task, _iteration: offloaded.come_back(task.unit),
         }
 
     def perform(self, task: Task, iteration: int) -> None:

@@ -8,35 +8,36 @@ issues what is left of the iteration and returns while updates go on.
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Self, final
+from typing import Any, Self, final
 
 import numpy as np
 import torch
 from torch import nn
 
 from executor.actions import Actions, ParameterUpdate
+from executor.activations import OffloadedActivations
 from executor.backend import Meter
-from executor.binding import bind, bind_state_dict, in_backward, planned_parameters
+from executor.binding import bind, bind_state_dict, planned_parameters
 from executor.checks import check_decisions, check_groups
 from executor.exchange import Exchange
 from executor.gradients import GradientError, OffloadedGradient
 from executor.machine import LaneMachine
+from executor.marks import in_backward
 from executor.memory import Arena, MeasuredMemory
 from executor.optimizer import WorkerTeam
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions, backend_of
 from executor.pieces import Piece
+from executor.progress import Progress
 from executor.ranks import Ranks
 from executor.state import ModelState, ParameterState, UnitState
 from executor.weights import Weights
 from planner.decisions import Decisions, Place
-from planner.graph import Unit, segments
+from planner.graph import Unit
 from planner.loop import Loop, OutOfOrderError
 from planner.lowering import lower
-from planner.schedule import Lane, MemoryClass, Op, Task, Tier
+from planner.schedule import Lane, MemoryClass, Op, Tier
 from planner.timeline import Timeline
-
-_INSIDE_BACKWARD: Final = frozenset({Op.RECOMPUTE, Op.BACKWARD})
 
 
 @final
@@ -72,16 +73,11 @@ class Session:
         self._entry = entry
         self._groups = groups
         self._shared = {unit.name: unit.shared_units for unit in units}
-        self._segment = {unit.name: {u.name for u in segment} for segment in segments(units) for unit in segment}
-        self._spine = [t for t in self.schedule.tasks if t.op in _INSIDE_BACKWARD]
         parameters = planned_parameters(model, units)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         check_groups(entry, groups, self._names)
         self._backend = backend_of(options)
-        self._task: Task | None = None  # where the caller is; None outside forward and backward
         self._inside_iteration = False
-        self._watching_end = False  # of the backward that runs now
-        self._left: set[str] = set()  # units that this backward has left
         self._inferring = False
         self._scales: dict[str, float] = {}
         self._norms: dict[str, torch.Tensor] | None = None
@@ -90,7 +86,7 @@ class Session:
         self._ranks = Ranks(decisions.data_parallel, self._backend.device) if several else None
         with contextlib.nullcontext() if self._ranks is None else self._ranks.telling():
             self._take_over(units, parameters, options)
-            self._undo = [*self._hook_parameters(), *bind(model, units, decisions, self)]
+            self._undo = [*self._hook_parameters(), *bind(model, units, decisions, self._offloaded, self)]
             self._undo += bind_state_dict(model, parameters, self.full_parameter)
             self._move_buffers()
             self.synchronize()  # what was copied in so far was on no lane
@@ -120,7 +116,8 @@ class Session:
         bf16 = decisions.precision.weights == "bf16"
         for group in self._groups:  # or the first update would compile it
             self._entry.warm_up(np.uint16 if bf16 else np.float32, group, writes_bf16=bf16)
-        self._actions = Actions(self._state, decisions, self._backend, self._team, exchange)
+        self._offloaded = OffloadedActivations(units, decisions, self._host, self._backend)
+        self._actions = Actions(self._state, decisions, self._backend, self._team, exchange, self._offloaded)
         self._weights = Weights(
             self._state, self._actions, self._shared, regathers=ranks is not None and decisions.zero_stage in {1, 2}
         )
@@ -132,6 +129,14 @@ class Session:
             on_stop=self._has_stopped,
         )
         self._loop = Loop(self.schedule, self._machine)
+        self._progress = Progress(
+            self._loop,
+            self._machine,
+            units,
+            decisions,
+            backward_begins=self._backward_begins,
+            backward_ended=self._backward_ended,
+        )
         if ranks is not None:
             ranks.watch(self._machine.fail)
 
@@ -165,11 +170,11 @@ class Session:
             LaneError: a task failed on some lane.
         """
         if in_backward():
-            self._mark(Op.RECOMPUTE, unit)
-        elif torch.is_grad_enabled() and self._model.training:
+            self._progress.again(unit)
+        elif self.trains:
             if not self._inside_iteration:
                 self._begin_iteration()
-            self._mark(Op.FORWARD, unit)
+            self._progress.forward(unit)
         else:
             self._infer(unit)
 
@@ -179,69 +184,36 @@ class Session:
             raise OutOfOrderError(
                 "backward through a forward that was made for evaluation; call model.train() before the forward"
             )
-        expected = self._loop.expected()
-        if expected is not None and expected.op is Op.RECOMPUTE and expected.unit in self._segment[unit]:
-            return  # recomputation is about to begin, and says when it has ended
-        self._mark(Op.BACKWARD, unit)
+        self._progress.backward(unit)
 
     def recomputed(self, unit: str) -> None:
         """Recomputation of the segment that ends with this unit has ended. Raises as :meth:`at_forward`."""
-        self._mark(Op.BACKWARD, unit)
+        self._progress.recomputed(unit)
 
-    def _mark(self, op: Op, unit: str) -> None:
-        if self._task is not None and (self._task.op, self._task.unit) == (op, unit):
+    @property
+    def unit(self) -> str:
+        """The unit that computes now; empty if none does."""
+        return self._progress.unit
+
+    @property
+    def trains(self) -> bool:
+        """Whether a forward that begins now is one that the plan has."""
+        return torch.is_grad_enabled() and self._model.training
+
+    def _backward_begins(self, micro_batch: int) -> None:
+        if micro_batch == self.decisions.num_micro_batches - 1 and self.decisions.update_start == "backward":
+            self._begin_updates()
+
+    def _backward_ended(self, micro_batch: int) -> None:
+        self._offloaded.forget_all()
+        if micro_batch < self.decisions.num_micro_batches - 1:
             return
-        if op is not Op.FORWARD and not self._watching_end:
-            self._watching_end = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-            expected = self._loop.expected()
-            last = expected is not None and expected.micro_batch == self.decisions.num_micro_batches - 1
-            if last and self.decisions.update_start == "backward":
-                self._begin_updates()
-        self._skip_to(op, unit)
-        try:
-            task = self._loop.reach(op, unit)
-        except OutOfOrderError as error:
-            raise OutOfOrderError(
-                f"{error}. Every forward needs its backward, and every {self.decisions.num_micro_batches} of them an "
-                "optimizer.step(); evaluate under torch.no_grad()"
-            ) from None
-        if self._task is not None and self._task.op is Op.BACKWARD:
-            self._left.add(self._task.unit)
-        self._task = task
-
-    def _skip_to(self, op: Op, unit: str) -> None:
-        """Pass over units that backward never reaches, because nothing in or before them needs a gradient."""
-        while (expected := self._loop.expected()) is not None and (expected.op, expected.unit) != (op, unit):
-            ahead = any(
-                (t.op, t.unit, t.micro_batch) == (op, unit, expected.micro_batch) and t.index > expected.index
-                for t in self._spine
-            )
-            if expected.op not in _INSIDE_BACKWARD or not ahead:
-                return
-            self._loop.reach(expected.op, expected.unit)
-            self._left.add(expected.unit)
-
-    def _backward_ended(self) -> None:
-        assert self._task is not None
-        micro_batch = self._task.micro_batch
-        while (
-            (expected := self._loop.expected()) is not None
-            and expected.op in _INSIDE_BACKWARD
-            and expected.micro_batch == micro_batch
-        ):
-            self._loop.reach(expected.op, expected.unit)
-        self._machine.end_open()
-        self._task = None
-        self._watching_end = False
-        self._left.clear()
-        if micro_batch == self.decisions.num_micro_batches - 1:
-            if self._exchange is not None:
-                parameters = [parameter for _, parameter in self._parameters.values()]
-                self._exchange.agree_on_arrivals(parameters, self._loop.iteration)
-            for name, (_, parameter) in self._parameters.items():
-                if parameter.arrived == self._loop.iteration:
-                    parameter.parameter.grad = OffloadedGradient(parameter.parameter, name, self)
+        if self._exchange is not None:
+            parameters = [parameter for _, parameter in self._parameters.values()]
+            self._exchange.agree_on_arrivals(parameters, self._loop.iteration)
+        for name, (_, parameter) in self._parameters.items():
+            if parameter.arrived == self._loop.iteration:
+                parameter.parameter.grad = OffloadedGradient(parameter.parameter, name, self)
 
     def _begin_iteration(self) -> None:
         if self._inferring:  # what was issued for it may still read slots
@@ -343,14 +315,15 @@ class Session:
 
     def _collector(self, unit: UnitState, parameter: ParameterState) -> Callable[[torch.Tensor], None]:
         def collect(leaf: torch.Tensor) -> None:
-            if self._task is None or unit.name in self._left:
+            task = self._progress.task
+            if task is None or not self._progress.awaits_gradient(unit.name):
                 raise OutOfOrderError(
                     f"the gradient of {parameter.name} came after backward had left {unit.name}; run the model as it "
                     "was planned, or plan again"
                 )
             gradient, leaf.grad = leaf.grad, None
             assert gradient is not None
-            self._actions.collect(unit, parameter, gradient, self._task.micro_batch, self._loop.iteration)
+            self._actions.collect(unit, parameter, gradient, task.micro_batch, self._loop.iteration)
 
         return collect
 

@@ -273,7 +273,7 @@ class Decisions(Frozen):
         units = self.units.values()
         found = {
             "parameters on NVMe (params 'nvme')": any(u.params == "nvme" for u in units),
-            "offloaded activations": any(u.offloads for u in units),
+            "activations on NVMe": any(u.activations == "offload-nvme" for u in units),
             "gradients that wait on NVMe (spill_gradients)": self.spill_gradients
             and any(Place.NVME in u.update for u in units),
         }
