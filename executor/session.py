@@ -36,7 +36,7 @@ from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.loop import Loop, OutOfOrderError
 from planner.lowering import lower
-from planner.schedule import Lane, MemoryClass, Op, Tier
+from planner.schedule import Lane, Op, Tier
 from planner.timeline import Timeline
 
 
@@ -116,7 +116,8 @@ class Session:
         bf16 = decisions.precision.weights == "bf16"
         for group in self._groups:  # or the first update would compile it
             self._entry.warm_up(np.uint16 if bf16 else np.float32, group, writes_bf16=bf16)
-        self._offloaded = OffloadedActivations(units, decisions, self._host, self._backend)
+        rank = 0 if ranks is None else ranks.rank
+        self._offloaded = OffloadedActivations(units, decisions, options.storage_dir, rank, self._host, self._backend)
         self._actions = Actions(self._state, decisions, self._backend, self._team, exchange, self._offloaded)
         self._weights = Weights(
             self._state, self._actions, self._shared, regathers=ranks is not None and decisions.zero_stage in {1, 2}
@@ -342,7 +343,7 @@ class Session:
         """Return all weights as they are after the last step, wherever the plan keeps them; all ranks do so together.
 
         Tensors are views of the session's memory, on the host or the device: clone what is to outlast the next step.
-        Weights of which ranks hold shards (ZeRO-3) are gathered into new host memory.
+        Weights of which ranks hold shards (ZeRO-3), or that are on NVMe, are brought to new host memory.
 
         Raises:
             OutOfOrderError: in the middle of an iteration.
@@ -421,22 +422,21 @@ class Session:
     def memory(self) -> dict[Tier, MeasuredMemory]:
         """Return what each tier has held: by class what is taken once, and the peak of the rest if it was metered.
 
-        On NVMe these are both versions of all state, see [Note: Two versions] in :mod:`executor.storage`.
+        On NVMe these are both versions of all state, see [Note: Two versions] in :mod:`executor.files`.
         """
         peak_bytes = None if self._meter is None else self._meter.peak_bytes
         used = {
             Tier.GPU: MeasuredMemory(self._gpu.by_class(), peak_bytes),
             Tier.HOST: MeasuredMemory(self._host.by_class()),
         }
-        if (stored := self._state.stored) is not None:
-            used[Tier.NVME] = MeasuredMemory({MemoryClass.OPTIMIZER: stored.num_bytes})
-        return used
+        on_nvme = (self._state.stored.by_class if self._state.stored else {}) | self._offloaded.by_class
+        return used | ({Tier.NVME: MeasuredMemory(on_nvme)} if on_nvme else {})
 
     @property
     def storage(self) -> str:
-        """Where state on NVMe is, and how it is read and written, in words; empty if there is none."""
-        stored = self._state.stored
-        return "" if stored is None else stored.file.words
+        """Where what is on NVMe is, and how it is read and written, in words; empty if nothing is."""
+        file = self._state.stored.file if self._state.stored else self._offloaded.file
+        return "" if file is None else file.words
 
     def close(self, *, give_back: bool = True) -> None:
         """Wait for all updates and give the model back with its weights, as an ordinary one. Closing twice is allowed.
@@ -460,6 +460,7 @@ class Session:
         finally:
             self._machine.close()
             self._team.close()
+            self._offloaded.close()
             if self._state.stored is not None:
                 self._state.stored.close()
             while self._undo:

@@ -24,7 +24,6 @@ class OffloadRooms:
         on_host, on_nvme: bytes for each unit whose activations end there, by name.
         num_slots, slot_bytes: of the ring on the host that those on NVMe pass through.
         slot_of: for each unit of those, its segment's slot on the way out, and on the way back.
-        start_in_slot: where each of those begins in it.
     """
 
     def __init__(self, units: tuple[Unit, ...], decisions: Decisions) -> None:
@@ -35,13 +34,9 @@ class OffloadRooms:
         self.slot_bytes = max((sum(unit.swap_bytes for unit in segment) for segment in evicted), default=0)
         self.num_slots = min(decisions.num_activation_slots, len(evicted))
         self.slot_of: dict[str, tuple[int, int]] = {}
-        self.start_in_slot: dict[str, int] = {}
         for number, segment in enumerate(evicted):
-            start = 0
-            for unit in segment:
-                self.slot_of[unit.name] = (number % self.num_slots, (len(evicted) - 1 - number) % self.num_slots)
-                self.start_in_slot[unit.name] = start
-                start += unit.swap_bytes
+            ways = number % self.num_slots, (len(evicted) - 1 - number) % self.num_slots
+            self.slot_of |= dict.fromkeys((unit.name for unit in segment), ways)
 
 
 def activations(program: Program) -> None:

@@ -2,13 +2,13 @@
 
 from collections import defaultdict
 
-from planner.decisions import SPILLED_BYTES_PER_PARAM, GradientPath, Place
+from planner.decisions import GradientPath, Place
 from planner.graph import Unit, segments
 from planner.lowering.activations import OffloadRooms
 from planner.lowering.compute import AGAIN, compute_drafts
 from planner.lowering.parameters import assign_slots
 from planner.lowering.program import Program
-from planner.lowering.storage import spilled_bytes, written_weight_bytes
+from planner.lowering.storage import SpillRooms, spilled_bytes
 from planner.lowering.workspace import backward_workspace_bytes
 from planner.schedule import MemoryClass, Op, Tier
 
@@ -31,6 +31,8 @@ def memory(program: Program) -> None:
         for segment in segments(program.units):
             _activations(program, segment, micro_batch)
     _offload_rooms(program)
+    for room, num_bytes in enumerate(SpillRooms(program.units, program.decisions).sizes_bytes):
+        program.hold(Tier.HOST, MemoryClass.GRADIENTS, num_bytes, f"spilled gradients {room}")
     _workspace(program, fresh)
 
 
@@ -54,7 +56,8 @@ def _parameters(program: Program) -> None:
             program.hold(Tier.GPU, MemoryClass.PARAMETERS, weight_bytes * resident, unit.name)
         shard = program.shard_params[unit.name]
         if decisions.units[unit.name].params == "nvme":
-            program.hold(Tier.NVME, MemoryClass.PARAMETERS, written_weight_bytes(program, unit) * shard, unit.name)
+            num_bytes = decisions.num_state_versions * decisions.stored_weight_bytes(unit.name) * shard
+            program.hold(Tier.NVME, MemoryClass.PARAMETERS, num_bytes, unit.name)
         else:
             served = program.placed_params(unit, *(place for place in Place if decisions.serves(unit.name, place)))
             program.hold(Tier.HOST, MemoryClass.PARAMETERS, weight_bytes * served, unit.name)
@@ -117,7 +120,7 @@ def _gradients(program: Program, unit: Unit, maker: str, fresh: Fresh) -> None:
 
 
 def _host_gradients(program: Program, unit: Unit, bytes_per_param: int) -> None:
-    """Hold the host's gradients: always, unless they are spilled and one micro-batch makes them whole.
+    """Hold the host's gradients, but for the rooms that spilled ones pass through (:class:`SpillRooms`).
 
     Those that take the place of weights need no room: see [Note: In place] in :mod:`planner.decisions`.
     """
@@ -126,15 +129,13 @@ def _host_gradients(program: Program, unit: Unit, bytes_per_param: int) -> None:
         program.flushed_params(unit),
         program.placed_params(unit, Place.NVME) if decisions.spill_gradients else 0,
     )
-    program.hold(Tier.NVME, MemoryClass.GRADIENTS, SPILLED_BYTES_PER_PARAM * spilled, unit.name)
-    ends: tuple[str, ...] = ()
-    if decisions.num_micro_batches == 1:
-        arrives = "flush" if decisions.gradient_path is GradientPath.ONCE else "flush-bf16"
-        ends = (f"{arrives}:{unit.name}:0", f"{Op.SPILL}:{unit.name}")
+    program.hold(Tier.NVME, MemoryClass.GRADIENTS, decisions.spilled_bytes_per_param * spilled, unit.name)
     in_place = (place for place in Place if decisions.arrives_in_place(unit.name, place))
     apart = host - spilled - program.placed_params(unit, *in_place)
     program.hold(Tier.HOST, MemoryClass.GRADIENTS, bytes_per_param * apart, unit.name)
-    if spilled:
+    if spilled and decisions.gradient_path is not GradientPath.ONCE:  # others take memory as it comes
+        once = decisions.num_micro_batches == 1
+        ends = (f"flush-bf16:{unit.name}:0", f"{Op.SPILL}:{unit.name}") if once else ()
         program.hold(Tier.HOST, MemoryClass.GRADIENTS, bytes_per_param * spilled, f"{unit.name} spilled", *ends)
 
 
@@ -189,7 +190,7 @@ def _nvme_slots(program: Program) -> None:
     """Hold the ring of host buffers: state, spilled gradient and weights to be written of the largest subgroup."""
     decisions = program.decisions
     sizes = [
-        n * (decisions.state_bytes_per_param + spilled_bytes(program) + written_weight_bytes(program, unit))
+        n * (decisions.state_bytes_per_param + spilled_bytes(program) + decisions.stored_weight_bytes(unit.name))
         for unit in program.units
         for n, place in program.pieces[unit.name]
         if place is Place.NVME

@@ -56,14 +56,14 @@ def reference(name: str, dtype: str) -> tuple[list[float], dict[str, torch.Tenso
 def decided(draw: st.DrawFn, found: tuple[Unit, ...], dtype: str) -> Decisions:
     chosen = {}
     for segment in segments(found):
-        again = draw(st.booleans()) and all(unit.recompute for unit in segment)
+        ways = ["keep", "recompute", "offload"] if all(unit.recompute for unit in segment) else ["keep"]
+        activations = draw(st.sampled_from(ways))
         for unit in segment:
             count = -(-unit.num_params // SUBGROUP_PARAMS)
             places = draw(
                 st.lists(st.sampled_from([Place.GPU, Place.STREAM, Place.CPU]), min_size=count, max_size=count)
             )
             host = Place.GPU not in places and count and draw(st.booleans())
-            activations = "recompute" if again else "keep"
             chosen[unit.name] = UnitDecision(
                 params="host" if host else "gpu", activations=activations, update=tuple(places)
             )

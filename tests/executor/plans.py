@@ -6,6 +6,8 @@ from training import Task, decide
 
 from planner.decisions import Place
 
+LAYERS = ["layers.0", "layers.1", "layers.2"]
+
 
 @st.composite
 def plans(draw, sizes=(1,)):
@@ -21,12 +23,12 @@ def plans(draw, sizes=(1,)):
         max_norm=0.5 if clip else None,
         iterations=3,
     )
-    recomputed = draw(st.sets(st.integers(0, 2)))
+    ways = draw(st.lists(st.sampled_from(["keep", "recompute", "offload"]), min_size=3, max_size=3))
 
     def choose(unit, count):
         params = draw(st.sampled_from(["gpu", "host"])) if fetches else "gpu"
         places = [Place.CPU, Place.STREAM, Place.NVME] + ([Place.GPU] if params == "gpu" else [])
-        activations = "recompute" if unit.segment in {f"layers.{i}" for i in recomputed} else "keep"
+        activations = dict(zip(LAYERS, ways, strict=True)).get(unit.segment, "keep")
         update = draw(st.lists(st.sampled_from(places), min_size=count, max_size=count))
         return params, activations, update, draw(st.sampled_from(["gpu", "host"]))
 
@@ -39,6 +41,7 @@ def plans(draw, sizes=(1,)):
         num_param_slots=draw(st.integers(1, 3)),
         num_state_slots=draw(st.integers(1, 3)),
         num_nvme_slots=draw(st.integers(1, 3)),
+        num_activation_slots=draw(st.integers(1, 3)),
         update_order=draw(st.sampled_from(["forward", "backward"])),
         update_start="step" if clip else draw(st.sampled_from(["step", "backward"])),
         overlap_next_forward=draw(st.booleans()),
@@ -52,6 +55,6 @@ def mixed(unit, count):
     places = [Place.CPU, Place.STREAM, Place.NVME] + ([Place.GPU] if params == "gpu" else [])
     return (
         params,
-        ["keep", "recompute"][int(unit.segment == "layers.1")],
+        {"layers.0": "offload", "layers.1": "recompute"}.get(unit.segment, "keep"),
         [places[(turn + i) % len(places)] for i in range(count)],
     )

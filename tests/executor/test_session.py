@@ -418,7 +418,7 @@ def test_a_gradient_that_is_flushed_in_part_keeps_only_the_rest_on_the_device():
         assert all(g.untyped_storage().nbytes() == g.nbytes for g in mixed)
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 def test_every_gradient_arrives_during_the_backward_of_its_unit(activations):
     model, optimizer = prepare(TASK, decide(TASK, uniform("host", "cpu", activations)))
     tokens = batches(TASK)[0, 0]
@@ -426,7 +426,7 @@ def test_every_gradient_arrives_during_the_backward_of_its_unit(activations):
         seen = {}
         for name, (unit, entry) in session.parameter_states().items():
             entry.parameter.register_hook(
-                lambda _, key=(name, unit.name): seen.update({key: (session._task.op, session._task.unit)})
+                lambda _, key=(name, unit.name): seen.update({key: (session._progress.task.op, session.unit)})
             )
         one_iteration(model, optimizer, tokens)
         assert len(seen) == len(list(model.parameters()))

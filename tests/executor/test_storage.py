@@ -11,8 +11,8 @@ import pytest
 import torch
 from training import Task, assert_same, decide, planned, prepare, reference, train, uniform
 
+from executor.files import BLOCK_BYTES, RecordFile, StorageError, in_blocks
 from executor.machine import LaneError
-from executor.storage import BLOCK_BYTES, StateFile, StorageError, in_blocks
 from planner.schedule import MemoryClass, Op, Tier
 
 TASK = Task("gpt2", torch.bfloat16, iterations=3)
@@ -21,7 +21,7 @@ ON_NVME = uniform("host", "nvme")
 
 @pytest.fixture
 def file(tmp_path):
-    made = StateFile(tmp_path / "state", [100, 3 * BLOCK_BYTES + 1])
+    made = RecordFile(tmp_path / "state", [100, 3 * BLOCK_BYTES + 1])
     yield made
     made.close()
 
@@ -32,7 +32,7 @@ def block_of(values: int, num_bytes: int = 4 * BLOCK_BYTES) -> torch.Tensor:
     return room[-room.data_ptr() % BLOCK_BYTES :][:num_bytes]
 
 
-def content(file: StateFile, record: int) -> set[int]:
+def content(file: RecordFile, record: int) -> set[int]:
     found = block_of(255)
     file.read(record, found.numpy().data)
     return set(found[: file._room_bytes[record]].tolist())
@@ -58,8 +58,8 @@ def test_where_there_is_no_direct_transfer_files_are_buffered(tmp_path, monkeypa
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return control(fd, command, flags)
 
-    monkeypatch.setattr("executor.storage.fcntl.fcntl", refusing)
-    made = StateFile(tmp_path / "state", [100])
+    monkeypatch.setattr("executor.files.fcntl.fcntl", refusing)
+    made = RecordFile(tmp_path / "state", [100])
     assert made.words == f"state in {tmp_path}, through (no O_DIRECT there) the page cache"
     made.write(0, block_of(5).numpy().data)
     assert content(made, 0) == {5}
@@ -77,7 +77,7 @@ def test_a_write_that_fails_half_way_leaves_the_version_before(file, monkeypatch
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return write(fd, [buffers[0][:BLOCK_BYTES]], offset)
 
-    monkeypatch.setattr("executor.storage.os.pwritev", failing)
+    monkeypatch.setattr("executor.files.os.pwritev", failing)
     with pytest.raises(StorageError, match=r"state: a write of 16,384 B failed after 4,096 B: Input/output error"):
         file.write(1, block_of(3).numpy().data)
     assert content(file, 1) == {2}
@@ -87,7 +87,7 @@ def test_transfers_that_come_in_pieces_are_put_together(file, monkeypatch):
     for name in ("preadv", "pwritev"):
         whole = getattr(os, name)
         monkeypatch.setattr(
-            f"executor.storage.os.{name}",
+            f"executor.files.os.{name}",
             lambda fd, buffers, offset, whole=whole: whole(fd, [buffers[0][:BLOCK_BYTES]], offset),
         )
     written, found = block_of(7), block_of(0)
@@ -108,22 +108,22 @@ def test_a_file_that_was_cut_off_is_noticed(file):
 
 def test_two_runs_cannot_share_a_file_and_what_was_left_behind_can_be_overwritten(file):
     with pytest.raises(StorageError, match=r"in use by another run; .*--storage-dir"):
-        StateFile(file.path, [1])
+        RecordFile(file.path, [1])
     path = file.path
     file.close()
     assert not path.exists()
     path.write_bytes(b"left behind by a process that was killed")
     with pytest.raises(AssertionError, match="before it was written"):
-        content(StateFile(path, [1]), 0)
+        content(RecordFile(path, [1]), 0)
 
 
 FULL = """
 import resource, sys
 from pathlib import Path
-from executor.storage import StateFile
+from executor.files import RecordFile
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
-    StateFile(Path(sys.argv[1]) / "state", [1 << 20])
+    RecordFile(Path(sys.argv[1]) / "state", [1 << 20])
 except OSError as error:
     print(error)
 """
@@ -184,7 +184,7 @@ def test_a_drive_that_fails_while_training_ends_it(op, call, monkeypatch, tmp_pa
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(f"executor.storage.os.{call}", failing)
+    monkeypatch.setattr(f"executor.files.os.{call}", failing)
     with optimizer.session, pytest.raises(LaneError, match=rf"in {op}.* No space left on device; the state of the"):
         train(TASK, model, optimizer)
         optimizer.session.synchronize()

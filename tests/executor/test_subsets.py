@@ -23,8 +23,8 @@ from training import (
     uniform,
 )
 
+from executor.files import in_blocks
 from executor.prepare import prepare_session
-from executor.storage import in_blocks
 from planner.schedule import Op
 
 PLACES = ["gpu", "stream", "cpu", "nvme"]

@@ -82,9 +82,9 @@ def make_model(task: Task) -> torch.nn.Module:
 
 
 @functools.cache
-def model_units(family: str):
+def model_units(family: str, dtype: torch.dtype = torch.bfloat16):
     config = from_hf_config(CONFIGS[family]().to_dict(), family)
-    return units(build_graph(config, Batch(MICRO_BATCH, SEQ_LEN)))
+    return units(build_graph(config, Batch(MICRO_BATCH, SEQ_LEN, dtype.itemsize)))
 
 
 def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
@@ -197,7 +197,7 @@ def decide(task: Task, choose, **settings) -> Decisions:
     subgroup_params = settings.pop("subgroup_params", 3000)
     num_shards = settings.get("data_parallel", 1) if settings.get("zero_stage") else 1
     chosen = {}
-    for number, unit in enumerate(model_units(task.family)):
+    for number, unit in enumerate(model_units(task.family, task.dtype)):
         shard = -(-unit.num_params // num_shards)
         params, activations, places, *gradients = choose(unit, -(-shard // subgroup_params))
         if not unit.recompute:
@@ -228,7 +228,8 @@ def uniform(params: str, place: str, activations: str = "keep"):
 def prepare(task: Task, decisions: Decisions, model=None, **options):
     model = model or make_model(task)
     optimizer = make_optimizer(task, model)
-    return prepare_session(model, optimizer, model_units(task.family), decisions, session_options(**options))
+    found = model_units(task.family, task.dtype)
+    return prepare_session(model, optimizer, found, decisions, session_options(**options))
 
 
 def session_options(**options) -> SessionOptions:
