@@ -1,6 +1,9 @@
 """Captured models under random plans, against the same training in memory: the same bits."""
 
 import functools
+import itertools
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +20,8 @@ from ullage.capture import capture_module
 from ullage.capture.recording import find_loss
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+FOLDER = tempfile.TemporaryDirectory(prefix="ullage-nvme-")
+NUMBERS = itertools.count()
 SUBGROUP_PARAMS = 3000
 ITERATIONS = 3
 
@@ -56,7 +61,7 @@ def reference(name: str, dtype: str) -> tuple[list[float], dict[str, torch.Tenso
 def decided(draw: st.DrawFn, found: tuple[Unit, ...], dtype: str) -> Decisions:
     chosen = {}
     for segment in segments(found):
-        ways = ["keep", "recompute", "offload"] if all(unit.recompute for unit in segment) else ["keep"]
+        ways = ["keep", "recompute", "offload", "offload-nvme"] if all(unit.recompute for unit in segment) else ["keep"]
         activations = draw(st.sampled_from(ways))
         for unit in segment:
             count = -(-unit.num_params // SUBGROUP_PARAMS)
@@ -85,7 +90,8 @@ def test_training_is_the_same_bit_for_bit(name: str, dtype: str, data: st.DataOb
     found = units_of(name, dtype)
     decisions = data.draw(decided(found, dtype))
     model, given_optimizer = make(name, dtype)
-    model, optimizer = prepare_session(model, given_optimizer, found, decisions, SessionOptions(num_threads=1))
+    options = SessionOptions(num_threads=1, storage_dir=Path(FOLDER.name) / str(next(NUMBERS)))
+    model, optimizer = prepare_session(model, given_optimizer, found, decisions, options)
     with optimizer.session:
         seen = train(name, dtype, model, optimizer)
         final = {path: weight.clone() for path, weight in optimizer.session.full_parameters().items()}

@@ -5,12 +5,14 @@ import warnings
 
 import pytest
 import torch
+from plans import mixed
 from torch import nn
 from training import (
     MICRO_BATCH,
     SEQ_LEN,
     ReferenceOptimizer,
     Task,
+    assert_memory_is_stated,
     assert_same,
     batches,
     decide,
@@ -286,20 +288,14 @@ def test_what_was_recorded_is_the_schedule():
 
 @pytest.mark.parametrize(
     "choose",
-    [some_of_each, uniform("gpu", "gpu"), uniform("host", "cpu"), uniform("gpu", "cpu"), uniform("gpu", "nvme")],
+    [some_of_each, uniform("gpu", "gpu"), uniform("host", "cpu"), uniform("gpu", "cpu"), uniform("gpu", "nvme"), mixed],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_memory_taken_once_is_what_the_schedule_says(choose, dtype):
     task = Task("llama", dtype)
     _, optimizer = prepare(task, decide(task, choose))
     with optimizer.session as session:
-        for tier in session.memory():
-            stated = {}
-            for buffer in session.schedule.buffers:
-                if buffer.tier is tier and buffer.first is None and buffer.memory_class != "workspace":
-                    stated[buffer.memory_class] = stated.get(buffer.memory_class, 0) + buffer.num_bytes
-            taken = {c: n for c, n in session.memory()[tier].static_bytes.items() if n}
-            assert taken == stated, tier
+        assert_memory_is_stated(session)
 
 
 def test_gradients_and_activations_are_metered():

@@ -5,6 +5,7 @@ import functools
 import itertools
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,16 @@ def assert_same(got, expected):
     assert got[1].keys() == expected[1].keys()
     different = [name for name in expected[1] if not torch.equal(got[1][name], expected[1][name])]
     assert not different, different
+
+
+def assert_memory_is_stated(session) -> None:
+    """Check that what is taken once is what the schedule holds all the time, by tier and class."""
+    for tier, memory in session.memory().items():
+        stated = Counter()
+        for buffer in session.schedule.buffers:
+            if buffer.tier is tier and buffer.first is None and buffer.memory_class != "workspace":
+                stated[buffer.memory_class] += buffer.num_bytes
+        assert {c: n for c, n in memory.static_bytes.items() if n} == stated, tier
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
