@@ -185,6 +185,18 @@ def _assign(visit: Visit, unit: str, room_bytes: int) -> None:
             end += tensor.num_bytes
 
 
+def _leave(args: Sequence[Any]) -> list[bool]:
+    """Return of each tensor that a segment is given whether it leaves: what has a gradient, or else the first of float.
+
+    The rest are masks and positions, which all segments are given.
+    """
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if not any(tensor.requires_grad for tensor in tensors):
+        first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+        return [tensor is first for tensor in tensors]
+    return [tensor.requires_grad for tensor in tensors]
+
+
 class SegmentOffload:
     """What :func:`torch.utils.checkpoint.checkpoint` needs to offload one segment.
 
@@ -204,11 +216,11 @@ class SegmentOffload:
     def forward(self, args: Sequence[Any]) -> Iterator[Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]]:
         """Enter a forward with these arguments: yields what makes the modes of both runs."""
         visit, backend = self._activations.begin(self._names), self._activations._backend
-        given = iter([arg.requires_grad for arg in args if isinstance(arg, torch.Tensor)])
+        given = iter(_leave(args))
 
         def pack(tensor: torch.Tensor) -> Leaving | torch.Tensor:
             if not next(given, False):
-                return tensor  # a mask, positions: of all segments, or without a gradient
+                return tensor
             visit.given.append(Leaving.of(tensor))
             return visit.given[-1]
 
