@@ -51,7 +51,7 @@ def prepare(
             its parameters or some of them, in any groups; LR schedulers may be built on it or on the result. What is
             not in it, or frozen, stays as it is, though the plan has room for its state and gradient.
         plan: made for the machine this runs on.
-        storage_dir: folder on the planned drives, if the plan keeps optimizer state on NVMe.
+        storage_dir: folder on the planned drives, if the plan keeps anything on NVMe.
 
     Returns:
         The model and the optimizer to use from now on; ``optimizer.session`` executes the plan.
@@ -100,7 +100,7 @@ class Trainer:
         lr: learning rate of the optimizer that is made here.
         seed: of the weights that are made here, and of the order of the data.
         position: sequences to leave out at the beginning: another run's ``position``, to go on where it stopped.
-        storage_dir: folder on the planned drives, if the plan keeps optimizer state on NVMe.
+        storage_dir: folder on the planned drives, if the plan keeps anything on NVMe.
 
     Attributes:
         plan, model, optimizer: what is trained, and how. LR schedulers may be built on the optimizer.
