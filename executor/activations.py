@@ -185,16 +185,14 @@ def _assign(visit: Visit, unit: str, room_bytes: int) -> None:
             end += tensor.num_bytes
 
 
-def _leave(args: Sequence[Any]) -> list[bool]:
-    """Return of each tensor that a segment is given whether it leaves: what has a gradient, or else the first of float.
+def _leaving(args: Sequence[Any]) -> list[torch.Tensor]:
+    """Return what leaves of what a segment is given: tensors with a gradient, or else the first of floating point.
 
     The rest are masks and positions, which all segments are given.
     """
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    if not any(tensor.requires_grad for tensor in tensors):
-        first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
-        return [tensor is first for tensor in tensors]
-    return [tensor.requires_grad for tensor in tensors]
+    trained = [tensor for tensor in tensors if tensor.requires_grad]
+    return trained or [tensor for tensor in tensors if tensor.is_floating_point()][:1]
 
 
 class SegmentOffload:
@@ -216,10 +214,10 @@ class SegmentOffload:
     def forward(self, args: Sequence[Any]) -> Iterator[Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]]:
         """Enter a forward with these arguments: yields what makes the modes of both runs."""
         visit, backend = self._activations.begin(self._names), self._activations._backend
-        given = iter(_leave(args))
+        leaving = {tensor.untyped_storage()._cdata for tensor in _leaving(args)}
 
         def pack(tensor: torch.Tensor) -> Leaving | torch.Tensor:
-            if not next(given, False):
+            if tensor.untyped_storage()._cdata not in leaving:
                 return tensor
             visit.given.append(Leaving.of(tensor))
             return visit.given[-1]

@@ -20,10 +20,10 @@ from torch.utils.flop_counter import flop_registry
 
 from executor.backend import Backend
 
-# torch counts the FLOP of all products but these.
+# torch counts the FLOP of all products but these, of which not every version has all.
+_UNCOUNTED: Final = ("_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu")
 _PRODUCTS: Final = frozenset(flop_registry) | {
-    torch.ops.aten._grouped_mm,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    getattr(torch.ops.aten, name) for name in _UNCOUNTED if hasattr(torch.ops.aten, name)
 }
 
 
