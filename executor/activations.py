@@ -58,12 +58,11 @@ class OffloadedActivations:
     ) -> None:
         self._backend = backend
         rooms = OffloadRooms(units, decisions)
-        on_host = {
+        self._room = {
             name: host.take(f"{name} activations", MemoryClass.ACTIVATIONS, num_bytes, torch.uint8)
             for name, num_bytes in rooms.on_host.items()
         }
-        out, back = _take_ring(rooms, segments(units), host)
-        self._room_out, self._room_back = on_host | out, on_host | back
+        self._room |= _take_ring(rooms, segments(units), host)
         self._num_bytes = sum(rooms.on_nvme.values())
         self._record = {name: record for record, name in enumerate(rooms.on_nvme)}
         what = "activations"
@@ -91,7 +90,7 @@ class OffloadedActivations:
         Raises:
             ActivationError: a tensor was changed while it left.
         """
-        visit, room = self._visit[unit], self._room_out[unit]
+        visit, room = self._visit[unit], self._room[unit]
         _assign(visit, unit, len(room))
         leaving = list(visit.moved(unit))
         for tensor in leaving:
@@ -106,12 +105,12 @@ class OffloadedActivations:
     def evict(self, unit: str) -> None:
         """Write to NVMe what has left with a unit."""
         assert self.file is not None
-        self.file.write(self._record[unit], as_bytes(_in_blocks(self._room_out[unit])))
+        self.file.write(self._record[unit], as_bytes(_in_blocks(self._room[unit])))
 
     def recall(self, unit: str) -> None:
         """Read what is to come back with a unit from NVMe into host memory."""
         assert self.file is not None
-        self.file.read(self._record[unit], as_bytes(_in_blocks(self._room_back[unit])))
+        self.file.read(self._record[unit], as_bytes(_in_blocks(self._room[unit])))
 
     def close(self) -> None:
         """Remove the file. Closing twice is allowed."""
@@ -120,7 +119,7 @@ class OffloadedActivations:
 
     def come_back(self, unit: str) -> None:
         """Bring back to the device what has left with a unit, into memory that goes when it has been used."""
-        room = self._room_back[unit]
+        room = self._room[unit]
         for tensor in self._visit[unit].moved(unit):
             flat = self._backend.scratch(tensor.shape.numel(), tensor.dtype)
             self._backend.copy(flat.view(torch.uint8), room[tensor.start : tensor.start + tensor.num_bytes])
@@ -138,10 +137,8 @@ class OffloadedActivations:
         self._visit.clear()
 
 
-def _take_ring(
-    rooms: OffloadRooms, of_model: Sequence[Sequence[Unit]], host: Arena
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Take the slots that activations on NVMe pass through; return each unit's room on the way out, and back."""
+def _take_ring(rooms: OffloadRooms, of_model: Sequence[Sequence[Unit]], host: Arena) -> dict[str, torch.Tensor]:
+    """Take the slots that activations on NVMe pass through; return each unit's room in its segment's."""
     through = [[unit.name for unit in segment] for segment in of_model if segment[0].name in rooms.on_nvme]
     sizes = [[in_blocks(rooms.on_nvme[name]) for name in names] for names in through]
     room_bytes = max((sum(parts) for parts in sizes), default=0)
@@ -150,12 +147,12 @@ def _take_ring(
         host.take_blocks(f"activation slot {i}", planned, BLOCK_BYTES, room_bytes=room_bytes)
         for i in range(rooms.num_slots)
     ]
-    ways: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
+    found: dict[str, torch.Tensor] = {}
     for names, parts in zip(through, sizes, strict=True):
-        for slot, found in zip(rooms.slot_of[names[0]], ways, strict=True):
-            for name, part in zip(names, torch.split(slots[slot][: sum(parts)], parts), strict=True):
-                found[name] = part[: rooms.on_nvme[name]]
-    return ways
+        slot = slots[rooms.slot_of[names[0]]]
+        cut = torch.split(slot[: sum(parts)], parts)
+        found |= {name: part[: rooms.on_nvme[name]] for name, part in zip(names, cut, strict=True)}
+    return found
 
 
 def _in_blocks(room: torch.Tensor) -> torch.Tensor:

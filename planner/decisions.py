@@ -258,7 +258,7 @@ class Decisions(Frozen):
 
     @property
     def num_state_versions(self) -> Literal[1, 2]:
-        """How often state on NVMe is there: our executor writes a new version beside the old one, others in place.
+        """How often state and weights on NVMe are there: ours are written beside the old version, others' in place.
 
         An engine with copies, passes or unpinned reads of its own is another one.
         """

@@ -23,7 +23,7 @@ class OffloadRooms:
     Attributes:
         on_host, on_nvme: bytes for each unit whose activations end there, by name.
         num_slots, slot_bytes: of the ring on the host that those on NVMe pass through.
-        slot_of: for each unit of those, its segment's slot on the way out, and on the way back.
+        slot_of: for each unit of those, its segment's slot, both ways.
     """
 
     def __init__(self, units: tuple[Unit, ...], decisions: Decisions) -> None:
@@ -33,10 +33,7 @@ class OffloadRooms:
         self.on_nvme = {unit.name: unit.swap_bytes for segment in evicted for unit in segment}
         self.slot_bytes = max((sum(unit.swap_bytes for unit in segment) for segment in evicted), default=0)
         self.num_slots = min(decisions.num_activation_slots, len(evicted))
-        self.slot_of: dict[str, tuple[int, int]] = {}
-        for number, segment in enumerate(evicted):
-            ways = number % self.num_slots, (len(evicted) - 1 - number) % self.num_slots
-            self.slot_of |= dict.fromkeys((unit.name for unit in segment), ways)
+        self.slot_of = {unit.name: i % self.num_slots for i, segment in enumerate(evicted) for unit in segment}
 
 
 def activations(program: Program) -> None:

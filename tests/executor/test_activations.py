@@ -162,8 +162,7 @@ class Alone:
         self.activations = OffloadedActivations(
             tuple(found), Decisions(policy="test", units=decided), None, 0, host, backend
         )
-        room = torch.empty(room_bytes, dtype=torch.uint8)
-        self.activations._room_out[self.unit] = self.activations._room_back[self.unit] = room
+        self.activations._room[self.unit] = torch.empty(room_bytes, dtype=torch.uint8)
         self.offload = SegmentOffload(self.activations, [self.unit], self)
 
     def at_forward(self, unit):
