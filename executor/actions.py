@@ -81,7 +81,9 @@ class Actions:
             Op.EVICT: lambda task, _iteration: offloaded.evict(task.unit),
             Op.RECALL: lambda task, _iteration: offloaded.recall(task.unit),
             Op.RELOAD: lambda task, _iteration: offloaded.come_back(task.unit),
+            Op.SNAPSHOT: self._snapshot,
         }
+        self.take_snapshot: Callable[[tuple[str, int], int], None] = lambda _piece, _iteration: None
 
     def perform(self, task: Task, iteration: int) -> None:
         """Do the work of a task."""
@@ -247,6 +249,9 @@ class Actions:
     def _swap_out(self, task: Task, _iteration: int) -> None:
         assert self._state.stored is not None
         self._state.stored.swap_out((task.unit, task.piece))
+
+    def _snapshot(self, task: Task, iteration: int) -> None:
+        self.take_snapshot((task.unit, task.piece), iteration)
 
     def _update(self, task: Task, iteration: int) -> None:
         unit = self._state.units[task.unit]

@@ -115,7 +115,7 @@ class Outcome:
 
 @final
 class CheckpointEngine:
-    """Takes and writes checkpoints, one at a time being taken, and one more being made durable.
+    """Takes and writes checkpoints.
 
     Args:
         source: of state.
@@ -152,7 +152,7 @@ class CheckpointEngine:
                 for index, box in enumerate(held):
                     entry = Entry(name if state == MASTER else f"{state}.{name}", "F32", shapes[name], box)
                     self._entries.setdefault(_path(state, self._member.rank, index), []).append(entry)
-        self._current: _Capture | None = None
+        self._captures: dict[int, _Capture] = {}  # that are being taken, by turn
         self._lock = threading.Condition()  # guards what follows
         self._num_open = 0
         self._work: queue.SimpleQueue[_Capture | None] = queue.SimpleQueue()
@@ -164,35 +164,37 @@ class CheckpointEngine:
         """Bytes of values that this rank writes for a checkpoint."""
         return sum(entry.num_bytes for entries in self._entries.values() for entry in entries)
 
-    def begin(self, step: int, extra: Mapping[str, Any]) -> None:
-        """Begin the checkpoint of a step, between two iterations; its pieces are taken from now on.
+    def begin(self, step: int, turn: int, extra: Mapping[str, Any]) -> None:
+        """Begin the checkpoint of a step, between two iterations.
 
         Args:
             step: iterations of training that it has.
+            turn: number of the iteration during which its pieces are taken: the next one's.
             extra: what else it has, as plain JSON; ranks other than 0 give what is their own.
 
         Raises:
-            CheckpointError: the last one's pieces have not all been taken.
-            TypeError: ``extra`` is not plain JSON.
+            CheckpointError: there is one of this turn already.
+            TypeError, ValueError: ``extra`` is not plain JSON.
         """
-        if self._current is not None:
+        if turn in self._captures:
             raise CheckpointError(
-                f"the checkpoint of step {self._current.step} is still being taken; begin one after each iteration at "
-                "most"
+                f"the checkpoint of step {self._captures[turn].step} was begun here already; begin one after each "
+                "iteration at most"
             )
         text = json.dumps(extra, allow_nan=False)  # by value, now
         with self._lock:
             self._num_open += 1
-        self._current = _Capture(step, text, list(self._source.slices), time.monotonic())
+        self._captures[turn] = _Capture(step, text, list(self._source.slices), time.monotonic())
 
-    def take(self, key: Key) -> None:
-        """Take a piece, if a checkpoint is under way that has not got it; it may change afterwards.
+    def take(self, key: Key, turn: int) -> None:
+        """Take a piece, if a checkpoint is made in this turn; it may change afterwards.
 
         Pieces come in the order of the source. Nothing is raised: a failure ends the checkpoint.
         """
-        capture = self._current
-        if capture is None or not capture.left or capture.left[0] != key:
+        capture = self._captures.get(turn)
+        if capture is None:
             return
+        assert capture.left[0] == key, f"{key} came when {capture.left[0]} was to be taken"
         capture.left.pop(0)
         if capture.error is None:
             begin_s = time.monotonic()
@@ -203,7 +205,7 @@ class CheckpointEngine:
                 capture.error = error
             capture.blocked_s += time.monotonic() - begin_s
         if not capture.left:
-            self._current = None
+            del self._captures[turn]
             self._work.put(capture)
 
     def drain(self) -> None:
@@ -211,17 +213,17 @@ class CheckpointEngine:
 
         Nothing is raised; see ``tell``.
         """
-        while (capture := self._current) is not None:
-            self.take(capture.left[0])
+        for turn, capture in sorted(self._captures.items()):
+            while capture.left:
+                self.take(capture.left[0], turn)
         with self._lock:
             self._lock.wait_for(lambda: not self._num_open)
 
     def close(self) -> None:
         """Give up what has not been taken, and end the thread after what it has. Closing twice is allowed."""
-        if (capture := self._current) is not None:
+        while self._captures:
+            _, capture = self._captures.popitem()
             capture.error = capture.error or CheckpointError("training ended before all of it was taken")
-            capture.left.clear()
-            self._current = None
             self._work.put(capture)
         self._work.put(None)
         self._thread.join()

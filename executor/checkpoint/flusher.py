@@ -32,7 +32,9 @@ def checksum(data: Any) -> str:
 
 def ring_of(num_buffers: int, chunk_bytes: int = CHUNK_BYTES) -> Buffer:
     """Return memory for buffers, uint8 ``[num_buffers, chunk_bytes]``, that begin at whole blocks."""
-    return np.frombuffer(mmap.mmap(-1, num_buffers * chunk_bytes), np.uint8).reshape(num_buffers, chunk_bytes)
+    memory = mmap.mmap(-1, num_buffers * chunk_bytes)
+    ring: Buffer = np.ndarray((num_buffers, chunk_bytes), np.uint8, memory)
+    return ring
 
 
 @dataclasses.dataclass(slots=True)
@@ -90,7 +92,8 @@ class Flusher:
             self._wait(lambda: bool(self._free) or done.failure is not None, "buffer")
             if done.failure is not None:
                 raise done.failure
-            return self._free.pop()
+            buffer: Buffer = self._free.pop()
+            return buffer
 
     def give_back(self, buffer: Buffer) -> None:
         """Give a buffer up that was taken and is not to be written."""
