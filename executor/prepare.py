@@ -1,11 +1,16 @@
 """The entry: a user's model and optimizer in, the same model and an optimizer with the same face out."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, final
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
 
+from executor.binding import planned_parameters
+from executor.checks import check_decisions
+from executor.handover import Handover
 from executor.optimizer.table import OptimizerEntry, entry_of
 from executor.options import SessionOptions
 from executor.pieces import Part
@@ -47,7 +52,8 @@ def prepare_session(
         options: how.
 
     Returns:
-        The model, and the optimizer to use from now on.
+        The model, and the optimizer to use from now on. The model has ``no_sync()``, as one of
+        ``DistributedDataParallel`` has: see :mod:`executor.accumulation`.
 
     Raises:
         ValueError: the optimizer is not known or not the planned one, the decisions cannot be executed, or the model
@@ -56,9 +62,16 @@ def prepare_session(
         StorageError: what the plan has on NVMe cannot be kept there.
         RankError: another rank has failed.
     """
-    entry = entry_of(optimizer)
-    session = Session(model, entry, optimizer.param_groups, units, decisions, options)
-    return model, OffloadedOptimizer(optimizer, entry, session)
+    way = Way(units, decisions, options)
+    return model, OffloadedOptimizer(optimizer, entry_of(optimizer), model, way)
+
+
+class Way(NamedTuple):
+    """How a model is trained: its units in forward order, for the decided micro-batch, the decisions, and options."""
+
+    units: tuple[Unit, ...]
+    decisions: Decisions
+    options: SessionOptions
 
 
 @final
@@ -70,11 +83,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         session: executes the plan.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, entry: OptimizerEntry, session: Session) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, entry: OptimizerEntry, model: nn.Module, way: Way) -> None:
+        session = Session(model, entry, optimizer.param_groups, *way)
         super().__init__(optimizer.param_groups, optimizer.defaults)  # keeps the very dicts that it is given
         self.entry = entry
         self.session = session
         self._given = optimizer
+        self._model = model
+        self._way = way
         self.write_states(
             {
                 session.name_of(parameter): (state, group)
@@ -102,6 +118,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise ValueError("step(closure) computes again inside the step, which no plan has; call step()")
         self.session.step()
         self._given._opt_called = True  # type: ignore[attr-defined]  # schedulers built on it look whether it has stepped
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing after a step, which uses gradients up; after backward, drop them: there is no update then.
+
+        Raises:
+            GradientError: micro-batches are under way, of which gradients have left, and others are to come.
+        """
+        self.session.check_zero_grad()
+        super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their common 2-norm is at most ``max_norm``; return the norm before that.
@@ -156,21 +181,102 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for group, their in zip(self.param_groups, theirs, strict=True):
             group.update({k: v for k, v in their.items() if k != "params"})
 
-    def _read_states(self) -> dict[str, dict[str, Any]]:
+    def change(self, way: Way, folder: Path) -> int:
+        """Go on in another way, between two iterations, from the very state that training is in.
+
+        The state passes through a file in ``folder`` (see :mod:`executor.handover`), and the session that has ended
+        gives its memory back before the next one takes its own. If that cannot begin, training goes on as before.
+        Training on several ranks stays as it is.
+
+        Returns:
+            The bytes of the file.
+
+        Raises:
+            ValueError: the new decisions cannot be executed, or there are several ranks. So do all that
+                :func:`prepare_session` raises.
+            OutOfOrderError: in the middle of an iteration.
+            StorageError: there is no room for the file.
+        """
+        check_decisions(way.decisions, self.entry)
+        if self._way.decisions.data_parallel > 1 or way.decisions.data_parallel > 1:
+            raise ValueError("a plan of several ranks cannot be changed on the way; save, and start again with another")
+        steps = {name: entry.step for name, (_, entry) in self.session.parameter_states().items()}
+        kept = self._hand_over(folder)
+        failure = self._enter(way, kept, steps)
+        if failure is not None:
+            again = self._enter(self._way, kept, steps)
+            assert again is None, again
+            raise failure
+        self._way = way
+        return kept.num_bytes
+
+    def _hand_over(self, folder: Path) -> Handover:
+        """Move all weights and state into a file, and end the session."""
+        parameters = {name: entry.parameter for name, (_, entry) in self.session.parameter_states().items()}
+        in_float32 = [*self.entry.buffers, *(["master"] if self._keeps_master else [])]
+        likes = {name: parameter.detach() for name, parameter in parameters.items()}
+        likes |= {
+            f"{name}/{key}": parameter.detach().to("meta", torch.float32)
+            for name, parameter in parameters.items()
+            for key in in_float32
+        }
+        kept = Handover(folder, likes)
+        for entry, state in self._states():
+            kept.keep(entry.name, self.session.full_parameter(entry.name))
+            for key, values in state.items():
+                kept.keep(f"{entry.name}/{key}", values)
+        self.session.close(give_back=False)
+        for name, parameter in parameters.items():
+            parameter.data = kept[name]
+        return kept
+
+    def _enter(self, way: Way, kept: Handover, steps: Mapping[str, int]) -> Exception | None:
+        """Begin a session with what was kept; return what keeps it from beginning."""
+        del self.session
+        gc.collect()  # the last one's memory is in cycles
+        try:
+            self.session = Session(self._model, self.entry, self.param_groups, *way)
+        except (ValueError, MemoryError, OSError) as error:
+            for name, parameter in planned_parameters(self._model, way.units).items():
+                parameter.data = kept[name]
+            self.session = None  # type: ignore[assignment]  # until the last one is back
+            return error.with_traceback(None)  # whose frames have its memory
+        groups = {self.session.name_of(p): group for group in self.param_groups for p in group["params"]}
+        states = self.session.parameter_states()
+        entries: dict[str, _Entry] = {}
+        for name in states:
+            trained = self.entry.buffers if steps[name] or self.entry.starts_at else ()
+            keys = [*trained, *(["master"] if self._keeps_master else [])]
+            entries[name] = ({key: kept[f"{name}/{key}"] for key in keys}, groups.get(name, self.defaults))
+        self.write_states(entries)
+        for name, step in steps.items():
+            states[name][1].step = step
+        return None
+
+    @property
+    def _keeps_master(self) -> bool:
+        """Whether there are master copies beside the weights."""
+        return self._way.decisions.precision.weights == "bf16"
+
+    def _states(self) -> Iterator[tuple[ParameterState, dict[str, torch.Tensor]]]:
+        """Yield every parameter with all of its state, float32 on the host: views of one unit's, one after another."""
         units = {unit.name: unit for unit, _ in self.session.parameter_states().values()}
-        states: dict[str, dict[str, Any]] = {}
         for unit in units.values():
             keys = ("master", *self.entry.buffers)
             own = _own(self.session, unit, len(keys))
             whole = {key: self.session.collected(values, unit) for key, values in zip(keys, own, strict=True)}
-            if unit.own_weights.dtype is torch.float32:  # the weights are the master copy
+            if not self._keeps_master:
                 del whole["master"]
             for entry in unit.parameters:
-                if entry.step or self.entry.starts_at:
-                    shape = entry.parameter.shape
-                    cut = {key: flat[entry.start : entry.stop].clone().view(shape) for key, flat in whole.items()}
-                    step = {"step": torch.tensor(float(entry.step))} if self.entry.counts_steps else {}
-                    states[entry.name] = step | cut
+                shape = entry.parameter.shape
+                yield entry, {key: flat[entry.start : entry.stop].view(shape) for key, flat in whole.items()}
+
+    def _read_states(self) -> dict[str, dict[str, Any]]:
+        states: dict[str, dict[str, Any]] = {}
+        for entry, state in self._states():
+            if entry.step or self.entry.starts_at:
+                step = {"step": torch.tensor(float(entry.step))} if self.entry.counts_steps else {}
+                states[entry.name] = step | {key: values.clone() for key, values in state.items()}
         return states
 
     def write_states(self, entries: Mapping[str, _Entry]) -> None:

@@ -91,10 +91,10 @@ class Progress:
         if self.task is not None and (self.task.op, self.task.unit) == (op, unit):
             return
         if op is not Op.FORWARD and not self._watching_end:
-            self._watching_end = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
             if (expected := self._loop.expected()) is not None:
                 self._backward_begins(expected.micro_batch)
+            self._watching_end = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._skip_to(op, unit)
         try:
             task = self._loop.reach(op, unit)

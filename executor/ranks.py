@@ -136,11 +136,19 @@ class Ranks:
         Raises:
             ValueError: they do not.
         """
-        digest = hashlib.sha256(value.encode()).digest()
-        of_all = self.collected(torch.frombuffer(bytearray(digest), dtype=torch.uint8)).view(self.size, -1)
-        different = [rank for rank in range(self.size) if not torch.equal(of_all[rank], of_all[0])]
+        digests = self._digests(value)
+        different = [rank for rank in range(self.size) if not torch.equal(digests[rank], digests[0])]
         if different:
             raise ValueError(f"rank {different[0]} has another {what} than rank 0; give the same to all ranks")
+
+    def alike(self, value: str) -> list[int]:
+        """Return the ranks that have the same value as this one, in order, this one included."""
+        digests = self._digests(value)
+        return [rank for rank in range(self.size) if torch.equal(digests[rank], digests[self.rank])]
+
+    def _digests(self, value: str) -> torch.Tensor:
+        digest = hashlib.sha256(value.encode()).digest()
+        return self.collected(torch.frombuffer(bytearray(digest), dtype=torch.uint8)).view(self.size, -1)
 
     # The end.
 

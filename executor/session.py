@@ -14,14 +14,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from executor.accumulation import Accumulation
 from executor.actions import Actions, ParameterUpdate
 from executor.activations import OffloadedActivations
 from executor.backend import Meter
 from executor.binding import bind, bind_state_dict, planned_parameters
 from executor.checkpoint.engine import Member
 from executor.checks import check_decisions, check_groups
+from executor.cores import take
 from executor.exchange import Exchange
-from executor.gradients import GradientError, OffloadedGradient
+from executor.gradients import GradientError
 from executor.machine import LaneMachine
 from executor.marks import in_backward
 from executor.memory import Arena, MeasuredMemory
@@ -33,6 +35,7 @@ from executor.progress import Progress
 from executor.ranks import Ranks
 from executor.snapshots import Snapshots
 from executor.state import ModelState, ParameterState, UnitState
+from executor.user_gradients import UserGradients
 from executor.weights import Weights
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
@@ -82,17 +85,25 @@ class Session:
         self._backend = backend_of(options)
         self._inside_iteration = False
         self._inferring = False
-        self._scales: dict[str, float] = {}
-        self._norms: dict[str, torch.Tensor] | None = None
+        self._accumulation = Accumulation(decisions.num_micro_batches)
         self._meter: Meter | None = None
         several = decisions.data_parallel > 1
-        self._ranks = Ranks(decisions.data_parallel, self._backend.device) if several else None
-        with contextlib.nullcontext() if self._ranks is None else self._ranks.telling():
+        self._ranks = ranks = Ranks(decisions.data_parallel, self._backend.device) if several else None
+        with contextlib.ExitStack() as failing, contextlib.nullcontext() if ranks is None else ranks.telling():
+            # First, so that memory is near the cores that touch it.
+            self.cores, self._give_cores_back = take(
+                options.cores, options.num_threads, ranks, on_device=options.device == "cuda"
+            )
+            failing.callback(self._give_cores_back)
             self._take_over(units, parameters, options)
-            self._undo = [*self._hook_parameters(), *bind(model, units, decisions, self._offloaded, self)]
-            self._undo += bind_state_dict(model, parameters, self.full_parameter)
+            self._undo = [
+                *self._hook_parameters(),
+                *bind(model, units, decisions, self._offloaded, self, options.compile_backend),
+            ]
+            self._undo += [*bind_state_dict(model, parameters, self.full_parameter), self._accumulation.bind(model)]
             self._move_buffers()
             self.synchronize()  # what was copied in so far was on no lane
+            failing.pop_all()
 
     def _take_over(
         self, units: tuple[Unit, ...], parameters: Mapping[str, nn.Parameter], options: SessionOptions
@@ -116,9 +127,14 @@ class Session:
         self._exchange = exchange
         self.snapshots = None
         if options.checkpoint_buffer_bytes:
-            self.snapshots = Snapshots(self._state, self.schedule, self._entry, self._backend, self._host, options)
+            who = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+            self.snapshots = Snapshots(
+                self._state, self.schedule, self._entry, self._backend, self._host, options, *who
+            )
         self._parameters = {parameter.name: (unit, parameter) for unit, parameter in self._state.parameters()}
-        self._team = WorkerTeam(options.num_threads or len(os.sched_getaffinity(0)), options.cores)
+        states = {name: parameter for name, (_, parameter) in self._parameters.items()}
+        self._gradients = UserGradients(decisions, states, self._norms)
+        self._team = WorkerTeam(self.cores.num_updating, self.cores.of_updates)
         bf16 = decisions.precision.weights == "bf16"
         for group in self._groups:  # or the first update would compile it
             self._entry.warm_up(np.uint16 if bf16 else np.float32, group, writes_bf16=bf16)
@@ -181,6 +197,8 @@ class Session:
         if in_backward():
             self._progress.again(unit)
         elif self.trains:
+            if not self.unit and (expected := self._loop.expected()) is not None:
+                self._accumulation.begin_forward(expected.micro_batch)
             if not self._inside_iteration:
                 self._begin_iteration()
             self._progress.forward(unit)
@@ -210,6 +228,7 @@ class Session:
         return torch.is_grad_enabled() and self._model.training
 
     def _backward_begins(self, micro_batch: int) -> None:
+        self._accumulation.begin_backward(micro_batch)
         if micro_batch == self.decisions.num_micro_batches - 1 and self.decisions.update_start == "backward":
             self._begin_updates()
 
@@ -220,37 +239,29 @@ class Session:
         if self._exchange is not None:
             parameters = [parameter for _, parameter in self._parameters.values()]
             self._exchange.agree_on_arrivals(parameters, self._loop.iteration)
-        for name, (_, parameter) in self._parameters.items():
-            if parameter.arrived == self._loop.iteration:
-                parameter.parameter.grad = OffloadedGradient(parameter.parameter, name, self)
+        self._gradients.offer(self._loop.iteration)
 
     def _begin_iteration(self) -> None:
         if self._inferring:  # what was issued for it may still read slots
             self._backend.seconds(self._backend.mark(Lane.COMPUTE))
             self._inferring = False
         self._inside_iteration = True
-        self._scales.clear()
-        self._norms = None
+        self._gradients.begin_iteration()
 
     # Gradients and updates.
 
-    def gradient_norm(self, name: str) -> torch.Tensor:
-        """Return the 2-norm of a parameter's gradient, a float32 scalar; waits until all gradients are there.
+    def check_zero_grad(self) -> None:
+        """Check that gradients may be set to zero here.
 
         Raises:
-            GradientError: the plan does not wait for the norm.
+            GradientError: those of some micro-batches of the iteration have been taken, and others are to come.
         """
-        self._check_clips()
-        self._reach_clip()
-        if self._norms is None:
-            self._norms = self._actions.norms(self._loop.iteration)
-        scale = self._scales.get(name, 1.0)
-        return self._norms[name] if scale == 1 else self._norms[name] * scale
-
-    def scale_gradient(self, name: str, factor: float) -> None:
-        """Multiply a parameter's gradient by a factor, when its update reads it. Raises as :meth:`gradient_norm`."""
-        self._check_clips()
-        self._scales[name] = self._scales.get(name, 1.0) * factor
+        expected = self._loop.expected()
+        if expected is not None and expected.op is not Op.CLIP and expected.micro_batch > 0:
+            raise GradientError(
+                f"zero_grad() came when the plan expects {expected.name}, and cannot take back what micro-batches "
+                "before it have added up; call it after optimizer.step()"
+            )
 
     def step(self) -> None:
         """Begin what is left of the iteration, updates above all, and return while it goes on.
@@ -259,6 +270,7 @@ class Session:
             OutOfOrderError: not all micro-batches have been there.
             LaneError: a task failed on some lane.
         """
+        self._accumulation.check_step()
         expected = self._loop.expected()
         if expected is not None and expected.op is not Op.CLIP:
             raise OutOfOrderError(
@@ -266,43 +278,21 @@ class Session:
                 f"{self.decisions.num_micro_batches} forward and backward for every step"
             )
         self._reach_clip()
-        for _, parameter in self._parameters.values():
-            gradient = parameter.parameter.grad
-            if parameter.arrived == self._loop.iteration and gradient is None:
-                self._drop(parameter)
-            if gradient is not None and not isinstance(gradient, OffloadedGradient):
-                raise GradientError(
-                    f"the gradient of {parameter.name} was replaced after backward, which its update would not see; "
-                    "change it in a hook on the parameter (parameter.register_hook)"
-                )
-            parameter.parameter.grad = None
+        self._gradients.take_back(self._loop.iteration)
         if self.decisions.update_start == "step":
             self._begin_updates()
         self._machine.end_open()
         self._loop.finish()
         self._inside_iteration = False
 
-    def _drop(self, parameter: ParameterState) -> None:
-        """The user has set a gradient to ``None``: there is no update, as in torch."""
-        if self.decisions.update_start == "backward":
-            raise GradientError(
-                f"the gradient of {parameter.name} was dropped, but its update began during backward; call zero_grad() "
-                "after step(), or plan with update_start 'step'"
-            )
-        parameter.arrived = -1
-        parameter.step -= 1
-
     def _reach_clip(self) -> None:
         expected = self._loop.expected()
         if expected is not None and expected.op is Op.CLIP:
             self._loop.reach(Op.CLIP)
 
-    def _check_clips(self) -> None:
-        if not self.decisions.clip:
-            raise GradientError(
-                "this plan does not wait for the norm of all gradients before it updates; plan with clip=True, or do "
-                "not clip"
-            )
+    def _norms(self) -> dict[str, torch.Tensor]:
+        self._reach_clip()
+        return self._actions.norms(self._loop.iteration)
 
     def _begin_updates(self) -> None:
         updates = {}
@@ -310,7 +300,7 @@ class Session:
             rule = self._entry.rule(group)
             for parameter in group["params"]:
                 name = self._names[id(parameter)]
-                updates[name] = ParameterUpdate(rule, self._scales.get(name, 1.0))
+                updates[name] = ParameterUpdate(rule, self._gradients.scale(name))
         self._actions.begin_updates(self._loop.iteration, updates)
 
     def _hook_parameters(self) -> Iterator[Callable[[], None]]:
@@ -488,6 +478,7 @@ class Session:
             self._machine.close()
             self._team.close()
             self._offloaded.close()
+            self._give_cores_back()
             if self._state.stored is not None:
                 self._state.stored.close()
             while self._undo:

@@ -6,15 +6,13 @@ from typing import Any, final
 import torch
 
 from executor.backend import Backend
-from executor.checkpoint.engine import MASTER, CheckpointEngine, Key, Slice
+from executor.checkpoint.engine import MASTER, CheckpointEngine, Key, Slice, files_of
 from executor.checkpoint.flusher import CHUNK_BYTES, Buffer
 from executor.memory import Arena
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions
 from executor.state import ModelState
 from planner.schedule import Lane, MemoryClass, Op, Schedule
-
-_LEAST_BUFFERS = 4  # one for each tensor of state that is being filled, and one that is being written
 
 
 @final
@@ -28,6 +26,7 @@ class Snapshots:
         backend: copies.
         host: where memory for buffers is taken.
         options: how much.
+        rank, size: which of the ranks this is. What all of them hold (ZeRO-0) is shared among them, unit by unit.
 
     Attributes:
         ring: the buffers, uint8 ``[num_buffers, chunk]``, from which a device can be copied to asynchronously.
@@ -45,16 +44,21 @@ class Snapshots:
         backend: Backend,
         host: Arena,
         options: SessionOptions,
+        rank: int = 0,
+        size: int = 1,
     ) -> None:
         self.engine: CheckpointEngine | None = None
         self._state = state
         self._backend = backend
         self.keys = (MASTER, *entry.buffers)
-        count = max(options.checkpoint_buffer_bytes // CHUNK_BYTES, _LEAST_BUFFERS)
+        pieces = [(task.unit, task.piece) for task in schedule.tasks if task.op is Op.SNAPSHOT]
+        shared = {unit: number % size for number, unit in enumerate(dict.fromkeys(unit for unit, _ in pieces))}
+        self.slices: Mapping[Key, Sequence[Slice]] = {
+            key: self._slices_of(key) if shared[key[0]] == rank or self._is_sharded(key) else [] for key in pieces
+        }
+        count = max(options.checkpoint_buffer_bytes // CHUNK_BYTES, len(files_of(self, rank)) + 1)
         memory = host.take_blocks("checkpoint buffers", {MemoryClass.CHECKPOINT: count * CHUNK_BYTES}, CHUNK_BYTES)
         self.ring: Buffer = memory.numpy().reshape(count, CHUNK_BYTES)
-        pieces = [(task.unit, task.piece) for task in schedule.tasks if task.op is Op.SNAPSHOT]
-        self.slices: Mapping[Key, Sequence[Slice]] = {key: self._slices_of(key) for key in pieces}
 
     def take(self, key: Key, iteration: int) -> None:
         """Give a piece to the engine, in the thread of the lane of snapshots."""
@@ -70,6 +74,10 @@ class Snapshots:
         """See :class:`executor.checkpoint.engine.Source`."""
         self._backend.copy(torch.from_numpy(buffer), values)
         self._backend.seconds(self._backend.mark(Lane.SNAPSHOT))
+
+    def _is_sharded(self, key: Key) -> bool:
+        unit = self._state.units[key[0]]
+        return sum(piece.num_params for piece in unit.pieces) < len(unit.device_weights)
 
     def _slices_of(self, key: Key) -> list[Slice]:
         unit = self._state.units[key[0]]

@@ -33,6 +33,8 @@ class RunRecord(Frozen):
         memory: measured peak bytes by tier; of the host only what the program allocated itself.
         data_position: sequences passed in the data's order by all ranks together, with those that were skipped: what
             ``--data-position`` takes to go on in the same data with the same seed and length of sequences.
+        before: what was executed until the plan was changed on the way, if it was: the rest is of the plan after that,
+            but for the losses, which are those of all iterations.
     """
 
     schema_version: Literal[1] = 1
@@ -44,6 +46,7 @@ class RunRecord(Frozen):
     steady_iterations: tuple[int, ...] = Field(min_length=1)
     memory: dict[Tier, int]
     data_position: int
+    before: "RunRecord | None" = None
 
     @property
     def timeline(self) -> Timeline:

@@ -5,17 +5,19 @@ import dataclasses
 import itertools
 import math
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Literal, Self, final
+from typing import Any, Final, Literal, Self, TypedDict, Unpack, final
 
 import torch
 from torch import nn
 
+from executor.cores import Choice
 from executor.optimizer.table import stock_of
 from executor.options import SessionOptions
-from executor.prepare import OffloadedOptimizer, prepare_session
+from executor.prepare import OffloadedOptimizer, Way, prepare_session
 from executor.session import Session
 from hwprofiles.allocator import keep_freed_memory
 from planner.optimizers import Optimizer
@@ -23,11 +25,12 @@ from planner.plan import Plan, PlanError
 from planner.schedule import Tier
 from ullage.feeds import Feed, feed_of
 from ullage.processes import Process, ranks_per_node
+from ullage.replanning import Replanned, replan
 from ullage.shortage import check_device, explaining
 from ullage.text import Tokens
 
 METERED: Final = 1
-"""The iteration whose memory is metered, which takes longer."""
+"""The iteration of a session whose memory is metered, which takes longer."""
 MAX_GRADIENT_NORM: Final = 1.0
 # What a trainer's own optimizer has beside its learning rate.
 _HYPER_PARAMETERS: dict[Optimizer, dict[str, Any]] = {
@@ -38,8 +41,26 @@ _HYPER_PARAMETERS: dict[Optimizer, dict[str, Any]] = {
 }
 
 
+class Settings(TypedDict, total=False):
+    """How a plan is executed here; all may be left out.
+
+    Attributes:
+        storage_dir: folder on the planned drives, if the plan keeps anything on NVMe.
+        compile_blocks: whether ``torch.compile`` fuses kernels of the repeated blocks (attention, MLP, norms, each by
+            itself) when they first run, which takes a while; not of those whose activations leave. Rounding, and what dropout draws, are then those of the
+            compiled kernels; times are predicted without.
+        cores: of this machine, which its ranks divide; left out, those that are open to the process. Threads are bound
+            if there are several ranks or cores are named, and left alone if this is ``"free"``: see
+            [Note: Shares of cores] in :mod:`executor.cores`.
+    """
+
+    storage_dir: Path | None
+    compile_blocks: bool
+    cores: Choice
+
+
 def prepare(
-    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, *, storage_dir: Path | None = None
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, **settings: Unpack[Settings]
 ) -> tuple[nn.Module, OffloadedOptimizer]:
     """Put a model and its optimizer under a plan; keep your own training loop, with the returned optimizer.
 
@@ -51,10 +72,12 @@ def prepare(
             its parameters or some of them, in any groups; LR schedulers may be built on it or on the result. What is
             not in it, or frozen, stays as it is, though the plan has room for its state and gradient.
         plan: made for the machine this runs on.
-        storage_dir: folder on the planned drives, if the plan keeps anything on NVMe.
+        settings: see :class:`Settings`.
 
     Returns:
-        The model and the optimizer to use from now on; ``optimizer.session`` executes the plan.
+        The model and the optimizer to use from now on; ``optimizer.session`` executes the plan. Under a plan of n
+        micro-batches every n of them, forward and backward, have one ``step()``; the first n - 1 may be ``with
+        model.no_sync():``, as of ``DistributedDataParallel``, and then they are counted.
 
     A plan for several devices is executed by one process for each, which ``torchrun`` starts: see
     :func:`executor.prepare.prepare_session`.
@@ -63,8 +86,10 @@ def prepare(
         ValueError: the plan cannot be executed here, or the model is not the planned one.
         DeviceMemoryError: less memory is free than planned.
         RankError: another rank has failed.
+
+    A block that cannot be compiled raises :class:`executor.compilation.CompileError` when it first runs.
     """
-    return prepare_session(model, optimizer, plan.units(), plan.decisions, _session_options(plan, storage_dir))
+    return prepare_session(model, optimizer, plan.units(), plan.decisions, _session_options(plan, settings))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +125,7 @@ class Trainer:
         lr: learning rate of the optimizer that is made here.
         seed: of the weights that are made here, and of the order of the data.
         position: sequences to leave out at the beginning: another run's ``position``, to go on where it stopped.
-        storage_dir: folder on the planned drives, if the plan keeps anything on NVMe.
+        settings: see :class:`Settings`.
 
     Attributes:
         plan, model, optimizer: what is trained, and how. LR schedulers may be built on the optimizer.
@@ -124,19 +149,21 @@ class Trainer:
         lr: float = 1e-3,
         seed: int = 0,
         position: int = 0,
-        storage_dir: Path | None = None,
+        **settings: Unpack[Settings],
     ) -> None:
         if optimizer is not None and model is None:
             raise ValueError("an optimizer was given without the model that it is for; give both, or neither")
         self.plan = plan
+        self._settings = settings
         self.process = Process.of(plan)
         check_machine(plan, self.process)
         self._feed = feed_of(plan, data, seed, position, self.process.rank)
         self._iteration = 0
         with explaining(plan):
-            self.model, self.optimizer = _make(
-                plan, model, optimizer, self._feed, self.process, lr=lr, seed=seed, storage_dir=storage_dir
-            )
+            model, optimizer = _make(plan, model, optimizer, self._feed, self.process, lr=lr, seed=seed)
+            self.model, self.optimizer = prepare(model, optimizer, plan, **settings)
+        if self.process.rank:
+            torch.manual_seed(seed + self.process.rank)  # of what is left to chance in training (dropout)
 
     @property
     def session(self) -> Session:
@@ -156,6 +183,31 @@ class Trainer:
         """Train for so many iterations more, and yield each as it ends."""
         return itertools.islice(self, num_iterations)
 
+    def replan(self) -> Replanned:
+        """Plan again by what was measured, and change to the new plan if it is faster; between two iterations.
+
+        Everything that training has goes on: weights, optimizer state, schedulers, chance, and the place in the data.
+        State passes through a file in ``storage_dir`` (or the system's folder for temporary files), so that never
+        more than the memory of one plan is taken. Losses and weights are those of training that was never changed.
+
+        Returns:
+            What was found and done; in words, as a string.
+
+        Raises:
+            ValueError: too few iterations were recorded as a whole, or there are several ranks.
+            StorageError: there is no room for the file; nothing has changed then.
+            ShortageError: the new plan did not find its memory; training can go on as before.
+        """
+        check_replans(self.plan)
+        found = replan(self.plan, self.session.timeline())
+        if found.after is None or not found.is_faster:
+            return found
+        way = Way(found.after.units(), found.after.decisions, _session_options(found.after, self._settings))
+        with explaining(found.after):
+            file_bytes = self.optimizer.change(way, way.options.storage_dir or Path(tempfile.gettempdir()))
+        self.plan = found.after
+        return dataclasses.replace(found, switched=True, file_bytes=file_bytes)
+
     def close(self, *, give_back: bool = True) -> None:
         """End training. See :meth:`executor.session.Session.close`."""
         self.session.close(give_back=give_back)
@@ -169,10 +221,11 @@ class Trainer:
     def _step(self) -> Step:
         begin_s = time.perf_counter()
         iteration, session = self._iteration, self.session
+        metered = session.iteration == METERED
         with explaining(self.plan, session.memory):
-            with session.metered() if iteration == METERED else contextlib.nullcontext():
+            with session.metered() if metered else contextlib.nullcontext():
                 total = self._compute()
-            if iteration == METERED:
+            if metered:
                 check_device(self.plan, session.memory()[Tier.GPU])
             loss = session.mean(float(total))
         if not math.isfinite(loss):
@@ -194,6 +247,19 @@ class Trainer:
             self.optimizer.clip_grad_norm_(MAX_GRADIENT_NORM)
         self.optimizer.step()
         return total
+
+
+def check_replans(plan: Plan) -> None:
+    """Check that a plan can be changed on the way.
+
+    Raises:
+        PlanError: it is one of several ranks.
+    """
+    if plan.decisions.data_parallel > 1:
+        raise PlanError(
+            f"the plan is for {plan.decisions.data_parallel} ranks, which are not planned again on the way so far; "
+            "leave out --replan; `ullage calibrate`, plan, and start again instead"
+        )
 
 
 def check_machine(plan: Plan, process: Process, device: Literal["auto", "host", "cuda"] = "auto") -> None:
@@ -227,14 +293,16 @@ def check_machine(plan: Plan, process: Process, device: Literal["auto", "host", 
         )
 
 
-def _session_options(plan: Plan, storage_dir: Path | None) -> SessionOptions:
+def _session_options(plan: Plan, settings: Settings) -> SessionOptions:
     hardware, per_node = plan.hardware, ranks_per_node(plan)
     return SessionOptions(
         device="cuda" if hardware.device.kind == "gpu" else "cpu",
         num_threads=max(hardware.host.num_optimizer_cores // per_node, 1),
         gpu_capacity_bytes=int(hardware.device.memory_bytes.value),
         host_capacity_bytes=int(hardware.host.memory_bytes.value) // per_node,
-        storage_dir=storage_dir,
+        storage_dir=settings.get("storage_dir"),
+        compile_backend="inductor" if settings.get("compile_blocks") else None,
+        cores=settings.get("cores", "auto"),
         record=True,
     )
 
@@ -248,9 +316,8 @@ def _make(
     *,
     lr: float,
     seed: int,
-    storage_dir: Path | None,
-) -> tuple[nn.Module, OffloadedOptimizer]:
-    """Make what is not given of the planned model, with random weights, and its optimizer; put both under the plan."""
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Make what is not given of the planned model, with random weights, and its optimizer."""
     if plan.hardware.device.kind == "host":
         torch.set_num_threads(plan.hardware.device.num_cores)
         keep_freed_memory()
@@ -261,7 +328,4 @@ def _make(
     if optimizer is None:
         name = plan.decisions.optimizer
         optimizer = stock_of(name)(model.parameters(), lr=lr, **_HYPER_PARAMETERS[name])
-    prepared = prepare(model, optimizer, plan, storage_dir=storage_dir)
-    if process.rank:
-        torch.manual_seed(seed + process.rank)  # of what is left to chance in training (dropout)
-    return prepared
+    return model, optimizer

@@ -208,7 +208,8 @@ class Store:
         if not root.is_dir():
             try:
                 root.parent.mkdir(parents=True, exist_ok=True)
-                self.files.make_folder(root)
+                with contextlib.suppress(FileExistsError):  # another rank was faster
+                    self.files.make_folder(root)
                 self.files.sync_folder(root.parent)
             except OSError as error:
                 raise CheckpointError(f"{root}: {error.strerror}; choose another folder for checkpoints") from error

@@ -15,3 +15,13 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def processes():
+    """Four processes for all tests of ranks, as starting them takes seconds."""
+    from together import Processes  # noqa: PLC0415 - not for tests of kernels
+
+    pool = Processes(4)
+    yield pool
+    pool.close()

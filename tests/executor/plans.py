@@ -17,19 +17,23 @@ PLACES = {
 
 
 @st.composite
-def plans(draw, sizes=(1,)):
-    """Any plan: per unit, per piece, and all settings; for as many ranks as one of ``sizes``."""
+def plans(draw, sizes=(1,), grains=(977, 3000, 100_000), **given):
+    """Any plan: per unit, per piece, and all settings; for as many ranks as one of ``sizes``.
+
+    Of the task, what is ``given`` stays, and of its clipping nothing is drawn then.
+    """
     size = draw(st.sampled_from(sizes))
     zero_stage = draw(st.integers(0, 3)) if size > 1 else 0
     fetches = zero_stage in {0, 3}  # hosts that have only what they update cannot serve the rest
-    clip = draw(st.booleans())
-    task = Task(
-        family=draw(st.sampled_from(["gpt2", "llama"])),
-        dtype=draw(st.sampled_from([torch.bfloat16, torch.float32])),
-        num_micro_batches=draw(st.integers(1, 2)),
-        max_norm=0.5 if clip else None,
-        iterations=3,
-    )
+    clip = True if given else draw(st.booleans())
+    drawn = {
+        "family": draw(st.sampled_from(["gpt2", "llama"])),
+        "dtype": draw(st.sampled_from([torch.bfloat16, torch.float32])),
+        "num_micro_batches": draw(st.integers(1, 2)),
+        "max_norm": 0.5 if clip else None,
+        "iterations": 3,
+    }
+    task = Task(**drawn | given)
     ways = draw(st.lists(st.sampled_from(ACTIVATIONS), min_size=3, max_size=3))
 
     def choose(unit, count):
@@ -44,7 +48,7 @@ def plans(draw, sizes=(1,)):
         choose,
         data_parallel=size,
         zero_stage=zero_stage,
-        subgroup_params=draw(st.sampled_from([977, 3000, 100_000])),
+        subgroup_params=draw(st.sampled_from(grains)),
         num_param_slots=draw(st.integers(1, 3)),
         num_state_slots=draw(st.integers(1, 3)),
         num_nvme_slots=draw(st.integers(1, 3)),

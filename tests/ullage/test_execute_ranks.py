@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,6 +62,7 @@ def test_two_processes_train_one_model(plan: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json", "trace.json.gz"]
     run = load_run(tmp_path / "run.json")
     assert (run.timeline.num_iterations, run.data_position) == (10, 10 * 2 * 2 * 2)
+    assert re.search(r"cores [\d,-]+: 1 compute, 1 update \(rank 0\)", run.machine), run.machine
     assert {task.lane for task in run.timeline.schedule.tasks} >= {"collective", "compute"}
 
 

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from planner.plan import load_plan
-from ullage.arguments import non_negative_int, positive_float, positive_int
+from ullage.arguments import cores, non_negative_int, positive_float, positive_int
 from ullage.commands import Subparsers, command_parser
 from ullage.options import TOKEN_DTYPES, ExecuteOptions
 
@@ -24,6 +24,7 @@ def add_parser(subparsers: Subparsers) -> None:
         """
         ullage execute plan.json
         ullage execute plan.json --iterations 100 --text corpus.txt --lr 3e-4 --output-dir runs/1
+        ullage execute plan.json --iterations 1000 --replan --compile
         ullage execute plan.json --tokens corpus.bin --token-dtype uint16 --data-position 8000
         """,
     )
@@ -65,6 +66,27 @@ def add_parser(subparsers: Subparsers) -> None:
         help="a folder on the planned drives, for what the plan has on NVMe while it trains: state and parameters take "
         "twice their size (default: --output-dir)",
     )
+    parser.add_argument(
+        "--cores",
+        type=cores,
+        default=defaults.cores,
+        metavar="LIST|auto|free",
+        help="CPU cores of this machine, as in 0-31,64-95: its ranks divide them and are bound to their shares, some "
+        "cores of which are left to what issues work for the GPU (auto: those open to the process, bound if there are "
+        "several ranks; free: nothing is bound)",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="let torch.compile fuse kernels of the repeated blocks, when they first run; predictions are without",
+    )
+    parser.add_argument(
+        "--replan",
+        action="store_true",
+        help="after 10 iterations, fit the profile to the measured times of all tasks, plan again, and change to the "
+        "new plan if it is predicted more than 5 %% faster; training goes on from its very state, which passes through "
+        "a file in --storage-dir",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
         "--device",
@@ -86,6 +108,9 @@ def run(args: argparse.Namespace) -> int:
         lr=args.lr,
         output_dir=args.output_dir,
         storage_dir=args.storage_dir,
+        compile_blocks=args.compile,
+        cores=args.cores,
+        replan=args.replan,
         json=args.json,
         device=args.device,
     )
