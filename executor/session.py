@@ -402,6 +402,15 @@ class Session:
             return shard
         return self._ranks.collected(shard)
 
+    def of_first(self, value: int) -> int:
+        """Return rank 0's value; all ranks do so together."""
+        return value if self._ranks is None else int(self._ranks.of_first(torch.tensor(value)))
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has stopped, or is in the middle of an iteration: its state is not that of a step."""
+        return self._machine.stopped or self._inside_iteration
+
     def mean(self, value: float) -> float:
         """Return the mean of a number over the ranks, each with its own; all ranks do so together."""
         return value if self._ranks is None else self._ranks.sums([value])[0] / self._ranks.size

@@ -1,6 +1,7 @@
 """``ullage execute``: a plan trained for some iterations, watched on the way, and compared with its prediction."""
 
 import contextlib
+import dataclasses
 import math
 import platform
 import statistics
@@ -12,7 +13,7 @@ import torch
 
 from planner.models.captured import counted
 from planner.plan import Plan
-from planner.schedule import Tier
+from planner.schedule import MemoryClass, Tier
 from planner.timeline import Timeline
 from planner.trace import chrome_trace, write_trace
 from ullage.comparison import Comparison, compare, render_comparison
@@ -20,13 +21,14 @@ from ullage.console import console, write_json
 from ullage.drift import NUM_RECORDED, DriftWatch
 from ullage.feeds import check_takes_data
 from ullage.formatting import si
+from ullage.interruption import InterruptedTrainingError, Interruption
 from ullage.options import ExecuteOptions
 from ullage.processes import Process
 from ullage.replanning import Replanned
 from ullage.runs import RunRecord, rows, save_run
 from ullage.simulation import simulate
 from ullage.text import Tokens, read_text, read_tokens
-from ullage.training import Step, Trainer, check_machine, check_replans
+from ullage.training import CheckpointOptions, Step, Trainer, check_machine, check_replans
 
 # What warms up (first touches, compiled kernels) is not measured, nor is the iteration whose memory is metered.
 _FIRST_STEADY = 3
@@ -37,7 +39,7 @@ _BAR = 10  # columns: a line of 80 holds the rest
 _LATEST = 10  # iterations that the progress shows the median of
 
 
-def execute(plan: Plan, options: ExecuteOptions) -> RunRecord:
+def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
     """Train a plan's model, measure every task, and compare with the prediction.
 
     It is trained on text or tokens, or on one random batch if it was captured. Under a plan for several devices this is
@@ -52,7 +54,11 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord:
         OSError: the data cannot be read or the results cannot be written.
         ShortageError: training takes more of a tier than it has.
         RankError: another rank has failed.
+        CheckpointError: checkpoints cannot be made in their folder, or that to go on from is of another model.
+        InterruptedTrainingError: a signal ended training, which is in a checkpoint.
     """
+    if options.resume and options.checkpoint_dir is None:
+        raise ValueError("--resume needs --checkpoint-dir DIR, the folder that the checkpoints are in")
     if options.num_iterations < MIN_ITERATIONS:
         raise ValueError(f"{options.num_iterations} iterations are too few to measure; run at least {MIN_ITERATIONS}")
     if options.replan and options.num_iterations < REPLAN_AFTER + MIN_ITERATIONS:
@@ -78,12 +84,33 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord:
         storage_dir=storage,
         compile_blocks=options.compile_blocks,
         cores=options.cores,
+        checkpoints=_checkpoints(options),
     ) as trainer:
-        replanned, record = _train(options, trainer)
+        trained = _train(options, trainer)
         trainer.close(give_back=False)
-    if process.is_first:
-        _write(options, record, replanned)
-    return record
+    if process.is_first and trained.record is not None:
+        _write(options, trained.record, trained.replanned)
+    if options.checkpoint_dir is not None:
+        _tell_of_checkpoints(options, trainer, trained)
+    return trained.record
+
+
+def _checkpoints(options: ExecuteOptions) -> CheckpointOptions | None:
+    if options.checkpoint_dir is None:
+        return None
+    return CheckpointOptions(options.checkpoint_dir, options.checkpoint_every, options.keep)
+
+
+def _tell_of_checkpoints(options: ExecuteOptions, trainer: Trainer, trained: "_Trained") -> None:
+    """Say where the last checkpoint is, and end as the signal wants if one has ended training."""
+    made = [outcome for outcome in trainer.outcomes if outcome.error is None]
+    where = f"checkpoint of step {made[-1].step} in {made[-1].path}" if made and made[-1].path else "no new checkpoint"
+    if trained.signal is not None:
+        raise InterruptedTrainingError(
+            f"interrupted after iteration {trainer.iteration}; {where}; go on with --resume", trained.signal
+        )
+    if trainer.process.is_first and not options.json:
+        console().print(where, markup=False, soft_wrap=True)
 
 
 def _data(options: ExecuteOptions) -> Tokens | None:
@@ -96,7 +123,14 @@ def _data(options: ExecuteOptions) -> Tokens | None:
     return read_tokens(options.tokens, options.token_dtype)
 
 
-def _train(options: ExecuteOptions, trainer: Trainer) -> tuple[Replanned | None, RunRecord]:
+@dataclasses.dataclass(frozen=True)
+class _Trained:
+    record: RunRecord | None  # None after too few iterations
+    replanned: Replanned | None
+    signal: int | None  # that ended it early
+
+
+def _train(options: ExecuteOptions, trainer: Trainer) -> _Trained:
     """Train with a cosine schedule with warm-up, and change the plan on the way if that is asked for and pays."""
 
     def factor(iteration: int) -> float:
@@ -104,25 +138,56 @@ def _train(options: ExecuteOptions, trainer: Trainer) -> tuple[Replanned | None,
         return warm_up * 0.5 * (1 + math.cos(math.pi * iteration / options.num_iterations))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, factor)
+    trainer.stateful["scheduler"] = scheduler
     watch = _watch(trainer.plan)
     losses: list[float] = []
     replanned, before = None, None
-    with _progress(options.num_iterations, trainer) as (tell, warn):
-        for step in trainer.run(options.num_iterations):
+    with _progress(options.num_iterations, trainer) as (tell, warn), _interruption(options, warn) as interruption:
+        if options.resume:
+            _resume(options, trainer, warn)
+        num_told = 0
+        for step in trainer.run(max(options.num_iterations - trainer.iteration, 0)):
             scheduler.step()
             losses.append(step.loss)
             tell(step)
             for drift in watch.after(trainer.session, trainer.session.iteration - 1):
                 warn(str(drift))
+            for outcome in trainer.outcomes[num_told:]:
+                num_told += 1
+                if outcome.error is not None:
+                    warn(f"warning: no checkpoint of step {outcome.step}: {outcome.error}")
             if options.replan and len(losses) == REPLAN_AFTER:
                 before = _record(options, trainer, losses)
                 replanned = trainer.replan()
                 warn(str(replanned))
                 watch = _watch(trainer.plan)
-    record = _record(options, trainer, losses)
-    if replanned is not None and replanned.switched:
+            if interruption is not None and trainer.session.mean(float(interruption.signal is not None)):
+                break  # all ranks, after the same iteration
+    record = _record(options, trainer, losses) if trainer.session.iteration >= MIN_ITERATIONS else None
+    if record is not None and replanned is not None and replanned.switched:
         record = record.model_copy(update={"before": before})
-    return replanned, record
+    return _Trained(record, replanned, None if interruption is None else interruption.signal)
+
+
+def _interruption(
+    options: ExecuteOptions, warn: Callable[[str], None]
+) -> contextlib.AbstractContextManager[Interruption | None]:
+    """Without checkpoints there is nothing to end in order for."""
+    return contextlib.nullcontext() if options.checkpoint_dir is None else Interruption(warn)
+
+
+def _resume(options: ExecuteOptions, trainer: Trainer, warn: Callable[[str], None]) -> None:
+    found = trainer.resume()
+    for reason in found.refused:
+        warn(f"warning: passed over: {reason}")
+    if found.path is None:
+        warn(f"no checkpoint in {options.checkpoint_dir}: training begins at the beginning")
+    elif found.step >= options.num_iterations:
+        raise ValueError(
+            f"{found.path} has all of {options.num_iterations} iterations already; ask for more with --iterations"
+        )
+    else:
+        warn(f"going on from {found.path}")
 
 
 def _watch(plan: Plan) -> DriftWatch:
@@ -143,12 +208,15 @@ def _write(options: ExecuteOptions, record: RunRecord, replanned: Replanned | No
 
 def _compared(record: RunRecord) -> Comparison:
     simulation = simulate(record.plan)
+    predicted = {tier: use.peak_bytes for tier, use in record.plan.prediction.memory.items()}
+    if record.checkpoint_bytes:  # no part of the plan
+        predicted[Tier.HOST] = predicted.get(Tier.HOST, 0) + record.checkpoint_bytes
     return compare(
         simulation.timeline,
         simulation.steady,
         record.timeline,
         record.steady_iterations,
-        {tier: use.peak_bytes for tier, use in record.plan.prediction.memory.items()},
+        predicted,
         record.memory,
     )
 
@@ -200,6 +268,7 @@ def _record(options: ExecuteOptions, trainer: Trainer, losses: list[float]) -> R
         steady_iterations=tuple(range(_FIRST_STEADY, timeline.num_iterations - 1)),
         memory={tier: use.peak_bytes * ranks.get(tier, 1) for tier, use in trainer.session.memory().items()},
         data_position=trainer.position,
+        checkpoint_bytes=trainer.session.memory()[Tier.HOST].static_bytes.get(MemoryClass.CHECKPOINT, 0),
     )
 
 

@@ -35,6 +35,7 @@ class RunRecord(Frozen):
             ``--data-position`` takes to go on in the same data with the same seed and length of sequences.
         before: what was executed until the plan was changed on the way, if it was: the rest is of the plan after that,
             but for the losses, which are those of all iterations.
+        checkpoint_bytes: host memory for checkpoints; if there is any, tasks that take state for them are recorded too.
     """
 
     schema_version: Literal[1] = 1
@@ -47,12 +48,13 @@ class RunRecord(Frozen):
     memory: dict[Tier, int]
     data_position: int
     before: "RunRecord | None" = None
+    checkpoint_bytes: int = 0
 
     @property
     def timeline(self) -> Timeline:
         """The measured timeline."""
         start_s, end_s = (np.array(rows, np.float64) for rows in (self.start_s, self.end_s))
-        return Timeline(self.plan.schedule(), start_s, end_s)
+        return Timeline(self.plan.schedule(takes_snapshots=self.checkpoint_bytes > 0), start_s, end_s)
 
 
 def rows(seconds: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> tuple[tuple[float | None, ...], ...]:

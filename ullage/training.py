@@ -9,17 +9,21 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypedDict, Unpack, final
+from typing import Any, Final, Literal, Protocol, Self, TypedDict, Unpack, final
 
 import torch
 from torch import nn
 
+from executor.checkpoint import Checkpoint, CheckpointError, Outcome
 from executor.cores import Choice
 from executor.optimizer.table import stock_of
 from executor.options import SessionOptions
 from executor.prepare import OffloadedOptimizer, Way, prepare_session
+from executor.saving import Checkpoints, restore
 from executor.session import Session
 from hwprofiles.allocator import keep_freed_memory
+from planner.models import to_hf_config_dict
+from planner.models.captured import CapturedModel
 from planner.optimizers import Optimizer
 from planner.plan import Plan, PlanError
 from planner.schedule import Tier
@@ -52,11 +56,14 @@ class Settings(TypedDict, total=False):
         cores: of this machine, which its ranks divide; left out, those that are open to the process. Threads are bound
             if there are several ranks or cores are named, and left alone if this is ``"free"``: see
             [Note: Shares of cores] in :mod:`executor.cores`.
+        checkpoint_buffer_bytes: host memory for what is taken for checkpoints and not written yet; without it none can
+            be made, see :class:`ullage.Checkpoints`.
     """
 
     storage_dir: Path | None
     compile_blocks: bool
     cores: Choice
+    checkpoint_buffer_bytes: int
 
 
 def prepare(
@@ -107,6 +114,50 @@ class Step:
     measured_s: float
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckpointOptions:
+    """Which checkpoints a trainer makes.
+
+    Attributes:
+        folder: where; all ranks share it.
+        every: iterations from one to the next; one more is made at the end.
+        keep: the newest that stay, at least two.
+        buffer_bytes: host memory for what is taken and not written yet.
+    """
+
+    folder: Path
+    every: int = 100
+    keep: int = 2
+    buffer_bytes: int = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resumed:
+    """What training has gone on from.
+
+    Attributes:
+        path: folder of the checkpoint; ``None`` if there was none, and training begins at the beginning.
+        step: iterations behind it.
+        refused: why newer checkpoints were passed over.
+    """
+
+    path: Path | None
+    step: int
+    refused: tuple[str, ...]
+
+
+class Stateful(Protocol):
+    """Anything that goes into a checkpoint beside the model and the optimizer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state: numbers, strings, lists and dictionaries."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Take over what :meth:`state_dict` returned."""
+        ...
+
+
 @final
 class Trainer:
     """Trains a plan's model on tokens, one iteration after another; what is done between them is the caller's.
@@ -125,11 +176,15 @@ class Trainer:
         lr: learning rate of the optimizer that is made here.
         seed: of the weights that are made here, and of the order of the data.
         position: sequences to leave out at the beginning: another run's ``position``, to go on where it stopped.
+        checkpoints: where, when and how many; left out, none are made.
         settings: see :class:`Settings`.
 
     Attributes:
         plan, model, optimizer: what is trained, and how. LR schedulers may be built on the optimizer.
         process: this process among those of the plan.
+        stateful: what else goes into checkpoints, by name: anything with ``state_dict()``, of plain numbers and lists,
+            and ``load_state_dict()``. LR schedulers belong here.
+        outcomes: how the checkpoints of this process have ended so far.
 
     Raises:
         PlanError: the plan was made for another kind of machine, or for another number of processes.
@@ -149,11 +204,18 @@ class Trainer:
         lr: float = 1e-3,
         seed: int = 0,
         position: int = 0,
+        checkpoints: CheckpointOptions | None = None,
         **settings: Unpack[Settings],
     ) -> None:
         if optimizer is not None and model is None:
             raise ValueError("an optimizer was given without the model that it is for; give both, or neither")
         self.plan = plan
+        self.stateful: dict[str, Stateful] = {}
+        self.outcomes: list[Outcome] = []
+        self._saving = checkpoints
+        self._saved_at = 0  # iteration whose state is known to be in a checkpoint, or was given
+        if checkpoints is not None:
+            settings = {"checkpoint_buffer_bytes": checkpoints.buffer_bytes, **settings}
         self._settings = settings
         self.process = Process.of(plan)
         check_machine(plan, self.process)
@@ -162,6 +224,7 @@ class Trainer:
         with explaining(plan):
             model, optimizer = _make(plan, model, optimizer, self._feed, self.process, lr=lr, seed=seed)
             self.model, self.optimizer = prepare(model, optimizer, plan, **settings)
+        self._checkpoints = self._open_checkpoints()
         if self.process.rank:
             torch.manual_seed(seed + self.process.rank)  # of what is left to chance in training (dropout)
 
@@ -183,6 +246,57 @@ class Trainer:
         """Train for so many iterations more, and yield each as it ends."""
         return itertools.islice(self, num_iterations)
 
+    @property
+    def iteration(self) -> int:
+        """Iterations that have been made, those before a checkpoint that training went on from included."""
+        return self._iteration
+
+    def resume(self) -> Resumed:
+        """Go on from the newest checkpoint that is whole, if there is one; before the first iteration.
+
+        Weights, optimizer state, step counts, rates, what is :attr:`stateful`, random numbers and the place in the data
+        are what they were, whatever plan and number of ranks they were made under. All ranks do so together.
+
+        Raises:
+            ValueError: the trainer makes no checkpoints.
+            CheckpointError: it is of another model or optimizer.
+        """
+        if self._checkpoints is None:
+            raise ValueError("there is no folder of checkpoints to go on from; give the trainer checkpoints=")
+        path, refused = self._checkpoints.newest()
+        if path is None:
+            return Resumed(None, 0, refused)
+        with Checkpoint(path) as checkpoint:
+            extra = restore(self.optimizer, checkpoint)
+        for name, held in self.stateful.items():
+            if name not in extra["stateful"]:
+                raise CheckpointError(f"{path} has no {name}; it has {', '.join(extra['stateful']) or 'nothing else'}")
+            held.load_state_dict(extra["stateful"][name])
+        self._feed.position = extra["position"]
+        self._iteration = self._saved_at = checkpoint.manifest.step
+        return Resumed(path, self._iteration, refused)
+
+    def save(self) -> None:
+        """Begin a checkpoint of the present state; it is taken during the next iteration, or when training ends.
+
+        Raises:
+            ValueError: the trainer makes no checkpoints.
+        """
+        if self._checkpoints is None:
+            raise ValueError("there is no folder for checkpoints; give the trainer checkpoints=")
+        if self._saved_at == self._iteration and self._iteration:
+            return
+        model = self.plan.model
+        config = None if isinstance(model, CapturedModel) else to_hf_config_dict(model)
+        extra = {
+            "position": self.position,
+            "stateful": {name: held.state_dict() for name, held in self.stateful.items()},
+            "config": config,
+            "plan": self.plan.digest(),
+        }
+        self._checkpoints.save(self._iteration, extra)
+        self._saved_at = self._iteration
+
     def replan(self) -> Replanned:
         """Plan again by what was measured, and change to the new plan if it is faster; between two iterations.
 
@@ -203,22 +317,50 @@ class Trainer:
         if found.after is None or not found.is_faster:
             return found
         way = Way(found.after.units(), found.after.decisions, _session_options(found.after, self._settings))
+        self._close_checkpoints()
         with explaining(found.after):
             file_bytes = self.optimizer.change(way, way.options.storage_dir or Path(tempfile.gettempdir()))
         self.plan = found.after
+        self._checkpoints = self._open_checkpoints()
         return dataclasses.replace(found, switched=True, file_bytes=file_bytes)
 
     def close(self, *, give_back: bool = True) -> None:
-        """End training. See :meth:`executor.session.Session.close`."""
+        """End training. See :meth:`executor.session.Session.close`.
+
+        If checkpoints are made, one of the last iteration is, and is waited for.
+        """
+        if self._checkpoints is not None and not self.session.failed:
+            self.save()
+        self._close_checkpoints()
         self.session.close(give_back=give_back)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self.close()
+            return
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         self.session.__exit__(kind, error, traceback)
 
+    def _open_checkpoints(self) -> Checkpoints | None:
+        saving = self._saving
+        if saving is None:
+            return None
+        return Checkpoints(self.optimizer, saving.folder, keep=saving.keep, tell=self.outcomes.append)
+
+    def _close_checkpoints(self) -> None:
+        if self._checkpoints is not None:
+            if not self.session.failed:
+                self._checkpoints.finish()
+            self._checkpoints.close()
+            self._checkpoints = None
+
     def _step(self) -> Step:
+        if self._saving is not None and self._iteration and self._iteration % self._saving.every == 0:
+            self.save()  # not right behind the iteration: schedulers have been stepped since
         begin_s = time.perf_counter()
         iteration, session = self._iteration, self.session
         metered = session.iteration == METERED
@@ -303,6 +445,7 @@ def _session_options(plan: Plan, settings: Settings) -> SessionOptions:
         storage_dir=settings.get("storage_dir"),
         compile_backend="inductor" if settings.get("compile_blocks") else None,
         cores=settings.get("cores", "auto"),
+        checkpoint_buffer_bytes=settings.get("checkpoint_buffer_bytes", 0),
         record=True,
     )
 

@@ -169,14 +169,20 @@ class CheckpointEngine:
 
         Raises:
             CheckpointError: there is one of this turn already.
-            TypeError, ValueError: ``extra`` is not plain JSON.
+            ValueError: ``extra`` is not plain JSON.
         """
         if turn in self._captures:
             raise CheckpointError(
                 f"the checkpoint of step {self._captures[turn].step} was begun here already; begin one after each "
                 "iteration at most"
             )
-        text = json.dumps(extra, allow_nan=False)  # by value, now
+        try:
+            text = json.dumps(extra, allow_nan=False)  # by value, now
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"what goes into a checkpoint beside tensors has to be plain JSON (finite numbers, text, lists, "
+                f"dictionaries): {error}"
+            ) from error
         with self._lock:
             self._num_open += 1
         self._captures[turn] = _Capture(step, text, list(self._source.slices), time.monotonic())

@@ -101,7 +101,7 @@ class Draft:
         Raises:
             CheckpointError: it cannot be, or there is a whole one of this step; nothing is acknowledged then.
         """
-        final_path = self._root / f"step-{self.step:08d}"
+        final_path = self._root / _named(self.step)
         try:
             self._write(manifest.to_json())
             for folder in (*(self.folder / name for name in self._folders), self.folder):
@@ -222,6 +222,10 @@ class Store:
         """
         return Draft(self.files, self.root, step, folders, nonce)
 
+    def folder(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint."""
+        return self.root / _named(step)
+
     def folders(self) -> list[Path]:
         """Return the folders of all checkpoints, newest first, whole or not."""
         named = ((_NAME.fullmatch(path.name), path) for path in self.root.iterdir())
@@ -278,6 +282,10 @@ class Store:
                 remove_tree(self.files, path)
             finally:
                 os.close(lock)
+
+
+def _named(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def _is_whole(path: Path) -> bool:
