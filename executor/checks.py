@@ -18,12 +18,6 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
             f"the plan is for {decisions.optimizer}, but the optimizer is {entry.stock.__name__}, which keeps other "
             f"state; plan with --optimizer {entry.planned_as}"
         )
-    if decisions.storage_ahead:
-        raise ValueError(
-            f"policy {decisions.policy} has {', '.join(decisions.storage_ahead)}, which can be simulated but not "
-            "executed so far: set params to 'gpu' or 'host', activations to 'keep' or 'recompute', and spill_gradients "
-            "to false; optimizer state may be on NVMe"
-        )
     for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_units"):
         if (count := getattr(decisions, name)) > 1:
             option = f"--{name.replace('_', '-')} 1"
@@ -35,8 +29,8 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
     if not decisions.executable:
         raise ValueError(
             f"policy {decisions.policy} models another engine, which can be simulated but not executed: plan again, or "
-            "set gradient_path to 'once' and host_update to 'fused', and leave out module_hooks, loop, "
-            "device_buffer_bytes, max_prefetch_params and max_reuse_params"
+            "set gradient_path to 'once', host_update to 'fused' and pinned_reads to true, and leave out module_hooks, "
+            "loop, device_buffer_bytes, max_prefetch_params and max_reuse_params"
         )
 
 

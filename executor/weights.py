@@ -60,15 +60,20 @@ class Weights:
                 self._fill(state)
 
     def of(self, name: str) -> torch.Tensor:
-        """Return a parameter's current weights: a view of where they are kept, or new host memory if that is shards."""
+        """Return a parameter's current weights: a view of where they are kept.
+
+        It is new host memory if they are kept in shards, or on NVMe.
+        """
         unit, parameter = self._parameters[name]
-        if not _is_sharded(unit):
+        if not (_is_sharded(unit) or unit.on_nvme):
             return unit.weight_of(parameter)
         self._fill(unit)
         return unit.weight_of(parameter, unit.device_weights).to("cpu", copy=True)
 
     def _fill(self, unit: UnitState) -> None:
         if self._in_slot.get(unit.slot) != unit.name:
+            if unit.on_nvme:
+                self._actions.read(unit)
             if not unit.on_device:
                 self._actions.fetch(unit)
             if _is_sharded(unit):

@@ -141,7 +141,6 @@ def _execution(plan: Plan) -> dict[str, str]:
         "units of experts (--expert-units 1 plans one)": decided.expert_units,
     }
     ahead = [f"{count} {what}" for what, count in counts.items() if count > 1]
-    ahead += decided.storage_ahead
     if ahead:
         return {"execution": f"planned and simulated, not executed so far: {', '.join(ahead)}"}
     if decided.num_devices == 1:

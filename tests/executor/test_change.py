@@ -11,9 +11,9 @@ from training import OPTIMIZERS, Task, assert_same, decide, make_model, model_un
 from training import session_options as options
 
 import executor.prepare
+from executor.files import StorageError
 from executor.memory import DeviceMemoryError
 from executor.prepare import Way, prepare_session
-from executor.storage import StorageError
 
 WAYS = [mixed, uniform("gpu", "gpu", "recompute"), uniform("gpu", "stream"), uniform("gpu", "cpu")]
 WAYS += [uniform("host", "cpu", "recompute"), uniform("host", "stream"), uniform("host", "nvme")]

@@ -25,13 +25,17 @@ ROOM = 4 * 4096
 def mixed(unit, count):
     """Return choices of every kind but NVMe, which is not captured so far."""
     params, activations, places, *gradients = mixed_places(unit, count)
-    return params, activations, [Place.CPU if place is Place.NVME else place for place in places], *gradients
+    places = [Place.CPU if place is Place.NVME else place for place in places]
+    return "host" if params == "nvme" else params, activations, places, *gradients
 
 
 def in_memory(decisions):
     chosen = {
         name: unit.model_copy(
-            update={"update": tuple(Place.CPU if place is Place.NVME else place for place in unit.update)}
+            update={
+                "params": "host" if unit.params == "nvme" else unit.params,
+                "update": tuple(Place.CPU if place is Place.NVME else place for place in unit.update),
+            }
         )
         for name, unit in decisions.units.items()
     }

@@ -5,6 +5,7 @@ import functools
 import itertools
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,9 @@ def make_model(task: Task) -> torch.nn.Module:
 
 
 @functools.cache
-def model_units(family: str):
+def model_units(family: str, dtype: torch.dtype = torch.bfloat16):
     config = from_hf_config(CONFIGS[family]().to_dict(), family)
-    return units(build_graph(config, Batch(MICRO_BATCH, SEQ_LEN)))
+    return units(build_graph(config, Batch(MICRO_BATCH, SEQ_LEN, dtype.itemsize)))
 
 
 def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
@@ -202,7 +203,7 @@ def decide(task: Task, choose, **settings) -> Decisions:
     subgroup_params = settings.pop("subgroup_params", 3000)
     num_shards = settings.get("data_parallel", 1) if settings.get("zero_stage") else 1
     chosen = {}
-    for number, unit in enumerate(model_units(task.family)):
+    for number, unit in enumerate(model_units(task.family, task.dtype)):
         shard = -(-unit.num_params // num_shards)
         params, activations, places, *gradients = choose(unit, -(-shard // subgroup_params))
         if not unit.recompute:
@@ -233,7 +234,8 @@ def uniform(params: str, place: str, activations: str = "keep"):
 def prepare(task: Task, decisions: Decisions, model=None, **options):
     model = model or make_model(task)
     optimizer = make_optimizer(task, model)
-    return prepare_session(model, optimizer, model_units(task.family), decisions, session_options(**options))
+    found = model_units(task.family, task.dtype)
+    return prepare_session(model, optimizer, found, decisions, session_options(**options))
 
 
 def session_options(**options) -> SessionOptions:
@@ -272,6 +274,16 @@ def assert_same(got, expected):
     assert got[1].keys() == expected[1].keys()
     different = [name for name in expected[1] if not torch.equal(got[1][name], expected[1][name])]
     assert not different, different
+
+
+def assert_memory_is_stated(session) -> None:
+    """Check that what is taken once is what the schedule holds all the time, by tier and class."""
+    for tier, memory in session.memory().items():
+        stated = Counter()
+        for buffer in session.schedule.buffers:
+            if buffer.tier is tier and buffer.first is None and buffer.memory_class != "workspace":
+                stated[buffer.memory_class] += buffer.num_bytes
+        assert {c: n for c, n in memory.static_bytes.items() if n} == stated, tier
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
