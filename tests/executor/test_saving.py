@@ -8,38 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_numerics import mixed as mixed_places
-from test_numerics import plans
+from test_numerics import mixed, plans
 from training import Task, assert_same, batches, decide, delay, prepare, reference, uniform
 
 import executor.snapshots
 from executor.checkpoint import Checkpoint, CheckpointError, Files, Store
 from executor.saving import Checkpoints, restore
-from planner.decisions import Place
 from planner.lowering.snapshots import snapshots
 from planner.schedule import MemoryClass, Op, Tier
 
 ROOM = 4 * 4096
-
-
-def mixed(unit, count):
-    """Return choices of every kind but NVMe, which is not captured so far."""
-    params, activations, places, *gradients = mixed_places(unit, count)
-    places = [Place.CPU if place is Place.NVME else place for place in places]
-    return "host" if params == "nvme" else params, activations, places, *gradients
-
-
-def in_memory(decisions):
-    chosen = {
-        name: unit.model_copy(
-            update={
-                "params": "host" if unit.params == "nvme" else unit.params,
-                "update": tuple(Place.CPU if place is Place.NVME else place for place in unit.update),
-            }
-        )
-        for name, unit in decisions.units.items()
-    }
-    return decisions.model_copy(update={"units": chosen})
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +70,6 @@ def test_a_checkpoint_at_every_iteration_leaves_no_trace_and_any_plan_goes_on_fr
     plan, other, seed, start, data, tmp_path_factory
 ):
     (task, decisions), (_, others) = plan, other
-    decisions = in_memory(decisions)
     task = Task(**(vars(task) | {"schedule": True}))
     folder = tmp_path_factory.mktemp("saved")
     seen, final, outcomes = run(task, decisions, folder, delays=seed)
@@ -193,7 +170,7 @@ def test_buffers_are_in_the_ledger(tmp_path):
     task = Task("gpt2")
     _, optimizer = prepare(task, decide(task, mixed), checkpoint_buffer_bytes=9 * 4096)
     with optimizer.session, Checkpoints(optimizer, tmp_path / "saved"):
-        assert optimizer.session.memory()[Tier.HOST].static_bytes[MemoryClass.CHECKPOINT] == 9 * 4096
+        assert optimizer.session.memory()[Tier.HOST].static_bytes[MemoryClass.CHECKPOINT] == 10 * 4096
 
 
 def test_a_session_without_room_is_told(tmp_path):
@@ -222,7 +199,7 @@ def test_every_piece_has_one_snapshot_between_two_changes():
         tasks = session.schedule.tasks
         taken = {(t.unit, t.piece): t for t in tasks if t.op is Op.SNAPSHOT}
         updates = {(t.unit, t.piece): t for t in tasks if t.op is Op.UPDATE and t.num_params}
-        stores = {(t.unit, t.piece): t for t in tasks if t.op is Op.STORE}
+        stores = {(t.unit, t.piece): t for t in tasks if t.op in {Op.STORE, Op.SWAP_OUT}}
         assert taken.keys() == updates.keys()
         for key, snapshot in taken.items():
             change = stores.get(key, updates[key])
