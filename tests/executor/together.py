@@ -113,7 +113,8 @@ def _serve(rank: int, port: int, pipe) -> None:
         except BaseException as error:  # noqa: BLE001 - what went wrong is the result
             result = error
         finally:
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
         pipe.send(result)
     FOLDER.cleanup()  # processes of multiprocessing end without doing so
 
