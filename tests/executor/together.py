@@ -84,10 +84,10 @@ class Processes:
                 found.append(error)
         return found
 
-    def call(self, size: int, function, *arguments) -> list:
+    def call(self, size: int, function, *arguments, timeout_s: float = 120.0) -> list:
         """Return what every rank returned; raise what one raised."""
         self.begin(size, function, *arguments)
-        found = self.results(size)
+        found = self.results(size, timeout_s)
         for result in found:
             if isinstance(result, BaseException):
                 raise result
