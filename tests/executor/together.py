@@ -77,7 +77,11 @@ class Processes:
         """Return what the first processes returned or raised, and what remains of one that is gone."""
         found = []
         for pipe in self._pipes[:size]:
-            assert pipe.poll(timeout_s), "a rank does not answer"
+            if not pipe.poll(timeout_s):
+                for rank in range(size):  # or what they answer later would be taken for the next call's
+                    self.workers[rank].kill()
+                    self.restart(rank)
+                raise AssertionError("a rank does not answer")
             try:
                 found.append(pipe.recv())
             except EOFError as error:
