@@ -19,12 +19,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from executor.parallel.shares import BindingError
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
-
-
-class BindingError(ValueError):
-    """The model is not the one that was planned."""
 
 
 class Marks(Protocol):
@@ -41,34 +38,6 @@ class Marks(Protocol):
     def recomputed(self, unit: str) -> None:
         """Recomputation of the segment that ends with this unit has ended."""
         ...
-
-
-def planned_parameters(model: nn.Module, units: tuple[Unit, ...]) -> dict[str, nn.Parameter]:
-    """Return the model's parameters by the names that the units use.
-
-    Raises:
-        BindingError: the model has other parameters than the units, or of other shapes.
-    """
-    named = dict(model.named_parameters(remove_duplicate=False))
-    specs = {spec.name: spec for unit in units for spec in unit.parameters}
-    if missing := sorted(specs.keys() - named.keys()):
-        raise BindingError(f"the plan has a parameter {missing[0]} that the model has not; plan this model again")
-    for name, spec in specs.items():
-        if tuple(named[name].shape) != tuple(spec.shape):
-            raise BindingError(
-                f"parameter {name} has shape {tuple(named[name].shape)}, but {tuple(spec.shape)} in the plan; plan "
-                "this model again"
-            )
-    owned: dict[int, str] = {}
-    for name in specs:
-        if (other := owned.setdefault(id(named[name]), name)) != name:
-            raise BindingError(
-                f"parameters {other} and {name} are one object in the model, but two in the plan; tie them in the "
-                "plan's model too, or not in the model"
-            )
-    if strange := [name for name, parameter in named.items() if id(parameter) not in owned]:
-        raise BindingError(f"the model has a parameter {strange[0]} that the plan has not; plan this model again")
-    return {name: named[name] for name in specs}
 
 
 def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, str]:
@@ -120,16 +89,15 @@ def bind(model: nn.Module, units: tuple[Unit, ...], decisions: Decisions, marks:
 
 
 def bind_state_dict(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter], weight: Callable[[str], torch.Tensor]
+    model: nn.Module, names: Mapping[int, str], weight: Callable[[str], torch.Tensor]
 ) -> list[Callable[[], None]]:
     """Make ``state_dict`` give current weights, which no view of a slot shows; return what undoes it.
 
     Args:
         model: the bound model.
-        parameters: its parameters by name.
+        names: of its parameters, by identity.
         weight: returns the current weights of one, by the same name.
     """
-    names = {id(parameter): name for name, parameter in parameters.items()}
 
     def after(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
         for name, parameter in module.named_parameters(recurse=False):

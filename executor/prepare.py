@@ -8,6 +8,7 @@ from torch import nn
 
 from executor.optimizer.table import OptimizerEntry, entry_of
 from executor.options import SessionOptions
+from executor.parallel.shares import Share
 from executor.pieces import Part
 from executor.session import Session
 from executor.state import ParameterState, UnitState, write_weights
@@ -158,41 +159,48 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _read_states(self) -> dict[str, dict[str, Any]]:
         units = {unit.name: unit for unit, _ in self.session.parameter_states().values()}
-        states: dict[str, dict[str, Any]] = {}
+        parts: dict[str, dict[str, list[tuple[Share, torch.Tensor]]]] = {}
+        steps: dict[str, int] = {}
         for unit in units.values():
             keys = ("master", *self.entry.buffers)
             own = _own(self.session, unit, len(keys))
-            whole = {key: self.session.collected(values, unit) for key, values in zip(keys, own, strict=True)}
+            flat = {key: self.session.collected(values, unit) for key, values in zip(keys, own, strict=True)}
             if unit.own_weights.dtype is torch.float32:  # the weights are the master copy
-                del whole["master"]
+                del flat["master"]
             for entry in unit.parameters:
                 if entry.step or self.entry.starts_at:
-                    shape = entry.parameter.shape
-                    cut = {key: flat[entry.start : entry.stop].clone().view(shape) for key, flat in whole.items()}
-                    step = {"step": torch.tensor(float(entry.step))} if self.entry.counts_steps else {}
-                    states[entry.name] = step | cut
-        return states
+                    share = entry.share
+                    steps[share.name] = entry.step
+                    for key, values in flat.items():
+                        cut = values[entry.start : entry.stop].clone().view(share.shape)
+                        parts.setdefault(share.name, {}).setdefault(key, []).append((share, cut))
+        return {
+            name: ({"step": torch.tensor(float(step))} if self.entry.counts_steps else {})
+            | {key: self.session.whole(found) for key, found in parts.get(name, {}).items()}
+            for name, step in steps.items()
+        }
 
     def _write_states(self, entries: Mapping[str, _Entry]) -> None:
         """Set the state of parameters, by name; each piece is had once, which may be on NVMe."""
         if not entries:
             return
-        states = self.session.parameter_states()
-        changed = {id(unit): unit for unit, _ in (states[name] for name in entries)}
-        for name, (entry, _) in entries.items():
+        found = [(u, p) for u, p in self.session.parameter_states().values() if p.share.name in entries]
+        for _, parameter in found:
             # Where steps are not told, state tells that there was one.
+            entry, _ = entries[parameter.share.name]
             there = any(entry.get(key) is not None for key in self.entry.buffers)
-            states[name][1].step = int(entry.get("step", there))
-        for unit in changed.values():
-            parts = [(p, part) for p in unit.parameters if p.name in entries for part in p.parts]
+            parameter.step = int(entry.get("step", there))
+        for unit in {id(unit): unit for unit, _ in found}.values():
+            mine = {p.name: _of_share(p, entries[p.share.name]) for p in unit.parameters if p.share.name in entries}
+            parts = [(p, part) for p in unit.parameters if p.name in mine for part in p.parts]
             for piece in {part.piece.index: part.piece for _, part in parts}.values():
                 with self.session.state_of(unit, piece, writes=True) as state:
                     for parameter, part in parts:
                         if part.piece.index == piece.index:
-                            self._write_part(state, parameter, part, entries[parameter.name])
+                            self._write_part(state, parameter, part, mine[parameter.name])
             for parameter in unit.parameters:
-                if parameter.name in entries and "master" in (entry := entries[parameter.name][0]):
-                    write_weights(unit, parameter, entry["master"].reshape(-1))
+                if parameter.name in mine and "master" in (entry := mine[parameter.name][0]):
+                    write_weights(unit, parameter, entry["master"])
 
     def _write_part(
         self, state: tuple[torch.Tensor, ...], parameter: ParameterState, part: Part, entry: _Entry
@@ -208,9 +216,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if values is None or initial is not None:
                 target.fill_(initial or 0.0)
             else:
-                target.copy_(parameter.values_of(part, values.reshape(-1)))
+                target.copy_(parameter.values_of(part, values))
         if part.piece.place is Place.NVME and "master" in values_of:
-            master.copy_(parameter.values_of(part, values_of["master"].reshape(-1)))
+            master.copy_(parameter.values_of(part, values_of["master"]))
 
 
 def _own(session: Session, unit: UnitState, count: int) -> tuple[torch.Tensor, ...]:
@@ -222,6 +230,13 @@ def _own(session: Session, unit: UnitState, count: int) -> tuple[torch.Tensor, .
             for target, values in zip(whole, state, strict=True):
                 target[held].copy_(values)
     return whole.unbind()
+
+
+def _of_share(parameter: ParameterState, entry: _Entry) -> _Entry:
+    """Return what a saved state has of this rank's share of a parameter, flat."""
+    values_of, group = entry
+    tensors = {key: values for key, values in values_of.items() if key != "step" and values is not None}
+    return {key: parameter.share.part(values).reshape(-1) for key, values in tensors.items()}, group
 
 
 def _of_piece(tensor: torch.Tensor, part: Part) -> torch.Tensor:

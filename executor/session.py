@@ -7,7 +7,7 @@ issues what is left of the iteration and returns while updates go on.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Self, final
 
 import numpy as np
@@ -16,17 +16,19 @@ from torch import nn
 
 from executor.actions import Actions, ParameterUpdate
 from executor.backend import Meter
-from executor.binding import bind, bind_state_dict, in_backward, planned_parameters
+from executor.binding import bind, bind_state_dict, in_backward
 from executor.checks import check_decisions, check_groups
 from executor.exchange import Exchange
-from executor.gradients import GradientError, OffloadedGradient
 from executor.machine import LaneMachine
 from executor.memory import Arena, MeasuredMemory
 from executor.optimizer import WorkerTeam
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions, backend_of
+from executor.parallel.mesh import Mesh
+from executor.parallel.shares import Share, shares_of, whole_of
 from executor.pieces import Piece
 from executor.ranks import Ranks
+from executor.stand_ins import StandIns
 from executor.state import ModelState, ParameterState, UnitState
 from executor.weights import Weights
 from planner.decisions import Decisions, Place
@@ -74,56 +76,45 @@ class Session:
         self._shared = {unit.name: unit.shared_units for unit in units}
         self._segment = {unit.name: {u.name for u in segment} for segment in segments(units) for unit in segment}
         self._spine = [t for t in self.schedule.tasks if t.op in _INSIDE_BACKWARD]
-        parameters = planned_parameters(model, units)
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
-        check_groups(entry, groups, self._names)
         self._backend = backend_of(options)
         self._task: Task | None = None  # where the caller is; None outside forward and backward
         self._inside_iteration = False
         self._watching_end = False  # of the backward that runs now
         self._left: set[str] = set()  # units that this backward has left
         self._inferring = False
-        self._scales: dict[str, float] = {}
-        self._norms: dict[str, torch.Tensor] | None = None
         self._meter: Meter | None = None
-        several = decisions.data_parallel > 1
-        self._ranks = Ranks(decisions.data_parallel, self._backend.device) if several else None
-        with contextlib.nullcontext() if self._ranks is None else self._ranks.telling():
-            self._take_over(units, parameters, options)
+        several = decisions.num_devices > 1
+        self._ranks = ranks = Ranks(decisions.degrees, self._backend.device) if several else None
+        with contextlib.nullcontext() if ranks is None else ranks.telling():
+            shares = shares_of(model, units, Mesh(decisions.degrees, ranks.rank if ranks else 0))
+            self._names = {id(share.whole): share.name for share in shares.values()}
+            check_groups(entry, groups, self._names)
+            self._take_over(units, shares, options)
             self._undo = [*self._hook_parameters(), *bind(model, units, decisions, self)]
-            self._undo += bind_state_dict(model, parameters, self.full_parameter)
+            self._undo += bind_state_dict(model, self._names, self.full_parameter)
             self._move_buffers()
             self.synchronize()  # what was copied in so far was on no lane
 
-    def _take_over(
-        self, units: tuple[Unit, ...], parameters: Mapping[str, nn.Parameter], options: SessionOptions
-    ) -> None:
+    def _take_over(self, units: tuple[Unit, ...], shares: Mapping[str, Share], options: SessionOptions) -> None:
         """Move the parameters into the session's memory, and start the threads."""
         decisions, ranks = self.decisions, self._ranks
         self._gpu = Arena(Tier.GPU, options.gpu_capacity_bytes, self._backend)
         self._host = Arena(Tier.HOST, options.host_capacity_bytes, self._backend)
-        if ranks is None:
-            self._state = ModelState(
-                units, decisions, parameters, self._gpu, self._host, storage_dir=options.storage_dir
-            )
-            exchange = None
-        else:
-            ranks.agree("plan or model", self.schedule.to_json() + "".join(parameters))
-            agreed = ranks.of_first
-            self._state = ModelState(
-                units, decisions, parameters, self._gpu, self._host, ranks.rank, agreed, options.storage_dir
-            )
+        if ranks is not None:
+            ranks.agree("plan or model", self.schedule.to_json() + "".join(shares))
+        self._state = ModelState(units, decisions, shares, self._gpu, self._host, ranks, options.storage_dir)
+        exchange = None
+        if ranks is not None:
             exchange = Exchange(self._state, decisions, self.schedule, self._backend, ranks)
         self._exchange = exchange
+        self._stand_ins = StandIns((p for _, p in self._state.parameters()), decisions, self._all_norms)
         self._parameters = {parameter.name: (unit, parameter) for unit, parameter in self._state.parameters()}
         self._team = WorkerTeam(options.num_threads or len(os.sched_getaffinity(0)), options.cores)
         bf16 = decisions.precision.weights == "bf16"
         for group in self._groups:  # or the first update would compile it
             self._entry.warm_up(np.uint16 if bf16 else np.float32, group, writes_bf16=bf16)
         self._actions = Actions(self._state, decisions, self._backend, self._team, exchange)
-        self._weights = Weights(
-            self._state, self._actions, self._shared, regathers=ranks is not None and decisions.zero_stage in {1, 2}
-        )
+        self._weights = Weights(self._state, self._actions, self._shared, ranks)
         self._machine = LaneMachine(
             self.schedule,
             self._actions.perform,
@@ -239,37 +230,16 @@ class Session:
             if self._exchange is not None:
                 parameters = [parameter for _, parameter in self._parameters.values()]
                 self._exchange.agree_on_arrivals(parameters, self._loop.iteration)
-            for name, (_, parameter) in self._parameters.items():
-                if parameter.arrived == self._loop.iteration:
-                    parameter.parameter.grad = OffloadedGradient(parameter.parameter, name, self)
+            self._stand_ins.show(self._loop.iteration)
 
     def _begin_iteration(self) -> None:
         if self._inferring:  # what was issued for it may still read slots
             self._backend.seconds(self._backend.mark(Lane.COMPUTE))
             self._inferring = False
         self._inside_iteration = True
-        self._scales.clear()
-        self._norms = None
+        self._stand_ins.begin()
 
     # Gradients and updates.
-
-    def gradient_norm(self, name: str) -> torch.Tensor:
-        """Return the 2-norm of a parameter's gradient, a float32 scalar; waits until all gradients are there.
-
-        Raises:
-            GradientError: the plan does not wait for the norm.
-        """
-        self._check_clips()
-        self._reach_clip()
-        if self._norms is None:
-            self._norms = self._actions.norms(self._loop.iteration)
-        scale = self._scales.get(name, 1.0)
-        return self._norms[name] if scale == 1 else self._norms[name] * scale
-
-    def scale_gradient(self, name: str, factor: float) -> None:
-        """Multiply a parameter's gradient by a factor, when its update reads it. Raises as :meth:`gradient_norm`."""
-        self._check_clips()
-        self._scales[name] = self._scales.get(name, 1.0) * factor
 
     def step(self) -> None:
         """Begin what is left of the iteration, updates above all, and return while it goes on.
@@ -285,43 +255,21 @@ class Session:
                 f"{self.decisions.num_micro_batches} forward and backward for every step"
             )
         self._reach_clip()
-        for _, parameter in self._parameters.values():
-            gradient = parameter.parameter.grad
-            if parameter.arrived == self._loop.iteration and gradient is None:
-                self._drop(parameter)
-            if gradient is not None and not isinstance(gradient, OffloadedGradient):
-                raise GradientError(
-                    f"the gradient of {parameter.name} was replaced after backward, which its update would not see; "
-                    "change it in a hook on the parameter (parameter.register_hook)"
-                )
-            parameter.parameter.grad = None
+        self._stand_ins.take_back(self._loop.iteration)
         if self.decisions.update_start == "step":
             self._begin_updates()
         self._machine.end_open()
         self._loop.finish()
         self._inside_iteration = False
 
-    def _drop(self, parameter: ParameterState) -> None:
-        """The user has set a gradient to ``None``: there is no update, as in torch."""
-        if self.decisions.update_start == "backward":
-            raise GradientError(
-                f"the gradient of {parameter.name} was dropped, but its update began during backward; call zero_grad() "
-                "after step(), or plan with update_start 'step'"
-            )
-        parameter.arrived = -1
-        parameter.step -= 1
+    def _all_norms(self) -> dict[str, torch.Tensor]:
+        self._reach_clip()
+        return self._actions.norms(self._loop.iteration)
 
     def _reach_clip(self) -> None:
         expected = self._loop.expected()
         if expected is not None and expected.op is Op.CLIP:
             self._loop.reach(Op.CLIP)
-
-    def _check_clips(self) -> None:
-        if not self.decisions.clip:
-            raise GradientError(
-                "this plan does not wait for the norm of all gradients before it updates; plan with clip=True, or do "
-                "not clip"
-            )
 
     def _begin_updates(self) -> None:
         updates = {}
@@ -329,12 +277,12 @@ class Session:
             rule = self._entry.rule(group)
             for parameter in group["params"]:
                 name = self._names[id(parameter)]
-                updates[name] = ParameterUpdate(rule, self._scales.get(name, 1.0))
+                updates[name] = ParameterUpdate(rule, self._stand_ins.scale(name))
         self._actions.begin_updates(self._loop.iteration, updates)
 
     def _hook_parameters(self) -> Iterator[Callable[[], None]]:
         for unit, parameter in self._state.parameters():
-            leaf = parameter.parameter
+            leaf = parameter.share.leaf
             leaf.grad, trains = None, leaf.requires_grad
             leaf.requires_grad_(True)  # what is frozen now may be thawed later, and takes no hook while it is frozen
             handle = leaf.register_post_accumulate_grad_hook(self._collector(unit, parameter))  # type: ignore[no-untyped-call]
@@ -369,14 +317,14 @@ class Session:
         """Return all weights as they are after the last step, wherever the plan keeps them; all ranks do so together.
 
         Tensors are views of the session's memory, on the host or the device: clone what is to outlast the next step.
-        Weights of which ranks hold shards (ZeRO-3) are gathered into new host memory.
+        Weights of which ranks hold shards or shares are gathered into new host memory.
 
         Raises:
             OutOfOrderError: in the middle of an iteration.
             LaneError: a task failed on some lane.
             RankError: another rank has failed.
         """
-        return {name: self.full_parameter(name) for name in self._parameters}
+        return {name: self.full_parameter(name) for name in self._weights.names()}
 
     def full_parameter(self, name: str) -> torch.Tensor:
         """Return the weights of one parameter. See :meth:`full_parameters`."""
@@ -403,9 +351,11 @@ class Session:
 
     def collected(self, shard: torch.Tensor, unit: UnitState) -> torch.Tensor:
         """Return all of what ranks hold shards of, flat, on the host; all ranks do so together."""
-        if self._ranks is None or len(shard) == len(unit.device_weights):
-            return shard
-        return self._ranks.collected(shard)
+        return shard if unit.group is None or len(shard) == len(unit.device_weights) else unit.group.collected(shard)
+
+    def whole(self, parts: Sequence[tuple[Share, torch.Tensor]]) -> torch.Tensor:
+        """Return the whole of what ranks have shares of. See :func:`executor.parallel.shares.whole_of`."""
+        return whole_of(parts, self._ranks)
 
     def mean(self, value: float) -> float:
         """Return the mean of a number over the ranks, each with its own; all ranks do so together."""
@@ -479,8 +429,9 @@ class Session:
             if not self._machine.stopped and not self._inside_iteration:
                 self._make_current()
                 if give_back:
-                    for name, (_, parameter) in self._parameters.items():
-                        parameter.parameter.data = self._weights.of(name)
+                    shares = {parameter.share.name: parameter.share for _, parameter in self._parameters.values()}
+                    for name, share in shares.items():
+                        share.whole.data = self._weights.of(name)
                 if self._ranks is not None:
                     self._ranks.meet()
                 together = True

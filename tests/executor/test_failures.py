@@ -17,10 +17,10 @@ from training import (
     uniform,
 )
 
-from executor.binding import BindingError
 from executor.gradients import GradientError
 from executor.machine import LaneError
 from executor.memory import DeviceMemoryError
+from executor.parallel.shares import BindingError
 from executor.prepare import prepare_session
 from planner.decisions import HostUpdate, Place
 from planner.loop import OutOfOrderError

@@ -354,7 +354,7 @@ def test_a_float32_model_trains_in_bf16_with_its_own_values_as_master_copy():
     _, ours = prepare_session(model, optimizer, model_units("gpt2"), decisions, session_options())
     with ours.session as session:
         for name, (unit, entry) in session.parameter_states().items():
-            assert entry.parameter.dtype is torch.bfloat16
+            assert entry.share.leaf.dtype is torch.bfloat16
             assert torch.equal(unit.weight_of(entry), before[name].bfloat16())
             for part in entry.parts:
                 with session.state_of(unit, part.piece) as (master, *_):
