@@ -24,7 +24,7 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
             "executed so far: set params to 'gpu' or 'host', activations to 'keep' or 'recompute', and spill_gradients "
             "to false; optimizer state may be on NVMe"
         )
-    for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_units"):
+    for name in ("pipeline_parallel", "expert_parallel", "expert_units"):
         if (count := getattr(decisions, name)) > 1:
             option = f"--{name.replace('_', '-')} 1"
             raise ValueError(f"{name} is {count}, which can be simulated but not executed so far; plan with {option}")

@@ -116,6 +116,12 @@ class Ranks:
         self._wait(self._hosts, lambda: dist.broadcast(values, first, self._hosts, async_op=True))
         return values
 
+    def agree_on_chance(self) -> None:
+        """Let those that share layers begin with the same random numbers: what they drop out must be the same."""
+        torch.set_rng_state(self.tensor.collected(torch.get_rng_state()).view(self.tensor.size, -1)[0])
+        if self._on_device:
+            torch.cuda.set_rng_state(self.tensor.collected(torch.cuda.get_rng_state()).view(self.tensor.size, -1)[0])
+
     def agree(self, what: str, value: str) -> None:
         """Check that all ranks have the same value.
 

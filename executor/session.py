@@ -26,6 +26,7 @@ from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions, backend_of
 from executor.parallel.mesh import Mesh
 from executor.parallel.shares import Share, shares_of, whole_of
+from executor.parallel.tensor import share_layers
 from executor.pieces import Piece
 from executor.ranks import Ranks
 from executor.stand_ins import StandIns
@@ -91,6 +92,9 @@ class Session:
             check_groups(entry, groups, self._names)
             self._take_over(units, shares, options)
             self._undo = [*self._hook_parameters(), *bind(model, units, decisions, self)]
+            if ranks is not None and decisions.tensor_parallel > 1:
+                self._undo += share_layers(model, units, shares, ranks.tensor)
+                ranks.agree_on_chance()
             self._undo += bind_state_dict(model, self._names, self.full_parameter)
             self._move_buffers()
             self.synchronize()  # what was copied in so far was on no lane

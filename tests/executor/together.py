@@ -116,7 +116,7 @@ def trained(rank: int, _size: int, task: Task, decisions: Decisions, delays: int
     with optimizer.session:
         if delays is not None:
             delay(optimizer.session, delays + rank)
-        seen = train(task, model, optimizer, rank=rank)
+        seen = train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
         final = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
     return seen, {n: w.view(torch.uint8).numpy() for n, w in final.items()}
 
@@ -184,7 +184,7 @@ def seen_from_outside(rank: int, _size: int, task: Task, decisions: Decisions) -
     wrong = []
     model, optimizer = prepare(task, decisions, record=True)
     with optimizer.session as session:
-        train(task, model, optimizer, rank=rank)
+        train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
         timeline = session.timeline()
         for tier, memory in session.memory().items():
             stated = Counter()
