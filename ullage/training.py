@@ -131,7 +131,7 @@ class Trainer:
         self.plan = plan
         self.process = Process.of(plan)
         check_machine(plan, self.process)
-        self._feed = feed_of(plan, data, seed, position, self.process.rank)
+        self._feed = feed_of(plan, data, seed, position, self.process.data_rank)
         self._iteration = 0
         with explaining(plan):
             self.model, self.optimizer = _make(
@@ -262,6 +262,6 @@ def _make(
         name = plan.decisions.optimizer
         optimizer = stock_of(name)(model.parameters(), lr=lr, **_HYPER_PARAMETERS[name])
     prepared = prepare(model, optimizer, plan, storage_dir=storage_dir)
-    if process.rank:
-        torch.manual_seed(seed + process.rank)  # of what is left to chance in training (dropout)
+    if process.data_rank:  # ranks that share layers must drop out the same
+        torch.manual_seed(seed + process.data_rank)  # of what is left to chance in training (dropout)
     return prepared
