@@ -11,7 +11,6 @@ of the caller's program. Nothing else orders collectives, and no collective wait
 import atexit
 import contextlib
 import datetime as dt
-import hashlib
 import os
 import sys
 import threading
@@ -21,7 +20,7 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 
-from executor.parallel.groups import Group, all_gather
+from executor.parallel.groups import Group
 from executor.parallel.mesh import Groups, Mesh
 from executor.watch import SILENCE_S, RankError, Watch
 from planner.graph import Degrees, Unit
@@ -63,9 +62,11 @@ class Ranks:
         store = dist.distributed_c10d._get_default_store()
         prefix = f"ullage {store.add(f'ullage sessions of rank {self.rank}', 1)}"  # all ranks count alike
         self._watch = Watch(dist.distributed_c10d.PrefixStore(prefix, store), self.rank, size, silence_s=silence_s)
-        self._hosts = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-        self._groups = [self._hosts]
-        self._device_groups: list[dist.ProcessGroup] = []
+        everybody = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        self._all = Group(range(size), self.rank, device=everybody, hosts=everybody, on_device=False, wait=self._wait)
+        self._groups, self._parts = [everybody], [self._all]
+        self._on_devices: list[dist.ProcessGroup] = []  # those that work on devices that are not hosts
+        del everybody  # a group's connections close when nobody has it any more
         self.tensor, self.experts = self._group(self.mesh.tensor_groups()), self._group(self.mesh.expert_groups())
         self._replicas = {
             parts: self._group(self.mesh.replicas(parts)) for parts in dict.fromkeys((1, degrees.expert_parallel))
@@ -105,16 +106,13 @@ class Ranks:
             RankError: a rank has failed. So do all methods below.
         """
         total = torch.tensor(values, dtype=torch.float64)
-        self._wait(self._hosts, lambda: dist.all_reduce(total, group=self._hosts, async_op=True))
+        self._all.add_up(total)
         result: list[float] = total.tolist()
         return result
 
     def of_first(self, values: torch.Tensor) -> torch.Tensor:
         """Return rank 0's values, in host memory, where this rank has a tensor of the same shape and type."""
-        values = values.to("cpu", copy=True).contiguous()
-        first = dist.get_global_rank(self._hosts, 0)
-        self._wait(self._hosts, lambda: dist.broadcast(values, first, self._hosts, async_op=True))
-        return values
+        return self._all.of_first(values)
 
     def agree_on_chance(self) -> None:
         """Let those that share layers begin with the same random numbers: what they drop out must be the same."""
@@ -128,12 +126,7 @@ class Ranks:
         Raises:
             ValueError: they do not.
         """
-        own = torch.frombuffer(bytearray(hashlib.sha256(value.encode()).digest()), dtype=torch.uint8)
-        of_all = own.new_empty(self.size, len(own))
-        self._wait(self._hosts, lambda: all_gather(of_all.view(-1), own, group=self._hosts, async_op=True))
-        different = [rank for rank in range(self.size) if not torch.equal(of_all[rank], of_all[0])]
-        if different:
-            raise ValueError(f"rank {different[0]} has another {what} than rank 0; give the same to all ranks")
+        self._all.agree(what, value.encode())
 
     # The end.
 
@@ -147,7 +140,7 @@ class Ranks:
 
     def meet(self) -> None:
         """Wait until all ranks have come here."""
-        self._wait(self._hosts, lambda: dist.barrier(group=self._hosts, async_op=True))
+        self._all.meet()
 
     def close(self, *, together: bool) -> None:
         """Leave the others; ``together`` if they do so too, after they met. Closing twice is allowed.
@@ -163,6 +156,8 @@ class Ranks:
             if done is None or done.wait(_GRACE_S):
                 dist.destroy_process_group(group)
                 self._groups.remove(group)
+                for part in self._parts:
+                    part.leave(group)
         if not self._groups:
             atexit.unregister(self._at_exit)
             if self._made and dist.is_initialized():
@@ -181,36 +176,24 @@ class Ranks:
 
     def _group(self, groups: Groups) -> Group:
         """Make groups of one kind, all ranks together; return this rank's."""
-        found: Group | None = None
         for ranks in groups:
             device = hosts = None
             if len(ranks) > 1:
                 device = dist.new_group(ranks, backend="nccl" if self._on_device else "gloo", timeout=_TIMEOUT)
-                hosts = self._hosts
-                if len(ranks) < self.size:
-                    hosts = dist.new_group(ranks, backend="gloo", timeout=_TIMEOUT)
+                hosts = dist.new_group(ranks, backend="gloo", timeout=_TIMEOUT)
             if self.rank in ranks:
-                self._groups += [group for group in (device, hosts) if group is not None and group is not self._hosts]
-                self._device_groups += [device] if device else []
-                found = Group(
-                    ranks.index(self.rank),
-                    len(ranks),
-                    on_device=self._on_device,
-                    device=device,
-                    hosts=hosts,
-                    wait=self._wait,
-                )
-        assert found is not None
-        return found
+                mine = Group(ranks, self.rank, device=device, hosts=hosts, on_device=self._on_device, wait=self._wait)
+                self._groups += [group for group in (device, hosts) if group is not None]
+                self._on_devices += [device] if device is not None and self._on_device else []
+        self._parts.append(mine)
+        return mine
 
     def _wait(self, group: dist.ProcessGroup, begin: Callable[[], Any]) -> None:
         """Begin a collective and wait for it, or make the current stream wait for it if it is one on a device."""
         self._check()
         try:
             work = begin()
-            if (
-                group not in self._device_groups or not self._on_device
-            ):  # work.wait() could not be left if another rank fails
+            if group not in self._on_devices:  # work.wait() could not be left if another rank fails
                 done = self._under_way[group] = threading.Event()
                 work.get_future().add_done_callback(lambda _future: done.set())
                 while not done.wait(_POLL_S):
@@ -229,10 +212,9 @@ class Ranks:
 
     def _failed(self, error: RankError) -> None:
         """End what runs on the device, as kernels of a collective wait for a dead rank for ever, and pass it on."""
-        if self._on_device:
-            for group in self._device_groups:
-                if group in self._groups:
-                    getattr(group._get_backend(torch.device("cuda")), "abort", lambda: None)()
+        for group in self._on_devices:
+            if group in self._groups:
+                getattr(group._get_backend(torch.device("cuda")), "abort", lambda: None)()
         self._on_failure(error)
 
 

@@ -1,5 +1,6 @@
 """Some of a plan's ranks, which run collectives together."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, final
 
@@ -30,9 +31,11 @@ class Group:
     What works on the device's tensors is for one thread at a time, and so is :meth:`collected`, beside it.
 
     Args:
-        rank, size: this rank among them, and how many there are.
+        ranks: their numbers among all.
+        rank: this one's.
+        device: who runs collectives on the device; ``None`` where the rank is alone.
+        hosts: who runs them over the hosts.
         on_device: whether the device is not the host.
-        device, hosts: who runs collectives on the device, and over the hosts; ``None`` where the rank is alone.
         wait: for a collective.
 
     Attributes:
@@ -41,15 +44,16 @@ class Group:
 
     def __init__(
         self,
+        ranks: Sequence[int],
         rank: int,
-        size: int,
         *,
-        on_device: bool,
         device: dist.ProcessGroup | None,
         hosts: dist.ProcessGroup | None,
+        on_device: bool,
         wait: Wait,
     ) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size = ranks.index(rank), len(ranks)
+        self._ranks = ranks
         self._on_device = on_device
         self._device, self._hosts = device, hosts
         self._wait = wait
@@ -106,6 +110,36 @@ class Group:
         whole = torch.empty(self.size * len(own), dtype=own.dtype)
         self._wait(group, lambda: all_gather(whole, own, group=group, async_op=True))
         return whole
+
+    def of_first(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the first rank's values, in host memory, where this one has a tensor of the same shape and type."""
+        values = values.to("cpu", copy=True).contiguous()
+        if (group := self._hosts) is not None:
+            self._wait(group, lambda: dist.broadcast(values, self._ranks[0], group, async_op=True))
+        return values
+
+    def meet(self) -> None:
+        """Wait until all have come here."""
+        if (group := self._hosts) is not None:
+            self._wait(group, lambda: dist.barrier(group=group, async_op=True))
+
+    def leave(self, group: dist.ProcessGroup) -> None:
+        """Forget who ran collectives, as it is destroyed; its connections close when nobody has it any more."""
+        self._device = None if self._device is group else self._device
+        self._hosts = None if self._hosts is group else self._hosts
+
+    def agree(self, what: str, value: bytes) -> None:
+        """Check that all have the same value; as :meth:`collected` does, over the hosts.
+
+        Raises:
+            ValueError: they do not.
+        """
+        digest = torch.frombuffer(bytearray(hashlib.sha256(value).digest()), dtype=torch.uint8)
+        of_all = self.collected(digest).view(self.size, -1)
+        different = [rank for rank, its in zip(self._ranks, of_all, strict=True) if not torch.equal(its, of_all[0])]
+        if different:
+            names = f"rank {different[0]} has another {what} than rank {self._ranks[0]}"
+            raise ValueError(f"{names}; give the same to ranks {', '.join(map(str, self._ranks))}")
 
     def _reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         if (group := self._device) is not None:

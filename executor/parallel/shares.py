@@ -17,7 +17,7 @@ from torch import nn
 
 from executor.parallel.mesh import Mesh
 from executor.ranks import Ranks
-from planner.graph import Degrees, Unit
+from planner.graph import Unit
 
 _SLICE = re.compile(r"(?P<name>.*)\[(?P<first>\d+):(?P<stop>\d+)\]")
 _JOINT = {"attn.c_attn": 3, "mlp.experts.gate_up_proj": 2}  # by the end of a parameter's path: parts in one
@@ -129,13 +129,14 @@ def shares_of(model: nn.Module, units: tuple[Unit, ...], mesh: Mesh) -> dict[str
     named = dict(model.named_parameters(remove_duplicate=False))
     shares: dict[str, Share] = {}
     owned: dict[int, str] = {}
-    for spec in (spec for unit in units for spec in unit.parameters):
+    for operator, spec in ((o, spec) for unit in units for o in unit.operators for spec in o.parameters):
         cut = _SLICE.fullmatch(spec.name)
         name = cut["name"] if cut else spec.name
         if name not in named:
             raise BindingError(f"the plan has a parameter {name} that the model has not; plan this model again")
         rows = (int(cut["first"]), int(cut["stop"])) if cut else None
-        shares[spec.name] = _share(name, named[name], torch.Size(spec.shape), rows, mesh)
+        pads = operator.kind in {"embedding", "head"}
+        shares[spec.name] = _share(name, named[name], torch.Size(spec.shape), rows, mesh, pads=pads)
         if (other := owned.setdefault(id(named[name]), name)) != name:
             raise BindingError(
                 f"parameters {other} and {name} are one object in the model, but two in the plan; tie them in the "
@@ -170,13 +171,17 @@ def whole_of(parts: Sequence[tuple[Share, torch.Tensor]], ranks: Ranks | None) -
     return whole
 
 
-def _share(name: str, whole: nn.Parameter, shape: torch.Size, rows: tuple[int, int] | None, mesh: Mesh) -> Share:
+def _share(
+    name: str, whole: nn.Parameter, shape: torch.Size, rows: tuple[int, int] | None, mesh: Mesh, *, pads: bool
+) -> Share:
     there = whole.shape if rows is None else torch.Size((rows[1] - rows[0], *whole.shape[1:]))
     dims = [i for i, (has, planned) in enumerate(zip(there, shape, strict=False)) if has != planned]
     dim = dims[0] if dims else None
     num_joint = next((count for end, count in _JOINT.items() if end in name), 1)
-    if len(there) != len(shape) or len(dims) > 1 or (dim is not None and not _divides(there, shape, dim, mesh.degrees)):
-        of = f" for one of {mesh.degrees.tensor_parallel} ranks" if mesh.degrees.tensor_parallel > 1 else ""
+    ranks = mesh.degrees.tensor_parallel
+    missing = 0 if dim is None else ranks * shape[dim] - there[dim]  # only of a vocabulary, the last rows
+    if len(there) != len(shape) or len(dims) > 1 or missing < 0 or (missing and not (pads and dim == 0 and ranks > 1)):
+        of = f" for one of {ranks} ranks" if ranks > 1 else ""
         raise BindingError(
             f"parameter {name} has shape {tuple(there)}, but {tuple(shape)} in the plan{of}; plan this model again"
         )
@@ -186,9 +191,3 @@ def _share(name: str, whole: nn.Parameter, shape: torch.Size, rows: tuple[int, i
 
 def _unflatten(values: torch.Tensor, dim: int, *sizes: int) -> torch.Tensor:
     return values.reshape(*values.shape[:dim], *sizes, *values.shape[dim + 1 :])
-
-
-def _divides(there: torch.Size, shape: torch.Size, dim: int, degrees: Degrees) -> bool:
-    """Return whether ranks can have such shares: equal ones, or of a vocabulary, whose last rows may be pads."""
-    ranks = degrees.tensor_parallel
-    return ranks > 1 and there[dim] <= ranks * shape[dim] and (ranks * shape[dim] == there[dim] or dim == 0)

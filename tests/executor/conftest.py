@@ -7,6 +7,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import torch
+from together import Processes
+
+
+@pytest.fixture(scope="session")
+def processes():
+    pool = Processes(4)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(autouse=True)

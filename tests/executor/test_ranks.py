@@ -9,7 +9,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
 from together import (
-    Processes,
     around_training,
     failed,
     reference,
@@ -25,13 +24,6 @@ from executor.gradients import GradientError
 from executor.machine import LaneError
 from executor.memory import DeviceMemoryError
 from executor.watch import RankError
-
-
-@pytest.fixture(scope="module")
-def processes():
-    pool = Processes(4)
-    yield pool
-    pool.close()
 
 
 def assert_same_bits(results, expected):
@@ -204,7 +196,6 @@ def test_another_number_of_processes(processes):
 
 
 def test_a_killed_rank_ends_all(processes):
-    """The last test, as it leaves one process less."""
     processes.begin(3, failed, TASK, SHARED, "kill")
     processes.workers[1].join(30)
     begin_s = time.monotonic()

@@ -44,17 +44,23 @@ class Processes:
             self._port = free.getsockname()[1]
         self._store = dist.TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
         self._num_calls = 0
-        self.workers, self._pipes = [], []
+        self.workers, self._pipes = [None] * size, [None] * size
         for rank in range(size):
-            ours, theirs = _CONTEXT.Pipe()
-            worker = _CONTEXT.Process(target=_serve, args=(rank, self._port, theirs), daemon=True)
-            worker.start()
-            self.workers.append(worker)
-            self._pipes.append(ours)
+            self._start(rank)
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = _CONTEXT.Pipe()
+        worker = _CONTEXT.Process(target=_serve, args=(rank, self._port, theirs), daemon=True)
+        worker.start()
+        theirs.close()  # or nobody would notice that the other end is gone
+        self.workers[rank], self._pipes[rank] = worker, ours
 
     def begin(self, size: int, function, *arguments) -> None:
         """Have ``function(rank, size, *arguments)`` called by each of the first processes."""
         self._num_calls += 1
+        for rank in range(size):
+            if not self.workers[rank].is_alive():  # a test has killed it
+                self._start(rank)
         for pipe in self._pipes[:size]:
             pipe.send((size, f"call {self._num_calls}", function, arguments))
 
@@ -139,13 +145,16 @@ def around_training(rank: int, _size: int, task: Task, decisions: Decisions, mor
     """Evaluate, save, go on from what was saved under other decisions, and close; return what is wrong."""
     wrong = []
     plain = make_model(task)
+    rank //= decisions.tensor_parallel
     tokens = batches(task, rank)[0, 0]
+    close = 1e-5 if decisions.tensor_parallel > 1 else 0.0  # sums in another order
 
     def compare(what: str, model) -> None:
         saved = model.state_dict()
         plain.load_state_dict(saved)
         with torch.no_grad():
-            if not torch.equal(model.eval()(input_ids=tokens).logits, plain.eval()(input_ids=tokens).logits):
+            ours, theirs = (one.eval()(input_ids=tokens).logits for one in (model, plain))
+            if not torch.allclose(ours, theirs, rtol=close, atol=close):
                 wrong.append(f"{what}: evaluation differs from the weights that were saved")
         if not same(saved, optimizer.session.full_parameters()):
             wrong.append(f"{what}: the saved weights are not those of the session")
@@ -221,9 +230,12 @@ def failed(rank: int, _size: int, task: Task, decisions: Decisions, moment: str)
         def in_the_loop(iteration: int) -> None:
             if iteration == 2 and moment == "forward":
                 raise ZeroDivisionError("in the loop")
+            if iteration == 2 and moment == "kill in the loop":
+                os.kill(os.getpid(), signal.SIGKILL)
 
         if victim:
             session._machine._perform = failing
+        rank //= decisions.tensor_parallel
         train(task, model, optimizer, rank=rank, before_step=in_the_loop if victim else None)
 
 
@@ -241,6 +253,27 @@ def without_a_gradient(rank: int, _size: int, task: Task, decisions: Decisions):
         final = {n: w.clone().view(torch.uint8).numpy() for n, w in session.full_parameters().items()}
         steps = {name: entry.step for name, (_, entry) in session.parameter_states().items()}
     return seen, final, steps
+
+
+def with_a_loss_of_its_own(rank: int, _size: int, task: Task, decisions: Decisions) -> float:
+    """Train a step with a loss made outside the model; return the gradients' norm."""
+    model, optimizer = prepare(task, decisions)
+    tokens = batches(task, rank // decisions.tensor_parallel)[0, 0]
+    with optimizer.session:
+        logits = model(input_ids=tokens).logits
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+        norm = float(optimizer.clip_grad_norm_(task.max_norm))
+        optimizer.step()
+    return norm
+
+
+def with_something_of_its_own(rank: int, _size: int, task: Task, decisions: Decisions, what: str) -> None:
+    """Train with other batches, or other random numbers, than ranks that share layers."""
+    model, optimizer = prepare(task, decisions)
+    with optimizer.session:
+        if what == "chance":
+            model.register_forward_pre_hook(lambda *_: torch.manual_seed(rank) and None)
+        train(task, model, optimizer, rank=rank if what == "batches" else 0)
 
 
 def with_another_plan(rank: int, _size: int, task: Task, decisions: Decisions) -> None:

@@ -1,0 +1,211 @@
+"""Layers that tensor-parallel ranks share, against the whole model in the memory of one process."""
+
+import functools
+import re
+import time
+
+import pytest
+import torch
+import transformers
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from plans import mixed, plans
+from together import (
+    around_training,
+    failed,
+    reference,
+    seen_from_outside,
+    trained,
+    with_a_loss_of_its_own,
+    with_something_of_its_own,
+)
+from training import Task, decide, make_model, uniform, weights
+
+from executor.gradients import GradientError
+from executor.parallel.mesh import Mesh
+from executor.parallel.shares import BindingError, shares_of
+from executor.watch import RankError
+from planner.graph import Batch, Degrees, build_graph, units
+from planner.models import from_hf_config
+from planner.models.config import ModelConfigError
+
+SHARED = {
+    "gpt2-shared": (2, 1),
+    "opt-shared": (2, 2),
+    "llama-shared": (2, 2),
+    "llama-tied-shared": (4, 1),
+    "qwen2-shared": (2, 1),
+    "qwen3-shared": (4, 1),
+    "mixtral-shared": (2, 2),
+}
+"""Every family, with ranks that share layers and ranks that share the data."""
+
+
+def tensors(values, like):
+    return {n: torch.from_numpy(values[n].copy()).view(w.dtype).view(w.shape) for n, w in like.items()}
+
+
+@pytest.mark.parametrize(("family", "ranks"), SHARED.items(), ids=SHARED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_step_has_the_gradients_of_the_whole_model(processes, family, ranks, dtype):
+    """After one step of plain SGD, what has become of weights is the gradient.
+
+    A product in another order is off by at most ``n u`` of the sum of its terms' sizes, with ``n`` terms and the unit
+    roundoff ``u`` (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1): fp32, 200 terms. In bf16 terms
+    are added up in fp32, and each of up to 4 parts and 3 sums of them is rounded. Through 3 layers an iteration has 26
+    products, one behind the other. What is in theory 0 (the gradient of a key's bias) has the error of its terms, so
+    that a part of the whole gradient's size is allowed too.
+    """
+    tensor_parallel, data_parallel = ranks
+    task = Task(family, dtype, max_norm=None, iterations=1, schedule=False, optimizer="sgd-plain")
+    zero_stage = 3 if data_parallel > 1 else 0
+    decisions = decide(task, mixed, tensor_parallel=tensor_parallel, data_parallel=data_parallel, zero_stage=zero_stage)
+    results = processes.call(tensor_parallel * data_parallel, trained, task, decisions)
+    losses, expected = reference(task, data_parallel, decisions)
+    error = 200 * 2**-24 if dtype is torch.float32 else (4 + 3) * 2**-9
+    for rank, (seen, final) in enumerate(results):
+        assert seen == pytest.approx(losses[rank // tensor_parallel], rel=3 * error)
+        assert all(final[name].tobytes() == results[0][1][name].tobytes() for name in expected), "ranks agree in all"
+    first, final = weights(make_model(task)), tensors(results[0][1], expected)
+    change = {name: (expected[name] - first[name]).float() for name in expected}
+    everything = torch.cat([values.flatten() for values in change.values()]).norm()
+    for name, values in change.items():
+        rounding = first[name].float().norm() * (0 if dtype is torch.float32 else 2**-8)  # of the weight itself
+        off = (final[name].float() - expected[name].float()).norm()
+        assert off <= 26 * error * values.norm() + error * everything + rounding, (name, float(off))
+
+
+@functools.cache
+def in_the_simplest_way(processes, task, tensor_parallel):
+    decisions = decide(task, uniform("gpu", "gpu"), tensor_parallel=tensor_parallel)
+    return processes.call(tensor_parallel, trained, task, decisions)
+
+
+@settings(max_examples=10, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@given(plans(tensor_parallel=2), st.integers(0, 99))
+def test_any_plan_of_one_degree_gives_the_same_bits(processes, plan, seed):
+    """Clipping, groups, schedules, accumulation, recomputation; and as without shares, but for rounding."""
+    task, decisions = plan
+    expected = in_the_simplest_way(processes, task, 2)
+    for ours, theirs in zip(processes.call(2, trained, task, decisions, seed), expected, strict=True):
+        assert ours[0] == theirs[0]
+        different = [name for name in theirs[1] if ours[1][name].tobytes() != theirs[1][name].tobytes()]
+        assert not different, different
+    losses, _ = reference(task, 1, decisions)
+    assert expected[0][0] == pytest.approx(losses[0], rel=2e-2 if task.dtype is torch.bfloat16 else 1e-5)
+
+
+def test_norms_and_updates_where_data_is_shared_too(processes):
+    """Norms count what is divided over all ranks, and what is not once; bits do not depend on who holds what."""
+    task = Task("gpt2-shared", torch.float32, iterations=3)
+    found = [
+        processes.call(4, trained, task, decide(task, choose, tensor_parallel=2, data_parallel=2, zero_stage=stage))
+        for stage, choose in ((0, uniform("gpu", "gpu")), (2, uniform("gpu", "cpu", "recompute")), (3, mixed))
+    ]
+    losses, _ = reference(task, 2, decide(task, mixed, data_parallel=2, zero_stage=3))
+    for rank, (seen, final) in enumerate(found[0]):
+        assert seen == pytest.approx(losses[rank // 2], rel=1e-5)
+        for other in found[1:]:
+            assert other[rank][0] == seen
+            assert all(other[rank][1][name].tobytes() == final[name].tobytes() for name in final)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory_and_times_are_those_of_the_schedule(processes, dtype):
+    task = Task("llama-tied-shared", dtype, iterations=2)
+    for ranks, zero_stage, choose in ((2, 0, mixed), (4, 3, mixed), (4, 2, uniform("gpu", "cpu"))):
+        decisions = decide(task, choose, tensor_parallel=2, data_parallel=ranks // 2, zero_stage=zero_stage)
+        assert processes.call(ranks, seen_from_outside, task, decisions) == [[]] * ranks
+
+
+def test_evaluation_states_and_a_closed_model_are_whole(processes):
+    task = Task("gpt2-shared", torch.float32, iterations=2, schedule=False)
+    decisions, more = (
+        decide(task, choose, tensor_parallel=2, data_parallel=2, zero_stage=stage)
+        for choose, stage in ((uniform("host", "cpu"), 3), (mixed, 0))
+    )
+    assert processes.call(4, around_training, task, decisions, more) == [[]] * 4
+
+
+def test_frozen_parameters_stay_as_they_are(processes):
+    task = Task("gpt2-shared", torch.float32, iterations=3, optimizer="sgd")
+    frozen = ("transformer.wte", "transformer.wpe", "transformer.h.0.", "transformer.h.1.mlp.c_proj")
+    decisions = decide(task, mixed, tensor_parallel=2)
+    losses, expected = reference(task, 1, decisions, frozen)
+    first = weights(make_model(task))
+    for seen, final in processes.call(2, trained, task, decisions, None, frozen):
+        assert seen == pytest.approx(losses[0], rel=1e-5)
+        for name, weight in tensors(final, expected).items():
+            assert torch.equal(weight, first[name]) == name.startswith(frozen), name
+
+
+def test_a_loss_of_the_users_own_gets_whole_logits(processes):
+    task = Task("llama-shared", torch.float32, iterations=1)
+    alone, shared = (decide(task, uniform("gpu", "gpu"), tensor_parallel=ranks) for ranks in (1, 2))
+    (expected,) = processes.call(1, with_a_loss_of_its_own, task, alone)
+    assert processes.call(2, with_a_loss_of_its_own, task, shared) == pytest.approx([expected] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "message"),
+    [
+        ("batches", ValueError, "rank 1 has another batch than rank 0; give the same to ranks 0, 1"),
+        ("chance", GradientError, r"different gradients of .* the same random numbers \(torch.manual_seed\)"),
+    ],
+)
+def test_ranks_that_share_layers_notice_what_they_must_not_have_of_their_own(processes, what, kind, message):
+    task = Task("gpt2-shared", torch.float32, iterations=1)
+    decisions = decide(task, uniform("gpu", "gpu"), tensor_parallel=2)
+    processes.begin(2, with_something_of_its_own, task, decisions, what)
+    errors = processes.results(2)
+    assert kind in {type(error) for error in errors}
+    assert all(re.search(message, str(error)) for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("moment", "kind", "message"),
+    [
+        ("forward", ZeroDivisionError, "rank 1 failed: ZeroDivisionError: in the loop"),
+        ("kill in the loop", EOFError, r"rank 1 \(process \d+\) has ended without a word"),
+    ],
+)
+def test_a_rank_that_fails_ends_those_that_share_layers_with_it(processes, moment, kind, message):
+    task = Task("gpt2-shared", iterations=50)
+    processes.begin(2, failed, task, decide(task, mixed, tensor_parallel=2), moment)
+    begin_s = time.monotonic()
+    first, second = processes.results(2, timeout_s=30)
+    assert time.monotonic() - begin_s < 15
+    assert isinstance(second, kind)
+    assert isinstance(first, RankError)
+    assert re.search(message, str(first)), first
+
+
+def test_what_cannot_be_divided_is_named():
+    config = from_hf_config(transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=1).to_dict(), "llama")
+    with pytest.raises(ModelConfigError, match=r"num_key_value_heads of llama is 1.*choose a tensor_parallel"):
+        build_graph(config, Batch(1, 8, tensor_parallel=2))
+
+
+def test_shares_are_of_the_planned_model():
+    task = Task("llama-shared")
+    other = from_hf_config(make_model(task).config.to_dict() | {"intermediate_size": 96}, "llama")
+    planned = units(build_graph(other, Batch(2, 8, tensor_parallel=2)))
+    with pytest.raises(BindingError, match=r"gate_proj.weight has shape \(64, 32\), but \(48, 32\) .* one of 2 ranks"):
+        shares_of(make_model(task), planned, Mesh(Degrees(1, 2), 0))
+
+
+@given(st.sampled_from(["gpt2-shared", "llama-shared", "mixtral-shared"]), st.sampled_from([2, 4]))
+def test_shares_join_to_the_whole(family, ranks):
+    if family == "llama-shared":
+        ranks = 2  # its keys and values have two heads
+    model = make_model(Task(family, torch.float32))
+    config = from_hf_config(model.config.to_dict(), family)
+    planned = units(build_graph(config, Batch(2, 8, tensor_parallel=ranks)))
+    of_ranks = [shares_of(model, planned, Mesh(Degrees(1, ranks), rank)) for rank in range(ranks)]
+    for name, share in of_ranks[0].items():
+        whole = share.whole.detach()
+        parts = [of_rank[name].part(whole) for of_rank in of_ranks]
+        assert {part.shape for part in parts} == {share.shape}
+        joined = torch.empty_like(whole)
+        share.join(parts, joined)
+        assert torch.equal(joined, whole), name
