@@ -44,18 +44,22 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
     """Return the modules that own parameters themselves, each with the unit that it belongs to.
 
     A module belongs to the unit that lists its parameters by their path in the module tree. One that owns only an
-    alias of another unit's parameter (a tied head) belongs to the unit that runs it, or shares that other unit.
+    alias of another unit's parameter (a tied head) belongs to the unit that runs it, or shares that other unit. Experts
+    that fall into several units are left out: they say themselves which one computes.
 
     Raises:
         BindingError: a module belongs to no unit, or to several.
     """
     unit_of = {spec.name: unit.name for unit in units for spec in unit.parameters}
+    split = {name.rpartition("[")[0] for name in unit_of if name.endswith("]")}
     named = dict(model.named_parameters(remove_duplicate=False))
-    owner = {id(named[name]): unit for name, unit in unit_of.items()}
+    owner = {id(named[name]): unit for name, unit in unit_of.items() if name in named}
     result: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         names = [f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False)]
+        if split.intersection(names):
+            continue
         found = {unit_of[name] for name in names if name in unit_of}
         if names and not found:
             owners = {owner[id(named[name])] for name in names}

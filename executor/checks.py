@@ -5,6 +5,7 @@ from typing import Any
 
 from executor.optimizer.table import OptimizerEntry
 from planner.decisions import Decisions
+from planner.graph import Unit
 
 
 def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
@@ -24,10 +25,10 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
             "executed so far: set params to 'gpu' or 'host', activations to 'keep' or 'recompute', and spill_gradients "
             "to false; optimizer state may be on NVMe"
         )
-    for name in ("pipeline_parallel", "expert_parallel", "expert_units"):
-        if (count := getattr(decisions, name)) > 1:
-            option = f"--{name.replace('_', '-')} 1"
-            raise ValueError(f"{name} is {count}, which can be simulated but not executed so far; plan with {option}")
+    if (stages := decisions.pipeline_parallel) > 1:
+        raise ValueError(
+            f"pipeline_parallel is {stages}, which can be simulated but not executed; plan with --pipeline-parallel 1"
+        )
     if decisions.reduce_start != "backward":
         raise ValueError(
             f"reduce_start is {decisions.reduce_start!r}, which can be simulated but not executed; set it to 'backward'"
@@ -38,6 +39,21 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
             "set gradient_path to 'once' and host_update to 'fused', and leave out module_hooks, loop, "
             "device_buffer_bytes, max_prefetch_params and max_reuse_params"
         )
+
+
+def check_units(decisions: Decisions, units: tuple[Unit, ...]) -> None:
+    """Check that units can be executed as they were planned.
+
+    Raises:
+        ValueError: one that is not on the device was planned as if no token came to its experts.
+    """
+    for unit in units:
+        elsewhere = unit.num_params and (decisions.units[unit.name].fetched or decisions.gathers(unit))
+        if elsewhere and not unit.forward:
+            raise ValueError(
+                f"{unit.name} was planned as if no token came to its experts, so it has no way to the device; plan "
+                "without --expert-load, or with one that visits all"
+            )
 
 
 def check_groups(entry: OptimizerEntry, groups: list[dict[str, Any]], names: Mapping[int, str]) -> None:

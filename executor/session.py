@@ -17,13 +17,14 @@ from torch import nn
 from executor.actions import Actions, ParameterUpdate
 from executor.backend import Meter
 from executor.binding import bind, bind_state_dict, in_backward
-from executor.checks import check_decisions, check_groups
+from executor.checks import check_decisions, check_groups, check_units
 from executor.exchange import Exchange
 from executor.machine import LaneMachine
 from executor.memory import Arena, MeasuredMemory
 from executor.optimizer import WorkerTeam
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions, backend_of
+from executor.parallel.experts import split_experts
 from executor.parallel.mesh import Mesh
 from executor.parallel.shares import Share, shares_of, whole_of
 from executor.parallel.tensor import share_layers
@@ -69,6 +70,7 @@ class Session:
         options: SessionOptions,
     ) -> None:
         check_decisions(decisions, entry)
+        check_units(decisions, units)
         self.decisions = decisions
         self.schedule = lower(units, decisions, asynchronous=options.device == "cuda")
         self._model = model
@@ -92,6 +94,7 @@ class Session:
             check_groups(entry, groups, self._names)
             self._take_over(units, shares, options)
             self._undo = [*self._hook_parameters(), *bind(model, units, decisions, self)]
+            self._undo += split_experts(model, units, shares, ranks and ranks.experts, self)
             if ranks is not None and decisions.tensor_parallel > 1:
                 self._undo += share_layers(model, units, shares, ranks.tensor)
                 ranks.agree_on_chance()

@@ -1,5 +1,6 @@
 """Collectives inside a model's own computing, which autograd goes through."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,3 +69,26 @@ class _GatherLast(torch.autograd.Function):
         padded = mine.new_zeros(*mine.shape[:-1], ctx.width)
         padded[..., : mine.shape[-1]] = mine
         return padded, None, None
+
+
+def swap(values: torch.Tensor, group: Group, num_sent: Sequence[int], num_received: Sequence[int]) -> torch.Tensor:
+    """Return the rows that the ranks of a group have for this one, given its own for them, in the order of ranks."""
+    result: torch.Tensor = _Swap.apply(values, group, num_sent, num_received)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: torch.Tensor, group: Group, num_sent: Sequence[int], num_received: Sequence[int]
+    ) -> torch.Tensor:
+        ctx.group, ctx.num_sent, ctx.num_received = group, num_sent, num_received
+        received = values.new_empty(sum(num_received), *values.shape[1:])
+        group.swap(received, values.contiguous(), num_received, num_sent)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        sent = gradient.new_empty(sum(ctx.num_sent), *gradient.shape[1:])
+        ctx.group.swap(sent, gradient.contiguous(), ctx.num_sent, ctx.num_received)
+        return sent, None, None, None

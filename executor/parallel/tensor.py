@@ -41,6 +41,7 @@ def share_layers(model: nn.Module, units: tuple[Unit, ...], shares: Mapping[str,
         BindingError: a module cannot be shared.
     """
     undo: list[Undo] = []
+    banks: dict[nn.Module, None] = {}  # of experts: one may fall into several units
     for operator in (operator for unit in units for operator in unit.operators):
         found = [shares[name] for name in operator.parameter_names]
         if operator.kind == "head":
@@ -48,7 +49,7 @@ def share_layers(model: nn.Module, units: tuple[Unit, ...], shares: Mapping[str,
             undo += _spread_input([head], group)
             undo += Head(model, found[0], group).bind(model, head)
         elif operator.kind == "experts":
-            undo += _share_experts(_owner(model, found[0]), group)
+            banks[_owner(model, found[0])] = None
         elif operator.pattern is Pattern.COLUMN:
             undo += _share_columns(model, operator, found, group)
         elif operator.kind == "embedding" and operator.pattern is Pattern.ROW:
@@ -57,7 +58,7 @@ def share_layers(model: nn.Module, units: tuple[Unit, ...], shares: Mapping[str,
         elif operator.pattern is Pattern.ROW:
             module = _owner(model, found[0])
             undo.append(replace_forward(module, _row(module, found[0], group)))
-    return undo
+    return undo + [undone for bank in banks for undone in _share_experts(bank, group)]
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:

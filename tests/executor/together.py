@@ -20,9 +20,9 @@ from training import (
     groups,
     make_model,
     make_optimizer,
-    model_units,
     prepare,
     train,
+    units_of,
     weights,
 )
 
@@ -290,8 +290,8 @@ def same(some, other) -> bool:
 def reference(task: Task, size: int, decisions: Decisions, frozen: tuple[str, ...] = ()):
     """Return what training in memory with the mean of all ranks' gradients gives, as ``trained``, for every rank."""
     piles = frozenset(
-        spec.name
-        for unit in model_units(task.family)
+        spec.name.partition("[")[0]  # of experts apart
+        for unit in units_of(task, decisions)
         if decisions.zero_stage < 2
         and not any(decisions.flushes(unit.name, place) for place in decisions.units[unit.name].update)
         for spec in unit.parameters
