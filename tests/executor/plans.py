@@ -8,14 +8,14 @@ from planner.decisions import Place
 
 
 @st.composite
-def plans(draw, sizes=(1,), tensor_parallel=1):
+def plans(draw, sizes=(1,), families=("gpt2", "llama"), **degrees):
     """Any plan: per unit, per piece, and all settings; for as many data-parallel ranks as one of ``sizes``."""
     size = draw(st.sampled_from(sizes))
     zero_stage = draw(st.integers(0, 3)) if size > 1 else 0
     fetches = zero_stage in {0, 3}  # hosts that have only what they update cannot serve the rest
     clip = draw(st.booleans())
     task = Task(
-        family=draw(st.sampled_from(["gpt2", "llama"])) + ("-shared" if tensor_parallel > 1 else ""),
+        family=draw(st.sampled_from(families)),
         dtype=draw(st.sampled_from([torch.bfloat16, torch.float32])),
         num_micro_batches=draw(st.integers(1, 2)),
         max_norm=0.5 if clip else None,
@@ -34,7 +34,7 @@ def plans(draw, sizes=(1,), tensor_parallel=1):
         task,
         choose,
         data_parallel=size,
-        tensor_parallel=tensor_parallel,
+        **degrees,
         zero_stage=zero_stage,
         subgroup_params=draw(st.sampled_from([977, 3000, 100_000])),
         num_param_slots=draw(st.integers(1, 3)),
