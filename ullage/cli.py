@@ -62,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to fail
+    # torch's threads sleep while they wait for one another, as updates beside them need the cores. Read by the library
+    # of OpenMP when torch is loaded, which happens later.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         check_packages()
         args = build_parser(command).parse_args(arguments)

@@ -97,7 +97,8 @@ class Job:
         cell: what it trains.
         engine: see :data:`benchmarks.peers.engines.ENGINES`.
         settings: of the engine, as its docstring names them; ``lr_factor`` of any engine falsifies the learning rate,
-            which the gate must see, and ``step_threads`` sets those of a peer's optimizer.
+            which the gate must see, and ``step_threads`` sets those of a peer's optimizer, ``spin`` lets
+            threads of OpenMP that wait for others keep their cores.
         device: what computes.
         num_threads: of torch in forward and backward.
         num_cores: threads of torch in the optimizer's step, and OMP_NUM_THREADS, which engines with kernels of their

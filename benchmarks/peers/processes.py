@@ -99,6 +99,7 @@ class Runner:
         if self.peers is not None:
             environment.setdefault("TORCH_EXTENSIONS_DIR", str(self._extensions))
         environment["OMP_NUM_THREADS"] = str(job.step_threads)
+        environment["OMP_WAIT_POLICY"] = "active" if job.setting("spin", default=False) else "passive"
         environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         return environment

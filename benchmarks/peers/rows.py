@@ -32,22 +32,23 @@ class Row:
 
 
 _ONE_THREAD = {"step_threads": 1}  # no team of threads to start and to wait for in every kernel of the step
+_SPIN = {"spin": True}
 _ZENFLOW = {"topk_ratio": 0.1, "update_interval": 4, "select_interval": 1000, "select_strategy": "step"}
 _SMALLER = 2 * 10**7  # subgroups of 1e8 would leave a small model in one piece, and Twin-Flow nothing to split
 _LARGER = 4 * 10**8
 ROWS: tuple[Row, ...] = (
     Row("ours", "ours", "ours"),
-    Row("in-memory", "in_memory", "ceiling", cpu=({}, _ONE_THREAD)),
+    Row("in-memory", "in_memory", "ceiling", cpu=({}, _ONE_THREAD, _SPIN)),
     Row(
         "zero-2-offload",
         "zero2",
-        cpu=({}, {"overlap_comm": False}, _ONE_THREAD),
+        cpu=({}, {"overlap_comm": False}, _ONE_THREAD, _SPIN),
         cuda=({}, {"overlap_comm": False}, {"bucket_size": 10**8}),
     ),
     Row(
         "zero-3-offload",
         "zero3",
-        cpu=({}, _ONE_THREAD),
+        cpu=({}, _ONE_THREAD, _SPIN),
         cuda=({}, {"sub_group_size": _LARGER}, {"overlap_comm": False}, {"sub_group_size": 10**9}),
     ),
     Row(
@@ -65,7 +66,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "fsdp2",
         "fsdp2",
-        cpu=({}, {"reshard": False}, _ONE_THREAD),
+        cpu=({}, {"reshard": False}, _ONE_THREAD, _SPIN),
         cuda=({}, {"reshard": False}, {"fused": False}),
     ),
     Row("torchao", "torchao", cuda=({}, {"offload_gradients": True})),

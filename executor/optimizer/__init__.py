@@ -4,7 +4,7 @@ Kernels work without torch. :mod:`executor.optimizer.table` joins them to optimi
 """
 
 from executor.optimizer.adagrad import AdagradParams, adagrad_step
-from executor.optimizer.adamw import BYTES_PER_PARAM, AdamWParams, adamw_step, warm_up
+from executor.optimizer.adamw import BYTES_PER_PARAM, AdamWParams, adamw_step
 from executor.optimizer.lion import LionParams, lion_step
 from executor.optimizer.sgd import SgdParams, sgd_step
 from executor.optimizer.workers import WorkerTeam
@@ -20,5 +20,4 @@ __all__ = [
     "adamw_step",
     "lion_step",
     "sgd_step",
-    "warm_up",
 ]

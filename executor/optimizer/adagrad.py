@@ -6,7 +6,6 @@ from typing import Any
 
 from numba import njit
 
-from executor.optimizer.bf16 import float32_to_bf16
 from executor.optimizer.passes import (
     Bf16Array,
     Float32Array,
@@ -16,6 +15,7 @@ from executor.optimizer.passes import (
     check_step,
     float32s,
     one_pass,
+    store_weight,
 )
 from executor.optimizer.workers import WorkerTeam
 
@@ -58,7 +58,8 @@ def adagrad_step(
     Args:
         master: weights p, float32 ``[num_params]``, updated.
         sum_of_squares: s, float32 ``[num_params]``, updated; it starts from the initial accumulator value.
-        grad: gradient, float32 or bf16 bits (uint16), ``[num_params]``, only read.
+        grad: gradient, float32 or bf16 bits (uint16), ``[num_params]``; only read, unless it is
+            ``weight_out`` too.
         weight_out: where the new weights go as bf16 bits, ``[num_params]``; ``None`` where ``master`` is the weight.
         params: hyper-parameters.
         step: which step this is, from 1.
@@ -86,5 +87,4 @@ def _update(master: Any, sum_of_squares: Any, grad: Any, weight_out: Any, decays
         p = p - rate * g / (math.sqrt(s) + eps)
         sum_of_squares[i] = s
         master[i] = p
-        if weight_out is not None:
-            weight_out[i] = float32_to_bf16(p)
+        store_weight(weight_out, grad, i, p)

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 from numba import njit
 
-from executor.optimizer.bf16 import float32_to_bf16
 from executor.optimizer.passes import (
     Bf16Array,
     Float32Array,
@@ -22,6 +20,7 @@ from executor.optimizer.passes import (
     check_step,
     float32s,
     one_pass,
+    store_weight,
 )
 from executor.optimizer.workers import WorkerTeam
 
@@ -81,7 +80,8 @@ def adamw_step(
         master: weights p, float32 ``[num_params]``, updated.
         exp_avg: first moment m, float32 ``[num_params]``, updated.
         exp_avg_sq: second moment v, float32 ``[num_params]``, updated.
-        grad: gradient, float32 or bf16 bits (uint16), ``[num_params]``, only read.
+        grad: gradient, float32 or bf16 bits (uint16), ``[num_params]``; only read, unless it is
+            ``weight_out`` too.
         weight_out: where the new weights go as bf16 bits (uint16), ``[num_params]``; ``None`` in float32 training,
             where ``master`` is the weight.
         params: hyper-parameters.
@@ -89,7 +89,7 @@ def adamw_step(
         grad_scale: multiplies the gradient in float32: the clip factor, one over a loss scale, or their product.
         team: threads to run on; ``None`` means the calling thread.
 
-    None of the arrays may overlap another.
+    No other arrays may overlap.
 
     Raises:
         ValueError: an array of the wrong dtype, length or layout, or ``step`` below 1.
@@ -97,18 +97,6 @@ def adamw_step(
     check_step(step)
     state = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     one_pass(_update, state, grad, weight_out, (_l2(params), _factors(params, step, grad_scale)), team)
-
-
-def warm_up(grad_dtype: npt.DTypeLike = np.uint16, *, writes_bf16: bool = True) -> None:
-    """Compile the kernel for these types, or load it from numba's cache, so that no timed step has to.
-
-    Args:
-        grad_dtype: of the gradients to come: ``uint16`` (bf16 bits) or ``float32``.
-        writes_bf16: whether steps will write bf16 weights.
-    """
-    state = np.zeros((3, 1), np.float32)
-    weight_out = np.zeros(1, np.uint16) if writes_bf16 else None
-    adamw_step(state[0], state[1], state[2], np.zeros(1, grad_dtype), weight_out, AdamWParams(), step=1)
 
 
 def _l2(params: AdamWParams) -> np.float32 | None:
@@ -149,5 +137,4 @@ def _update(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight_out: A
         exp_avg[i] = m
         exp_avg_sq[i] = v
         master[i] = p
-        if weight_out is not None:
-            weight_out[i] = float32_to_bf16(p)
+        store_weight(weight_out, grad, i, p)

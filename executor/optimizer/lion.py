@@ -6,7 +6,6 @@ from typing import Any, Final
 import numpy as np
 from numba import njit
 
-from executor.optimizer.bf16 import float32_to_bf16
 from executor.optimizer.passes import (
     Bf16Array,
     Float32Array,
@@ -16,6 +15,7 @@ from executor.optimizer.passes import (
     check_step,
     float32s,
     one_pass,
+    store_weight,
 )
 from executor.optimizer.workers import WorkerTeam
 
@@ -63,7 +63,8 @@ def lion_step(
     Args:
         master: weights p, float32 ``[num_params]``, updated.
         exp_avg: momentum m, float32 ``[num_params]``, updated.
-        grad: gradient, float32 or bf16 bits (uint16), ``[num_params]``, only read.
+        grad: gradient, float32 or bf16 bits (uint16), ``[num_params]``; only read, unless it is
+            ``weight_out`` too.
         weight_out: where the new weights go as bf16 bits, ``[num_params]``; ``None`` where ``master`` is the weight.
         params: hyper-parameters.
         step: which step this is, from 1; Lion does the same at each.
@@ -98,5 +99,4 @@ def _update(master: Any, exp_avg: Any, grad: Any, weight_out: Any, factors: Any)
         p = master[i] * decay - lr * sign
         exp_avg[i] = beta2 * m + rest2 * g
         master[i] = p
-        if weight_out is not None:
-            weight_out[i] = float32_to_bf16(p)
+        store_weight(weight_out, grad, i, p)

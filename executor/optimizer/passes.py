@@ -6,23 +6,31 @@ body, its remainder loop, and another machine's vectors differently: ``contract`
 that pays, ``reassoc`` regroups, ``arcp`` and ``afn`` may take estimates in vectors but not in scalars. Without them
 every operation is the IEEE float32 one, so that a parameter's new bits do not depend on the piece, thread or machine
 that updates it (the payload of a NaN aside). Memory bounds the loops, so the flags would gain nothing.
+
+[Note: Overwriting]
+New weights may go where the gradient was ([Note: In place] in :mod:`planner.decisions`). Given as two arrays, the code
+that LLVM makes would find at run time that they overlap and take a loop without vectors, three times slower. So it is
+one array, and a kernel of its own, made from the same source.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 from numba import types
 from numba.extending import overload
 
-from executor.optimizer.bf16 import bf16_to_float32
+from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16
 from executor.optimizer.workers import WorkerTeam
 
 Float32Array = npt.NDArray[np.float32]
 Bf16Array = npt.NDArray[np.uint16]
 GradientArray = Bf16Array | Float32Array
+
+IN_PLACE: Final = ()
+"""What a kernel gets in the place of ``weight_out`` if the weights go where the gradient is [Note: Overwriting]."""
 
 
 def one_pass(
@@ -36,10 +44,11 @@ def one_pass(
     """Run a kernel on flat arrays of equal length, cut over a team.
 
     Args:
-        kernel: called with the pieces of ``state``, ``grad`` and ``weight_out``, then ``rest``.
+        kernel: called with the pieces of ``state``, ``grad`` and ``weight_out`` or :data:`IN_PLACE`, then ``rest``.
         state: what is updated, by name, the master copy first; ``None`` for what is not there.
         grad: gradient, float32 or bf16 bits (uint16), only read.
-        weight_out: where the new weights go as bf16 bits; ``None`` where the master copy is the weight.
+        weight_out: where the new weights go as bf16 bits, which may be ``grad`` itself; ``None`` where the master copy
+            is the weight.
         rest: factors and flags.
         team: threads to run on; ``None`` means the calling thread.
 
@@ -54,7 +63,8 @@ def one_pass(
     _check_array("grad", grad, ("uint16", "float32"), master.size, written=False)
     if weight_out is not None:
         _check_array("weight_out", weight_out, ("uint16",), master.size)
-    arrays = (*state.values(), grad, weight_out)
+    in_place = weight_out is not None and weight_out.ctypes.data == grad.ctypes.data
+    arrays = (*state.values(), grad, IN_PLACE if in_place else weight_out)
 
     def update(start: int, stop: int) -> None:
         kernel(*(None if array is None else array[start:stop] for array in arrays), *rest)
@@ -111,6 +121,30 @@ def float32s(*factors: float) -> tuple[np.float32, ...]:
 def as_float32(bits: Any) -> Any:
     """Return a gradient element, bf16 bits or float32, as float32. Kernels only: numba takes the overload below."""
     raise NotImplementedError
+
+
+def store_weight(weight_out: Any, grad: Any, i: int, weight: Any) -> None:
+    """Write a new weight as bf16 bits: to ``weight_out``, over the gradient if that is :data:`IN_PLACE`, or nowhere.
+
+    Kernels only, as above.
+    """
+    raise NotImplementedError
+
+
+@overload(store_weight)
+def _store_weight(weight_out: Any, grad: Any, i: Any, weight: Any) -> Any:  # noqa: ARG001 - as it is called
+    def nowhere(weight_out: Any, grad: Any, i: Any, weight: Any) -> None:
+        pass
+
+    def apart(weight_out: Any, grad: Any, i: Any, weight: Any) -> None:  # noqa: ARG001
+        weight_out[i] = float32_to_bf16(weight)
+
+    def in_place(weight_out: Any, grad: Any, i: Any, weight: Any) -> None:  # noqa: ARG001
+        grad[i] = float32_to_bf16(weight)
+
+    if isinstance(weight_out, types.Array):
+        return apart
+    return in_place if isinstance(weight_out, types.BaseTuple) else nowhere
 
 
 @overload(as_float32)

@@ -5,7 +5,6 @@ from typing import Any
 
 from numba import njit
 
-from executor.optimizer.bf16 import float32_to_bf16
 from executor.optimizer.passes import (
     Bf16Array,
     Float32Array,
@@ -15,6 +14,7 @@ from executor.optimizer.passes import (
     check_step,
     float32s,
     one_pass,
+    store_weight,
 )
 from executor.optimizer.workers import WorkerTeam
 
@@ -67,7 +67,8 @@ def sgd_step(
     Args:
         master: weights p, float32 ``[num_params]``, updated.
         momentum_buffer: m, float32 ``[num_params]``, updated, but not touched without momentum.
-        grad: gradient, float32 or bf16 bits (uint16), ``[num_params]``, only read.
+        grad: gradient, float32 or bf16 bits (uint16), ``[num_params]``; only read, unless it is
+            ``weight_out`` too.
         weight_out: where the new weights go as bf16 bits, ``[num_params]``; ``None`` where ``master`` is the weight.
         params: hyper-parameters.
         step: 1 where there is no momentum yet.
@@ -109,5 +110,4 @@ def _update(
             g = g + momentum * m if nesterov else m
         p = p - lr * g
         master[i] = p
-        if weight_out is not None:
-            weight_out[i] = float32_to_bf16(p)
+        store_weight(weight_out, grad, i, p)

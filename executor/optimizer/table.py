@@ -73,11 +73,12 @@ class OptimizerEntry:
         Args:
             grad_dtype: of the gradients to come: ``uint16`` (bf16 bits) or ``float32``.
             group: hyper-parameters.
-            writes_bf16: whether steps will write bf16 weights.
+            writes_bf16: whether steps will write bf16 weights, apart or where bf16 gradients were.
         """
         state = np.zeros((1 + len(self.buffers), 1), np.float32)
-        weight_out = np.zeros(1, np.uint16) if writes_bf16 else None
-        self.host(*state, np.zeros(1, grad_dtype), weight_out, self.read(group), 1, 1.0, None)
+        grad = np.zeros(1, grad_dtype)
+        for weight_out in (np.zeros(1, np.uint16), grad) if writes_bf16 else (None,):
+            self.host(*state, grad, weight_out, self.read(group), 1, 1.0, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -310,15 +310,19 @@ def test_python_runs_on_while_a_kernel_works():
 
 def test_after_warm_up_nothing_is_compiled():
     script = """if True:
-        import itertools, numpy as np
-        from executor.optimizer import AdamWParams, WorkerTeam, adamw_step, adamw, warm_up
-        for dtype, bf16 in itertools.product((np.uint16, np.float32), (True, False)):
-            warm_up(dtype, writes_bf16=bf16)
+        import numpy as np, torch
+        from executor.optimizer import AdamWParams, WorkerTeam, adamw_step, adamw
+        from executor.optimizer.table import ENTRIES
+        entry = next(entry for entry in ENTRIES if entry.stock is torch.optim.AdamW)
+        group = torch.optim.AdamW([torch.ones(1)]).param_groups[0]
+        grads = {kind: np.ones(200, kind) for kind in (np.uint16, np.float32)}
+        halves, singles = grads.values()
+        for grad, weights in ((halves, (np.zeros(200, np.uint16), halves)), (singles, (None,))):
+            entry.warm_up(grad.dtype, group, writes_bf16=weights[0] is not None)
             compiled = set(adamw._update.signatures)
-            with WorkerTeam(2) as team:
-                state = np.ones((3, 200), np.float32)
-                weight = np.zeros(200, np.uint16) if bf16 else None
-                adamw_step(*state, np.ones(200, dtype), weight, AdamWParams(), 1, 0.5, team)
-            assert set(adamw._update.signatures) == compiled, dtype
+            for weight in weights:
+                with WorkerTeam(2) as team:
+                    adamw_step(*np.ones((3, 200), np.float32), grad, weight, AdamWParams(), 1, 0.5, team)
+            assert set(adamw._update.signatures) == compiled, grad.dtype
         """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -7,6 +7,8 @@ of operations would show.
 """
 
 import functools
+import platform
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from numba import types
 from test_adamw import UNIT, as_float32, bits_equal, narrow, torch_narrow
 
 from executor.optimizer import (
@@ -22,9 +25,13 @@ from executor.optimizer import (
     LionParams,
     SgdParams,
     WorkerTeam,
+    adagrad,
     adagrad_step,
+    adamw,
     adamw_step,
+    lion,
     lion_step,
+    sgd,
     sgd_step,
 )
 from executor.optimizer.reference import Lion
@@ -377,3 +384,28 @@ def test_lion_takes_a_closure_and_leaves_out_what_has_no_gradient():
     assert one.tolist() == [0.5] * 3
     assert other.tolist() == [1] * 3
     assert other not in optimizer.state
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@given(seed=seeds, num_params=sizes)
+def test_weights_over_gradients_have_the_same_bits_as_apart(name, seed, num_params):
+    kernel, num_buffers, params = KERNELS[name]
+    state = random_state(num_params, seed, num_buffers)
+    apart = stepped(kernel, state, params, 1)
+    held = [array.copy() for array in state]
+    kernel(*held, held[-1], params, 1)
+    for expected, array in zip(apart, held, strict=True):
+        assert bits_equal(expected, array)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads instructions of x86-64")
+@pytest.mark.parametrize("module", [adamw, adagrad, lion, sgd], ids=lambda module: module.__name__.rpartition(".")[-1])
+def test_weights_over_gradients_are_written_in_vectors(module):
+    """Where they overlap as two arrays, the kernel's check at run time would choose its loop without vectors."""
+    name = module.__name__.rpartition(".")[-1]
+    kernel, num_buffers, params = KERNELS.get(name, (adamw_step, 2, AdamWParams()))
+    *held, grad = random_state(64, 0, num_buffers)
+    kernel(*held, grad, grad, params, 1)
+    code = {signature: text for signature, text in module._update.inspect_asm().items() if types.Tuple(()) in signature}
+    assert code
+    assert all(re.search(r"v?mulps\s.*[yzx]mm", text) for text in code.values())
