@@ -39,6 +39,12 @@ def prepare_session(
     device is the rank's (``torch.cuda.set_device``). If a rank fails, the others raise
     :class:`executor.watch.RankError`.
 
+    Every rank gives the whole model and optimizer, also where the plan has ranks share layers or experts. Ranks that
+    share layers (``tensor_parallel`` neighbours: ranks 0 and 1, 2 and 3, ... if these are two) get the same batches and
+    draw the same random numbers; while the model trains with ``labels``, the logits in what it returns are the rank's
+    share. What shares experts has its own part of every batch. Parameters of experts that fall into several units have
+    a shape but no values until the session is closed.
+
     Args:
         model: an unmodified module with the planned parameters.
         optimizer: one that :data:`executor.optimizer.table.ENTRIES` has, over the model's parameters or some of them,

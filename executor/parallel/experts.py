@@ -84,12 +84,18 @@ def split_experts(
     undo = []
     for path, of_layer in banks.items():
         module = model.get_submodule(path)
-        _check(path, module)
+        _check(path, module, of_layer)
         undo.append(replace_forward(module, _Experts(module, of_layer, before[path], group, marks)))
     return undo
 
 
-def _check(path: str, module: nn.Module) -> None:
+def _check(path: str, module: nn.Module, banks: Sequence[_Bank]) -> None:
+    for share in (share for bank in banks for share in (bank.gate_up, bank.down)):
+        if share.whole._backward_hooks:
+            raise BindingError(
+                f"{share.name} has a hook, which would never run, as its experts are units of their own; remove it, or "
+                "plan with --expert-units 1 --expert-parallel 1"
+            )
     strange = [name for name in ("has_bias", "is_transposed", "has_post_expert_norm") if getattr(module, name, False)]
     if strange or not getattr(module, "has_gate", True) or not hasattr(module, "act_fn"):
         raise BindingError(

@@ -186,6 +186,14 @@ def test_other_experts_are_refused():
         prepare(task, decisions, model=model)
 
 
+def test_hooks_that_would_never_run_are_refused():
+    task = Task("mixtral-shared")
+    model = make_model(task)
+    model.model.layers[0].mlp.experts.down_proj.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(BindingError, match=r"layers.0.mlp.experts.down_proj has a hook, which would never run"):
+        prepare(task, decide(task, uniform("gpu", "gpu"), expert_units=2), model=model)
+
+
 def test_experts_that_were_planned_without_visits_must_be_on_the_device():
     task = Task("mixtral-shared")
     config = from_hf_config(make_model(task).config.to_dict(), task.family)

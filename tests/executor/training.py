@@ -100,7 +100,13 @@ class Task:
 def make_model(task: Task) -> torch.nn.Module:
     torch.manual_seed(7)
     config = CONFIGS[task.family]()
-    return transformers.AutoModelForCausalLM.from_config(config).to(task.dtype).train()
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    if task.family.endswith("-shared"):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:  # biases are 0 at first, and a wrong one would not show
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(task.dtype).train()
 
 
 @functools.cache
