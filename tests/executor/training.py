@@ -78,7 +78,7 @@ CONFIGS = {
     "qwen2-shared": lambda: transformers.Qwen2Config(**_LLAMA_SHARED),
     "qwen3-shared": lambda: transformers.Qwen3Config(**_LLAMA_SHARED),
     "qwen3-moe-shared": lambda: transformers.Qwen3MoeConfig(
-        **_LLAMA_SHARED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[0]
+        **_LLAMA_SHARED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[0]
     ),
     "mixtral-shared": lambda: transformers.MixtralConfig(**_LLAMA_SHARED, num_local_experts=4, num_experts_per_tok=2),
 }
