@@ -7,12 +7,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import torch
-from together import Processes
+from together import Processes, ready
 
 
 @pytest.fixture(scope="session")
 def processes():
     pool = Processes(4)
+    pool.call(4, ready)  # starting takes longer than any test
     yield pool
     pool.close()
 

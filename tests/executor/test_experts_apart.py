@@ -38,7 +38,7 @@ from planner.models import from_hf_config
 FAMILIES = ["mixtral-shared", "qwen3-moe-shared"]
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(st.data(), st.sampled_from([2, 4]))
 def test_experts_apart_give_the_bits_of_the_whole(data, expert_units):
     """Every unit is placed by itself, by any plan; the arithmetic is that of the whole."""
@@ -79,7 +79,7 @@ def in_the_simplest_way(processes, task):
     return processes.call(2, trained, task, decisions)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(plans(sizes=[2], families=FAMILIES, expert_parallel=2, expert_units=2), st.integers(0, 99))
 def test_any_plan_of_one_degree_gives_the_same_bits(processes, plan, seed):
     task, decisions = plan
@@ -168,13 +168,13 @@ def test_products_of_experts_are_those_of_torch(sizes, dtype):
 def test_a_rank_that_fails_ends_those_that_share_experts_with_it(processes):
     task = Task("mixtral-shared", iterations=50)
     decisions = decide(task, uniform("gpu", "gpu"), data_parallel=2, expert_parallel=2)
-    processes.begin(2, failed, task, decisions, "kill in the loop")
+    processes.begin(2, failed, task, decisions, "forward")
     begin_s = time.monotonic()
     first, second = processes.results(2, timeout_s=30)
     assert time.monotonic() - begin_s < 15
-    assert isinstance(second, EOFError)
+    assert isinstance(second, ZeroDivisionError)
     assert isinstance(first, RankError)
-    assert re.search(r"rank 1 \(process \d+\) has ended without a word", str(first)), first
+    assert re.search("rank 1 failed: ZeroDivisionError: in the loop", str(first)), first
 
 
 def test_other_experts_are_refused():

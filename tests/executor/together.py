@@ -109,6 +109,10 @@ def _serve(rank: int, port: int, pipe) -> None:
     FOLDER.cleanup()  # processes of multiprocessing end without doing so
 
 
+def ready(_rank: int, _size: int) -> None:
+    """Do nothing, once a process is there."""
+
+
 # What ranks do. All of this is called in another process, so it is found by its name.
 
 
@@ -268,13 +272,17 @@ def with_a_loss_of_its_own(rank: int, _size: int, task: Task, decisions: Decisio
     return norm
 
 
-def with_something_of_its_own(rank: int, _size: int, task: Task, decisions: Decisions, what: str) -> None:
-    """Train with other batches, or other random numbers, than ranks that share layers."""
-    model, optimizer = prepare(task, decisions)
+def with_something_of_its_own(rank: int, _size: int, task: Task, decisions: Decisions, what: str) -> float:
+    """Train with other batches, or other random numbers, than ranks that share layers; return the first one drawn."""
+    model = make_model(task)
+    torch.manual_seed(rank)
+    model, optimizer = prepare(task, decisions, model=model)
+    drawn = float(torch.rand(()))
     with optimizer.session:
         if what == "chance":
             model.register_forward_pre_hook(lambda *_: torch.manual_seed(rank) and None)
         train(task, model, optimizer, rank=rank if what == "batches" else 0)
+    return drawn
 
 
 def with_another_plan(rank: int, _size: int, task: Task, decisions: Decisions) -> None:
