@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT := out
 
-.PHONY: demo test fuzz bench clean
+.PHONY: demo test fuzz torture bench clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11") if sys.version_info < (3, 11) else None'
@@ -33,6 +33,10 @@ fuzz: $(VENV)/ready
 	for round in $$(seq $(ROUNDS)); do \
 		$(BIN)/python -m pytest -q -m hypothesis --hypothesis-profile=fuzz || exit 1; \
 	done
+
+# Checkpoints: every kill point, every lost write, every failing operation.
+torture: $(VENV)/ready
+	$(BIN)/python -m pytest -q -m torture
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/simulator/run.py

@@ -1,7 +1,7 @@
 """What the tasks of a schedule do, apart from the compute that the caller does itself."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, final
 
 import numpy as np
@@ -72,7 +72,9 @@ class Actions:
             Op.UPLOAD: self._upload,
             Op.SWAP_IN: self._swap_in,
             Op.SWAP_OUT: self._swap_out,
+            Op.SNAPSHOT: self._snapshot,
         }
+        self.take_snapshot: Callable[[tuple[str, int], int], None] = lambda _piece, _iteration: None
 
     def perform(self, task: Task, iteration: int) -> None:
         """Do the work of a task."""
@@ -238,6 +240,9 @@ class Actions:
     def _swap_out(self, task: Task, _iteration: int) -> None:
         assert self._state.stored is not None
         self._state.stored.swap_out((task.unit, task.piece))
+
+    def _snapshot(self, task: Task, iteration: int) -> None:
+        self.take_snapshot((task.unit, task.piece), iteration)
 
     def _update(self, task: Task, iteration: int) -> None:
         unit = self._state.units[task.unit]

@@ -18,6 +18,7 @@ class SessionOptions:
         gpu_capacity_bytes: most that is taken of the device for what the plan keeps there all the time.
         host_capacity_bytes: likewise, of the host.
         storage_dir: folder on a fast drive for what the plan keeps on NVMe; each rank has a file in it while it trains.
+        checkpoint_buffer_bytes: host memory for what is taken for checkpoints and not written yet; 0: none are made.
         record: whether to keep times from the start on, for :meth:`Session.timeline`.
     """
 
@@ -27,6 +28,7 @@ class SessionOptions:
     gpu_capacity_bytes: int | None = None
     host_capacity_bytes: int | None = None
     storage_dir: Path | None = None
+    checkpoint_buffer_bytes: int = 0
     record: bool = False
 
 

@@ -82,7 +82,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.entry = entry
         self.session = session
         self._given = optimizer
-        self._write_states(
+        self.write_states(
             {
                 session.name_of(parameter): (state, group)
                 for group in self.param_groups
@@ -153,7 +153,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"the state has groups of {[len(g['params']) for g in theirs]} parameters, this optimizer has "
                 f"{[len(g['params']) for g in self.param_groups]}; make the optimizer as it was when it was saved"
             )
-        self._write_states(
+        self.write_states(
             {
                 self.session.name_of(parameter): (state_dict["state"].get(number, {}), their)
                 for group, their in zip(self.param_groups, theirs, strict=True)
@@ -186,7 +186,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for name, step in steps.items()
         }
 
-    def _write_states(self, entries: Mapping[str, _Entry]) -> None:
+    def write_states(self, entries: Mapping[str, _Entry]) -> None:
         """Set the state of parameters, by name; each piece is had once, which may be on NVMe."""
         if not entries:
             return

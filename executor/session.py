@@ -17,6 +17,7 @@ from torch import nn
 from executor.actions import Actions, ParameterUpdate
 from executor.backend import Meter
 from executor.binding import bind, bind_state_dict, in_backward
+from executor.checkpoint.engine import Member
 from executor.checks import check_decisions, check_groups, check_units
 from executor.exchange import Exchange
 from executor.machine import LaneMachine
@@ -30,6 +31,7 @@ from executor.parallel.shares import Share, shares_of, whole_of
 from executor.parallel.tensor import share_layers
 from executor.pieces import Piece
 from executor.ranks import Ranks
+from executor.snapshots import Snapshots
 from executor.stand_ins import StandIns
 from executor.state import ModelState, ParameterState, UnitState
 from executor.weights import Weights
@@ -72,7 +74,8 @@ class Session:
         check_decisions(decisions, entry)
         check_units(decisions, units)
         self.decisions = decisions
-        self.schedule = lower(units, decisions, asynchronous=options.device == "cuda")
+        takes_snapshots = options.checkpoint_buffer_bytes > 0
+        self.schedule = lower(units, decisions, asynchronous=options.device == "cuda", takes_snapshots=takes_snapshots)
         self._model = model
         self._entry = entry
         self._groups = groups
@@ -115,12 +118,17 @@ class Session:
             exchange = Exchange(self._state, decisions, self.schedule, self._backend, ranks)
         self._exchange = exchange
         self._stand_ins = StandIns((p for _, p in self._state.parameters()), decisions, self._all_norms)
+        self.snapshots = None
+        if options.checkpoint_buffer_bytes:
+            self.snapshots = Snapshots(self._state, self.schedule, self._entry, self._backend, self._host, options)
         self._parameters = {parameter.name: (unit, parameter) for unit, parameter in self._state.parameters()}
         self._team = WorkerTeam(options.num_threads or len(os.sched_getaffinity(0)), options.cores)
         bf16 = decisions.precision.weights == "bf16"
         for group in self._groups:  # or the first update would compile it
             self._entry.warm_up(np.uint16 if bf16 else np.float32, group, writes_bf16=bf16)
         self._actions = Actions(self._state, decisions, self._backend, self._team, exchange)
+        if self.snapshots is not None:
+            self._actions.take_snapshot = self.snapshots.take
         self._weights = Weights(self._state, self._actions, self._shared, ranks)
         self._machine = LaneMachine(
             self.schedule,
@@ -342,6 +350,29 @@ class Session:
         """Return the name that the plan has for one of the model's parameters."""
         return self._names[id(parameter)]
 
+    def parameters(self) -> Iterator[tuple[UnitState, ParameterState]]:
+        """Yield every parameter's state with its unit's, as it is just now."""
+        return self._state.parameters()
+
+    def member(self) -> Member:
+        """Return which of the ranks this is; all ranks ask together."""
+        if self._ranks is None:
+            return Member()
+        nonce = self._ranks.of_first(torch.frombuffer(bytearray(os.urandom(4)), dtype=torch.uint8))
+        return Member(self._ranks.rank, self._ranks.size, bytes(nonce.tolist()).hex())
+
+    def check_between_iterations(self) -> None:
+        """Check that no iteration is under way.
+
+        Raises:
+            OutOfOrderError: one is.
+        """
+        if self._inside_iteration:
+            raise OutOfOrderError(
+                "weights are on their way in the middle of an iteration; evaluate and save after optimizer.step() and "
+                "before the next forward"
+            )
+
     def parameter_states(self) -> dict[str, tuple[UnitState, ParameterState]]:
         """Return every parameter's state and its unit's, at rest. Raises as :meth:`full_parameters`."""
         self._make_current()
@@ -370,11 +401,7 @@ class Session:
 
     def _make_current(self) -> None:
         """Wait for all updates, and bring to the device what the next iteration would."""
-        if self._inside_iteration:
-            raise OutOfOrderError(
-                "weights are on their way in the middle of an iteration; evaluate and save after optimizer.step() and "
-                "before the next forward"
-            )
+        self.check_between_iterations()
         self.synchronize()
         self._weights.make_current(self._loop.iteration)
 

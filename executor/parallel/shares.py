@@ -64,6 +64,11 @@ class Share:
         return self.rows is None and self.dim is None
 
     @property
+    def own_name(self) -> str:
+        """The whole's name, with which of its rows these are: equal for nothing else on any rank."""
+        return self.name if self.rows is None else slice_name(self.name, *self._rows_of(self.mesh.expert))
+
+    @property
     def num_divided(self) -> int:
         """Rows, of the divided dimension, that are no pads; equal on all ranks but the last ones."""
         assert self.dim is not None
@@ -130,11 +135,11 @@ def shares_of(model: nn.Module, units: tuple[Unit, ...], mesh: Mesh) -> dict[str
     shares: dict[str, Share] = {}
     owned: dict[int, str] = {}
     for operator, spec in ((o, spec) for unit in units for o in unit.operators for spec in o.parameters):
-        cut = _SLICE.fullmatch(spec.name)
-        name = cut["name"] if cut else spec.name
+        cut = rows_of(spec.name)
+        name = cut[0] if cut else spec.name
         if name not in named:
             raise BindingError(f"the plan has a parameter {name} that the model has not; plan this model again")
-        rows = (int(cut["first"]), int(cut["stop"])) if cut else None
+        rows = cut[1:] if cut else None
         pads = operator.kind in {"embedding", "head"}
         shares[spec.name] = _share(name, named[name], torch.Size(spec.shape), rows, mesh, pads=pads)
         if (other := owned.setdefault(id(named[name]), name)) != name:
@@ -145,6 +150,17 @@ def shares_of(model: nn.Module, units: tuple[Unit, ...], mesh: Mesh) -> dict[str
     if strange := [name for name, parameter in named.items() if id(parameter) not in owned]:
         raise BindingError(f"the model has a parameter {strange[0]} that the plan has not; plan this model again")
     return shares
+
+
+def slice_name(name: str, first: int, stop: int) -> str:
+    """Return the name of some rows of a parameter."""
+    return f"{name}[{first}:{stop}]"
+
+
+def rows_of(name: str) -> tuple[str, int, int] | None:
+    """Return the whole's name, and which rows, that a name of rows stands for; ``None`` if it stands for a whole."""
+    found = _SLICE.fullmatch(name)
+    return (found["name"], int(found["first"]), int(found["stop"])) if found else None
 
 
 def whole_of(parts: Sequence[tuple[Share, torch.Tensor]], ranks: Ranks | None) -> torch.Tensor:

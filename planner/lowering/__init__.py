@@ -15,19 +15,23 @@ from planner.lowering.memory import memory
 from planner.lowering.parameters import Slots, assign_slots, parameters
 from planner.lowering.pipeline import stage_decisions, stages
 from planner.lowering.program import Program
+from planner.lowering.snapshots import snapshots
 from planner.lowering.updates import updates
 from planner.schedule import Schedule
 
 PASSES: tuple[Callable[[Program], None], ...] = (compute, parameters, activations, gradients, updates, launch, memory)
 
 
-def lower(units: tuple[Unit, ...], decisions: Decisions, *, asynchronous: bool) -> Schedule:
+def lower(
+    units: tuple[Unit, ...], decisions: Decisions, *, asynchronous: bool, takes_snapshots: bool = False
+) -> Schedule:
     """Return the schedule of one iteration.
 
     Args:
         units: the model's units in forward order, for the decided micro-batch.
         decisions: what was chosen for them.
         asynchronous: whether the device runs apart from the thread that issues its work (a GPU does).
+        takes_snapshots: whether state can be taken for checkpoints on the way, see [Note: Snapshots].
 
     Raises:
         ValueError: the decisions do not fit the units.
@@ -40,6 +44,8 @@ def lower(units: tuple[Unit, ...], decisions: Decisions, *, asynchronous: bool) 
     for run in PASSES:
         if run is not launch or asynchronous:
             run(program)
+    if takes_snapshots:
+        snapshots(program)
     return program.number(f"{decisions.policy}: one iteration of {decisions.num_micro_batches} micro-batch(es)")
 
 

@@ -1,0 +1,325 @@
+"""Checkpoints beside training: state is taken piece by piece while it is at rest, and written by other threads.
+
+[Note: Lazy] A checkpoint begins between two iterations, and costs the training loop nothing then: what is only a
+number is kept by value, and that is all. Tensors are taken by tasks of the schedule ([Note: Snapshots] in
+:mod:`planner.lowering.snapshots`) during the next iteration, in chunks, into buffers that are hashed and written by
+threads of the flusher. An update waits for the snapshot of its own piece, so nothing is torn, and a snapshot waits for
+a free buffer, so memory is bounded. When the last piece has been taken another thread makes the files durable and the
+checkpoint known. Whatever fails costs the checkpoint, never the training.
+
+[Note: Parts] Every rank writes its own files into one folder, and what it has written into a file ``part-<rank>.json``,
+which appears at once, by a rename. Rank 0 waits for all of them. The ranks need no other connection, and no collective
+of a background thread can meet one of training.
+"""
+
+import dataclasses
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol, final
+
+from executor.checkpoint.files import CheckpointError
+from executor.checkpoint.flusher import Flusher
+from executor.checkpoint.layout import ITEM_BYTES, Box, Entry, boxes, layout
+from executor.checkpoint.manifest import Manifest, Part
+from executor.checkpoint.store import Draft, JoinedDraft, Store
+from executor.checkpoint.writer import CopyChunk, ShardWriter
+
+MODEL_FOLDER: Final = "model"
+OPTIMIZER_FOLDER: Final = "optimizer"
+MASTER: Final = "master"
+"""The first tensor of every piece's state: the weights, in float32."""
+
+_VALUE_BYTES: Final = ITEM_BYTES["F32"]
+
+Key = tuple[str, int]
+"""A piece: name of its unit, and index within the rank's shard."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slice:
+    """What a piece has of a parameter.
+
+    Attributes:
+        name: of the parameter.
+        shape: of all of it.
+        start, stop: the range, in values of the flat parameter.
+        offset: where it begins in the piece, in values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    offset: int
+
+
+class Source(Protocol):
+    """Where state is."""
+
+    @property
+    def slices(self) -> Mapping[Key, Sequence[Slice]]:
+        """What each of the rank's pieces has, in the order in which they are taken."""
+        ...
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of the tensors that each piece has, :data:`MASTER` first."""
+        ...
+
+    def tensors(self, key: Key) -> Sequence[Any]:
+        """Return them, at rest: flat float32 tensors as bytes, which are sliced and given to ``copy``."""
+        ...
+
+    @property
+    def copy(self) -> CopyChunk:
+        """Copies from such a slice into bytes of a buffer, and returns when that is done."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Member:
+    """Which of the ranks this is.
+
+    Attributes:
+        rank, size: among all.
+        nonce: of this run, the same on all ranks.
+    """
+
+    rank: int = 0
+    size: int = 1
+    nonce: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a checkpoint ended.
+
+    Attributes:
+        step: of the checkpoint.
+        path: its folder; ``None`` if it failed, or this is not rank 0.
+        error: why it failed; ``None`` if it did not.
+        blocked_s: how long snapshots waited for buffers.
+        latency_s: from its beginning until it was durable.
+    """
+
+    step: int
+    path: Path | None
+    error: str | None
+    blocked_s: float
+    latency_s: float
+
+
+@final
+class CheckpointEngine:
+    """Takes and writes checkpoints.
+
+    Args:
+        source: of state.
+        store: where checkpoints go.
+        flusher: writes them.
+        keep: how many stay, see :meth:`executor.checkpoint.store.Store.prune`.
+        member: which of the ranks this is.
+        patience_s: longest wait of rank 0 for the others' parts, and of the others for rank 0.
+        tell: is called with how each one ended, in the thread that made it durable.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        store: Store,
+        flusher: Flusher,
+        *,
+        keep: int = 2,
+        member: Member | None = None,
+        patience_s: float = 120.0,
+        tell: Callable[[Outcome], None] = lambda _outcome: None,
+    ) -> None:
+        self._source = source
+        self._store = store
+        self._flusher = flusher
+        self._keep = keep
+        self._member = member or Member()
+        self._patience_s = patience_s
+        self._tell = tell
+        shapes, self._boxes = _boxes_of(source)
+        self._entries: dict[str, list[Entry]] = {}
+        for state in source.keys:
+            for name, held in self._boxes.items():
+                for index, box in enumerate(held):
+                    entry = Entry(name if state == MASTER else f"{state}.{name}", "F32", shapes[name], box)
+                    self._entries.setdefault(_path(state, self._member.rank, index), []).append(entry)
+        self._captures: dict[int, _Capture] = {}  # that are being taken, by turn
+        self._lock = threading.Condition()  # guards what follows
+        self._num_open = 0
+        self._work: queue.SimpleQueue[_Capture | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="checkpoint commit", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of values that this rank writes for a checkpoint."""
+        return sum(entry.num_bytes for entries in self._entries.values() for entry in entries)
+
+    def begin(self, step: int, turn: int, extra: Mapping[str, Any]) -> None:
+        """Begin the checkpoint of a step, between two iterations.
+
+        Args:
+            step: iterations of training that it has.
+            turn: number of the iteration during which its pieces are taken: the next one's.
+            extra: what else it has, as plain JSON; ranks other than 0 give what is their own.
+
+        Raises:
+            CheckpointError: there is one of this turn already.
+            TypeError, ValueError: ``extra`` is not plain JSON.
+        """
+        if turn in self._captures:
+            raise CheckpointError(
+                f"the checkpoint of step {self._captures[turn].step} was begun here already; begin one after each "
+                "iteration at most"
+            )
+        text = json.dumps(extra, allow_nan=False)  # by value, now
+        with self._lock:
+            self._num_open += 1
+        self._captures[turn] = _Capture(step, text, list(self._source.slices), time.monotonic())
+
+    def take(self, key: Key, turn: int) -> None:
+        """Take a piece, if a checkpoint is made in this turn; it may change afterwards.
+
+        Pieces come in the order of the source. Nothing is raised: a failure ends the checkpoint.
+        """
+        capture = self._captures.get(turn)
+        if capture is None:
+            return
+        assert capture.left[0] == key, f"{key} came when {capture.left[0]} was to be taken"
+        capture.left.pop(0)
+        if capture.error is None:
+            begin_s = time.monotonic()
+            try:
+                self._open(capture)
+                self._append(capture, key)
+            except OSError as error:
+                capture.error = error
+            capture.blocked_s += time.monotonic() - begin_s
+        if not capture.left:
+            del self._captures[turn]
+            self._work.put(capture)
+
+    def drain(self) -> None:
+        """Take what has not been taken, while nothing is under way, and wait until all checkpoints have ended.
+
+        Nothing is raised; see ``tell``.
+        """
+        for turn, capture in sorted(self._captures.items()):
+            while capture.left:
+                self.take(capture.left[0], turn)
+        with self._lock:
+            self._lock.wait_for(lambda: not self._num_open)
+
+    def close(self) -> None:
+        """Give up what has not been taken, and end the thread after what it has. Closing twice is allowed."""
+        while self._captures:
+            _, capture = self._captures.popitem()
+            capture.error = capture.error or CheckpointError("training ended before all of it was taken")
+            self._work.put(capture)
+        self._work.put(None)
+        self._thread.join()
+
+    def _open(self, capture: "_Capture") -> None:
+        """Make the files, when the first piece is taken: the training loop does not wait for that."""
+        if capture.draft is not None:
+            return
+        folders = (MODEL_FOLDER, OPTIMIZER_FOLDER)
+        rank, nonce = self._member.rank, self._member.nonce
+        if rank == 0:
+            capture.draft = self._store.begin(capture.step, folders, nonce)
+        else:
+            capture.draft = JoinedDraft(self._store.root, capture.step, folders, nonce, self._patience_s)
+        for path, entries in self._entries.items():
+            made = layout(tuple(entries))
+            capture.writers[path] = ShardWriter(self._flusher, capture.draft.folder, path, made)
+
+    def _append(self, capture: "_Capture", key: Key) -> None:
+        for state, values in zip(self._source.keys, self._source.tensors(key), strict=True):
+            for piece in self._source.slices[key]:
+                for index, box in enumerate(self._boxes[piece.name]):
+                    start, stop = max(piece.start, box.start), min(piece.stop, box.stop)
+                    if start < stop:
+                        offset = piece.offset - piece.start
+                        held = values[_VALUE_BYTES * (offset + start) : _VALUE_BYTES * (offset + stop)]
+                        capture.writers[_path(state, self._member.rank, index)].append(held, self._source.copy)
+
+    def _run(self) -> None:
+        while (capture := self._work.get()) is not None:
+            path = None
+            try:
+                if capture.error is not None:
+                    raise capture.error
+                path = self._finish(capture)
+            except OSError as error:
+                capture.error = error
+                self._give_up(capture)
+            latency_s = time.monotonic() - capture.begin_s
+            reason = None if capture.error is None else str(capture.error)
+            try:
+                self._tell(Outcome(capture.step, path, reason, capture.blocked_s, latency_s))
+            finally:
+                with self._lock:
+                    self._num_open -= 1
+                    self._lock.notify_all()
+
+    def _finish(self, capture: "_Capture") -> Path | None:
+        assert capture.draft is not None
+        part = Part.of([(writer.layout, writer.finish()) for writer in capture.writers.values()])
+        extra = json.loads(capture.extra)
+        if isinstance(capture.draft, JoinedDraft):
+            capture.draft.hand_in(self._member.rank, part, extra)
+            return None
+        parts, extras = capture.draft.collect(self._member.size, part, extra, self._patience_s)
+        path = capture.draft.commit(Manifest.of(capture.step, parts, {"ranks": extras}))
+        self._store.prune(self._keep)
+        return path
+
+    def _give_up(self, capture: "_Capture") -> None:
+        for writer in capture.writers.values():
+            writer.abandon()
+        if isinstance(capture.draft, JoinedDraft):
+            capture.draft.refuse(self._member.rank, str(capture.error))
+        elif capture.draft is not None:
+            capture.draft.abandon()
+
+
+@dataclasses.dataclass(slots=True)
+class _Capture:
+    step: int
+    extra: str
+    left: list[Key]
+    begin_s: float
+    draft: Draft | JoinedDraft | None = None
+    writers: dict[str, ShardWriter] = dataclasses.field(default_factory=dict)
+    error: OSError | None = None
+    blocked_s: float = 0.0
+
+
+def _path(state: str, rank: int, index: int) -> str:
+    """Return the file of the boxes of a rank that are so many behind their parameter's first."""
+    more = f"-{index}" if index else ""
+    if state == MASTER:
+        return f"{MODEL_FOLDER}/model-{rank:05d}{more}.safetensors"
+    return f"{OPTIMIZER_FOLDER}/{state}-{rank:05d}{more}.safetensors"
+
+
+def _boxes_of(source: Source) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[Box, ...]]]:
+    """Return the shape of every parameter of which the rank has something, and the boxes of that, in order."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    ranges: dict[str, tuple[int, int]] = {}
+    for pieces in source.slices.values():
+        for piece in pieces:
+            start, stop = ranges.get(piece.name, (piece.start, piece.start))
+            assert stop == piece.start, f"what is taken of {piece.name} comes in order"
+            ranges[piece.name] = start, piece.stop
+            shapes[piece.name] = piece.shape
+    return shapes, {name: tuple(boxes(shapes[name], *held)) for name, held in ranges.items()}

@@ -1,0 +1,172 @@
+"""The one file that says what a checkpoint is: plain JSON, with a checksum of every byte of all others."""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from executor.checkpoint.files import CheckpointError
+from executor.checkpoint.layout import Layout
+
+MANIFEST_NAME: Final = "manifest.json"
+VERSION: Final = 1
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class FileRecord(_Frozen):
+    """A file of values.
+
+    Attributes:
+        path: within the checkpoint's folder.
+        num_bytes: its length.
+        chunk_bytes: its bytes, header and all, are checked in chunks of this; the last one may be shorter.
+        checksums: xxh3 (64 bits) of every chunk, in hexadecimal digits.
+    """
+
+    path: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*$")]
+    num_bytes: Count
+    chunk_bytes: Annotated[int, Field(ge=1)]
+    checksums: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")], ...]
+
+
+class Fragment(_Frozen):
+    """Where a range of a tensor is.
+
+    Attributes:
+        file: index of the file.
+        start, stop: the range, in values of the flat tensor.
+        offset: of its first byte in the file.
+    """
+
+    file: Count
+    start: Count
+    stop: Count
+    offset: Count
+
+
+class TensorRecord(_Frozen):
+    """A tensor, all of it.
+
+    Attributes:
+        dtype: as safetensors names it.
+        shape: of the whole.
+        fragments: in order; together they are all values, each once.
+    """
+
+    dtype: str
+    shape: tuple[Count, ...]
+    fragments: tuple[Fragment, ...]
+
+
+class Part(_Frozen):
+    """What one rank has written."""
+
+    files: tuple[FileRecord, ...]
+    tensors: dict[str, TensorRecord]
+
+    @classmethod
+    def of(cls, written: Sequence[tuple[Layout, FileRecord]]) -> Self:
+        """Return what files that have been written have, by their layouts."""
+        tensors: dict[str, TensorRecord] = {}
+        for index, (layout, _) in enumerate(written):
+            for entry, offset in zip(layout.entries, layout.starts, strict=True):
+                known = tensors.get(entry.name)
+                fragments = known.fragments if known else ()
+                here = Fragment(file=index, start=entry.box.start, stop=entry.box.stop, offset=offset)
+                tensors[entry.name] = TensorRecord(
+                    dtype=entry.dtype, shape=entry.shape, fragments=tuple(sorted((*fragments, here), key=_start))
+                )
+        return cls(files=tuple(record for _, record in written), tensors=tensors)
+
+
+def _start(fragment: Fragment) -> int:
+    return fragment.start
+
+
+class Manifest(_Frozen):
+    """A checkpoint.
+
+    Attributes:
+        version: of this format.
+        step: iterations of training that it has.
+        files: all files of values.
+        tensors: by name.
+        extra: whatever else training needs, as plain JSON.
+        digest: SHA-256 of all the rest.
+    """
+
+    version: Literal[1] = VERSION
+    step: Count
+    files: tuple[FileRecord, ...]
+    tensors: dict[str, TensorRecord]
+    extra: dict[str, Any] = {}
+    digest: str = ""
+
+    @classmethod
+    def of(cls, step: int, parts: list[Part], extra: dict[str, Any]) -> Self:
+        """Join what all ranks have written.
+
+        Raises:
+            CheckpointError: a value is missing, or there twice.
+        """
+        files: list[FileRecord] = []
+        tensors: dict[str, TensorRecord] = {}
+        for part in parts:
+            for name, record in part.tensors.items():
+                moved = tuple(f.model_copy(update={"file": f.file + len(files)}) for f in record.fragments)
+                known = tensors.get(name, record.model_copy(update={"fragments": ()}))
+                if (known.dtype, known.shape) != (record.dtype, record.shape):
+                    raise CheckpointError(f"{name} is {known.dtype}{list(known.shape)} and {record.dtype} elsewhere")
+                both = sorted((*known.fragments, *moved), key=_start)
+                tensors[name] = known.model_copy(update={"fragments": tuple(both)})
+            files += part.files
+        made = cls(step=step, files=tuple(files), tensors=tensors, extra=extra)
+        made._check_whole()
+        return made.model_copy(update={"digest": made._digest()})
+
+    @classmethod
+    def read(cls, text: bytes) -> Self:
+        """Read one.
+
+        Raises:
+            CheckpointError: it is damaged, or of another version.
+        """
+        try:
+            made = cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise CheckpointError(f"{MANIFEST_NAME}: {first['msg']} at {'.'.join(map(str, first['loc']))}") from None
+        if made.digest != made._digest():
+            raise CheckpointError(f"{MANIFEST_NAME} does not match its own digest")
+        made._check_whole()
+        return made
+
+    def to_json(self) -> bytes:
+        """Return the bytes of the file."""
+        return self._canonical(self.model_dump(mode="json"))
+
+    def _digest(self) -> str:
+        return hashlib.sha256(self._canonical(self.model_dump(mode="json", exclude={"digest"}))).hexdigest()
+
+    @staticmethod
+    def _canonical(data: dict[str, Any]) -> bytes:
+        return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+    def _check_whole(self) -> None:
+        for name, record in self.tensors.items():
+            end = 0
+            for fragment in record.fragments:
+                if fragment.start != end or fragment.file >= len(self.files):
+                    raise CheckpointError(f"{name}: values {end} to {fragment.start} are missing, or there twice")
+                end = fragment.stop
+            if end != math.prod(record.shape):
+                raise CheckpointError(f"{name} has {math.prod(record.shape):,} values, of which {end:,} are there")

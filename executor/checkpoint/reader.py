@@ -1,0 +1,148 @@
+"""Reads a checkpoint, and believes nothing that it has not checked."""
+
+import contextlib
+import errno
+import mmap
+import os
+from pathlib import Path
+from typing import Self, final
+
+import numpy as np
+
+from executor.checkpoint.files import BLOCK_BYTES, CheckpointError, go_direct, in_blocks
+from executor.checkpoint.flusher import Buffer, checksum
+from executor.checkpoint.layout import ITEM_BYTES
+from executor.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
+
+
+@final
+class Checkpoint:
+    """A checkpoint in a folder; every chunk is checked when it is read.
+
+    Args:
+        folder: of the checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self.manifest = Manifest.read((folder / MANIFEST_NAME).read_bytes())
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder}: {error}") from None
+        except OSError as error:
+            raise CheckpointError(f"{folder}: {MANIFEST_NAME}: {error.strerror}") from error
+        self._open: dict[int, _OpenFile] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files of values."""
+        return sum(record.num_bytes for record in self.manifest.files)
+
+    def verify(self, first: int = 0, every: int = 1) -> None:
+        """Read every byte of the files ``first``, ``first + every`` and so on.
+
+        Raises:
+            CheckpointError: a file is missing, of another length, or damaged; says which, and where.
+        """
+        for index in range(first, len(self.manifest.files), every):
+            with contextlib.closing(_OpenFile(self.folder, self.manifest.files[index])) as file:
+                for chunk in range(len(file.record.checksums)):
+                    file.load(chunk)
+
+    def read(self, name: str, start: int, out: Buffer) -> None:
+        """Read values of a tensor, from the ``start``-th of its flat values on, into ``out``, uint8, whole values.
+
+        Reading in the order in which values were written reads every chunk once.
+
+        Raises:
+            CheckpointError: there is no such tensor, it is shorter, or what is needed of a file is damaged.
+        """
+        record = self.manifest.tensors.get(name)
+        if record is None:
+            raise CheckpointError(f"{self.folder}: there is no tensor {name}; the checkpoint is of another model")
+        item_bytes = ITEM_BYTES[record.dtype]
+        stop = start + len(out) // item_bytes
+        size = record.fragments[-1].stop if record.fragments else 0
+        if stop > size:
+            raise CheckpointError(f"{self.folder}: {name} has {size:,} values; the checkpoint is of another model")
+        for fragment in record.fragments:
+            begin, end = max(start, fragment.start), min(stop, fragment.stop)
+            if begin < end:
+                target = out[(begin - start) * item_bytes : (end - start) * item_bytes]
+                self._file(fragment.file).read(fragment.offset + (begin - fragment.start) * item_bytes, target)
+
+    def close(self) -> None:
+        """Close the files. Closing twice is allowed."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    def _file(self, index: int) -> "_OpenFile":
+        if index not in self._open:
+            self._open[index] = _OpenFile(self.folder, self.manifest.files[index])
+        return self._open[index]
+
+
+class _OpenFile:
+    """A file with the last chunk that was read of it."""
+
+    def __init__(self, folder: Path, record: FileRecord) -> None:
+        self.record = record
+        self._path = folder / record.path
+        try:
+            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{self._path}: {error.strerror}") from error
+        self._memory = mmap.mmap(-1, in_blocks(record.chunk_bytes))
+        self._buffer = np.frombuffer(self._memory, np.uint8)
+        self._chunk = -1
+        size = os.fstat(self._fd).st_size
+        if size != record.num_bytes or -(-size // record.chunk_bytes) != len(record.checksums):
+            self.close()
+            raise CheckpointError(f"{self._path} has {size:,} B, but was written with {record.num_bytes:,}")
+        go_direct(self._fd, probes=False)
+
+    def read(self, offset: int, out: Buffer) -> None:
+        while len(out):
+            chunk, at = divmod(offset, self.record.chunk_bytes)
+            values = self.load(chunk)
+            count = min(len(values) - at, len(out))
+            np.copyto(out[:count], values[at : at + count])
+            offset, out = offset + count, out[count:]
+
+    def load(self, chunk: int) -> Buffer:
+        """Return a chunk, checked."""
+        start = chunk * self.record.chunk_bytes
+        length = min(self.record.chunk_bytes, self.record.num_bytes - start)
+        if chunk != self._chunk:
+            self._chunk = -1
+            try:
+                self._fill(start, length)
+            except OSError as error:
+                raise CheckpointError(f"{self._path}: {error.strerror} at {start:,} B") from error
+            if checksum(self._buffer[:length]) != self.record.checksums[chunk]:
+                raise CheckpointError(f"{self._path} is damaged between {start:,} and {start + length:,} B")
+            self._chunk = chunk
+        return self._buffer[:length]
+
+    def _fill(self, start: int, length: int) -> None:
+        done = 0
+        while done < length:
+            # The whole of the last block is asked for: past the page cache less is refused.
+            count = os.preadv(self._fd, [self._buffer[done : in_blocks(length)].data], start + done)
+            done += count if done + count >= length else count // BLOCK_BYTES * BLOCK_BYTES
+            if count < BLOCK_BYTES and done < length:
+                raise OSError(errno.EIO, "it ends early")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,311 @@
+"""A folder of checkpoints: how one comes to be there whole, which one to go on from, and which may go.
+
+A checkpoint is written in a folder ``tmp-...``, every file synced, the manifest last, then the folder, which then gets
+its name, ``step-00000012``, and the name is synced too. Only then is it acknowledged. So whatever has that name and a
+manifest that matches its own digest was whole when it was written; what happened to it since, checksums tell.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import itertools
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final, final
+
+from executor.checkpoint.files import CheckpointError, Files, remove_tree, write_all
+from executor.checkpoint.manifest import MANIFEST_NAME, Manifest, Part
+from executor.checkpoint.reader import Checkpoint
+
+LEAST_KEPT: Final = 2
+"""Checkpoints that retention leaves at least: each read again and found whole."""
+
+_NAME = re.compile(r"step-(\d{8,})")
+_POLL_S: Final = 0.02
+_TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """What is there to go on from.
+
+    Attributes:
+        checkpoint: the newest that is whole; ``None`` if there is none.
+        refused: why each newer one was passed over.
+    """
+
+    checkpoint: Checkpoint | None
+    refused: tuple[str, ...]
+
+
+@final
+class Draft:
+    """A checkpoint that is being written, in a folder that nobody takes for one.
+
+    Attributes:
+        step: of the checkpoint.
+        folder: where its files go.
+    """
+
+    def __init__(self, files: Files, root: Path, step: int, folders: Iterable[str], nonce: str = "") -> None:
+        self.step = step
+        self._root = root
+        self._files = files
+        self._folders = tuple(folders)
+        self._lock = -1
+        self.folder = draft_folder(root, step, nonce or secrets.token_hex(4))
+        try:
+            for again in itertools.count():
+                with contextlib.suppress(*((FileExistsError,) if again else ())):
+                    files.make_folder(self.folder)
+                with contextlib.suppress(FileNotFoundError, BlockingIOError):  # swept away before it was locked
+                    self._lock = _locked(self.folder)
+                    break
+            for name in self._folders:
+                files.make_folder(self.folder / name)
+        except OSError as error:
+            self.abandon()
+            raise CheckpointError(f"{self.folder}: {error.strerror}; choose another folder for checkpoints") from error
+
+    def collect(self, size: int, own: Part, extra: Any, patience_s: float) -> tuple[list[Part], list[Any]]:
+        """Wait for what all other ranks have written; return all parts, and what else each rank has.
+
+        Raises:
+            CheckpointError: a rank could not write its part, or has not for too long.
+        """
+        parts, extras = [own], [extra]
+        deadline_s = time.monotonic() + patience_s
+        for rank in range(1, size):
+            path = self.folder / f"part-{rank}.json"
+            while not path.exists():
+                if time.monotonic() > deadline_s:
+                    raise CheckpointError(f"{self.folder}: rank {rank} has not written its part in {patience_s:g} s")
+                time.sleep(_POLL_S)
+            handed = json.loads(path.read_bytes())
+            if "error" in handed:
+                raise CheckpointError(f"rank {rank}: {handed['error']}")
+            parts.append(Part.model_validate(handed["part"]))
+            extras.append(handed["extra"])
+            self._files.remove(path)
+        return parts, extras
+
+    def commit(self, manifest: Manifest) -> Path:
+        """Make the checkpoint whole and durable; return its folder. All other files have been finished.
+
+        Raises:
+            CheckpointError: it cannot be, or there is a whole one of this step; nothing is acknowledged then.
+        """
+        final_path = self._root / f"step-{self.step:08d}"
+        try:
+            self._write(manifest.to_json())
+            for folder in (*(self.folder / name for name in self._folders), self.folder):
+                self._files.sync_folder(folder)
+            self._rename(final_path)
+            self._files.sync_folder(self._root)
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: {error.strerror}; this checkpoint is given up") from error
+        finally:
+            self._unlock()
+        return final_path
+
+    def abandon(self) -> None:
+        """Remove what has been written. Abandoning twice is allowed."""
+        with contextlib.suppress(OSError):
+            remove_tree(self._files, self.folder)
+        self._unlock()
+
+    def _write(self, text: bytes) -> None:
+        fd = self._files.create(self.folder / MANIFEST_NAME)
+        try:
+            write_all(self._files, fd, memoryview(text), 0)
+            self._files.sync(fd)
+        finally:
+            self._files.close(fd)
+
+    def _rename(self, path: Path) -> None:
+        try:
+            self._files.rename(self.folder, path)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            if _is_whole(path):
+                raise CheckpointError(
+                    f"{path} is there already, and whole; another run writes here: give every run a folder of its own"
+                ) from error
+            _put_aside(self._files, path)
+            self._files.rename(self.folder, path)
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+@final
+class JoinedDraft:
+    """What a rank other than 0 has of a checkpoint that rank 0 has begun, see [Note: Parts].
+
+    Raises:
+        CheckpointError: rank 0 has not begun it for too long.
+    """
+
+    def __init__(self, root: Path, step: int, folders: Iterable[str], nonce: str, patience_s: float) -> None:
+        self.folder = draft_folder(root, step, nonce)
+        deadline_s = time.monotonic() + patience_s
+        while not all((self.folder / name).is_dir() for name in folders):
+            if time.monotonic() > deadline_s:
+                raise CheckpointError(
+                    f"{self.folder}: rank 0 has not begun it in {patience_s:g} s; all ranks need the same folder for "
+                    "checkpoints"
+                )
+            time.sleep(_POLL_S)
+
+    def hand_in(self, rank: int, part: Part, extra: Any) -> None:
+        """Tell rank 0 what this rank has written, all of it durable."""
+        self._tell(rank, {"part": part.model_dump(mode="json"), "extra": extra})
+
+    def refuse(self, rank: int, error: str) -> None:
+        """Tell rank 0 that this rank could not write its part."""
+        with contextlib.suppress(OSError):  # rank 0 has given it up too
+            self._tell(rank, {"error": error})
+
+    def _tell(self, rank: int, data: dict[str, Any]) -> None:
+        path = self.folder / f"part-{rank}.json"
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(data), encoding="utf-8")
+        new.rename(path)
+
+
+def draft_folder(root: Path, step: int, nonce: str) -> Path:
+    """Return the folder in which a checkpoint is written."""
+    return root / f"tmp-{step:08d}-{nonce}"
+
+
+@final
+class Store:
+    """A folder of checkpoints.
+
+    Args:
+        root: the folder; it is made if it is not there.
+        files: what writes.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+
+    def __init__(self, root: Path, files: Files | None = None) -> None:
+        self.root = root
+        self.files = files or Files()
+        self._whole: set[str] = set()  # read again, and found so
+        if not root.is_dir():
+            try:
+                root.parent.mkdir(parents=True, exist_ok=True)
+                self.files.make_folder(root)
+                self.files.sync_folder(root.parent)
+            except OSError as error:
+                raise CheckpointError(f"{root}: {error.strerror}; choose another folder for checkpoints") from error
+
+    def begin(self, step: int, folders: Iterable[str] = (), nonce: str = "") -> Draft:
+        """Begin the checkpoint of a step, with folders in it; other ranks find it by the ``nonce``.
+
+        Raises:
+            CheckpointError: nothing can be written here.
+        """
+        return Draft(self.files, self.root, step, folders, nonce)
+
+    def folders(self) -> list[Path]:
+        """Return the folders of all checkpoints, newest first, whole or not."""
+        named = ((_NAME.fullmatch(path.name), path) for path in self.root.iterdir())
+        steps = [(int(match.group(1)), path) for match, path in named if match is not None]
+        return [path for _, path in sorted(steps, reverse=True)]
+
+    def newest(self) -> Found:
+        """Return the newest checkpoint that is whole, every byte of it checked, and why newer ones are not."""
+        refused = []
+        for path in self.folders():
+            try:
+                checkpoint = Checkpoint(path)
+                checkpoint.verify()
+            except CheckpointError as error:
+                refused.append(str(error))
+            else:
+                self._whole.add(path.name)
+                return Found(checkpoint, tuple(refused))
+        return Found(None, tuple(refused))
+
+    def prune(self, keep: int = LEAST_KEPT) -> list[Path]:
+        """Remove all checkpoints but the newest ``keep`` that are whole, and what writers that died have left.
+
+        At least :data:`LEAST_KEPT` stay. What is newer than those and damaged stays too, for who wants to know why.
+
+        Returns:
+            What was removed.
+
+        Raises:
+            CheckpointError: something could not be removed.
+        """
+        kept, removed = 0, []
+        try:
+            self._sweep()
+            for path in self.folders():
+                if kept >= max(keep, LEAST_KEPT):
+                    with contextlib.suppress(FileNotFoundError):  # somebody else was faster
+                        _put_aside(self.files, path)
+                        removed.append(path)
+                elif path.name in self._whole or _is_whole(path):
+                    self._whole.add(path.name)
+                    kept += 1
+        except OSError as error:
+            raise CheckpointError(f"{error.filename or self.root}: {error.strerror}; remove it by hand") from error
+        return removed
+
+    def _sweep(self) -> None:
+        for path in self.root.glob("tmp-*"):
+            try:
+                lock = _locked(path)
+            except OSError:
+                continue  # its writer lives, or another one is removing it
+            try:
+                remove_tree(self.files, path)
+            finally:
+                os.close(lock)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        Checkpoint(path).verify()
+    except CheckpointError:
+        return False
+    return True
+
+
+def _put_aside(files: Files, path: Path) -> None:
+    """Take a checkpoint's name away, in one step, and then its files."""
+    aside = path.with_name(f"tmp-{path.name}-{secrets.token_hex(4)}")
+    files.rename(path, aside)
+    remove_tree(files, aside)
+
+
+def _locked(folder: Path) -> int:
+    """Return a descriptor that holds the folder's lock, which ends with the process.
+
+    Raises:
+        BlockingIOError: somebody else holds it.
+        FileNotFoundError: it has been removed.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder.stat()  # who held it may have removed it
+    except OSError:
+        os.close(fd)
+        raise
+    return fd

@@ -1,0 +1,162 @@
+"""Writes one file of a checkpoint, value behind value, in bounded memory."""
+
+import contextlib
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from executor.checkpoint.files import CheckpointError, go_direct, in_blocks, write_all
+from executor.checkpoint.flusher import Buffer, Flusher, Pending
+from executor.checkpoint.layout import Layout
+from executor.checkpoint.manifest import FileRecord
+
+CopyChunk = Callable[[Buffer, Any], None]
+"""Copies bytes into a part of a buffer."""
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+@final
+class ShardWriter:
+    """A file that is being written.
+
+    Values are given in the order of the layout. What has been given may change at once: it is in a buffer, or written.
+
+    Args:
+        flusher: writes.
+        folder: of the checkpoint, existing.
+        path: of the file, within it.
+        layout: of the file.
+
+    Raises:
+        CheckpointError: there is no room, or no permission.
+    """
+
+    def __init__(self, flusher: Flusher, folder: Path, path: str, layout: Layout) -> None:
+        self.layout = layout
+        self.path = path
+        self._full_path = folder / path
+        self._flusher = flusher
+        self._files = flusher.files
+        self._done = Pending()
+        self._checksums: dict[int, str] = {}
+        self._fd: int | None = None
+        self._buffer: Buffer | None = None
+        self._end = 0  # of what has been given
+        try:
+            self._fd = self._files.create(self._full_path)
+            self._files.allocate(self._fd, in_blocks(layout.num_bytes))
+            go_direct(self._fd, probes=False)
+        except OSError as error:
+            self.abandon()
+            raise self._error(error) from error
+        self._put(np.frombuffer(layout.header, np.uint8), np.copyto)
+
+    def append(self, values: Any, copy: CopyChunk = np.copyto) -> None:
+        """Write the next bytes.
+
+        Args:
+            values: flat, of bytes; they are cut into slices.
+            copy: is called with a part of a buffer and such a slice, and returns when it has been copied.
+
+        Raises:
+            CheckpointError: some write has failed, or none has ended for too long.
+        """
+        self._put(values, copy)
+
+    def finish(self) -> FileRecord:
+        """Make the file whole and durable, the header last; return what the manifest says of it.
+
+        Raises:
+            CheckpointError: something could not be written.
+        """
+        assert self._end == self.layout.num_bytes, f"{self.path}: {self._end} of {self.layout.num_bytes} bytes came"
+        if self._buffer is not None:
+            self._submit()
+        try:
+            self._flusher.wait(self._done)
+            self._write_header()
+            assert self._fd is not None
+            self._files.truncate(self._fd, self.layout.num_bytes)
+            self._files.sync(self._fd)
+            self._close()
+        except OSError as error:
+            raise self._error(error) from error
+        checksums = tuple(self._checksums[i] for i in range(len(self._checksums)))
+        return FileRecord(
+            path=self.path,
+            num_bytes=self.layout.num_bytes,
+            chunk_bytes=self._flusher.chunk_bytes,
+            checksums=checksums,
+        )
+
+    def abandon(self) -> None:
+        """Stop writing; the file stays as it is. Abandoning twice, or after the end, is allowed."""
+        if self._buffer is not None:
+            self._flusher.give_back(self._buffer)
+            self._buffer = None
+        if self._fd is not None:
+            with contextlib.suppress(OSError):  # that is why it is abandoned, perhaps
+                self._flusher.wait(self._done)
+            if not self._done.num_open:  # else a write hangs, and the number may not become another file's
+                self._close()
+
+    def _close(self) -> None:
+        assert self._fd is not None
+        fd, self._fd = self._fd, None
+        self._files.close(fd)
+
+    def _put(self, values: Any, copy: CopyChunk) -> None:
+        chunk_bytes = self._flusher.chunk_bytes
+        while len(values):
+            if self._buffer is None:
+                try:
+                    self._buffer = self._flusher.take(self._done)
+                except OSError as error:
+                    raise self._error(error) from error
+            at = self._end % chunk_bytes
+            count = min(chunk_bytes - at, len(values))
+            copy(self._buffer[at : at + count], values[:count])
+            values = values[count:]
+            self._end += count
+            if self._end % chunk_bytes == 0:
+                self._submit()
+
+    def _submit(self) -> None:
+        """Have the buffer written, but for the header."""
+        assert self._buffer is not None
+        assert self._fd is not None
+        chunk = (self._end - 1) // self._flusher.chunk_bytes
+        offset = chunk * self._flusher.chunk_bytes
+        skip = min(max(len(self.layout.header) - offset, 0), self._flusher.chunk_bytes)
+        keep = self._checksums.__setitem__
+        self._flusher.submit(
+            self._done, self._fd, self._buffer, self._end - offset, offset, lambda digits: keep(chunk, digits), skip
+        )
+        self._buffer = None
+
+    def _write_header(self) -> None:
+        assert self._fd is not None
+        buffer = self._flusher.take(self._done)
+        try:
+            header = np.frombuffer(self.layout.header, np.uint8)
+            for start in range(0, len(header), len(buffer)):
+                part = header[start : start + len(buffer)]
+                buffer[: len(part)] = part
+                write_all(self._files, self._fd, buffer[: len(part)].data, start)
+        finally:
+            self._flusher.give_back(buffer)
+
+    def _error(self, error: OSError) -> CheckpointError:
+        if isinstance(error, CheckpointError):
+            return error
+        where = f"{self._full_path}: {error.strerror}"
+        if error.errno in _NO_ROOM:
+            made = CheckpointError(f"{where}; it needs {self.layout.num_bytes:,} B: make room, or keep fewer")
+        else:
+            made = CheckpointError(f"{where}; this checkpoint is given up")
+        made.errno = error.errno
+        return made

@@ -1,0 +1,201 @@
+"""Checkpoints of training under a plan: everything that it needs to go on as if it had not stopped."""
+
+import base64
+import contextlib
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self, final
+
+import numpy as np
+import torch
+
+from executor.checkpoint import (
+    Checkpoint,
+    CheckpointEngine,
+    CheckpointError,
+    Files,
+    Flusher,
+    Outcome,
+    Store,
+)
+from executor.checkpoint.engine import MASTER
+from executor.parallel.shares import rows_of
+from executor.prepare import OffloadedOptimizer
+
+_PATIENCE_S = 60.0
+
+
+@final
+class Checkpoints:
+    """Makes checkpoints of a prepared model and its optimizer, and brings them back.
+
+    Args:
+        optimizer: what ``prepare`` returned, for a session with room for checkpoints.
+        folder: where checkpoints go; all ranks give the same, on a file system that they share.
+        keep: the newest that stay, at least two.
+        tell: is called with how each one ended, in another thread.
+        files: what writes.
+
+    Raises:
+        ValueError: the session was made without room for checkpoints.
+        CheckpointError: the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        optimizer: OffloadedOptimizer,
+        folder: Path,
+        *,
+        keep: int = 2,
+        tell: Callable[[Outcome], None] = lambda _outcome: None,
+        files: Files | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._session = session = optimizer.session
+        if session.snapshots is None:
+            raise ValueError("the session has no room for checkpoints; give it checkpoint_buffer_bytes")
+        self.store = Store(folder, files)
+        self._flusher = Flusher(self.store.files, session.snapshots.ring, patience_s=_PATIENCE_S)
+        member = session.member()
+        self._engine = CheckpointEngine(
+            session.snapshots, self.store, self._flusher, keep=keep, member=member, tell=tell
+        )
+        session.snapshots.engine = self._engine
+        self._rank = member.rank
+
+    def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
+        """Begin a checkpoint between two iterations; it is taken during the next one, and written beside training.
+
+        All ranks do so together.
+
+        Args:
+            step: iterations of training behind the present state.
+            extra: what else is to be kept, as plain JSON (an LR scheduler's ``state_dict()``, the place in the data).
+
+        Raises:
+            OutOfOrderError: in the middle of an iteration.
+            CheckpointError: one was begun here already.
+        """
+        self._session.check_between_iterations()
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        steps = {parameter.share.name: parameter.step for _, parameter in self._session.parameters()}
+        own = {
+            "optimizer": self._optimizer.entry.stock.__name__,
+            "groups": groups,
+            "steps": steps,
+            "rng": rng_state(),
+            **(extra or {}),
+        }
+        self._engine.begin(step, self._session.iteration, own)
+
+    def finish(self) -> None:
+        """Wait until checkpoints that have begun are durable, or have failed; between iterations."""
+        self._session.synchronize()
+        self._engine.drain()
+
+    def close(self) -> None:
+        """Give up what has not been taken, wait for the rest, and end the threads. Closing twice is allowed."""
+        if self._session.snapshots is not None:
+            self._session.snapshots.engine = None
+        self._engine.close()
+        self._flusher.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+
+def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Set weights, state, step counts, groups and random numbers to what they were; return this rank's ``extra``.
+
+    Whatever plan, number of ranks and tiers it was made under: every rank reads what it needs.
+
+    Raises:
+        CheckpointError: it is of another model or optimizer, or damaged.
+    """
+    session = optimizer.session
+    of_ranks = checkpoint.manifest.extra["ranks"]
+    member = session.member()
+    extra: dict[str, Any] = of_ranks[member.rank if member.rank < len(of_ranks) else 0]
+    stock = optimizer.entry.stock.__name__
+    if extra["optimizer"] != stock or len(extra["groups"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"{checkpoint.folder} has the state of {extra['optimizer']} with {len(extra['groups'])} group(s), but the "
+            f"optimizer is {stock} with {len(optimizer.param_groups)}; make it as it was when it was saved"
+        )
+    group_of = {session.name_of(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    left = {parameter.share.name for _, parameter in session.parameters()}
+    for unit in {id(unit): unit for unit, _ in session.parameters()}.values():
+        shares = [parameter.share for parameter in unit.parameters if parameter.share.name in left]
+        left.difference_update(share.name for share in shares)  # others may have rows of the same
+        entries = {}
+        for share in shares:
+            values = {
+                state: _read(checkpoint, share.name, state, share.whole_shape)
+                for state in (MASTER, *optimizer.entry.buffers)
+            }
+            step = torch.tensor(float(extra["steps"][share.name]))
+            entries[share.name] = ({"step": step, **values}, group_of.get(share.name, {}))
+        optimizer.write_states(entries)
+    for group, saved in zip(optimizer.param_groups, extra["groups"], strict=True):
+        for key, value in saved.items():
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+    if len(of_ranks) == member.size:
+        set_rng_state(extra["rng"])
+    return extra
+
+
+def _read(checkpoint: Checkpoint, name: str, state: str, shape: torch.Size) -> torch.Tensor:
+    """Return a whole tensor, from one or from the rows that it was saved in."""
+    tensor = name if state == MASTER else f"{state}.{name}"
+    values = torch.empty(shape, dtype=torch.float32)
+    saved = ((of, found) for of in checkpoint.manifest.tensors if (found := rows_of(of)) is not None)
+    parts = [(of, values[first:stop]) for of, (whole, first, stop) in saved if whole == tensor] or [(tensor, values)]
+    if len(parts) > 1 and sum(len(part) for _, part in parts) != len(values):
+        raise CheckpointError(f"{checkpoint.folder}: rows of {tensor} are missing; take another checkpoint")
+    for of, part in parts:
+        record = checkpoint.manifest.tensors.get(of)
+        if record is not None and record.shape != tuple(part.shape):
+            raise CheckpointError(
+                f"{checkpoint.folder}: {of} has shape {record.shape}, but {tuple(part.shape)} in the model; the "
+                "checkpoint is of another model"
+            )
+        checkpoint.read(of, 0, part.reshape(-1).numpy().view(np.uint8))
+    return values
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of all random numbers that training may use, as plain JSON."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - what users' code may use
+    version, internal, gauss = random.getstate()
+    state = {
+        "torch": _text(torch.get_rng_state()),
+        "python": [version, list(internal), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = _text(torch.cuda.get_rng_state())
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Set what :func:`rng_state` returned."""
+    torch.set_rng_state(_tensor(state["torch"]))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    if "cuda" in state and torch.cuda.is_available():
+        with contextlib.suppress(RuntimeError):  # another kind of device
+            torch.cuda.set_rng_state(_tensor(state["cuda"]))
+
+
+def _text(values: torch.Tensor) -> str:
+    return base64.b64encode(values.numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

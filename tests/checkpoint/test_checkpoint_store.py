@@ -1,0 +1,114 @@
+"""Several processes on one folder, and what is kept in it."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+from saving import FOLDERS, save, step_of
+
+from executor.checkpoint import CheckpointError, Store
+
+FORK = multiprocessing.get_context("fork")
+
+
+def steps(store):
+    return [int(path.name.removeprefix("step-")) for path in store.folders()]
+
+
+def damage(store, step):
+    path = store.root / f"step-{step:08d}" / "model" / "values.safetensors"
+    with path.open("r+b") as file:
+        file.seek(5000)
+        file.write(b"\xff\xff\xff\xff")
+
+
+def test_the_newest_that_are_whole_are_kept(tmp_path):
+    store = Store(tmp_path / "store")
+    for step in range(1, 8):
+        save(store, step)
+    damage(store, 6)
+    assert [path.name for path in store.prune(3)] == [f"step-{step:08d}" for step in (3, 2, 1)]
+    assert steps(store) == [7, 6, 5, 4], "the damaged one does not count, and stays to be looked at"
+    assert store.prune(1) == [store.root / "step-00000004"], "two at least"
+    assert steps(store) == [7, 6, 5]
+
+
+def test_the_same_step_twice_is_refused_unless_the_first_is_damaged(tmp_path):
+    store = Store(tmp_path / "store")
+    save(store, 1)
+    save(store, 2)
+    with pytest.raises(CheckpointError, match="is there already, and whole; another run writes here"):
+        save(store, 2)
+    damage(store, 2)
+    assert step_of(store) == 1
+    save(store, 2)
+    assert step_of(store) == 2
+    assert not list(store.root.glob("tmp-*"))
+
+
+def test_what_a_dead_writer_left_is_swept_and_a_living_writer_is_left_alone(tmp_path):
+    store = Store(tmp_path / "store")
+    living = store.begin(5, FOLDERS)
+
+    def die():
+        Store(store.root).begin(6, FOLDERS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = FORK.Process(target=die)
+    process.start()
+    process.join()
+    assert len(list(store.root.glob("tmp-*"))) == 2
+    store.prune()
+    assert list(store.root.glob("tmp-*")) == [living.folder]
+    living.abandon()
+    assert not list(store.root.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file/store: .*choose another folder"):
+        Store(tmp_path / "file" / "store")
+
+
+def write_for_ever(root, first):
+    store = Store(root)
+    for step in range(first, 10_000, 2):
+        save(store, step)
+
+
+def prune_for_ever(root):
+    while True:
+        Store(root).prune()
+
+
+def test_two_writers_retention_and_a_reader_at_once(tmp_path):
+    """A reader finds a whole checkpoint at any time, and never an older one than before."""
+    root = tmp_path / "store"
+    save(Store(root), 1)
+    save(Store(root), 2)
+    others = [
+        FORK.Process(target=write_for_ever, args=(root, 3), daemon=True),
+        FORK.Process(target=write_for_ever, args=(root, 4), daemon=True),
+        FORK.Process(target=prune_for_ever, args=(root,), daemon=True),
+    ]
+    for process in others:
+        process.start()
+    try:
+        last, num_reads, end_s = 0, 0, time.monotonic() + 2
+        while time.monotonic() < end_s:
+            try:
+                found = step_of(Store(root))
+            except CheckpointError:  # two newer ones came while it was read, and it went
+                continue
+            assert found is not None
+            assert found >= last
+            last, num_reads = found, num_reads + 1
+        assert all(process.is_alive() for process in others)
+    finally:
+        for process in others:
+            process.kill()
+            process.join()
+    assert num_reads > 5
+    assert last > 4, "nothing was written meanwhile"

@@ -1,0 +1,249 @@
+"""Checkpoints of training: taken beside it, without a trace in it; and going on from them, under any plan."""
+
+import itertools
+import json
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_numerics import mixed as mixed_places
+from test_numerics import plans
+from training import Task, assert_same, batches, decide, delay, make_model, model_units, prepare, reference, uniform
+
+import executor.snapshots
+from executor.checkpoint import Checkpoint, CheckpointError, Files, Store
+from executor.parallel.mesh import Mesh
+from executor.parallel.shares import shares_of
+from executor.saving import Checkpoints, restore
+from executor.snapshots import _slice
+from executor.state import ParameterState
+from planner.decisions import Place
+from planner.graph import Degrees
+from planner.lowering.snapshots import snapshots
+from planner.schedule import MemoryClass, Op, Tier
+
+ROOM = 4 * 4096
+
+
+def mixed(unit, count):
+    """Return choices of every kind but NVMe, which is not captured so far."""
+    params, activations, places, *gradients = mixed_places(unit, count)
+    return params, activations, [Place.CPU if place is Place.NVME else place for place in places], *gradients
+
+
+def in_memory(decisions):
+    chosen = {
+        name: unit.model_copy(
+            update={"update": tuple(Place.CPU if place is Place.NVME else place for place in unit.update)}
+        )
+        for name, unit in decisions.units.items()
+    }
+    return decisions.model_copy(update={"units": chosen})
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    monkeypatch.setattr(executor.snapshots, "CHUNK_BYTES", 4096)
+
+
+def run(task, decisions, folder, *, start=0, stop=None, every=1, delays=None, files=None, options=None):
+    """Train from iteration ``start`` on with a checkpoint after every so many; go on from the newest if there is one.
+
+    Returns losses and norms by iteration, the final weights, and how the checkpoints ended.
+    """
+    outcomes, seen = [], {}
+    model, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=ROOM, **(options or {}))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.iterations)
+    torch.manual_seed(11)
+    with optimizer.session, Checkpoints(optimizer, folder, keep=100, tell=outcomes.append, files=files) as saved:
+        if delays is not None:
+            delay(optimizer.session, delays)
+        if start:
+            with Checkpoint(folder / f"step-{start:08d}") as checkpoint:
+                extra = restore(optimizer, checkpoint)
+            scheduler.load_state_dict(extra["scheduler"])
+        for iteration, micro_batches in enumerate(batches(task)):
+            if not start <= iteration < (stop or task.iterations):
+                continue
+            seen[iteration] = []
+            for tokens in micro_batches:
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                seen[iteration].append(loss.item())
+            if task.max_norm is not None:
+                seen[iteration].append(float(optimizer.clip_grad_norm_(task.max_norm)))
+            optimizer.step()
+            scheduler.step()
+            if (iteration + 1) % every == 0:
+                saved.save(iteration + 1, {"scheduler": scheduler.state_dict()})
+        saved.finish()
+        final = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
+    return seen, final, outcomes
+
+
+def flat(seen):
+    return list(itertools.chain.from_iterable(seen.values()))
+
+
+@settings(max_examples=15)
+@given(plan=plans(), other=plans(), seed=st.integers(0, 99), start=st.integers(1, 3), data=st.data())
+def test_a_checkpoint_at_every_iteration_leaves_no_trace_and_any_plan_goes_on_from_each(
+    plan, other, seed, start, data, tmp_path_factory
+):
+    (task, decisions), (_, others) = plan, other
+    decisions = in_memory(decisions)
+    task = Task(**(vars(task) | {"schedule": True}))
+    folder = tmp_path_factory.mktemp("saved")
+    seen, final, outcomes = run(task, decisions, folder, delays=seed)
+    assert_same((flat(seen), final), reference(task))
+    assert [outcome.error for outcome in outcomes] == [None] * task.iterations
+    if data.draw(st.booleans()):  # the same plan again, or another one of the same model
+        again, last, _ = run(task, decisions, folder, start=start)
+    else:
+        model_units = decide(task, mixed).units
+        others = others.model_copy(
+            update={
+                "units": model_units,
+                "subgroup_params": 3000,
+                "precision": decisions.precision,
+                "num_micro_batches": decisions.num_micro_batches,
+                "clip": decisions.clip,
+                "update_start": decisions.update_start,
+            }
+        )
+        again, last, _ = run(task, others, folder, start=start)
+    assert again == {iteration: seen[iteration] for iteration in range(start, task.iterations)}
+    assert all(torch.equal(last[name], final[name]) for name in final)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adagrad", "lion"])
+def test_every_optimizer_goes_on_bit_for_bit(optimizer, tmp_path):
+    task = Task("llama", optimizer=optimizer)
+    seen, final, _ = run(task, decide(task, mixed), tmp_path / "saved", every=2)
+    again, last, _ = run(task, decide(task, uniform("gpu", "gpu")), tmp_path / "saved", start=2)
+    assert again == {i: seen[i] for i in (2, 3)}
+    assert all(torch.equal(last[name], final[name]) for name in final)
+
+
+def test_experts_apart_go_on_in_one_unit_and_back(tmp_path):
+    task = Task("mixtral-shared")
+    apart, whole = decide(task, mixed, expert_units=2), decide(task, mixed)
+    expected, final, _ = run(task, apart, tmp_path / "all", every=2)
+    for name, there, then in (("apart", apart, whole), ("whole", whole, apart)):
+        run(task, there, tmp_path / name, stop=2)
+        again, last, _ = run(task, then, tmp_path / name, start=2)
+        assert again == {i: expected[i] for i in (2, 3)}
+        assert all(torch.equal(last[name], final[name]) for name in final)
+
+
+def test_shares_of_layers_are_not_taken_so_far():
+    planned = model_units("llama-shared", 2)
+    share = shares_of(make_model(Task("llama-shared")), planned, Mesh(Degrees(1, 2), 1))["lm_head.weight"]
+    with pytest.raises(ValueError, match=r"share lm_head.weight, and checkpoints .* not taken so far; plan with"):
+        _slice(ParameterState("lm_head.weight", share, 0, share.shape.numel(), ()), None)
+
+
+def test_dropout_goes_on_with_the_same_random_numbers(tmp_path):
+    task = Task("opt", torch.float32)
+    seen, _, _ = run(task, decide(task, mixed), tmp_path / "saved")
+    again, _, _ = run(task, decide(task, mixed), tmp_path / "saved", start=1)
+    assert flat(again) == flat(seen)[2:]
+
+
+def test_what_is_taken_is_the_state_of_its_own_step_however_slow_the_drive(tmp_path):
+    """Updates wait for the snapshots of their pieces, and for no others."""
+
+    class Slow(Files):
+        def write(self, fd, data, offset):
+            time.sleep(2e-3)
+            return super().write(fd, data, offset)
+
+    task = Task("gpt2")
+    seen, final, outcomes = run(task, decide(task, mixed), tmp_path / "slow", files=Slow())
+    assert_same((flat(seen), final), reference(task))
+    _, _, quick = run(task, decide(task, mixed), tmp_path / "quick")
+    for step in range(1, 5):
+        slow, fast = (
+            {name: tensor.fragments and _values(folder, step, name) for name, tensor in _tensors(folder, step)}
+            for folder in (tmp_path / "slow", tmp_path / "quick")
+        )
+        assert slow == fast
+    assert sum(o.blocked_s for o in outcomes) > sum(o.blocked_s for o in quick)
+
+
+def _tensors(folder, step):
+    return Checkpoint(folder / f"step-{step:08d}").manifest.tensors.items()
+
+
+def _values(folder, step, name):
+    with Checkpoint(folder / f"step-{step:08d}") as checkpoint:
+        size = checkpoint.manifest.tensors[name].fragments[-1].stop
+        out = torch.empty(size)
+        checkpoint.read(name, 0, out.numpy().view("uint8"))
+    return out.numpy().tobytes()
+
+
+def test_a_full_drive_costs_checkpoints_and_not_training(tmp_path):
+    class Full(Files):
+        def allocate(self, _fd, _num_bytes):
+            raise OSError(28, "No space left on device")
+
+    task = Task("gpt2")
+    seen, final, outcomes = run(task, decide(task, mixed), tmp_path / "full", files=Full())
+    assert_same((flat(seen), final), reference(task))
+    assert all("make room, or keep fewer" in outcome.error for outcome in outcomes)
+    assert len(outcomes) == 4
+    assert Store(tmp_path / "full").newest().checkpoint is None
+    assert not list((tmp_path / "full").iterdir())
+
+
+def test_another_model_or_optimizer_is_refused(tmp_path):
+    task = Task("gpt2")
+    run(task, decide(task, mixed), tmp_path / "saved", stop=1)
+    with pytest.raises(CheckpointError, match="has the state of AdamW with 2 group"):
+        run(Task("gpt2", optimizer="sgd"), decide(Task("gpt2", optimizer="sgd"), mixed), tmp_path / "saved", start=1)
+    with pytest.raises(CheckpointError, match=r"the checkpoint is of another model|KeyError"):
+        run(Task("gpt2-untied"), decide(Task("gpt2-untied"), mixed), tmp_path / "saved", start=1)
+
+
+def test_buffers_are_in_the_ledger(tmp_path):
+    task = Task("gpt2")
+    _, optimizer = prepare(task, decide(task, mixed), checkpoint_buffer_bytes=9 * 4096)
+    with optimizer.session, Checkpoints(optimizer, tmp_path / "saved"):
+        assert optimizer.session.memory()[Tier.HOST].static_bytes[MemoryClass.CHECKPOINT] == 9 * 4096
+
+
+def test_a_session_without_room_is_told(tmp_path):
+    task = Task("gpt2")
+    _, optimizer = prepare(task, decide(task, mixed))
+    with optimizer.session, pytest.raises(ValueError, match="no room for checkpoints"):
+        Checkpoints(optimizer, tmp_path / "saved")
+
+
+def test_only_one_is_taken_at_a_time(tmp_path):
+    task = Task("gpt2")
+    _, optimizer = prepare(task, decide(task, mixed), checkpoint_buffer_bytes=ROOM)
+    with optimizer.session, Checkpoints(optimizer, tmp_path / "saved") as saved:
+        saved.save(0)
+        with pytest.raises(CheckpointError, match="of step 0 was begun here already"):
+            saved.save(1)
+        saved.finish()
+        assert json.loads((tmp_path / "saved/step-00000000/manifest.json").read_text())["step"] == 0
+
+
+def test_every_piece_has_one_snapshot_between_two_changes():
+    assert snapshots.__doc__
+    task = Task("llama")
+    _, optimizer = prepare(task, decide(task, mixed), checkpoint_buffer_bytes=ROOM)
+    with optimizer.session as session:
+        tasks = session.schedule.tasks
+        taken = {(t.unit, t.piece): t for t in tasks if t.op is Op.SNAPSHOT}
+        updates = {(t.unit, t.piece): t for t in tasks if t.op is Op.UPDATE and t.num_params}
+        stores = {(t.unit, t.piece): t for t in tasks if t.op is Op.STORE}
+        assert taken.keys() == updates.keys()
+        for key, snapshot in taken.items():
+            change = stores.get(key, updates[key])
+            assert snapshot.after_previous == (change.index,)
+            assert snapshot.index in change.after
