@@ -13,6 +13,7 @@ SUMMARIES = {
     "calibrate": "measure what this machine can do",
     "plan": "find the fastest way to train a model on some hardware",
     "execute": "run a plan",
+    "checkpoint": "list, check, export and remove checkpoints",
     "simulate": "show one iteration of a plan or an engine in detail",
     "verify": "check that a plan holds what it states",
     "explain": "say why a plan is what it is, and what comes next",
