@@ -20,7 +20,7 @@ from executor.checkpoint import (
     Store,
 )
 from executor.checkpoint.engine import MASTER
-from executor.parallel.shares import rows_of
+from executor.parallel.shares import assemble, whole_name
 from executor.prepare import OffloadedOptimizer
 
 _PATIENCE_S = 60.0
@@ -149,22 +149,24 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
 
 
 def _read(checkpoint: Checkpoint, name: str, state: str, shape: torch.Size) -> torch.Tensor:
-    """Return a whole tensor, from one or from the rows that it was saved in."""
+    """Return a whole tensor, from whatever shares of it were saved."""
     tensor = name if state == MASTER else f"{state}.{name}"
-    values = torch.empty(shape, dtype=torch.float32)
-    saved = ((of, found) for of in checkpoint.manifest.tensors if (found := rows_of(of)) is not None)
-    parts = [(of, values[first:stop]) for of, (whole, first, stop) in saved if whole == tensor] or [(tensor, values)]
-    if len(parts) > 1 and sum(len(part) for _, part in parts) != len(values):
-        raise CheckpointError(f"{checkpoint.folder}: rows of {tensor} are missing; take another checkpoint")
-    for of, part in parts:
-        record = checkpoint.manifest.tensors.get(of)
-        if record is not None and record.shape != tuple(part.shape):
-            raise CheckpointError(
-                f"{checkpoint.folder}: {of} has shape {record.shape}, but {tuple(part.shape)} in the model; the "
-                "checkpoint is of another model"
-            )
-        checkpoint.read(of, 0, part.reshape(-1).numpy().view(np.uint8))
-    return values
+    parts = {}
+    for own, record in checkpoint.manifest.tensors.items():
+        if whole_name(own) == tensor:
+            if own == tensor and record.shape != tuple(shape):
+                raise CheckpointError(
+                    f"{checkpoint.folder}: {tensor} has shape {record.shape}, but {tuple(shape)} in the model; the "
+                    "checkpoint is of another model"
+                )
+            parts[own] = torch.empty(record.shape, dtype=torch.float32)
+            checkpoint.read(own, 0, parts[own].reshape(-1).numpy().view(np.uint8))
+    whole = torch.empty(shape, dtype=torch.float32)
+    try:
+        assemble(tensor, parts, whole)
+    except (ValueError, RuntimeError) as error:  # torch: shapes that do not fit
+        raise CheckpointError(f"{checkpoint.folder}: {error}; the checkpoint is of another model") from error
+    return whole
 
 
 def rng_state() -> dict[str, Any]:

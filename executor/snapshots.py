@@ -6,21 +6,20 @@ from typing import Any, final
 import torch
 
 from executor.backend import Backend
-from executor.checkpoint.engine import MASTER, CheckpointEngine, Key, Slice
+from executor.checkpoint.engine import MASTER, CheckpointEngine, Key, Slice, boxes_of
 from executor.checkpoint.flusher import CHUNK_BYTES, Buffer
 from executor.memory import Arena
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions
-from executor.pieces import Part
-from executor.state import ModelState, ParameterState
+from executor.state import ModelState
 from planner.schedule import Lane, MemoryClass, Op, Schedule
-
-_LEAST_BUFFERS = 4  # one for each tensor of state that is being filled, and one that is being written
 
 
 @final
 class Snapshots:
     """Where the state is that the schedule's snapshots take, and the memory that it goes through.
+
+    Shares of parameters, and rows of them that are units of their own, are tensors by their own names.
 
     Args:
         state: of the session.
@@ -35,7 +34,6 @@ class Snapshots:
         engine: takes what the schedule offers; ``None``: nobody does.
 
     Raises:
-        ValueError: tensor-parallel ranks share parameters.
         DeviceMemoryError: the host has not enough for the buffers.
     """
 
@@ -52,11 +50,13 @@ class Snapshots:
         self._state = state
         self._backend = backend
         self.keys = (MASTER, *entry.buffers)
-        count = max(options.checkpoint_buffer_bytes // CHUNK_BYTES, _LEAST_BUFFERS)
-        memory = host.take_blocks("checkpoint buffers", {MemoryClass.CHECKPOINT: count * CHUNK_BYTES}, CHUNK_BYTES)
-        self.ring: Buffer = memory.numpy().reshape(count, CHUNK_BYTES)
         pieces = [(task.unit, task.piece) for task in schedule.tasks if task.op is Op.SNAPSHOT]
         self.slices: Mapping[Key, Sequence[Slice]] = {key: self._slices_of(key) for key in pieces}
+        # Every file is being filled until all of it has come: one for each tensor of state and each box of a shard.
+        num_files = len(self.keys) * max((len(held) for held in boxes_of(self)[1].values()), default=1)
+        count = max(options.checkpoint_buffer_bytes // CHUNK_BYTES, num_files + 1)
+        memory = host.take_blocks("checkpoint buffers", {MemoryClass.CHECKPOINT: count * CHUNK_BYTES}, CHUNK_BYTES)
+        self.ring: Buffer = memory.numpy().reshape(count, CHUNK_BYTES)
 
     def take(self, key: Key, iteration: int) -> None:
         """Give a piece to the engine, in the thread of the lane of snapshots."""
@@ -74,26 +74,19 @@ class Snapshots:
         self._backend.seconds(self._backend.mark(Lane.SNAPSHOT))
 
     def _slices_of(self, key: Key) -> list[Slice]:
+        """Return what this rank gives of a piece: of what several ranks have, the first of them gives all."""
         unit = self._state.units[key[0]]
+        if unit.group is not None and unit.group.rank and len(unit.own_weights) == len(unit.device_weights):
+            return []
         return [
-            _slice(parameter, part)
+            Slice(
+                parameter.share.own_name,
+                tuple(parameter.share.shape),
+                part.start - parameter.start,
+                part.stop - parameter.start,
+                part.start - part.piece.start,
+            )
             for parameter in unit.parameters
             for part in parameter.parts
-            if part.piece.index == key[1]
+            if part.piece.index == key[1] and (parameter.share.dim is not None or not parameter.share.mesh.tensor)
         ]
-
-
-def _slice(parameter: ParameterState, part: Part) -> Slice:
-    """Return what a part has of a share: experts that are units of their own are tensors of their own, too.
-
-    Raises:
-        ValueError: tensor-parallel ranks have shares of the parameter.
-    """
-    share = parameter.share
-    if share.dim is not None:
-        raise ValueError(
-            f"tensor-parallel ranks share {share.name}, and checkpoints of shares are not taken so far; plan with "
-            "--tensor-parallel 1, or save the model's and the optimizer's state_dict(), which are whole"
-        )
-    start, stop = part.start - parameter.start, part.stop - parameter.start
-    return Slice(share.own_name, tuple(share.shape), start, stop, part.start - part.piece.start)

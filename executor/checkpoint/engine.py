@@ -145,7 +145,7 @@ class CheckpointEngine:
         self._member = member or Member()
         self._patience_s = patience_s
         self._tell = tell
-        shapes, self._boxes = _boxes_of(source)
+        shapes, self._boxes = boxes_of(source)
         self._entries: dict[str, list[Entry]] = {}
         for state in source.keys:
             for name, held in self._boxes.items():
@@ -312,7 +312,7 @@ def _path(state: str, rank: int, index: int) -> str:
     return f"{OPTIMIZER_FOLDER}/{state}-{rank:05d}{more}.safetensors"
 
 
-def _boxes_of(source: Source) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[Box, ...]]]:
+def boxes_of(source: Source) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[Box, ...]]]:
     """Return the shape of every parameter of which the rank has something, and the boxes of that, in order."""
     shapes: dict[str, tuple[int, ...]] = {}
     ranges: dict[str, tuple[int, int]] = {}

@@ -10,16 +10,16 @@ lie in several units, and the user's own parameter then has a shape but no value
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from executor.parallel.mesh import Mesh
 from executor.ranks import Ranks
-from planner.graph import Unit
+from planner.graph import Pattern, Unit
 
-_SLICE = re.compile(r"(?P<name>.*)\[(?P<first>\d+):(?P<stop>\d+)\]")
+_OWN_NAME = re.compile(r"(?P<name>.*?)(\[(?P<first>\d+):(?P<stop>\d+)\])?(@(?P<tensor>\d+)/(?P<ranks>\d+))?")
 _JOINT = {"attn.c_attn": 3, "mlp.experts.gate_up_proj": 2}  # by the end of a parameter's path: parts in one
 
 
@@ -65,8 +65,10 @@ class Share:
 
     @property
     def own_name(self) -> str:
-        """The whole's name, with which of its rows these are: equal for nothing else on any rank."""
-        return self.name if self.rows is None else slice_name(self.name, *self._rows_of(self.mesh.expert))
+        """The whole's name, with which of its rows and of its tensor-parallel shares this is, if it is not all."""
+        rows = "[{}:{}]".format(*self._rows_of(self.mesh.expert)) if self.rows is not None else ""
+        share = f"@{self.mesh.tensor}/{self.mesh.degrees.tensor_parallel}" if self.dim is not None else ""
+        return f"{self.name}{rows}{share}"
 
     @property
     def num_divided(self) -> int:
@@ -111,12 +113,11 @@ class Share:
         num_experts = degrees.expert_parallel if self.rows is not None else 1
         for expert in range(num_experts):
             rows = into if self.rows is None else into[slice(*self._rows_of(expert))]
-            if (dim := self.dim) is None:
+            if self.dim is None:
                 rows.copy_(shares[expert].view(rows.shape))
-                continue
-            divided = shares[expert * degrees.tensor_parallel :][: degrees.tensor_parallel]
-            joint = [_unflatten(share.view(self.shape), dim, self.num_joint, -1) for share in divided]
-            rows.copy_(torch.stack(joint, dim + 1).flatten(dim, dim + 2).narrow(dim, 0, rows.shape[dim]))
+            else:
+                divided = shares[expert * degrees.tensor_parallel :][: degrees.tensor_parallel]
+                _join([share.view(self.shape) for share in divided], rows, self.dim, self.num_joint)
 
     def _rows_of(self, expert: int) -> tuple[int, int]:
         """Return the experts that a rank has of this share."""
@@ -135,13 +136,14 @@ def shares_of(model: nn.Module, units: tuple[Unit, ...], mesh: Mesh) -> dict[str
     shares: dict[str, Share] = {}
     owned: dict[int, str] = {}
     for operator, spec in ((o, spec) for unit in units for o in unit.operators for spec in o.parameters):
-        cut = rows_of(spec.name)
-        name = cut[0] if cut else spec.name
+        cut = _OWN_NAME.fullmatch(spec.name)
+        assert cut is not None
+        name = cut["name"]
         if name not in named:
             raise BindingError(f"the plan has a parameter {name} that the model has not; plan this model again")
-        rows = cut[1:] if cut else None
-        pads = operator.kind in {"embedding", "head"}
-        shares[spec.name] = _share(name, named[name], torch.Size(spec.shape), rows, mesh, pads=pads)
+        rows = (int(cut["first"]), int(cut["stop"])) if cut["stop"] else None
+        is_vocabulary = operator.kind in {"embedding", "head"} and operator.pattern is not Pattern.REPLICATE
+        shares[spec.name] = _share(name, named[name], torch.Size(spec.shape), rows, mesh, is_vocabulary=is_vocabulary)
         if (other := owned.setdefault(id(named[name]), name)) != name:
             raise BindingError(
                 f"parameters {other} and {name} are one object in the model, but two in the plan; tie them in the "
@@ -152,15 +154,38 @@ def shares_of(model: nn.Module, units: tuple[Unit, ...], mesh: Mesh) -> dict[str
     return shares
 
 
-def slice_name(name: str, first: int, stop: int) -> str:
-    """Return the name of some rows of a parameter."""
-    return f"{name}[{first}:{stop}]"
+def assemble(name: str, parts: Mapping[str, torch.Tensor], whole: torch.Tensor) -> None:
+    """Write to ``whole``, the values of the parameter of that name, what is there under own names of shares of it.
+
+    Raises:
+        ValueError: something of it is not there.
+    """
+    found: dict[tuple[int, int], dict[int, torch.Tensor]] = {}  # by rows, then by tensor-parallel rank
+    num_ranks = 1
+    for own, values in parts.items():
+        cut = _OWN_NAME.fullmatch(own)
+        assert cut is not None
+        rows = int(cut["first"] or 0), int(cut["stop"] or len(whole))
+        found.setdefault(rows, {})[int(cut["tensor"] or 0)] = values
+        num_ranks = int(cut["ranks"] or 1)
+    missing = any(len(shares) < num_ranks for shares in found.values())
+    if missing or sum(stop - first for first, stop in found) != len(whole):
+        raise ValueError(f"shares of {name} are missing")
+    for (first, stop), shares in found.items():
+        rows_of_whole, of_ranks = whole[first:stop], [shares[rank] for rank in range(num_ranks)]
+        if num_ranks == 1:
+            rows_of_whole.copy_(of_ranks[0])
+            continue
+        sizes = zip(of_ranks[0].shape, rows_of_whole.shape, strict=True)
+        dim = next((i for i, (part, all_of_it) in enumerate(sizes) if part != all_of_it), 0)
+        _join(of_ranks, rows_of_whole, dim, _num_joint(name))
 
 
-def rows_of(name: str) -> tuple[str, int, int] | None:
-    """Return the whole's name, and which rows, that a name of rows stands for; ``None`` if it stands for a whole."""
-    found = _SLICE.fullmatch(name)
-    return (found["name"], int(found["first"]), int(found["stop"])) if found else None
+def whole_name(own_name: str) -> str:
+    """Return the name of the whole that a share is of, by its own name."""
+    cut = _OWN_NAME.fullmatch(own_name)
+    assert cut is not None
+    return cut["name"]
 
 
 def whole_of(parts: Sequence[tuple[Share, torch.Tensor]], ranks: Ranks | None) -> torch.Tensor:
@@ -188,21 +213,30 @@ def whole_of(parts: Sequence[tuple[Share, torch.Tensor]], ranks: Ranks | None) -
 
 
 def _share(
-    name: str, whole: nn.Parameter, shape: torch.Size, rows: tuple[int, int] | None, mesh: Mesh, *, pads: bool
+    name: str, whole: nn.Parameter, shape: torch.Size, rows: tuple[int, int] | None, mesh: Mesh, *, is_vocabulary: bool
 ) -> Share:
     there = whole.shape if rows is None else torch.Size((rows[1] - rows[0], *whole.shape[1:]))
     dims = [i for i, (has, planned) in enumerate(zip(there, shape, strict=False)) if has != planned]
-    dim = dims[0] if dims else None
-    num_joint = next((count for end, count in _JOINT.items() if end in name), 1)
     ranks = mesh.degrees.tensor_parallel
+    padded = is_vocabulary and ranks > 1
+    dim = dims[0] if dims else 0 if padded else None  # a vocabulary as long as one padded share is divided too
     missing = 0 if dim is None else ranks * shape[dim] - there[dim]  # only of a vocabulary, the last rows
-    if len(there) != len(shape) or len(dims) > 1 or missing < 0 or (missing and not (pads and dim == 0 and ranks > 1)):
+    if len(there) != len(shape) or len(dims) > 1 or missing < 0 or (missing and not (padded and dim == 0)):
         of = f" for one of {ranks} ranks" if ranks > 1 else ""
         raise BindingError(
             f"parameter {name} has shape {tuple(there)}, but {tuple(shape)} in the plan{of}; plan this model again"
         )
     leaf = whole if rows is None else nn.Parameter(whole.new_empty(0))
-    return Share(name, whole, whole.shape, leaf, shape, rows, dim, num_joint, mesh)
+    return Share(name, whole, whole.shape, leaf, shape, rows, dim, _num_joint(name), mesh)
+
+
+def _num_joint(name: str) -> int:
+    return next((count for part, count in _JOINT.items() if part in name), 1)
+
+
+def _join(shares: Sequence[torch.Tensor], into: torch.Tensor, dim: int, num_joint: int) -> None:
+    joint = [_unflatten(share, dim, num_joint, -1) for share in shares]
+    into.copy_(torch.stack(joint, dim + 1).flatten(dim, dim + 2).narrow(dim, 0, into.shape[dim]))
 
 
 def _unflatten(values: torch.Tensor, dim: int, *sizes: int) -> torch.Tensor:

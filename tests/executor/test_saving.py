@@ -10,17 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_numerics import mixed as mixed_places
 from test_numerics import plans
-from training import Task, assert_same, batches, decide, delay, make_model, model_units, prepare, reference, uniform
+from together import restored, saved
+from training import Task, assert_same, batches, decide, delay, prepare, reference, uniform
 
 import executor.snapshots
 from executor.checkpoint import Checkpoint, CheckpointError, Files, Store
-from executor.parallel.mesh import Mesh
-from executor.parallel.shares import shares_of
 from executor.saving import Checkpoints, restore
-from executor.snapshots import _slice
-from executor.state import ParameterState
 from planner.decisions import Place
-from planner.graph import Degrees
 from planner.lowering.snapshots import snapshots
 from planner.schedule import MemoryClass, Op, Tier
 
@@ -138,11 +134,26 @@ def test_experts_apart_go_on_in_one_unit_and_back(tmp_path):
         assert all(torch.equal(last[name], final[name]) for name in final)
 
 
-def test_shares_of_layers_are_not_taken_so_far():
-    planned = model_units("llama-shared", 2)
-    share = shares_of(make_model(Task("llama-shared")), planned, Mesh(Degrees(1, 2), 1))["lm_head.weight"]
-    with pytest.raises(ValueError, match=r"share lm_head.weight, and checkpoints .* not taken so far; plan with"):
-        _slice(ParameterState("lm_head.weight", share, 0, share.shape.numel(), ()), None)
+RANKS = {
+    "the same on all": {"data_parallel": 2},
+    "layers": {"tensor_parallel": 2},
+    "experts": {"data_parallel": 2, "expert_parallel": 2, "expert_units": 2},
+    "all": {"tensor_parallel": 2, "data_parallel": 2, "expert_parallel": 2, "zero_stage": 3},
+}
+
+
+@pytest.mark.parametrize("degrees", RANKS.values(), ids=RANKS)
+def test_what_ranks_share_goes_on_on_any_ranks(processes, degrees, tmp_path):
+    task = Task("mixtral-shared", iterations=2)
+    there = decide(task, mixed if len(degrees) > 1 else uniform("gpu", "gpu"), **degrees)
+    (final, _), *others = results = processes.call(there.num_devices, saved, task, there, tmp_path)
+    assert [error for _, errors in results for error in errors] == [None] * len(results)
+    assert all(other[name].tobytes() == final[name].tobytes() for other, _ in others for name in final)
+    plans = (there, decide(task, mixed), decide(task, mixed, tensor_parallel=2))
+    weights, states = zip(*(processes.call(p.num_devices, restored, task, p, tmp_path)[0] for p in plans), strict=True)
+    for found, state in zip(weights, states, strict=True):
+        assert all(found[name].tobytes() == final[name].tobytes() for name in final)
+        assert all((state[n][key] == values).all() for n, entry in states[0].items() for key, values in entry.items())
 
 
 def test_dropout_goes_on_with_the_same_random_numbers(tmp_path):

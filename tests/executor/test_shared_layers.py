@@ -20,11 +20,11 @@ from together import (
     with_a_loss_of_its_own,
     with_something_of_its_own,
 )
-from training import Task, decide, make_model, uniform, weights
+from training import CONFIGS, Task, decide, make_model, uniform, weights
 
 from executor.gradients import GradientError
 from executor.parallel.mesh import Mesh
-from executor.parallel.shares import BindingError, shares_of
+from executor.parallel.shares import BindingError, assemble, shares_of
 from executor.watch import RankError
 from planner.graph import Batch, Degrees, build_graph, units
 from planner.models import from_hf_config
@@ -161,12 +161,18 @@ def test_shares_are_of_the_planned_model():
         shares_of(make_model(task), planned, Mesh(Degrees(1, 2), 0))
 
 
-@given(st.sampled_from(["gpt2-shared", "llama-shared", "mixtral-shared"]), st.sampled_from([2, 4]))
-def test_shares_join_to_the_whole(family, ranks):
+@given(
+    st.sampled_from(["gpt2-shared", "llama-shared", "mixtral-shared"]),
+    st.sampled_from([2, 4]),
+    st.sampled_from([64, 128, 200, 256, 300]),
+)
+def test_shares_join_to_the_whole(family, ranks, vocab_size):
     if family == "llama-shared":
         ranks = 2  # its keys and values have two heads
-    model = make_model(Task(family, torch.float32))
-    config = from_hf_config(model.config.to_dict(), family)
+    config = CONFIGS[family]()
+    config.vocab_size = vocab_size
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    config = from_hf_config(config.to_dict(), family)
     planned = units(build_graph(config, Batch(2, 8, tensor_parallel=ranks)))
     of_ranks = [shares_of(model, planned, Mesh(Degrees(1, ranks), rank)) for rank in range(ranks)]
     for name, share in of_ranks[0].items():
@@ -176,6 +182,19 @@ def test_shares_join_to_the_whole(family, ranks):
         joined = torch.empty_like(whole)
         share.join(parts, joined)
         assert torch.equal(joined, whole), name
+        own = {of_rank[name].own_name: part for of_rank, part in zip(of_ranks, parts, strict=True)}
+        assert len(own) == (1 if share.dim is None else ranks)
+        joined.fill_(torch.nan)
+        assemble(share.name, own, joined)
+        assert torch.equal(joined, whole), name
+        assert (
+            share.dim is not None
+            or "norm" in name
+            or "ln_" in name
+            or "wpe" in name
+            or "bias" in name
+            or "gate" in name
+        )
 
 
 @pytest.mark.parametrize(

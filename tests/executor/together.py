@@ -26,6 +26,9 @@ from training import (
     weights,
 )
 
+import executor.snapshots
+from executor.checkpoint import Checkpoint
+from executor.saving import Checkpoints, restore
 from planner.decisions import Decisions
 from planner.schedule import Op
 
@@ -283,6 +286,29 @@ def with_something_of_its_own(rank: int, _size: int, task: Task, decisions: Deci
             model.register_forward_pre_hook(lambda *_: torch.manual_seed(rank) and None)
         train(task, model, optimizer, rank=rank if what == "batches" else 0)
     return drawn
+
+
+def saved(rank: int, _size: int, task: Task, decisions: Decisions, folder) -> dict:
+    """Train with a checkpoint at the end; return the final weights and how it ended."""
+    outcomes = []
+    executor.snapshots.CHUNK_BYTES = 4096
+    model, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=1)
+    with optimizer.session as session, Checkpoints(optimizer, folder, tell=outcomes.append) as checkpoints:
+        train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
+        checkpoints.save(task.iterations)
+        checkpoints.finish()
+        final = {n: w.clone().view(torch.uint8).numpy() for n, w in session.full_parameters().items()}
+    return final, [outcome.error for outcome in outcomes]
+
+
+def restored(_rank: int, _size: int, task: Task, decisions: Decisions, folder) -> tuple[dict, dict]:
+    """Go on from a checkpoint; return weights and the optimizer's state."""
+    _, optimizer = prepare(task, decisions)
+    with optimizer.session as session, Checkpoint(folder / f"step-{task.iterations:08d}") as checkpoint:
+        restore(optimizer, checkpoint)
+        weights = {n: w.clone().view(torch.uint8).numpy() for n, w in session.full_parameters().items()}
+        state = optimizer.state_dict()["state"]
+    return weights, {n: {key: value.numpy() for key, value in entry.items()} for n, entry in state.items()}
 
 
 def with_another_plan(rank: int, _size: int, task: Task, decisions: Decisions) -> None:

@@ -75,7 +75,7 @@ CONFIGS = {
     ),
     "llama-shared": lambda: transformers.LlamaConfig(**_LLAMA_SHARED | {"num_key_value_heads": 2}),
     "llama-tied-shared": lambda: transformers.LlamaConfig(**_LLAMA_SHARED, tie_word_embeddings=True),
-    "qwen2-shared": lambda: transformers.Qwen2Config(**_LLAMA_SHARED),
+    "qwen2-shared": lambda: transformers.Qwen2Config(**_LLAMA_SHARED | {"vocab_size": 128}),  # one padded share
     "qwen3-shared": lambda: transformers.Qwen3Config(**_LLAMA_SHARED),
     "qwen3-moe-shared": lambda: transformers.Qwen3MoeConfig(
         **_LLAMA_SHARED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[0]
