@@ -76,10 +76,22 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
     return result
 
 
-def bind(model: nn.Module, units: tuple[Unit, ...], decisions: Decisions, marks: Marks) -> list[Callable[[], None]]:
-    """Make a model tell where it is, and recompute what was decided; return what undoes it."""
+def bind(
+    model: nn.Module, units: tuple[Unit, ...], decisions: Decisions, marks: Marks, compile_backend: str | None = None
+) -> list[Callable[[], None]]:
+    """Make a model tell where it is, and recompute what was decided; return what undoes it.
+
+    With a backend of ``torch.compile``, what :func:`executor.compilation.compiled_modules` finds is compiled by it.
+    """
     undo: list[Callable[[], None]] = []
     unit_of, order = unit_modules(model, units), [unit.name for unit in units]
+    if compile_backend is not None:
+        if decisions.tensor_parallel > 1 or decisions.expert_parallel > 1 or decisions.expert_units > 1:
+            raise ValueError(
+                "blocks are not compiled where layers or experts are shared by ranks or experts are apart; leave "
+                "compile_blocks out, or plan with --tensor-parallel 1 --expert-parallel 1 --expert-units 1"
+            )
+        unit_of = _compile(model, units, unit_of, compile_backend, undo)
     for module, unit in unit_of.items():
         # A module that has other units inside it begins with its own, if that is the first, and does not end with it.
         inside = {unit_of[inner] for inner in module.modules() if inner in unit_of}
@@ -176,12 +188,39 @@ def _recompute(module: nn.Module, last_unit: str, marks: Marks) -> Callable[[], 
         _drop_caches(bound.arguments)
         return checkpoint(run, *bound.args, use_reentrant=False, **bound.kwargs)
 
+    return _replace_forward(module, forward)
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Give a module another forward; return what undoes it, once what has been replaced later is undone."""
+    before = vars(module).get("forward")
     module.forward = forward
 
     def undo() -> None:
-        del module.forward
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
 
     return undo
+
+
+def _compile(
+    model: nn.Module,
+    units: tuple[Unit, ...],
+    unit_of: Mapping[nn.Module, str],
+    backend: str,
+    undo: list[Callable[[], None]],
+) -> dict[nn.Module, str]:
+    """Compile what can be; return the modules that are to be marked then: none is inside one that is compiled."""
+    from executor.compilation import allow_variants, compile_module, compiled_modules  # noqa: PLC0415 - takes a second
+
+    names = {module: name for name, module in model.named_modules()}
+    compiled = compiled_modules(model, units, unit_of)
+    undo.append(allow_variants(len(compiled)))
+    undo += [_replace_forward(module, compile_module(module, names[module], backend)) for module in compiled]
+    inside = {inner for module in compiled for inner in module.modules()}
+    return {module: unit for module, unit in unit_of.items() if module not in inside} | compiled
 
 
 def _drop_caches(arguments: dict[str, Any]) -> None:

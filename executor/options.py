@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from executor.backend import Backend, HostBackend
+from executor.cores import Choice
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -13,21 +14,25 @@ class SessionOptions:
 
     Attributes:
         device: ``cpu`` computes in the calling thread, with a part of ordinary memory standing in for the device.
-        num_threads: threads that update on the host; left out, one per core that this process may use.
-        cores: a core per thread, to bind it to.
+        num_threads: most threads that update on the host; left out, one for each of the rank's cores but those that
+            issue work or compute.
+        cores: that the ranks of this machine divide, see [Note: Shares of cores] in :mod:`executor.cores`.
         gpu_capacity_bytes: most that is taken of the device for what the plan keeps there all the time.
         host_capacity_bytes: likewise, of the host.
         storage_dir: folder on a fast drive for what the plan keeps on NVMe; each rank has a file in it while it trains.
+        compile_backend: of ``torch.compile``, for the repeated blocks, see :mod:`executor.compilation`; left out, they
+            run as they are.
         checkpoint_buffer_bytes: host memory for what is taken for checkpoints and not written yet; 0: none are made.
         record: whether to keep times from the start on, for :meth:`Session.timeline`.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
     num_threads: int | None = None
-    cores: tuple[int, ...] | None = None
+    cores: Choice = "auto"
     gpu_capacity_bytes: int | None = None
     host_capacity_bytes: int | None = None
     storage_dir: Path | None = None
+    compile_backend: str | None = None
     checkpoint_buffer_bytes: int = 0
     record: bool = False
 

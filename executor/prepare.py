@@ -1,11 +1,16 @@
 """The entry: a user's model and optimizer in, the same model and an optimizer with the same face out."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, final
+import collections
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
 
+from executor.checks import check_decisions
+from executor.handover import Handover
 from executor.optimizer.table import OptimizerEntry, entry_of
 from executor.options import SessionOptions
 from executor.parallel.shares import Share
@@ -54,7 +59,8 @@ def prepare_session(
         options: how.
 
     Returns:
-        The model, and the optimizer to use from now on.
+        The model, and the optimizer to use from now on. The model has ``no_sync()``, as one of
+        ``DistributedDataParallel`` has: see :mod:`executor.accumulation`.
 
     Raises:
         ValueError: the optimizer is not known or not the planned one, the decisions cannot be executed, or the model
@@ -63,9 +69,16 @@ def prepare_session(
         StorageError: what the plan has on NVMe cannot be kept there.
         RankError: another rank has failed.
     """
-    entry = entry_of(optimizer)
-    session = Session(model, entry, optimizer.param_groups, units, decisions, options)
-    return model, OffloadedOptimizer(optimizer, entry, session)
+    way = Way(units, decisions, options)
+    return model, OffloadedOptimizer(optimizer, entry_of(optimizer), model, way)
+
+
+class Way(NamedTuple):
+    """How a model is trained: its units in forward order, for the decided micro-batch, the decisions, and options."""
+
+    units: tuple[Unit, ...]
+    decisions: Decisions
+    options: SessionOptions
 
 
 @final
@@ -77,11 +90,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         session: executes the plan.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, entry: OptimizerEntry, session: Session) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, entry: OptimizerEntry, model: nn.Module, way: Way) -> None:
+        session = Session(model, entry, optimizer.param_groups, *way)
         super().__init__(optimizer.param_groups, optimizer.defaults)  # keeps the very dicts that it is given
         self.entry = entry
         self.session = session
         self._given = optimizer
+        self._model = model
+        self._way = way
         self.write_states(
             {
                 session.name_of(parameter): (state, group)
@@ -109,6 +125,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise ValueError("step(closure) computes again inside the step, which no plan has; call step()")
         self.session.step()
         self._given._opt_called = True  # type: ignore[attr-defined]  # schedulers built on it look whether it has stepped
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing after a step, which uses gradients up; after backward, drop them: there is no update then.
+
+        Raises:
+            GradientError: micro-batches are under way, of which gradients have left, and others are to come.
+        """
+        self.session.check_zero_grad()
+        super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their common 2-norm is at most ``max_norm``; return the norm before that.
@@ -163,28 +188,115 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for group, their in zip(self.param_groups, theirs, strict=True):
             group.update({k: v for k, v in their.items() if k != "params"})
 
-    def _read_states(self) -> dict[str, dict[str, Any]]:
+    def change(self, way: Way, folder: Path) -> int:
+        """Go on in another way, between two iterations, from the very state that training is in.
+
+        The state passes through a file in ``folder`` (see :mod:`executor.handover`), and the session that has ended
+        gives its memory back before the next one takes its own. If that cannot begin, training goes on as before.
+        Training on several ranks stays as it is.
+
+        Returns:
+            The bytes of the file.
+
+        Raises:
+            ValueError: the new decisions cannot be executed, or there are several ranks. So do all that
+                :func:`prepare_session` raises.
+            OutOfOrderError: in the middle of an iteration.
+            StorageError: there is no room for the file.
+        """
+        check_decisions(way.decisions, self.entry)
+        if self._way.decisions.num_devices > 1 or way.decisions.num_devices > 1:
+            raise ValueError("a plan of several ranks cannot be changed on the way; save, and start again with another")
+        steps = {entry.share.name: entry.step for _, entry in self.session.parameter_states().values()}
+        self._wholes = {entry.share.name: entry.share.whole for _, entry in self.session.parameter_states().values()}
+        kept = self._hand_over(folder)
+        failure = self._enter(way, kept, steps)
+        if failure is not None:
+            again = self._enter(self._way, kept, steps)
+            assert again is None, again
+            raise failure
+        self._way = way
+        return kept.num_bytes
+
+    def _hand_over(self, folder: Path) -> Handover:
+        """Move all weights and state into a file, and end the session."""
+        parameters = self._wholes
+        in_float32 = [*self.entry.buffers, *(["master"] if self._keeps_master else [])]
+        likes = {name: parameter.detach() for name, parameter in parameters.items()}
+        likes |= {
+            f"{name}/{key}": parameter.detach().to("meta", torch.float32)
+            for name, parameter in parameters.items()
+            for key in in_float32
+        }
+        kept = Handover(folder, likes)
+        for name, _, state in self._states():
+            kept.keep(name, self.session.full_parameter(name))
+            for key, values in state.items():
+                kept.keep(f"{name}/{key}", values)
+        self.session.close(give_back=False)
+        for name, parameter in parameters.items():
+            parameter.data = kept[name]
+        return kept
+
+    def _enter(self, way: Way, kept: Handover, steps: Mapping[str, int]) -> Exception | None:
+        """Begin a session with what was kept; return what keeps it from beginning."""
+        del self.session
+        gc.collect()  # the last one's memory is in cycles
+        try:
+            self.session = Session(self._model, self.entry, self.param_groups, *way)
+        except (ValueError, MemoryError, OSError) as error:
+            for name, parameter in self._wholes.items():
+                parameter.data = kept[name]
+            self.session = None  # type: ignore[assignment]  # until the last one is back
+            return error.with_traceback(None)  # whose frames have its memory
+        groups = {self.session.name_of(p): group for group in self.param_groups for p in group["params"]}
+        entries: dict[str, _Entry] = {}
+        for name in self._wholes:
+            trained = self.entry.buffers if steps[name] or self.entry.starts_at else ()
+            keys = [*trained, *(["master"] if self._keeps_master else [])]
+            entries[name] = ({key: kept[f"{name}/{key}"] for key in keys}, groups.get(name, self.defaults))
+        self.write_states(entries)
+        for _, entry in self.session.parameter_states().values():
+            entry.step = steps[entry.share.name]
+        return None
+
+    @property
+    def _keeps_master(self) -> bool:
+        """Whether there are master copies beside the weights."""
+        return self._way.decisions.precision.weights == "bf16"
+
+    def _states(self) -> Iterator[tuple[str, int, dict[str, torch.Tensor]]]:
+        """Yield name, number of updates and all state of every parameter, whole; float32, on the host.
+
+        What is in one place are views of its unit's state. All ranks do so together.
+        """
         units = {unit.name: unit for unit, _ in self.session.parameter_states().values()}
-        parts: dict[str, dict[str, list[tuple[Share, torch.Tensor]]]] = {}
-        steps: dict[str, int] = {}
+        names = collections.Counter(p.share.name for _, p in self.session.parameter_states().values())
+        found: dict[str, dict[str, list[tuple[Share, torch.Tensor]]]] = {}
         for unit in units.values():
             keys = ("master", *self.entry.buffers)
             own = _own(self.session, unit, len(keys))
             flat = {key: self.session.collected(values, unit) for key, values in zip(keys, own, strict=True)}
-            if unit.own_weights.dtype is torch.float32:  # the weights are the master copy
+            if not self._keeps_master:
                 del flat["master"]
             for entry in unit.parameters:
-                if entry.step or self.entry.starts_at:
-                    share = entry.share
-                    steps[share.name] = entry.step
-                    for key, values in flat.items():
-                        cut = values[entry.start : entry.stop].clone().view(share.shape)
-                        parts.setdefault(share.name, {}).setdefault(key, []).append((share, cut))
-        return {
-            name: ({"step": torch.tensor(float(step))} if self.entry.counts_steps else {})
-            | {key: self.session.whole(found) for key, found in parts.get(name, {}).items()}
-            for name, step in steps.items()
-        }
+                share = entry.share
+                of_whole = found.setdefault(share.name, {key: [] for key in flat})
+                for key, values in flat.items():
+                    mine = values[entry.start : entry.stop].view(share.shape)
+                    of_whole[key].append((share, mine if share.is_whole else mine.clone()))
+                names[share.name] -= 1
+                if not names[share.name]:  # others may have rows of the same
+                    parts = found.pop(share.name)
+                    yield share.name, entry.step, {key: self.session.whole(held) for key, held in parts.items()}
+
+    def _read_states(self) -> dict[str, dict[str, Any]]:
+        states: dict[str, dict[str, Any]] = {}
+        for name, count, state in self._states():
+            if count or self.entry.starts_at:
+                step = {"step": torch.tensor(float(count))} if self.entry.counts_steps else {}
+                states[name] = step | {key: values.clone() for key, values in state.items()}
+        return states
 
     def write_states(self, entries: Mapping[str, _Entry]) -> None:
         """Set the state of parameters, by name; each piece is had once, which may be on NVMe."""

@@ -128,6 +128,10 @@ class Ranks:
         """
         self._all.agree(what, value.encode())
 
+    def alike(self, value: str) -> list[int]:
+        """Return the ranks that have the same value as this one, in order, this one included."""
+        return self._all.alike(value.encode())
+
     # The end.
 
     def tell(self, error: BaseException) -> None:

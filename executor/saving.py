@@ -94,6 +94,16 @@ class Checkpoints:
         self._session.synchronize()
         self._engine.drain()
 
+    def newest(self) -> tuple[Path | None, tuple[str, ...]]:
+        """Return the folder of the newest checkpoint that is whole, and why newer ones are not.
+
+        Rank 0 reads all of it, and the others take its word.
+        """
+        found = self.store.newest() if self._rank == 0 else None
+        step = -1 if found is None or found.checkpoint is None else found.checkpoint.manifest.step
+        step = self._session.of_first(step)
+        return (None if step < 0 else self.store.folder(step)), () if found is None else found.refused
+
     def close(self) -> None:
         """Give up what has not been taken, wait for the rest, and end the threads. Closing twice is allowed."""
         if self._session.snapshots is not None:

@@ -14,12 +14,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from executor.accumulation import Accumulation
 from executor.actions import Actions, ParameterUpdate
 from executor.backend import Meter
 from executor.binding import bind, bind_state_dict, in_backward
 from executor.checkpoint.engine import Member
 from executor.checks import check_decisions, check_groups, check_units
+from executor.cores import take
 from executor.exchange import Exchange
+from executor.gradients import GradientError
 from executor.machine import LaneMachine
 from executor.memory import Arena, MeasuredMemory
 from executor.optimizer import WorkerTeam
@@ -32,8 +35,8 @@ from executor.parallel.tensor import share_layers
 from executor.pieces import Piece
 from executor.ranks import Ranks
 from executor.snapshots import Snapshots
-from executor.stand_ins import StandIns
 from executor.state import ModelState, ParameterState, UnitState
+from executor.user_gradients import UserGradients
 from executor.weights import Weights
 from planner.decisions import Decisions, Place
 from planner.graph import Unit, segments
@@ -88,22 +91,29 @@ class Session:
         self._watching_end = False  # of the backward that runs now
         self._left: set[str] = set()  # units that this backward has left
         self._inferring = False
+        self._accumulation = Accumulation(decisions.num_micro_batches)
         self._meter: Meter | None = None
         several = decisions.num_devices > 1
         self._ranks = ranks = Ranks(decisions.degrees, self._backend.device) if several else None
-        with contextlib.nullcontext() if ranks is None else ranks.telling():
+        with contextlib.ExitStack() as failing, contextlib.nullcontext() if ranks is None else ranks.telling():
             shares = shares_of(model, units, Mesh(decisions.degrees, ranks.rank if ranks else 0))
             self._names = {id(share.whole): share.name for share in shares.values()}
             check_groups(entry, groups, self._names)
+            # First, so that memory is near the cores that touch it.
+            self.cores, self._give_cores_back = take(
+                options.cores, options.num_threads, ranks, on_device=options.device == "cuda"
+            )
+            failing.callback(self._give_cores_back)
             self._take_over(units, shares, options)
-            self._undo = [*self._hook_parameters(), *bind(model, units, decisions, self)]
+            self._undo = [*self._hook_parameters(), *bind(model, units, decisions, self, options.compile_backend)]
             self._undo += split_experts(model, units, shares, ranks and ranks.experts, self)
             if ranks is not None and decisions.tensor_parallel > 1:
                 self._undo += share_layers(model, units, shares, ranks.tensor)
                 ranks.agree_on_chance()
-            self._undo += bind_state_dict(model, self._names, self.full_parameter)
+            self._undo += [*bind_state_dict(model, self._names, self.full_parameter), self._accumulation.bind(model)]
             self._move_buffers()
             self.synchronize()  # what was copied in so far was on no lane
+            failing.pop_all()
 
     def _take_over(self, units: tuple[Unit, ...], shares: Mapping[str, Share], options: SessionOptions) -> None:
         """Move the parameters into the session's memory, and start the threads."""
@@ -117,12 +127,15 @@ class Session:
         if ranks is not None:
             exchange = Exchange(self._state, decisions, self.schedule, self._backend, ranks)
         self._exchange = exchange
-        self._stand_ins = StandIns((p for _, p in self._state.parameters()), decisions, self._all_norms)
         self.snapshots = None
         if options.checkpoint_buffer_bytes:
-            self.snapshots = Snapshots(self._state, self.schedule, self._entry, self._backend, self._host, options)
+            rank = 0 if ranks is None else ranks.rank
+            self.snapshots = Snapshots(
+                self._state, self.schedule, self._entry, self._backend, self._host, options, rank
+            )
         self._parameters = {parameter.name: (unit, parameter) for unit, parameter in self._state.parameters()}
-        self._team = WorkerTeam(options.num_threads or len(os.sched_getaffinity(0)), options.cores)
+        self._gradients = UserGradients(decisions, (p for _, p in self._state.parameters()), self._norms)
+        self._team = WorkerTeam(self.cores.num_updating, self.cores.of_updates)
         bf16 = decisions.precision.weights == "bf16"
         for group in self._groups:  # or the first update would compile it
             self._entry.warm_up(np.uint16 if bf16 else np.float32, group, writes_bf16=bf16)
@@ -173,6 +186,8 @@ class Session:
         if in_backward():
             self._mark(Op.RECOMPUTE, unit)
         elif torch.is_grad_enabled() and self._model.training:
+            if self._task is None and (expected := self._loop.expected()) is not None:
+                self._accumulation.begin_forward(expected.micro_batch)
             if not self._inside_iteration:
                 self._begin_iteration()
             self._mark(Op.FORWARD, unit)
@@ -198,12 +213,7 @@ class Session:
         if self._task is not None and (self._task.op, self._task.unit) == (op, unit):
             return
         if op is not Op.FORWARD and not self._watching_end:
-            self._watching_end = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-            expected = self._loop.expected()
-            last = expected is not None and expected.micro_batch == self.decisions.num_micro_batches - 1
-            if last and self.decisions.update_start == "backward":
-                self._begin_updates()
+            self._begin_backward()
         self._skip_to(op, unit)
         try:
             task = self._loop.reach(op, unit)
@@ -215,6 +225,16 @@ class Session:
         if self._task is not None and self._task.op is Op.BACKWARD:
             self._left.add(self._task.unit)
         self._task = task
+
+    def _begin_backward(self) -> None:
+        expected = self._loop.expected()
+        if expected is not None:
+            self._accumulation.begin_backward(expected.micro_batch)
+        self._watching_end = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+        last = expected is not None and expected.micro_batch == self.decisions.num_micro_batches - 1
+        if last and self.decisions.update_start == "backward":
+            self._begin_updates()
 
     def _skip_to(self, op: Op, unit: str) -> None:
         """Pass over units that backward never reaches, because nothing in or before them needs a gradient."""
@@ -245,16 +265,29 @@ class Session:
             if self._exchange is not None:
                 parameters = [parameter for _, parameter in self._parameters.values()]
                 self._exchange.agree_on_arrivals(parameters, self._loop.iteration)
-            self._stand_ins.show(self._loop.iteration)
+            self._gradients.offer(self._loop.iteration)
 
     def _begin_iteration(self) -> None:
         if self._inferring:  # what was issued for it may still read slots
             self._backend.seconds(self._backend.mark(Lane.COMPUTE))
             self._inferring = False
         self._inside_iteration = True
-        self._stand_ins.begin()
+        self._gradients.begin_iteration()
 
     # Gradients and updates.
+
+    def check_zero_grad(self) -> None:
+        """Check that gradients may be set to zero here.
+
+        Raises:
+            GradientError: those of some micro-batches of the iteration have been taken, and others are to come.
+        """
+        expected = self._loop.expected()
+        if expected is not None and expected.op is not Op.CLIP and expected.micro_batch > 0:
+            raise GradientError(
+                f"zero_grad() came when the plan expects {expected.name}, and cannot take back what micro-batches "
+                "before it have added up; call it after optimizer.step()"
+            )
 
     def step(self) -> None:
         """Begin what is left of the iteration, updates above all, and return while it goes on.
@@ -263,6 +296,7 @@ class Session:
             OutOfOrderError: not all micro-batches have been there.
             LaneError: a task failed on some lane.
         """
+        self._accumulation.check_step()
         expected = self._loop.expected()
         if expected is not None and expected.op is not Op.CLIP:
             raise OutOfOrderError(
@@ -270,21 +304,21 @@ class Session:
                 f"{self.decisions.num_micro_batches} forward and backward for every step"
             )
         self._reach_clip()
-        self._stand_ins.take_back(self._loop.iteration)
+        self._gradients.take_back(self._loop.iteration)
         if self.decisions.update_start == "step":
             self._begin_updates()
         self._machine.end_open()
         self._loop.finish()
         self._inside_iteration = False
 
-    def _all_norms(self) -> dict[str, torch.Tensor]:
-        self._reach_clip()
-        return self._actions.norms(self._loop.iteration)
-
     def _reach_clip(self) -> None:
         expected = self._loop.expected()
         if expected is not None and expected.op is Op.CLIP:
             self._loop.reach(Op.CLIP)
+
+    def _norms(self) -> dict[str, torch.Tensor]:
+        self._reach_clip()
+        return self._actions.norms(self._loop.iteration)
 
     def _begin_updates(self) -> None:
         updates = {}
@@ -292,7 +326,7 @@ class Session:
             rule = self._entry.rule(group)
             for parameter in group["params"]:
                 name = self._names[id(parameter)]
-                updates[name] = ParameterUpdate(rule, self._stand_ins.scale(name))
+                updates[name] = ParameterUpdate(rule, self._gradients.scale(name))
         self._actions.begin_updates(self._loop.iteration, updates)
 
     def _hook_parameters(self) -> Iterator[Callable[[], None]]:
@@ -395,6 +429,15 @@ class Session:
         """Return the whole of what ranks have shares of. See :func:`executor.parallel.shares.whole_of`."""
         return whole_of(parts, self._ranks)
 
+    def of_first(self, value: int) -> int:
+        """Return rank 0's value; all ranks do so together."""
+        return value if self._ranks is None else int(self._ranks.of_first(torch.tensor(value)))
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has stopped, or is in the middle of an iteration: its state is not that of a step."""
+        return self._machine.stopped or self._inside_iteration
+
     def mean(self, value: float) -> float:
         """Return the mean of a number over the ranks, each with its own; all ranks do so together."""
         return value if self._ranks is None else self._ranks.sums([value])[0] / self._ranks.size
@@ -472,6 +515,7 @@ class Session:
         finally:
             self._machine.close()
             self._team.close()
+            self._give_cores_back()
             if self._state.stored is not None:
                 self._state.stored.close()
             while self._undo:

@@ -6,7 +6,7 @@ from typing import Any, final
 import torch
 
 from executor.backend import Backend
-from executor.checkpoint.engine import MASTER, CheckpointEngine, Key, Slice, boxes_of
+from executor.checkpoint.engine import MASTER, CheckpointEngine, Key, Slice, files_of
 from executor.checkpoint.flusher import CHUNK_BYTES, Buffer
 from executor.memory import Arena
 from executor.optimizer.table import OptimizerEntry
@@ -28,6 +28,7 @@ class Snapshots:
         backend: copies.
         host: where memory for buffers is taken.
         options: how much.
+        rank: which of the ranks this is. What several of them hold is shared among them, unit by unit.
 
     Attributes:
         ring: the buffers, uint8 ``[num_buffers, chunk]``, from which a device can be copied to asynchronously.
@@ -45,16 +46,16 @@ class Snapshots:
         backend: Backend,
         host: Arena,
         options: SessionOptions,
+        rank: int = 0,
     ) -> None:
         self.engine: CheckpointEngine | None = None
         self._state = state
         self._backend = backend
         self.keys = (MASTER, *entry.buffers)
         pieces = [(task.unit, task.piece) for task in schedule.tasks if task.op is Op.SNAPSHOT]
-        self.slices: Mapping[Key, Sequence[Slice]] = {key: self._slices_of(key) for key in pieces}
-        # Every file is being filled until all of it has come: one for each tensor of state and each box of a shard.
-        num_files = len(self.keys) * max((len(held) for held in boxes_of(self)[1].values()), default=1)
-        count = max(options.checkpoint_buffer_bytes // CHUNK_BYTES, num_files + 1)
+        numbers = {unit: number for number, unit in enumerate(dict.fromkeys(unit for unit, _ in pieces))}
+        self.slices: Mapping[Key, Sequence[Slice]] = {key: self._slices_of(key, numbers[key[0]]) for key in pieces}
+        count = max(options.checkpoint_buffer_bytes // CHUNK_BYTES, len(files_of(self, rank)) + 1)
         memory = host.take_blocks("checkpoint buffers", {MemoryClass.CHECKPOINT: count * CHUNK_BYTES}, CHUNK_BYTES)
         self.ring: Buffer = memory.numpy().reshape(count, CHUNK_BYTES)
 
@@ -73,10 +74,11 @@ class Snapshots:
         self._backend.copy(torch.from_numpy(buffer), values)
         self._backend.seconds(self._backend.mark(Lane.SNAPSHOT))
 
-    def _slices_of(self, key: Key) -> list[Slice]:
-        """Return what this rank gives of a piece: of what several ranks have, the first of them gives all."""
+    def _slices_of(self, key: Key, number: int) -> list[Slice]:
+        """Return what this rank gives of a piece; what several ranks have one of them gives, in turn by unit."""
         unit = self._state.units[key[0]]
-        if unit.group is not None and unit.group.rank and len(unit.own_weights) == len(unit.device_weights):
+        is_sharded = len(unit.own_weights) < len(unit.device_weights)
+        if unit.group is not None and not is_sharded and number % unit.group.size != unit.group.rank:
             return []
         return [
             Slice(

@@ -105,9 +105,14 @@ class Plan(Frozen):
         batch = batch_of(decisions, self.seq_len, decisions.precision, self.expert_load)
         return units(build_graph(self.model, batch))
 
-    def schedule(self) -> Schedule:
-        """Return the schedule of one iteration: what is simulated and what is executed."""
-        return lower(self.units(), self.decisions, asynchronous=self.hardware.device.kind == "gpu")
+    def schedule(self, *, takes_snapshots: bool = False) -> Schedule:
+        """Return the schedule of one iteration: what is simulated and what is executed.
+
+        Args:
+            takes_snapshots: with what takes state for checkpoints.
+        """
+        asynchronous = self.hardware.device.kind == "gpu"
+        return lower(self.units(), self.decisions, asynchronous=asynchronous, takes_snapshots=takes_snapshots)
 
     def to_json(self) -> str:
         """Return the canonical text of ``plan.json``: the same plan is always the same bytes."""

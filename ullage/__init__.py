@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from executor.optimizer.reference import Lion as Lion
+    from executor.saving import Checkpoints as Checkpoints
+    from executor.saving import restore as restore
     from hwprofiles.registry import load_profile as load_profile
     from planner.models.registry import resolve_model as resolve_model
     from planner.plan import Plan as Plan
@@ -16,10 +18,13 @@ if TYPE_CHECKING:
     from planner.planning import make_plan as plan
     from ullage.capture import capture_module as capture_module
     from ullage.simulation import simulate as simulate
+    from ullage.training import CheckpointOptions as CheckpointOptions
     from ullage.training import Trainer as Trainer
     from ullage.training import prepare as prepare
 
 _ORIGINS = {
+    "CheckpointOptions": ("ullage.training", "CheckpointOptions"),
+    "Checkpoints": ("executor.saving", "Checkpoints"),
     "Lion": ("executor.optimizer.reference", "Lion"),
     "Plan": ("planner.plan", "Plan"),
     "Request": ("planner.planning", "Request"),
@@ -30,10 +35,13 @@ _ORIGINS = {
     "plan": ("planner.planning", "make_plan"),
     "prepare": ("ullage.training", "prepare"),
     "resolve_model": ("planner.models.registry", "resolve_model"),
+    "restore": ("executor.saving", "restore"),
     "simulate": ("ullage.simulation", "simulate"),
 }
 
 __all__ = [
+    "CheckpointOptions",
+    "Checkpoints",
     "Lion",
     "Plan",
     "Request",
@@ -44,6 +52,7 @@ __all__ = [
     "plan",
     "prepare",
     "resolve_model",
+    "restore",
     "simulate",
 ]
 

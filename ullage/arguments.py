@@ -3,11 +3,15 @@
 import argparse
 import math
 import re
+from typing import Literal
 
 from planner.models.captured import CapturedInput
 
 _UNITS = {"": 1, "b": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+Cores = tuple[int, ...] | Literal["auto", "free"]
+
+_CORES = re.compile(r"(\d+)(?:-(\d+))?")
 _SIZE = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*(|b|[kmgt]i?b)", re.IGNORECASE)
 
 
@@ -47,6 +51,24 @@ def non_negative_int(text: str) -> int:
     if not (text.isascii() and text.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
     return int(text)
+
+
+def cores(text: str) -> Cores:
+    """Return the cores that ``0-3,8`` names, or ``auto`` or ``free`` as they are.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none of these.
+    """
+    words: dict[str, Cores] = {"auto": "auto", "free": "free"}
+    if text in words:
+        return words[text]
+    found: list[int] = []
+    for part in text.split(","):
+        if (bounds := _CORES.fullmatch(part)) is None:
+            raise argparse.ArgumentTypeError(f"{text!r} names no cores; give auto, free, or a list such as 0-31,64-95")
+        first, last = int(bounds[1]), int(bounds[2] or bounds[1])
+        found += range(first, last + 1)
+    return tuple(sorted(set(found)))
 
 
 def positive_float(text: str) -> float:

@@ -1,40 +1,45 @@
 """``ullage execute``: a plan trained for some iterations, watched on the way, and compared with its prediction."""
 
 import contextlib
+import dataclasses
 import math
 import platform
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
 from planner.models.captured import counted
 from planner.plan import Plan
-from planner.schedule import Tier
-from planner.simulate.machine import Simulation
+from planner.schedule import MemoryClass, Tier
+from planner.timeline import Timeline
 from planner.trace import chrome_trace, write_trace
 from ullage.comparison import Comparison, compare, render_comparison
 from ullage.console import console, write_json
 from ullage.drift import NUM_RECORDED, DriftWatch
 from ullage.feeds import check_takes_data
 from ullage.formatting import si
+from ullage.interruption import InterruptedTrainingError, Interruption
 from ullage.options import ExecuteOptions
 from ullage.processes import Process
+from ullage.replanning import Replanned
 from ullage.runs import RunRecord, rows, save_run
 from ullage.simulation import simulate
 from ullage.text import Tokens, read_text, read_tokens
-from ullage.training import Step, Trainer, check_machine
+from ullage.training import CheckpointOptions, Step, Trainer, check_machine, check_replans
 
 # What warms up (first touches, compiled kernels) is not measured, nor is the iteration whose memory is metered.
 _FIRST_STEADY = 3
 MIN_ITERATIONS = _FIRST_STEADY + 3
+REPLAN_AFTER = 10
 _WARMUP_ITERATIONS = 5
 _BAR = 10  # columns: a line of 80 holds the rest
 _LATEST = 10  # iterations that the progress shows the median of
 
 
-def execute(plan: Plan, options: ExecuteOptions) -> RunRecord:
+def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
     """Train a plan's model, measure every task, and compare with the prediction.
 
     It is trained on text or tokens, or on one random batch if it was captured. Under a plan for several devices this is
@@ -49,26 +54,63 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord:
         OSError: the data cannot be read or the results cannot be written.
         ShortageError: training takes more of a tier than it has.
         RankError: another rank has failed.
+        CheckpointError: checkpoints cannot be made in their folder, or that to go on from is of another model.
+        InterruptedTrainingError: a signal ended training, which is in a checkpoint.
     """
+    if options.resume and options.checkpoint_dir is None:
+        raise ValueError("--resume needs --checkpoint-dir DIR, the folder that the checkpoints are in")
     if options.num_iterations < MIN_ITERATIONS:
         raise ValueError(f"{options.num_iterations} iterations are too few to measure; run at least {MIN_ITERATIONS}")
+    if options.replan and options.num_iterations < REPLAN_AFTER + MIN_ITERATIONS:
+        raise ValueError(
+            f"--replan looks after {REPLAN_AFTER} iterations and measures at least {MIN_ITERATIONS} more, but there "
+            f"are {options.num_iterations}; run at least {REPLAN_AFTER + MIN_ITERATIONS}"
+        )
     process = Process.of(plan)
     check_machine(plan, process, options.device)
+    if options.replan:
+        check_replans(plan)
     check_takes_data(plan, given=bool(options.text or options.tokens or options.data_position))  # before it is read
     data = _data(options)
     if process.is_first:
         options.output_dir.mkdir(parents=True, exist_ok=True)  # before training: a bad path must not cost a run
     storage = options.storage_dir or options.output_dir
     with Trainer(
-        plan, data=data, lr=options.lr, seed=options.seed, position=options.data_position, storage_dir=storage
+        plan,
+        data=data,
+        lr=options.lr,
+        seed=options.seed,
+        position=options.data_position,
+        storage_dir=storage,
+        compile_blocks=options.compile_blocks,
+        cores=options.cores,
+        checkpoints=_checkpoints(options),
     ) as trainer:
-        simulation = simulate(plan)
-        losses = _train(options, trainer, simulation)
-        record = _record(trainer, losses)
+        trained = _train(options, trainer)
         trainer.close(give_back=False)
-    if process.is_first:
-        _write(options, record, simulation)
-    return record
+    if process.is_first and trained.record is not None:
+        _write(options, trained.record, trained.replanned)
+    if options.checkpoint_dir is not None:
+        _tell_of_checkpoints(options, trainer, trained)
+    return trained.record
+
+
+def _checkpoints(options: ExecuteOptions) -> CheckpointOptions | None:
+    if options.checkpoint_dir is None:
+        return None
+    return CheckpointOptions(options.checkpoint_dir, options.checkpoint_every, options.keep)
+
+
+def _tell_of_checkpoints(options: ExecuteOptions, trainer: Trainer, trained: "_Trained") -> None:
+    """Say where the last checkpoint is, and end as the signal wants if one has ended training."""
+    made = [outcome for outcome in trainer.outcomes if outcome.error is None]
+    where = f"checkpoint of step {made[-1].step} in {made[-1].path}" if made and made[-1].path else "no new checkpoint"
+    if trained.signal is not None:
+        raise InterruptedTrainingError(
+            f"interrupted after iteration {trainer.iteration}; {where}; go on with --resume", trained.signal
+        )
+    if trainer.process.is_first and not options.json:
+        console().print(where, markup=False, soft_wrap=True)
 
 
 def _data(options: ExecuteOptions) -> Tokens | None:
@@ -81,58 +123,120 @@ def _data(options: ExecuteOptions) -> Tokens | None:
     return read_tokens(options.tokens, options.token_dtype)
 
 
-def _train(options: ExecuteOptions, trainer: Trainer, simulation: Simulation) -> list[float]:
-    """Train with a cosine schedule with warm-up, and return the loss of every iteration."""
+@dataclasses.dataclass(frozen=True)
+class _Trained:
+    record: RunRecord | None  # None after too few iterations
+    replanned: Replanned | None
+    signal: int | None  # that ended it early
+
+
+def _train(options: ExecuteOptions, trainer: Trainer) -> _Trained:
+    """Train with a cosine schedule with warm-up, and change the plan on the way if that is asked for and pays."""
 
     def factor(iteration: int) -> float:
         warm_up = min((iteration + 1) / _WARMUP_ITERATIONS, 1.0)
         return warm_up * 0.5 * (1 + math.cos(math.pi * iteration / options.num_iterations))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, factor)
-    watch = DriftWatch(simulation.timeline, simulation.steady)
-    losses = []
-    with _progress(options.num_iterations, trainer.plan, shown=trainer.process.is_first) as (tell, warn):
-        for step in trainer.run(options.num_iterations):
+    trainer.stateful["scheduler"] = scheduler
+    watch = _watch(trainer.plan)
+    losses: list[float] = []
+    replanned, before = None, None
+    with _progress(options.num_iterations, trainer) as (tell, warn), _interruption(options, warn) as interruption:
+        if options.resume:
+            _resume(options, trainer, warn)
+        num_told = 0
+        for step in trainer.run(max(options.num_iterations - trainer.iteration, 0)):
             scheduler.step()
             losses.append(step.loss)
             tell(step)
-            for drift in watch.after(trainer.session, step.iteration):
+            for drift in watch.after(trainer.session, trainer.session.iteration - 1):
                 warn(str(drift))
-    return losses
+            for outcome in trainer.outcomes[num_told:]:
+                num_told += 1
+                if outcome.error is not None:
+                    warn(f"warning: no checkpoint of step {outcome.step}: {outcome.error}")
+            if options.replan and len(losses) == REPLAN_AFTER:
+                before = _record(options, trainer, losses)
+                replanned = trainer.replan()
+                warn(str(replanned))
+                watch = _watch(trainer.plan)
+            if interruption is not None and trainer.session.mean(float(interruption.signal is not None)):
+                break  # all ranks, after the same iteration
+    record = _record(options, trainer, losses) if trainer.session.iteration >= MIN_ITERATIONS else None
+    if record is not None and replanned is not None and replanned.switched:
+        record = record.model_copy(update={"before": before})
+    return _Trained(record, replanned, None if interruption is None else interruption.signal)
 
 
-def _write(options: ExecuteOptions, record: RunRecord, simulation: Simulation) -> None:
-    comparison = compare(
+def _interruption(
+    options: ExecuteOptions, warn: Callable[[str], None]
+) -> contextlib.AbstractContextManager[Interruption | None]:
+    """Without checkpoints there is nothing to end in order for."""
+    return contextlib.nullcontext() if options.checkpoint_dir is None else Interruption(warn)
+
+
+def _resume(options: ExecuteOptions, trainer: Trainer, warn: Callable[[str], None]) -> None:
+    found = trainer.resume()
+    for reason in found.refused:
+        warn(f"warning: passed over: {reason}")
+    if found.path is None:
+        warn(f"no checkpoint in {options.checkpoint_dir}: training begins at the beginning")
+    elif found.step >= options.num_iterations:
+        raise ValueError(
+            f"{found.path} has all of {options.num_iterations} iterations already; ask for more with --iterations"
+        )
+    else:
+        warn(f"going on from {found.path}")
+
+
+def _watch(plan: Plan) -> DriftWatch:
+    simulation = simulate(plan)
+    return DriftWatch(simulation.timeline, simulation.steady)
+
+
+def _write(options: ExecuteOptions, record: RunRecord, replanned: Replanned | None) -> None:
+    trace = options.output_dir / "trace.json.gz"
+    save_run(record, options.output_dir / "run.json")
+    parts = {"": record} | ({" before": record.before} if record.before else {})
+    timelines: dict[str, Timeline] = {}
+    for words, part in parts.items():
+        timelines |= {f"predicted{words}": simulate(part.plan).timeline, f"measured{words}": part.timeline}
+    write_trace(trace, chrome_trace(timelines))
+    _report(options, record, {words: _compared(part) for words, part in parts.items()}, replanned)
+
+
+def _compared(record: RunRecord) -> Comparison:
+    simulation = simulate(record.plan)
+    predicted = {tier: use.peak_bytes for tier, use in record.plan.prediction.memory.items()}
+    if record.checkpoint_bytes:  # no part of the plan
+        predicted[Tier.HOST] = predicted.get(Tier.HOST, 0) + record.checkpoint_bytes
+    return compare(
         simulation.timeline,
         simulation.steady,
         record.timeline,
         record.steady_iterations,
-        {tier: use.peak_bytes for tier, use in record.plan.prediction.memory.items()},
+        predicted,
         record.memory,
     )
-    trace = options.output_dir / "trace.json.gz"
-    save_run(record, options.output_dir / "run.json")
-    write_trace(trace, chrome_trace({"predicted": simulation.timeline, "measured": record.timeline}))
-    _report(options, record, comparison)
 
 
 @contextlib.contextmanager
-def _progress(
-    num_iterations: int, plan: Plan, *, shown: bool
-) -> Iterator[tuple[Callable[[Step], None], Callable[[str], None]]]:
+def _progress(num_iterations: int, trainer: Trainer) -> Iterator[tuple[Callable[[Step], None], Callable[[str], None]]]:
     """Yield a function that tells of an iteration that has ended, and one that prints a line above the progress.
 
     The progress shows the loss, and the seconds of an iteration (median of the latest) beside what was predicted.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
-    predicted_s = plan.prediction.iteration_s
+    shown = trainer.process.is_first
     latest_s: deque[float] = deque(maxlen=_LATEST)
 
     def tell(step: Step) -> None:
         words = f"loss {step.loss:.3f}"
         if step.iteration >= _FIRST_STEADY:
             latest_s.append(step.measured_s)
+            predicted_s = trainer.plan.prediction.iteration_s
             measured_s = statistics.median(latest_s)
             ratio = measured_s / predicted_s
             words += f", {si(measured_s, 's')} ({si(predicted_s, 's')} predicted, {ratio:.2f} x)"
@@ -148,29 +252,39 @@ def _progress(
         yield tell, warn
 
 
-def _record(trainer: Trainer, losses: list[float]) -> RunRecord:
+def _record(options: ExecuteOptions, trainer: Trainer, losses: list[float]) -> RunRecord:
     timeline = trainer.session.timeline(0, NUM_RECORDED - 1)
     ranks = dict.fromkeys(
         (Tier.HOST, Tier.NVME), trainer.process.per_node
     )  # whose shares are equal, as the prediction has it
+    words = [platform.node() or "this machine", f"torch {torch.__version__}"]
+    words += ["blocks compiled" if options.compile_blocks else "", _cores(trainer), trainer.session.storage]
     return RunRecord(
         plan=trainer.plan,
-        machine=", ".join(
-            filter(None, (platform.node() or "this machine", f"torch {torch.__version__}", trainer.session.storage))
-        ),
+        machine=", ".join(filter(None, words)),
         losses=tuple(losses),
         start_s=rows(timeline.start_s),
         end_s=rows(timeline.end_s),
         steady_iterations=tuple(range(_FIRST_STEADY, timeline.num_iterations - 1)),
         memory={tier: use.peak_bytes * ranks.get(tier, 1) for tier, use in trainer.session.memory().items()},
         data_position=trainer.position,
+        checkpoint_bytes=trainer.session.memory()[Tier.HOST].static_bytes.get(MemoryClass.CHECKPOINT, 0),
     )
 
 
-def _report(options: ExecuteOptions, record: RunRecord, comparison: Comparison) -> None:
-    losses = record.losses
+def _cores(trainer: Trainer) -> str:
+    return str(trainer.session.cores) + (" (rank 0)" if trainer.process.per_node > 1 else "")
+
+
+def _report(
+    options: ExecuteOptions, record: RunRecord, compared: Mapping[str, Comparison], replanned: Replanned | None
+) -> None:
+    losses, comparison = record.losses, compared[""]
     if options.json:
-        write_json({"losses": list(losses), "output_dir": str(options.output_dir), **comparison.to_json()})
+        told: dict[str, Any] = {} if replanned is None else {"replan": replanned.to_json()}
+        if " before" in compared:
+            told["replan"]["comparison_before"] = compared[" before"].to_json()
+        write_json({"losses": list(losses), "output_dir": str(options.output_dir), **comparison.to_json(), **told})
         return
     out = console()
     plan = record.plan
@@ -183,5 +297,8 @@ def _report(options: ExecuteOptions, record: RunRecord, comparison: Comparison) 
     out.print()
     out.print(render_comparison(comparison))
     out.print()
+    if replanned is not None:
+        out.print(replanned.render(iteration.measured))
+        out.print()
     out.print(f"run written to {options.output_dir / 'run.json'}", markup=False)
     out.print(f"trace written to {options.output_dir / 'trace.json.gz'} (open it in ui.perfetto.dev)", markup=False)

@@ -17,10 +17,8 @@ from ullage.text import Tokens, TokenStream, read_text
 class Feed(Protocol):
     """Makes the model, and a rank's loss on one micro-batch after another."""
 
-    @property
-    def position(self) -> int:
-        """Sequences read so far, by all ranks together."""
-        ...
+    position: int
+    """Sequences read so far, by all ranks together; may be set."""
 
     def model(self) -> nn.Module:
         """Make the planned model with random weights."""
@@ -81,6 +79,10 @@ class _TokenFeed:
     @property
     def position(self) -> int:
         return self._stream.position
+
+    @position.setter
+    def position(self, position: int) -> None:
+        self._stream.position = position
 
     def model(self) -> nn.Module:
         assert not isinstance(self._plan.model, CapturedModel)

@@ -23,6 +23,13 @@ class ExecuteOptions:
         lr: learning rate.
         output_dir: where results go; made if it does not exist.
         storage_dir: where what the plan keeps on NVMe is while it trains; ``None``: in ``output_dir``.
+        compile_blocks: whether ``torch.compile`` fuses kernels of the repeated blocks.
+        cores: what this machine's ranks divide, ``auto`` or ``free``; see :class:`ullage.training.Settings`.
+        replan: plan again after some iterations, by what was measured, and change to a faster plan.
+        checkpoint_dir: where checkpoints go; ``None``: none are made.
+        checkpoint_every: iterations from one to the next.
+        keep: the newest checkpoints that stay.
+        resume: go on from the newest checkpoint there, if there is one.
         json: print JSON instead of tables.
         device: ``host`` (threads), ``cuda``, or ``auto``: what the plan was made for.
     """
@@ -36,5 +43,12 @@ class ExecuteOptions:
     lr: float = 1e-3
     output_dir: Path = Path("out")
     storage_dir: Path | None = None
+    compile_blocks: bool = False
+    cores: tuple[int, ...] | Literal["auto", "free"] = "auto"
+    replan: bool = False
+    checkpoint_dir: Path | None = None
+    checkpoint_every: int = 100
+    keep: int = 2
+    resume: bool = False
     json: bool = False
     device: Literal["auto", "host", "cuda"] = "auto"

@@ -33,6 +33,9 @@ class RunRecord(Frozen):
         memory: measured peak bytes by tier; of the host only what the program allocated itself.
         data_position: sequences passed in the data's order by all ranks together, with those that were skipped: what
             ``--data-position`` takes to go on in the same data with the same seed and length of sequences.
+        before: what was executed until the plan was changed on the way, if it was: the rest is of the plan after that,
+            but for the losses, which are those of all iterations.
+        checkpoint_bytes: host memory for checkpoints; if there is any, tasks that take state for them are recorded too.
     """
 
     schema_version: Literal[1] = 1
@@ -44,12 +47,14 @@ class RunRecord(Frozen):
     steady_iterations: tuple[int, ...] = Field(min_length=1)
     memory: dict[Tier, int]
     data_position: int
+    before: "RunRecord | None" = None
+    checkpoint_bytes: int = 0
 
     @property
     def timeline(self) -> Timeline:
         """The measured timeline."""
         start_s, end_s = (np.array(rows, np.float64) for rows in (self.start_s, self.end_s))
-        return Timeline(self.plan.schedule(), start_s, end_s)
+        return Timeline(self.plan.schedule(takes_snapshots=self.checkpoint_bytes > 0), start_s, end_s)
 
 
 def rows(seconds: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> tuple[tuple[float | None, ...], ...]:

@@ -117,7 +117,7 @@ def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Dec
     """
     if engine == OURS and setting is None:
         return plan.decisions
-    setup, workload, cost = prepare(_request(plan))
+    setup, workload, cost = prepare(request_of(plan))
     return _best(engine, setting, setup, Scorer(workload, cost))
 
 
@@ -139,8 +139,8 @@ def _subject_of(plan: Plan, engine: str, decisions: Decisions) -> Subject:
     return Subject(engine, plan.model, plan.hardware, Workload(units, plan.seq_len), decisions, cost)
 
 
-def _request(plan: Plan) -> Request:
-    """Return what a plan was asked for."""
+def request_of(plan: Plan) -> Request:
+    """Return what a plan was asked for, with the degrees and batch sizes that it chose; storage apart."""
     decided = plan.decisions
     return Request(
         model=plan.model,

@@ -5,29 +5,36 @@ import dataclasses
 import itertools
 import math
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Literal, Self, final
+from typing import Any, Final, Literal, Protocol, Self, TypedDict, Unpack, final
 
 import torch
 from torch import nn
 
+from executor.checkpoint import Checkpoint, CheckpointError, Outcome
+from executor.cores import Choice
 from executor.optimizer.table import stock_of
 from executor.options import SessionOptions
-from executor.prepare import OffloadedOptimizer, prepare_session
+from executor.prepare import OffloadedOptimizer, Way, prepare_session
+from executor.saving import Checkpoints, restore
 from executor.session import Session
 from hwprofiles.allocator import keep_freed_memory
+from planner.models import to_hf_config_dict
+from planner.models.captured import CapturedModel
 from planner.optimizers import Optimizer
 from planner.plan import Plan, PlanError
 from planner.schedule import Tier
 from ullage.feeds import Feed, feed_of
 from ullage.processes import Process, ranks_per_node
+from ullage.replanning import Replanned, replan
 from ullage.shortage import check_device, explaining
 from ullage.text import Tokens
 
 METERED: Final = 1
-"""The iteration whose memory is metered, which takes longer."""
+"""The iteration of a session whose memory is metered, which takes longer."""
 MAX_GRADIENT_NORM: Final = 1.0
 # What a trainer's own optimizer has beside its learning rate.
 _HYPER_PARAMETERS: dict[Optimizer, dict[str, Any]] = {
@@ -38,8 +45,29 @@ _HYPER_PARAMETERS: dict[Optimizer, dict[str, Any]] = {
 }
 
 
+class Settings(TypedDict, total=False):
+    """How a plan is executed here; all may be left out.
+
+    Attributes:
+        storage_dir: folder on the planned drives, if the plan keeps optimizer state on NVMe.
+        compile_blocks: whether ``torch.compile`` fuses kernels of the repeated blocks (attention, MLP, norms, each by
+            itself) when they first run, which takes a while. Rounding, and what dropout draws, are then those of the
+            compiled kernels; times are predicted without.
+        cores: of this machine, which its ranks divide; left out, those that are open to the process. Threads are bound
+            if there are several ranks or cores are named, and left alone if this is ``"free"``: see
+            [Note: Shares of cores] in :mod:`executor.cores`.
+        checkpoint_buffer_bytes: host memory for what is taken for checkpoints and not written yet; without it none can
+            be made, see :class:`ullage.Checkpoints`.
+    """
+
+    storage_dir: Path | None
+    compile_blocks: bool
+    cores: Choice
+    checkpoint_buffer_bytes: int
+
+
 def prepare(
-    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, *, storage_dir: Path | None = None
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, **settings: Unpack[Settings]
 ) -> tuple[nn.Module, OffloadedOptimizer]:
     """Put a model and its optimizer under a plan; keep your own training loop, with the returned optimizer.
 
@@ -51,10 +79,12 @@ def prepare(
             its parameters or some of them, in any groups; LR schedulers may be built on it or on the result. What is
             not in it, or frozen, stays as it is, though the plan has room for its state and gradient.
         plan: made for the machine this runs on.
-        storage_dir: folder on the planned drives, if the plan keeps optimizer state on NVMe.
+        settings: see :class:`Settings`.
 
     Returns:
-        The model and the optimizer to use from now on; ``optimizer.session`` executes the plan.
+        The model and the optimizer to use from now on; ``optimizer.session`` executes the plan. Under a plan of n
+        micro-batches every n of them, forward and backward, have one ``step()``; the first n - 1 may be ``with
+        model.no_sync():``, as of ``DistributedDataParallel``, and then they are counted.
 
     A plan for several devices is executed by one process for each, which ``torchrun`` starts: see
     :func:`executor.prepare.prepare_session`.
@@ -63,8 +93,10 @@ def prepare(
         ValueError: the plan cannot be executed here, or the model is not the planned one.
         DeviceMemoryError: less memory is free than planned.
         RankError: another rank has failed.
+
+    A block that cannot be compiled raises :class:`executor.compilation.CompileError` when it first runs.
     """
-    return prepare_session(model, optimizer, plan.units(), plan.decisions, _session_options(plan, storage_dir))
+    return prepare_session(model, optimizer, plan.units(), plan.decisions, _session_options(plan, settings))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,6 +112,50 @@ class Step:
     iteration: int
     loss: float
     measured_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckpointOptions:
+    """Which checkpoints a trainer makes.
+
+    Attributes:
+        folder: where; all ranks share it.
+        every: iterations from one to the next; one more is made at the end.
+        keep: the newest that stay, at least two.
+        buffer_bytes: host memory for what is taken and not written yet.
+    """
+
+    folder: Path
+    every: int = 100
+    keep: int = 2
+    buffer_bytes: int = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resumed:
+    """What training has gone on from.
+
+    Attributes:
+        path: folder of the checkpoint; ``None`` if there was none, and training begins at the beginning.
+        step: iterations behind it.
+        refused: why newer checkpoints were passed over.
+    """
+
+    path: Path | None
+    step: int
+    refused: tuple[str, ...]
+
+
+class Stateful(Protocol):
+    """Anything that goes into a checkpoint beside the model and the optimizer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state: numbers, strings, lists and dictionaries."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Take over what :meth:`state_dict` returned."""
+        ...
 
 
 @final
@@ -100,11 +176,15 @@ class Trainer:
         lr: learning rate of the optimizer that is made here.
         seed: of the weights that are made here, and of the order of the data.
         position: sequences to leave out at the beginning: another run's ``position``, to go on where it stopped.
-        storage_dir: folder on the planned drives, if the plan keeps optimizer state on NVMe.
+        checkpoints: where, when and how many; left out, none are made.
+        settings: see :class:`Settings`.
 
     Attributes:
         plan, model, optimizer: what is trained, and how. LR schedulers may be built on the optimizer.
         process: this process among those of the plan.
+        stateful: what else goes into checkpoints, by name: anything with ``state_dict()``, of plain numbers and lists,
+            and ``load_state_dict()``. LR schedulers belong here.
+        outcomes: how the checkpoints of this process have ended so far.
 
     Raises:
         PlanError: the plan was made for another kind of machine, or for another number of processes.
@@ -124,19 +204,29 @@ class Trainer:
         lr: float = 1e-3,
         seed: int = 0,
         position: int = 0,
-        storage_dir: Path | None = None,
+        checkpoints: CheckpointOptions | None = None,
+        **settings: Unpack[Settings],
     ) -> None:
         if optimizer is not None and model is None:
             raise ValueError("an optimizer was given without the model that it is for; give both, or neither")
         self.plan = plan
+        self.stateful: dict[str, Stateful] = {}
+        self.outcomes: list[Outcome] = []
+        self._saving = checkpoints
+        self._saved_at = 0  # iteration whose state is known to be in a checkpoint, or was given
+        if checkpoints is not None:
+            settings = {"checkpoint_buffer_bytes": checkpoints.buffer_bytes, **settings}
+        self._settings = settings
         self.process = Process.of(plan)
         check_machine(plan, self.process)
         self._feed = feed_of(plan, data, seed, position, self.process.data_rank)
         self._iteration = 0
         with explaining(plan):
-            self.model, self.optimizer = _make(
-                plan, model, optimizer, self._feed, self.process, lr=lr, seed=seed, storage_dir=storage_dir
-            )
+            model, optimizer = _make(plan, model, optimizer, self._feed, self.process, lr=lr, seed=seed)
+            self.model, self.optimizer = prepare(model, optimizer, plan, **settings)
+        self._checkpoints = self._open_checkpoints()
+        if self.process.data_rank:  # ranks that share layers must drop out the same
+            torch.manual_seed(seed + self.process.data_rank)  # of what is left to chance in training (dropout)
 
     @property
     def session(self) -> Session:
@@ -156,23 +246,128 @@ class Trainer:
         """Train for so many iterations more, and yield each as it ends."""
         return itertools.islice(self, num_iterations)
 
+    @property
+    def iteration(self) -> int:
+        """Iterations that have been made, those before a checkpoint that training went on from included."""
+        return self._iteration
+
+    def resume(self) -> Resumed:
+        """Go on from the newest checkpoint that is whole, if there is one; before the first iteration.
+
+        Weights, optimizer state, step counts, rates, what is :attr:`stateful`, random numbers and the place in the data
+        are what they were, whatever plan and number of ranks they were made under. All ranks do so together.
+
+        Raises:
+            ValueError: the trainer makes no checkpoints.
+            CheckpointError: it is of another model or optimizer.
+        """
+        if self._checkpoints is None:
+            raise ValueError("there is no folder of checkpoints to go on from; give the trainer checkpoints=")
+        path, refused = self._checkpoints.newest()
+        if path is None:
+            return Resumed(None, 0, refused)
+        with Checkpoint(path) as checkpoint:
+            extra = restore(self.optimizer, checkpoint)
+        for name, held in self.stateful.items():
+            if name not in extra["stateful"]:
+                raise CheckpointError(f"{path} has no {name}; it has {', '.join(extra['stateful']) or 'nothing else'}")
+            held.load_state_dict(extra["stateful"][name])
+        self._feed.position = extra["position"]
+        self._iteration = self._saved_at = checkpoint.manifest.step
+        return Resumed(path, self._iteration, refused)
+
+    def save(self) -> None:
+        """Begin a checkpoint of the present state; it is taken during the next iteration, or when training ends.
+
+        Raises:
+            ValueError: the trainer makes no checkpoints.
+        """
+        if self._checkpoints is None:
+            raise ValueError("there is no folder for checkpoints; give the trainer checkpoints=")
+        if self._saved_at == self._iteration and self._iteration:
+            return
+        model = self.plan.model
+        config = None if isinstance(model, CapturedModel) else to_hf_config_dict(model)
+        extra = {
+            "position": self.position,
+            "stateful": {name: held.state_dict() for name, held in self.stateful.items()},
+            "config": config,
+            "plan": self.plan.digest(),
+        }
+        self._checkpoints.save(self._iteration, extra)
+        self._saved_at = self._iteration
+
+    def replan(self) -> Replanned:
+        """Plan again by what was measured, and change to the new plan if it is faster; between two iterations.
+
+        Everything that training has goes on: weights, optimizer state, schedulers, chance, and the place in the data.
+        State passes through a file in ``storage_dir`` (or the system's folder for temporary files), so that never
+        more than the memory of one plan is taken. Losses and weights are those of training that was never changed.
+
+        Returns:
+            What was found and done; in words, as a string.
+
+        Raises:
+            ValueError: too few iterations were recorded as a whole, or there are several ranks.
+            StorageError: there is no room for the file; nothing has changed then.
+            ShortageError: the new plan did not find its memory; training can go on as before.
+        """
+        check_replans(self.plan)
+        found = replan(self.plan, self.session.timeline())
+        if found.after is None or not found.is_faster:
+            return found
+        way = Way(found.after.units(), found.after.decisions, _session_options(found.after, self._settings))
+        self._close_checkpoints()
+        with explaining(found.after):
+            file_bytes = self.optimizer.change(way, way.options.storage_dir or Path(tempfile.gettempdir()))
+        self.plan = found.after
+        self._checkpoints = self._open_checkpoints()
+        return dataclasses.replace(found, switched=True, file_bytes=file_bytes)
+
     def close(self, *, give_back: bool = True) -> None:
-        """End training. See :meth:`executor.session.Session.close`."""
+        """End training. See :meth:`executor.session.Session.close`.
+
+        If checkpoints are made, one of the last iteration is, and is waited for.
+        """
+        if self._checkpoints is not None and not self.session.failed:
+            self.save()
+        self._close_checkpoints()
         self.session.close(give_back=give_back)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self.close()
+            return
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         self.session.__exit__(kind, error, traceback)
 
+    def _open_checkpoints(self) -> Checkpoints | None:
+        saving = self._saving
+        if saving is None:
+            return None
+        return Checkpoints(self.optimizer, saving.folder, keep=saving.keep, tell=self.outcomes.append)
+
+    def _close_checkpoints(self) -> None:
+        if self._checkpoints is not None:
+            if not self.session.failed:
+                self._checkpoints.finish()
+            self._checkpoints.close()
+            self._checkpoints = None
+
     def _step(self) -> Step:
+        if self._saving is not None and self._iteration and self._iteration % self._saving.every == 0:
+            self.save()  # not right behind the iteration: schedulers have been stepped since
         begin_s = time.perf_counter()
         iteration, session = self._iteration, self.session
+        metered = session.iteration == METERED
         with explaining(self.plan, session.memory):
-            with session.metered() if iteration == METERED else contextlib.nullcontext():
+            with session.metered() if metered else contextlib.nullcontext():
                 total = self._compute()
-            if iteration == METERED:
+            if metered:
                 check_device(self.plan, session.memory()[Tier.GPU])
             loss = session.mean(float(total))
         if not math.isfinite(loss):
@@ -194,6 +389,19 @@ class Trainer:
             self.optimizer.clip_grad_norm_(MAX_GRADIENT_NORM)
         self.optimizer.step()
         return total
+
+
+def check_replans(plan: Plan) -> None:
+    """Check that a plan can be changed on the way.
+
+    Raises:
+        PlanError: it is one of several ranks.
+    """
+    if plan.decisions.data_parallel > 1:
+        raise PlanError(
+            f"the plan is for {plan.decisions.data_parallel} ranks, which are not planned again on the way so far; "
+            "leave out --replan; `ullage calibrate`, plan, and start again instead"
+        )
 
 
 def check_machine(plan: Plan, process: Process, device: Literal["auto", "host", "cuda"] = "auto") -> None:
@@ -227,14 +435,17 @@ def check_machine(plan: Plan, process: Process, device: Literal["auto", "host", 
         )
 
 
-def _session_options(plan: Plan, storage_dir: Path | None) -> SessionOptions:
+def _session_options(plan: Plan, settings: Settings) -> SessionOptions:
     hardware, per_node = plan.hardware, ranks_per_node(plan)
     return SessionOptions(
         device="cuda" if hardware.device.kind == "gpu" else "cpu",
         num_threads=max(hardware.host.num_optimizer_cores // per_node, 1),
         gpu_capacity_bytes=int(hardware.device.memory_bytes.value),
         host_capacity_bytes=int(hardware.host.memory_bytes.value) // per_node,
-        storage_dir=storage_dir,
+        storage_dir=settings.get("storage_dir"),
+        compile_backend="inductor" if settings.get("compile_blocks") else None,
+        cores=settings.get("cores", "auto"),
+        checkpoint_buffer_bytes=settings.get("checkpoint_buffer_bytes", 0),
         record=True,
     )
 
@@ -248,9 +459,8 @@ def _make(
     *,
     lr: float,
     seed: int,
-    storage_dir: Path | None,
-) -> tuple[nn.Module, OffloadedOptimizer]:
-    """Make what is not given of the planned model, with random weights, and its optimizer; put both under the plan."""
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Make what is not given of the planned model, with random weights, and its optimizer."""
     if plan.hardware.device.kind == "host":
         torch.set_num_threads(plan.hardware.device.num_cores)
         keep_freed_memory()
@@ -261,7 +471,4 @@ def _make(
     if optimizer is None:
         name = plan.decisions.optimizer
         optimizer = stock_of(name)(model.parameters(), lr=lr, **_HYPER_PARAMETERS[name])
-    prepared = prepare(model, optimizer, plan, storage_dir=storage_dir)
-    if process.data_rank:  # ranks that share layers must drop out the same
-        torch.manual_seed(seed + process.data_rank)  # of what is left to chance in training (dropout)
-    return prepared
+    return model, optimizer

@@ -145,13 +145,8 @@ class CheckpointEngine:
         self._member = member or Member()
         self._patience_s = patience_s
         self._tell = tell
-        shapes, self._boxes = boxes_of(source)
-        self._entries: dict[str, list[Entry]] = {}
-        for state in source.keys:
-            for name, held in self._boxes.items():
-                for index, box in enumerate(held):
-                    entry = Entry(name if state == MASTER else f"{state}.{name}", "F32", shapes[name], box)
-                    self._entries.setdefault(_path(state, self._member.rank, index), []).append(entry)
+        self._boxes = _boxes_of(source)
+        self._entries = files_of(source, self._member.rank)
         self._captures: dict[int, _Capture] = {}  # that are being taken, by turn
         self._lock = threading.Condition()  # guards what follows
         self._num_open = 0
@@ -174,14 +169,20 @@ class CheckpointEngine:
 
         Raises:
             CheckpointError: there is one of this turn already.
-            TypeError, ValueError: ``extra`` is not plain JSON.
+            ValueError: ``extra`` is not plain JSON.
         """
         if turn in self._captures:
             raise CheckpointError(
                 f"the checkpoint of step {self._captures[turn].step} was begun here already; begin one after each "
                 "iteration at most"
             )
-        text = json.dumps(extra, allow_nan=False)  # by value, now
+        try:
+            text = json.dumps(extra, allow_nan=False)  # by value, now
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"what goes into a checkpoint beside tensors has to be plain JSON (finite numbers, text, lists, "
+                f"dictionaries): {error}"
+            ) from error
         with self._lock:
             self._num_open += 1
         self._captures[turn] = _Capture(step, text, list(self._source.slices), time.monotonic())
@@ -312,14 +313,24 @@ def _path(state: str, rank: int, index: int) -> str:
     return f"{OPTIMIZER_FOLDER}/{state}-{rank:05d}{more}.safetensors"
 
 
-def boxes_of(source: Source) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[Box, ...]]]:
-    """Return the shape of every parameter of which the rank has something, and the boxes of that, in order."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    ranges: dict[str, tuple[int, int]] = {}
+def files_of(source: Source, rank: int) -> dict[str, list[Entry]]:
+    """Return what each of a rank's files has. Each takes a buffer of its own, and one more is needed to go on."""
+    found: dict[str, list[Entry]] = {}
+    shapes = {piece.name: piece.shape for pieces in source.slices.values() for piece in pieces}
+    for state in source.keys:
+        for name, held in _boxes_of(source).items():
+            for index, box in enumerate(held):
+                entry = Entry(name if state == MASTER else f"{state}.{name}", "F32", shapes[name], box)
+                found.setdefault(_path(state, rank, index), []).append(entry)
+    return found
+
+
+def _boxes_of(source: Source) -> dict[str, tuple[Box, ...]]:
+    """Return the boxes of what the rank has of each parameter, in order."""
+    ranges: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for pieces in source.slices.values():
         for piece in pieces:
-            start, stop = ranges.get(piece.name, (piece.start, piece.start))
+            shape, start, stop = ranges.get(piece.name, (piece.shape, piece.start, piece.start))
             assert stop == piece.start, f"what is taken of {piece.name} comes in order"
-            ranges[piece.name] = start, piece.stop
-            shapes[piece.name] = piece.shape
-    return shapes, {name: tuple(boxes(shapes[name], *held)) for name, held in ranges.items()}
+            ranges[piece.name] = shape, start, piece.stop
+    return {name: tuple(boxes(*held)) for name, held in ranges.items()}

@@ -101,7 +101,7 @@ class Draft:
         Raises:
             CheckpointError: it cannot be, or there is a whole one of this step; nothing is acknowledged then.
         """
-        final_path = self._root / f"step-{self.step:08d}"
+        final_path = self._root / _named(self.step)
         try:
             self._write(manifest.to_json())
             for folder in (*(self.folder / name for name in self._folders), self.folder):
@@ -208,7 +208,8 @@ class Store:
         if not root.is_dir():
             try:
                 root.parent.mkdir(parents=True, exist_ok=True)
-                self.files.make_folder(root)
+                with contextlib.suppress(FileExistsError):  # another rank was faster
+                    self.files.make_folder(root)
                 self.files.sync_folder(root.parent)
             except OSError as error:
                 raise CheckpointError(f"{root}: {error.strerror}; choose another folder for checkpoints") from error
@@ -220,6 +221,10 @@ class Store:
             CheckpointError: nothing can be written here.
         """
         return Draft(self.files, self.root, step, folders, nonce)
+
+    def folder(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint."""
+        return self.root / _named(step)
 
     def folders(self) -> list[Path]:
         """Return the folders of all checkpoints, newest first, whole or not."""
@@ -277,6 +282,10 @@ class Store:
                 remove_tree(self.files, path)
             finally:
                 os.close(lock)
+
+
+def _named(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def _is_whole(path: Path) -> bool:

@@ -134,12 +134,21 @@ class Group:
         Raises:
             ValueError: they do not.
         """
-        digest = torch.frombuffer(bytearray(hashlib.sha256(value).digest()), dtype=torch.uint8)
-        of_all = self.collected(digest).view(self.size, -1)
-        different = [rank for rank, its in zip(self._ranks, of_all, strict=True) if not torch.equal(its, of_all[0])]
+        digests = self._digests(value)
+        different = [rank for rank, its in digests.items() if not torch.equal(its, digests[self._ranks[0]])]
         if different:
             names = f"rank {different[0]} has another {what} than rank {self._ranks[0]}"
             raise ValueError(f"{names}; give the same to ranks {', '.join(map(str, self._ranks))}")
+
+    def alike(self, value: bytes) -> list[int]:
+        """Return the ranks that have the same value as this one, by their numbers among all, in order."""
+        digests = self._digests(value)
+        own = digests[self._ranks[self.rank]]
+        return [rank for rank, its in digests.items() if torch.equal(its, own)]
+
+    def _digests(self, value: bytes) -> dict[int, torch.Tensor]:
+        digest = torch.frombuffer(bytearray(hashlib.sha256(value).digest()), dtype=torch.uint8)
+        return dict(zip(self._ranks, self.collected(digest).view(self.size, -1), strict=True))
 
     def _reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         if (group := self._device) is not None:

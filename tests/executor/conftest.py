@@ -7,15 +7,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import torch
-from together import Processes, ready
-
-
-@pytest.fixture(scope="session")
-def processes():
-    pool = Processes(4)
-    pool.call(4, ready)  # starting takes longer than any test
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(autouse=True)
@@ -24,3 +15,14 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def processes():
+    """Four processes for all tests of ranks, as starting them takes seconds."""
+    from together import Processes, ready  # noqa: PLC0415 - not for tests of kernels
+
+    pool = Processes(4)
+    pool.call(4, ready)
+    yield pool
+    pool.close()

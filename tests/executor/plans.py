@@ -8,19 +8,23 @@ from planner.decisions import Place
 
 
 @st.composite
-def plans(draw, sizes=(1,), families=("gpt2", "llama"), **degrees):
-    """Any plan: per unit, per piece, and all settings; for as many data-parallel ranks as one of ``sizes``."""
+def plans(draw, sizes=(1,), grains=(977, 3000, 100_000), families=("gpt2", "llama"), degrees=None, **given):
+    """Any plan: per unit, per piece, and all settings; for as many data-parallel ranks as one of ``sizes``.
+
+    Of the task, what is ``given`` stays, and of its clipping nothing is drawn then.
+    """
     size = draw(st.sampled_from(sizes))
     zero_stage = draw(st.integers(0, 3)) if size > 1 else 0
     fetches = zero_stage in {0, 3}  # hosts that have only what they update cannot serve the rest
-    clip = draw(st.booleans())
-    task = Task(
-        family=draw(st.sampled_from(families)),
-        dtype=draw(st.sampled_from([torch.bfloat16, torch.float32])),
-        num_micro_batches=draw(st.integers(1, 2)),
-        max_norm=0.5 if clip else None,
-        iterations=3,
-    )
+    clip = True if given else draw(st.booleans())
+    drawn = {
+        "family": draw(st.sampled_from(families)),
+        "dtype": draw(st.sampled_from([torch.bfloat16, torch.float32])),
+        "num_micro_batches": draw(st.integers(1, 2)),
+        "max_norm": 0.5 if clip else None,
+        "iterations": 3,
+    }
+    task = Task(**drawn | given)
     recomputed = draw(st.sets(st.integers(0, 2)))
 
     def choose(unit, count):
@@ -34,9 +38,9 @@ def plans(draw, sizes=(1,), families=("gpt2", "llama"), **degrees):
         task,
         choose,
         data_parallel=size,
-        **degrees,
+        **degrees or {},
         zero_stage=zero_stage,
-        subgroup_params=draw(st.sampled_from([977, 3000, 100_000])),
+        subgroup_params=draw(st.sampled_from(grains)),
         num_param_slots=draw(st.integers(1, 3)),
         num_state_slots=draw(st.integers(1, 3)),
         num_nvme_slots=draw(st.integers(1, 3)),

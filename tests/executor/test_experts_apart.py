@@ -42,7 +42,7 @@ FAMILIES = ["mixtral-shared", "qwen3-moe-shared"]
 @given(st.data(), st.sampled_from([2, 4]))
 def test_experts_apart_give_the_bits_of_the_whole(data, expert_units):
     """Every unit is placed by itself, by any plan; the arithmetic is that of the whole."""
-    task, decisions = data.draw(plans(families=FAMILIES, expert_units=expert_units))
+    task, decisions = data.draw(plans(families=FAMILIES, degrees={"expert_units": expert_units}))
     assert_same(planned(task, decisions), reference(task))
 
 
@@ -80,7 +80,7 @@ def in_the_simplest_way(processes, task):
 
 
 @settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
-@given(plans(sizes=[2], families=FAMILIES, expert_parallel=2, expert_units=2), st.integers(0, 99))
+@given(plans(sizes=[2], families=FAMILIES, degrees={"expert_parallel": 2, "expert_units": 2}), st.integers(0, 99))
 def test_any_plan_of_one_degree_gives_the_same_bits(processes, plan, seed):
     task, decisions = plan
     if task.num_micro_batches > 1:  # whole gradients pile up in another order than sums over ranks

@@ -1,5 +1,6 @@
 """Training on several ranks against the same training in one process, and what happens if a rank fails."""
 
+import os
 import re
 import time
 
@@ -8,10 +9,13 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
+from ranks import assert_same_bits
 from together import (
     around_training,
+    bound_cores,
     failed,
     reference,
+    saved,
     seen_from_outside,
     trained,
     trained_by_torch,
@@ -20,19 +24,11 @@ from together import (
 )
 from training import Task, decide, uniform
 
+from executor.cores import divide, in_order, open_cores
 from executor.gradients import GradientError
 from executor.machine import LaneError
 from executor.memory import DeviceMemoryError
 from executor.watch import RankError
-
-
-def assert_same_bits(results, expected):
-    losses, weights = expected
-    for rank, (seen, final) in enumerate(results):
-        assert seen == losses[rank], rank
-        different = [n for n, w in weights.items() if final[n].tobytes() != w.view(torch.uint8).numpy().tobytes()]
-        assert not different, (rank, different)
-
 
 STAGES = {
     "0, resident": (0, uniform("gpu", "gpu")),
@@ -158,6 +154,24 @@ def test_a_gradient_that_some_ranks_lack_is_told_where_its_update_has_begun(proc
         assert "got a gradient on 1 of 2 ranks" in str(error)
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system that can bind threads")
+def test_ranks_divide_what_they_share_and_keep_what_they_were_given(processes):
+    """Four ranks: those that may use the same cores divide them, all of their threads stay there, and all is undone."""
+    cores = in_order(open_cores())
+    shares = processes.call(4, bound_cores, "auto", None)
+    for rank, (own, found, after) in enumerate(shares):
+        assert own == divide(cores, rank, 4)
+        assert found == {frozenset(own)}, "no thread of the rank is anywhere else"
+        assert after == {frozenset(cores)}
+    for own, found, _ in processes.call(4, bound_cores, "free", None):
+        assert len(own) == max(len(cores) // 4, 1)
+        assert found == {frozenset(cores)}
+    if len(cores) > 1:  # two were given one core each, by whoever started them
+        given = [cores[:1], cores[1:2], cores, cores]
+        found = [own for own, _, _ in processes.call(4, bound_cores, "auto", given)]
+        assert found == [(cores[0],), (cores[1],), divide(cores, 0, 2), divide(cores, 1, 2)]
+
+
 TASK = Task("gpt2", iterations=50)
 SHARED = decide(TASK, mixed, data_parallel=3, zero_stage=3)
 
@@ -205,3 +219,27 @@ def test_a_killed_rank_ends_all(processes):
     for error in (first, third):
         assert isinstance(error, RankError)
         assert re.search(r"rank 1 \(process \d+\) has ended without a word", str(error)), error
+
+
+@pytest.mark.parametrize(("size", "zero_stage"), [(2, 0), (2, 3), (3, 1), (4, 2)])
+def test_any_number_of_ranks_goes_on_from_what_any_number_has_saved(processes, size, zero_stage, tmp_path):
+    task = Task("llama", iterations=2)
+
+    def decisions(size, zero_stage, choose):
+        return decide(task, choose, data_parallel=size, zero_stage=zero_stage, clip=True)
+
+    choose = uniform("gpu", "cpu") if zero_stage < 3 else uniform("host", "stream")
+    results = processes.call(size, saved, task, decisions(size, zero_stage, choose), tmp_path / "first")
+    (_, _, end), *_ = results
+    again = processes.call(size, saved, task, decisions(size, zero_stage, uniform("gpu", "gpu")), tmp_path / "first", 2)
+    assert {begin for begin, _, _ in again} == {end}
+    for others in {1, 2, 4} - {size}:
+        stage = 3 if others > 1 else 0
+        found = processes.call(
+            others, saved, task, decisions(others, stage, uniform("gpu", "cpu")), tmp_path / "first", 2
+        )
+        assert {begin for begin, _, _ in found} == {end}, others
+    if size == 2:  # a sum of two has one order
+        other = decisions(2, 3, uniform("gpu", "stream"))
+        halfway = processes.call(2, saved, task, other, tmp_path / "second", 1, tmp_path / "first")
+        assert [(seen, last) for _, seen, last in halfway] == [(seen[2:], last) for _, seen, last in results]

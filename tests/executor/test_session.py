@@ -425,7 +425,7 @@ def test_every_gradient_arrives_during_the_backward_of_its_unit(activations):
     with optimizer.session as session:
         seen = {}
         for name, (unit, entry) in session.parameter_states().items():
-            entry.parameter.register_hook(
+            entry.share.leaf.register_hook(
                 lambda _, key=(name, unit.name): seen.update({key: (session._task.op, session._task.unit)})
             )
         one_iteration(model, optimizer, tokens)

@@ -61,7 +61,7 @@ def in_the_simplest_way(processes, task, tensor_parallel):
 
 
 @settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
-@given(plans(families=["gpt2-shared", "llama-shared"], tensor_parallel=2), st.integers(0, 99))
+@given(plans(families=["gpt2-shared", "llama-shared"], degrees={"tensor_parallel": 2}), st.integers(0, 99))
 def test_any_plan_of_one_degree_gives_the_same_bits(processes, plan, seed):
     """Clipping, groups, schedules, accumulation, recomputation; and as without shares, but for rounding."""
     task, decisions = plan

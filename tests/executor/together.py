@@ -2,12 +2,14 @@
 
 import contextlib
 import functools
+import hashlib
 import multiprocessing
 import os
 import signal
 import socket
 import warnings
 from collections import Counter
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,17 +18,18 @@ from training import (
     ReferenceOptimizer,
     Task,
     batches,
+    decide,
     delay,
     groups,
     make_model,
     make_optimizer,
     prepare,
     train,
+    uniform,
     units_of,
     weights,
 )
 
-import executor.snapshots
 from executor.checkpoint import Checkpoint
 from executor.saving import Checkpoints, restore
 from planner.decisions import Decisions
@@ -55,7 +58,7 @@ class Processes:
         ours, theirs = _CONTEXT.Pipe()
         worker = _CONTEXT.Process(target=_serve, args=(rank, self._port, theirs), daemon=True)
         worker.start()
-        theirs.close()  # or nobody would notice that the other end is gone
+        theirs.close()  # or the end of one process would not be seen here
         self.workers[rank], self._pipes[rank] = worker, ours
 
     def begin(self, size: int, function, *arguments) -> None:
@@ -134,6 +137,42 @@ def trained(rank: int, _size: int, task: Task, decisions: Decisions, delays: int
     return seen, {n: w.view(torch.uint8).numpy() for n, w in final.items()}
 
 
+def saved(rank: int, _size: int, task: Task, decisions: Decisions, folder, start: int = 0, source=None):
+    """Train with a checkpoint after every iteration, from ``source``'s of ``start`` on.
+
+    Return a digest of all state at the beginning, losses and norms, and a digest at the end.
+    """
+    model, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=1)
+    outcomes = []
+    with optimizer.session, Checkpoints(optimizer, folder, keep=100, tell=outcomes.append) as checkpoints:
+        if start:
+            with Checkpoint((source or folder) / f"step-{start:08d}") as checkpoint:
+                restore(optimizer, checkpoint)
+        begin = _digest(optimizer)
+        seen = []
+        for step, micro_batches in enumerate(batches(task, rank // decisions.tensor_parallel)[start:], start + 1):
+            for tokens in micro_batches:
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                seen.append(loss.item())
+            seen.append(float(optimizer.clip_grad_norm_(task.max_norm)))
+            optimizer.step()
+            checkpoints.save(step)
+        checkpoints.finish()
+        end = _digest(optimizer)
+    assert all(outcome.error is None for outcome in outcomes), outcomes
+    return begin, seen, end
+
+
+def _digest(optimizer) -> str:
+    """Return a digest of all weights and state, whole."""
+    weights = optimizer.session.full_parameters()
+    held = [weights[name] for name in sorted(weights)]
+    for state in optimizer.state_dict()["state"].values():
+        held += [state[key] for key in sorted(state)]
+    return hashlib.sha256(b"".join(t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in held)).hexdigest()
+
+
 def freeze(model, names: tuple[str, ...]):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(names))
@@ -145,6 +184,50 @@ def trained_by_torch(rank: int, _size: int, task: Task):
     model = make_model(task)
     optimizer = ReferenceOptimizer(make_optimizer(task, model))
     seen = train(task, torch.nn.parallel.DistributedDataParallel(model), optimizer, rank=rank)
+    return seen, {n: w.view(torch.uint8).numpy() for n, w in weights(model).items()}
+
+
+def trained_in_memory(rank: int, size: int, task: Task, decisions: Decisions):
+    """Train with everything in memory, and the gradients of each unit added up as the plan does; as ``trained``.
+
+    What is added up is the same: one block for each unit, padded to shards, by the same collective, whose order of sums
+    depends on the block's size alone. So the bits are the same for any number of ranks.
+    """
+    model = make_model(task)
+    optimizer = ReferenceOptimizer(make_optimizer(task, model))
+    named, piles = dict(model.named_parameters()), piling(task, decisions)
+
+    def added_up(unit, of_parameters):
+        flat = torch.cat([gradient.reshape(-1) for gradient in of_parameters])
+        block = torch.zeros(decisions.padded_params(unit), dtype=flat.dtype)
+        block[: len(flat)] = flat
+        block *= 1 / size
+        dist.all_reduce(block)
+        sizes = [named[spec.name].numel() for spec in unit.parameters]
+        return [part.view(g.shape) for part, g in zip(block[: len(flat)].split(sizes), of_parameters, strict=True)]
+
+    def exchange(_iteration):
+        for unit in (unit for unit in units_of(task, decisions) if unit.num_params):
+            parts = [[gradient[m] for gradient in (found[spec.name] for spec in unit.parameters)] for m in range(count)]
+            if unit.parameters[0].name in piles:
+                parts = [[functools.reduce(torch.add, of_all) for of_all in zip(*parts, strict=True)]]
+            means = [added_up(unit, of_parameters) for of_parameters in parts]
+            for spec, of_micro_batches in zip(unit.parameters, zip(*means, strict=True), strict=True):
+                named[spec.name].grad = functools.reduce(torch.add, of_micro_batches)
+                found[spec.name].clear()
+
+    def keep(name):
+        def hook(parameter) -> None:
+            found[name].append(parameter.grad)
+            parameter.grad = None
+
+        return hook
+
+    count = task.num_micro_batches
+    found = {name: [] for name in named}
+    for name, parameter in named.items():
+        parameter.register_post_accumulate_grad_hook(keep(name))
+    seen = train(task, model, optimizer, rank=rank, before_clip=exchange)
     return seen, {n: w.view(torch.uint8).numpy() for n, w in weights(model).items()}
 
 
@@ -288,27 +371,24 @@ def with_something_of_its_own(rank: int, _size: int, task: Task, decisions: Deci
     return drawn
 
 
-def saved(rank: int, _size: int, task: Task, decisions: Decisions, folder) -> dict:
-    """Train with a checkpoint at the end; return the final weights and how it ended."""
-    outcomes = []
-    executor.snapshots.CHUNK_BYTES = 4096
-    model, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=1)
-    with optimizer.session as session, Checkpoints(optimizer, folder, tell=outcomes.append) as checkpoints:
-        train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
-        checkpoints.save(task.iterations)
-        checkpoints.finish()
-        final = {n: w.clone().view(torch.uint8).numpy() for n, w in session.full_parameters().items()}
-    return final, [outcome.error for outcome in outcomes]
+def bound_cores(rank: int, size: int, choice, given):
+    """Return a rank's cores, the masks of all of its threads, and those after it has closed."""
+    before = os.sched_getaffinity(0)
+    if given:
+        os.sched_setaffinity(0, given[rank])
+    task = Task("gpt2", iterations=1)
+    decisions = decide(task, uniform("gpu", "cpu"), data_parallel=size, zero_stage=2)
+    model, optimizer = prepare(task, decisions, cores=choice, num_threads=None)
+    with optimizer.session as session:
+        train(task, model, optimizer, rank=rank)
+        own, found = session.cores.own, _masks()
+    after = _masks()
+    os.sched_setaffinity(0, before)
+    return own, found, after
 
 
-def restored(_rank: int, _size: int, task: Task, decisions: Decisions, folder) -> tuple[dict, dict]:
-    """Go on from a checkpoint; return weights and the optimizer's state."""
-    _, optimizer = prepare(task, decisions)
-    with optimizer.session as session, Checkpoint(folder / f"step-{task.iterations:08d}") as checkpoint:
-        restore(optimizer, checkpoint)
-        weights = {n: w.clone().view(torch.uint8).numpy() for n, w in session.full_parameters().items()}
-        state = optimizer.state_dict()["state"]
-    return weights, {n: {key: value.numpy() for key, value in entry.items()} for n, entry in state.items()}
+def _masks() -> set[frozenset[int]]:
+    return {frozenset(os.sched_getaffinity(int(entry.name))) for entry in Path("/proc/self/task").iterdir()}
 
 
 def with_another_plan(rank: int, _size: int, task: Task, decisions: Decisions) -> None:
@@ -324,14 +404,20 @@ def same(some, other) -> bool:
 
 def reference(task: Task, size: int, decisions: Decisions, frozen: tuple[str, ...] = ()):
     """Return what training in memory with the mean of all ranks' gradients gives, as ``trained``, for every rank."""
-    piles = frozenset(
+    return _reference(task, size, piling(task, decisions), frozen)
+
+
+def piling(task: Task, decisions: Decisions) -> frozenset[str]:
+    """Return the parameters whose gradients pile up over micro-batches before ranks add them up."""
+    if task.num_micro_batches == 1:
+        return frozenset()
+    return frozenset(
         spec.name.partition("[")[0]  # of experts apart
         for unit in units_of(task, decisions)
         if decisions.zero_stage < 2
         and not any(decisions.flushes(unit.name, place) for place in decisions.units[unit.name].update)
         for spec in unit.parameters
     )
-    return _reference(task, size, piles if task.num_micro_batches > 1 else frozenset(), frozen)
 
 
 @functools.cache

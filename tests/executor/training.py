@@ -57,6 +57,7 @@ OPTIMIZERS = {
 CONFIGS = {
     "gpt2": lambda: transformers.GPT2Config(**_GPT2, resid_pdrop=0.1),
     "gpt2-untied": lambda: transformers.GPT2Config(**_GPT2, tie_word_embeddings=False),
+    "small": lambda: transformers.GPT2Config(**_GPT2 | {"n_embd": 16, "n_layer": 1, "n_head": 1}, resid_pdrop=0.1),
     "llama": lambda: transformers.LlamaConfig(**_LLAMA),
     "llama-tied": lambda: transformers.LlamaConfig(**_LLAMA, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**_LLAMA, head_dim=16),
@@ -190,7 +191,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         self.scale = 1.0
 
 
-def train(task: Task, model, optimizer, *, clip=None, before_step=None, rank=0):
+def train(task: Task, model, optimizer, *, clip=None, before_clip=None, before_step=None, after_step=None, rank=0):
     """Run the user's own loop; return the losses and norms."""
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.iterations) if task.schedule else None
     torch.manual_seed(11 + rank)
@@ -201,6 +202,8 @@ def train(task: Task, model, optimizer, *, clip=None, before_step=None, rank=0):
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
             seen.append(loss.item())
+        if before_clip:
+            before_clip(iteration)
         if task.max_norm is not None:
             seen.append(float((clip or optimizer.clip_grad_norm_)(task.max_norm)))
         if before_step:
@@ -209,6 +212,8 @@ def train(task: Task, model, optimizer, *, clip=None, before_step=None, rank=0):
         optimizer.zero_grad()
         if scheduler:
             scheduler.step()
+        if after_step:
+            after_step(iteration)
     return seen
 
 

@@ -44,7 +44,7 @@ FLAGS = {
     "plan": {*REQUEST, "--budget", "--output", "--json"},
     "execute": {
         *("plan", "--iterations", "--text", "--tokens", "--token-dtype", "--data-position", "--seed", "--lr"),
-        *("--output-dir", "--storage-dir", "--json", "--device"),
+        *("--output-dir", "--storage-dir", "--cores", "--compile", "--replan", "--json", "--device"),
     },
     "simulate": {*REQUEST, "plan", "--engine", "--iterations", "--trace", "--figure", "--text", "--json"},
     "compare": {"run_file", "--trace", "--json"},

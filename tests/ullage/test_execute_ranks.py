@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -73,6 +74,7 @@ def test_two_processes_train_one_model(plan: Path, tmp_path: Path, shared: str) 
     run = load_run(tmp_path / "run.json")
     of_all = 2 if shared == "data" else 1
     assert (run.timeline.num_iterations, run.data_position) == (10, 10 * 2 * 2 * of_all)
+    assert re.search(r"cores [\d,-]+: 1 compute, 1 update \(rank 0\)", run.machine), run.machine
     lanes = {task.lane for task in run.timeline.schedule.tasks}
     assert lanes >= ({"collective", "compute"} if shared == "data" else {"compute"})
 

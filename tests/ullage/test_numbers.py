@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from planner.schedule import Lane
-from ullage.arguments import parse_bytes, positive_float, positive_int
+from ullage.arguments import cores, parse_bytes, positive_float, positive_int
 from ullage.formatting import LANE_WORDS, binds, percent, si, signed_percent, sparkline
 
 
@@ -86,3 +86,17 @@ def test_binding_is_told_in_words_largest_first():
     assert set(LANE_WORDS) == set(Lane)
     told = binds({"h2d": 0.1, "compute": 0.895, "d2h": 0.005}, 1.0)
     assert told == "computing 89.5 %, copies of parameters to the device 10.0 %"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("auto", "auto"), ("free", "free"), ("3", (3,)), ("0-3,8", (0, 1, 2, 3, 8)), ("2,0-2", (0, 1, 2)), ("4-3", ())],
+)
+def test_cores(text: str, expected: object) -> None:
+    assert cores(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "all", "1;2", "-1", "1-", "1,,2"])
+def test_what_names_no_cores(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="give auto, free, or a list such as 0-31,64-95"):
+        cores(text)

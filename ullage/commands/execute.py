@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from planner.plan import load_plan
-from ullage.arguments import non_negative_int, positive_float, positive_int
+from ullage.arguments import cores, non_negative_int, positive_float, positive_int
 from ullage.commands import Subparsers, command_parser
 from ullage.options import TOKEN_DTYPES, ExecuteOptions
 
@@ -24,6 +24,9 @@ def add_parser(subparsers: Subparsers) -> None:
         """
         ullage execute plan.json
         ullage execute plan.json --iterations 100 --text corpus.txt --lr 3e-4 --output-dir runs/1
+        ullage execute plan.json --iterations 1000 --replan --compile
+        ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints --checkpoint-every 10
+        ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints --resume
         ullage execute plan.json --tokens corpus.bin --token-dtype uint16 --data-position 8000
         """,
     )
@@ -65,6 +68,52 @@ def add_parser(subparsers: Subparsers) -> None:
         help="a folder on the planned drives, for optimizer state on NVMe while it trains: it takes twice its size "
         "(default: --output-dir)",
     )
+    parser.add_argument(
+        "--cores",
+        type=cores,
+        default=defaults.cores,
+        metavar="LIST|auto|free",
+        help="CPU cores of this machine, as in 0-31,64-95: its ranks divide them and are bound to their shares, some "
+        "cores of which are left to what issues work for the GPU (auto: those open to the process, bound if there are "
+        "several ranks; free: nothing is bound)",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="let torch.compile fuse kernels of the repeated blocks, when they first run; predictions are without",
+    )
+    parser.add_argument(
+        "--replan",
+        action="store_true",
+        help="after 10 iterations, fit the profile to the measured times of all tasks, plan again, and change to the "
+        "new plan if it is predicted more than 5 %% faster; training goes on from its very state, which passes through "
+        "a file in --storage-dir",
+    )
+    parser.add_argument(
+        "--checkpoint-dir",
+        type=Path,
+        metavar="DIR",
+        help="make checkpoints there beside training, and one at the end or when interrupted (all ranks share it)",
+    )
+    parser.add_argument(
+        "--checkpoint-every",
+        type=positive_int,
+        default=defaults.checkpoint_every,
+        metavar="N",
+        help=f"iterations from one checkpoint to the next ({defaults.checkpoint_every})",
+    )
+    parser.add_argument(
+        "--keep",
+        type=positive_int,
+        default=defaults.keep,
+        metavar="N",
+        help=f"the newest checkpoints that stay, at least 2 ({defaults.keep})",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest whole checkpoint in --checkpoint-dir, made under whatever plan, up to --iterations",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
         "--device",
@@ -86,12 +135,20 @@ def run(args: argparse.Namespace) -> int:
         lr=args.lr,
         output_dir=args.output_dir,
         storage_dir=args.storage_dir,
+        compile_blocks=args.compile,
+        cores=args.cores,
+        replan=args.replan,
+        checkpoint_dir=args.checkpoint_dir,
+        checkpoint_every=args.checkpoint_every,
+        keep=args.keep,
+        resume=args.resume,
         json=args.json,
         device=args.device,
     )
     plan = load_plan(args.plan)
     # torch takes seconds: not before the plan is known to be good
     from ullage.execution import execute  # noqa: PLC0415
+    from ullage.interruption import InterruptedTrainingError  # noqa: PLC0415
     from ullage.shortage import ShortageError, render_shortage  # noqa: PLC0415
 
     try:
@@ -101,4 +158,9 @@ def run(args: argparse.Namespace) -> int:
 
         console(stderr=True).print(render_shortage(error.shortage))
         return 1
+    except InterruptedTrainingError as error:
+        from ullage.console import console  # noqa: PLC0415 - slow to import
+
+        console(stderr=True).print(str(error), markup=False, soft_wrap=True)
+        return 128 + error.signal
     return 0

@@ -1,0 +1,105 @@
+"""Gradients between backward and step: what the user may do to them, and what comes of it."""
+
+from collections.abc import Callable, Iterable
+from typing import final
+
+import torch
+
+from executor.gradients import GradientError, OffloadedGradient
+from executor.state import ParameterState
+from planner.decisions import Decisions
+
+
+@final
+class UserGradients:
+    """All gradients between backward and step, as the user sees them.
+
+    Args:
+        decisions: what is executed.
+        parameters: what the rank has of all of them.
+        norms: waits until all gradients of the iteration under way are there, and returns their norms by the names of
+            whole parameters.
+    """
+
+    def __init__(
+        self,
+        decisions: Decisions,
+        parameters: Iterable[ParameterState],
+        norms: Callable[[], dict[str, torch.Tensor]],
+    ) -> None:
+        self._clips = decisions.clip
+        self._waits = decisions.update_start == "step"
+        self._parts: dict[str, list[ParameterState]] = {}
+        for parameter in parameters:
+            self._parts.setdefault(parameter.share.name, []).append(parameter)
+        self._find_norms = norms
+        self._norms: dict[str, torch.Tensor] | None = None
+        self._scales: dict[str, float] = {}
+
+    def begin_iteration(self) -> None:
+        """Forget the last iteration's."""
+        self._norms = None
+        self._scales.clear()
+
+    def offer(self, iteration: int) -> None:
+        """Let every parameter that got a gradient have a stand-in for it."""
+        for name, parts in self._parts.items():
+            if any(part.arrived == iteration for part in parts):
+                whole = parts[0].share.whole
+                whole.grad = OffloadedGradient(whole, name, self)
+
+    def gradient_norm(self, name: str) -> torch.Tensor:
+        """Return the 2-norm of a parameter's gradient, a float32 scalar; waits until all gradients are there.
+
+        Raises:
+            GradientError: the plan does not wait for the norm.
+        """
+        self._check_clips()
+        if self._norms is None:
+            self._norms = self._find_norms()
+        scale = self.scale(name)
+        return self._norms[name] if scale == 1 else self._norms[name] * scale
+
+    def scale_gradient(self, name: str, factor: float) -> None:
+        """Multiply a parameter's gradient by a factor, when its update reads it. Raises as :meth:`gradient_norm`."""
+        self._check_clips()
+        self._scales[name] = self.scale(name) * factor
+
+    def scale(self, name: str) -> float:
+        """Return what a parameter's gradient is to be multiplied by."""
+        return self._scales.get(name, 1.0)
+
+    def take_back(self, iteration: int) -> None:
+        """Take the stand-ins away as the step begins; what the user has dropped is not updated, as in torch.
+
+        Raises:
+            GradientError: a gradient was replaced, or dropped after its update had begun.
+        """
+        for name, parts in self._parts.items():
+            whole = parts[0].share.whole
+            gradient = whole.grad
+            for part in parts:
+                if part.arrived == iteration and gradient is None:
+                    self._drop(part)
+            if gradient is not None and not isinstance(gradient, OffloadedGradient):
+                raise GradientError(
+                    f"the gradient of {name} was replaced after backward, which its update would not see; "
+                    "change it in a hook on the parameter (parameter.register_hook)"
+                )
+            whole.grad = None
+
+    def _drop(self, parameter: ParameterState) -> None:
+        if not self._waits:
+            raise GradientError(
+                f"the gradient of {parameter.name} was dropped, but its update began during backward; call zero_grad() "
+                "after step(), or plan with update_start 'step'"
+            )
+        parameter.arrived = -1
+        parameter.step -= 1
+
+    def _check_clips(self) -> None:
+        if not self._clips:
+            raise GradientError(
+                "this plan does not wait for the norm of all gradients before it updates; plan with clip=True, or do "
+                "not clip"
+            )

@@ -1,0 +1,83 @@
+"""Two hundred iterations under any plan, of every optimizer, on 1, 2 and 4 ranks: the same bits as in memory.
+
+With clipping, a learning rate that changes at every step, groups of other decay and rate, dropout, and accumulation.
+"""
+
+import dataclasses
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from plans import mixed, plans
+from ranks import assert_same_bits
+from together import reference as reference_of_ranks
+from together import trained, trained_in_memory
+from training import OPTIMIZERS, PLANNED_AS, Task, assert_same, decide, planned, prepare, reference, train
+
+from planner.decisions import Place
+
+LONG = {"family": "small", "iterations": 200, "max_norm": 0.5}
+GRAINS = (1500, 100_000)
+OF_THE_TABLE = ["adamw", "adam", "sgd", "adagrad", "lion"]
+
+
+def of(optimizer, plan):
+    task, decisions = plan
+    planned_as = PLANNED_AS.get(optimizer, optimizer)
+    return dataclasses.replace(task, optimizer=optimizer), decisions.model_copy(update={"optimizer": planned_as})
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@settings(max_examples=1, deadline=None, phases=[Phase.generate])
+@given(data=st.data())
+def test_one_rank(optimizer, data):
+    task, decisions = of(optimizer, data.draw(plans(grains=GRAINS, **LONG)))
+    assert_same(planned(task, decisions), reference(task))
+
+
+@pytest.mark.parametrize("optimizer", OF_THE_TABLE)
+@settings(max_examples=1, deadline=None, phases=[Phase.generate])
+@given(data=st.data())
+def test_two_ranks(processes, optimizer, data):
+    task, decisions = of(optimizer, data.draw(plans(sizes=[2], grains=GRAINS, **LONG)))
+    assert_same_bits(processes.call(2, trained, task, decisions), reference_of_ranks(task, 2, decisions))
+
+
+@pytest.mark.parametrize("optimizer", OF_THE_TABLE)
+@settings(max_examples=1, deadline=None, phases=[Phase.generate])
+@given(data=st.data())
+def test_four_ranks(processes, optimizer, data):
+    """How a ring orders a sum of four depends on where it cuts it, so here memory is that of four ranks too."""
+    task, decisions = of(optimizer, data.draw(plans(sizes=[4], grains=GRAINS, **LONG)))
+    if optimizer != "adamw":
+        task = dataclasses.replace(task, iterations=40)  # eight trainings take their time on two cores
+    expected = processes.call(4, trained_in_memory, task, decisions)
+    for (seen, final), (losses, weights) in zip(processes.call(4, trained, task, decisions), expected, strict=True):
+        assert seen == losses
+        assert not [name for name, weight in weights.items() if final[name].tobytes() != weight.tobytes()]
+
+
+@pytest.mark.parametrize("place", Place)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_share_that_keeps_the_first_rate_is_seen(place, optimizer):
+    """In the bits that the tests above compare: wherever only the updates of one place are not told of the schedule."""
+    task = Task("gpt2", optimizer=optimizer, iterations=3)
+    model, ours = prepare(task, decide(task, mixed))
+    with ours.session as session:
+        actions, first, kept = session._actions, {}, []
+        runs = actions._single_runs
+
+        def stale(unit, piece, iteration):
+            for parameter, run in runs(unit, piece, iteration):
+                if piece.place is place:
+                    kept.append(first.setdefault((parameter.name, run.start), run.update))
+                    yield parameter, run._replace(update=kept[-1])
+                else:
+                    yield parameter, run
+
+        actions._single_runs = stale
+        seen = train(task, model, ours), {n: w.clone() for n, w in session.full_parameters().items()}
+    assert kept, "there is such a share"
+    with pytest.raises(AssertionError):
+        assert_same(seen, reference(task))
+    assert_same(planned(task, decide(task, mixed)), reference(task))

@@ -1,0 +1,92 @@
+"""A profile fitted to the tasks of a run: what made their times is found again."""
+
+import functools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hwprofiles.paths import number, quantities, replace
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.quantity import Provenance
+from hwprofiles.registry import load_profile
+from planner.costs import CostModel
+from planner.decisions import Decisions
+from planner.engines import interleaved
+from planner.lowering import lower
+from planner.models import resolve_model
+from planner.planning import Request, prepare
+from planner.refit import RANGE, Refit, refit
+from planner.simulate.machine import Simulation, run_until_steady
+
+TRUTH = Provenance(origin="assumed", source="the truth of this test")
+MACHINES = ("epyc-turin-2c", "a100-40")
+PATHS = ("device.gemm.bf16", "device.optimizer", "host.optimizer", "host_link.down", "host_link.up")
+
+
+@functools.cache
+def planned(name: str) -> tuple[HardwareProfile, Request, Decisions]:
+    """Return a machine, and decisions in which the device, the host and what joins them have work."""
+    profile = load_profile(name)
+    request = Request(resolve_model("opt-350m"), profile, seq_len=512, micro_batch=2)
+    setup, _, _ = prepare(request)
+    decisions = next(iter(interleaved(setup, (2,))))
+    return profile, request, decisions
+
+
+def simulated(profile: HardwareProfile, request: Request, decisions: Decisions) -> Simulation:
+    units = prepare(request)[0].units
+    schedule = lower(units, decisions, asynchronous=profile.device.kind == "gpu")
+    return run_until_steady(schedule, CostModel.of(profile, units, decisions))
+
+
+def refitted(name: str, truth: HardwareProfile) -> tuple[Refit, Simulation]:
+    """Return what is fitted to a run on the true machine, and that run."""
+    profile, request, decisions = planned(name)
+    run = simulated(truth, request, decisions)
+    return refit(profile, prepare(request)[0].units, decisions, run.timeline, [run.steady]), run
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@settings(max_examples=5, deadline=None)
+@given(factors=st.lists(st.floats(0.4, 1.6), min_size=len(PATHS), max_size=len(PATHS)))
+def test_a_run_is_predicted_by_what_was_fitted_to_it(name: str, factors: list[float]) -> None:
+    """All lanes are as busy, and the iteration takes as long, whatever rates were wrong.
+
+    Lanes of one class have one factor, and what both directions of a link share is not seen apart: a tenth for a lane.
+    """
+    profile, request, decisions = planned(name)
+    known = quantities(profile)
+    wanted = {path: number(known[path]) * factor for path, factor in zip(PATHS, factors, strict=True)}
+    found, run = refitted(name, replace(profile, wanted, TRUTH))
+    again = simulated(found.profile, request, decisions)
+    expected, got = (s.timeline.busy_s(s.steady) for s in (run, again))
+    assert got == pytest.approx(expected, rel=0.1)
+    assert found.measured_s == run.timeline.period_s(run.steady)
+    assert found.predicted_s == pytest.approx(found.measured_s, rel=0.03)
+
+
+def test_what_was_right_stays_and_what_was_not_says_where_it_is_from() -> None:
+    profile, _, _ = planned("a100-40")
+    found, _ = refitted("a100-40", profile)
+    assert found.profile == profile
+    truth = replace(profile, {"host.optimizer": number(profile.host.optimizer) / 2}, TRUTH)
+    found, _ = refitted("a100-40", truth)
+    assert found.slower["host updates"] == pytest.approx(2, rel=0.02)
+    fitted = {path for path, item in quantities(found.profile).items() if item != quantities(profile)[path]}
+    assert "host.optimizer" in fitted
+    assert "device.optimizer" not in fitted
+    assert found.profile.host.optimizer.provenance.source == "tasks of 1 iterations of a run"
+
+
+def test_nothing_is_believed_to_be_off_by_more_than_a_stated_factor() -> None:
+    profile, _, _ = planned("a100-40")
+    truth = replace(profile, {"host.optimizer": number(profile.host.optimizer) / 30}, TRUTH)
+    assert refitted("a100-40", truth)[0].slower["host updates"] == RANGE
+
+
+def test_no_iterations() -> None:
+    profile, request, decisions = planned("a100-40")
+    run = simulated(profile, request, decisions)
+    with pytest.raises(ValueError, match="no steady iteration was measured"):
+        refit(profile, prepare(request)[0].units, decisions, run.timeline, [])

@@ -1,0 +1,126 @@
+"""Planning again while training goes on: ``ullage execute --replan`` and ``Trainer.replan``."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import ullage
+from hwprofiles.registry import load_profile
+from planner.decisions import Place, UnitDecision
+from planner.models import resolve_model
+from planner.plan import Plan, PlanError
+from planner.planning import Request, make_plan, prepare
+from planner.search import Scorer
+from ullage.cli import main
+from ullage.replanning import MARGIN, Replanned, replan
+from ullage.runs import load_run
+from ullage.simulation import simulate
+
+
+@pytest.fixture(scope="module")
+def good() -> Plan:
+    """The best that was found for a device which has room for everything."""
+    model = resolve_model("demo-llama").model_copy(update={"num_layers": 2})
+    hardware = load_profile("epyc-turin-2c").with_device_memory(400_000_000)
+    return make_plan(Request(model, hardware, seq_len=32, micro_batch=1), max_simulations=30)
+
+
+@pytest.fixture(scope="module")
+def bad(good: Plan) -> Plan:
+    """A plan that has everything on the host, fetches it twice, and recomputes all."""
+    units = {
+        name: UnitDecision(
+            params="host", activations="recompute" if "layers" in name else "keep", update=(Place.CPU,) * n
+        )
+        for name, n in ((name, len(unit.update)) for name, unit in good.decisions.units.items())
+    }
+    decisions = good.decisions.model_copy(update={"units": units, "num_param_slots": 1})
+    request = Request(good.model, good.hardware, seq_len=good.seq_len, micro_batch=1)
+    _, workload, cost = prepare(request)
+    prediction = Scorer(workload, cost).predict(decisions)
+    return good.model_copy(update={"decisions": decisions, "prediction": prediction}).sealed()
+
+
+def test_a_better_plan_takes_over_and_training_is_the_same(
+    bad: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(bad.to_json(), encoding="utf-8")
+    out = tmp_path / "out"
+    printed = []
+    for options in ([], ["--replan"]):
+        arguments = ["execute", str(path), "--iterations", "16", "--output-dir", str(out), "--json", *options]
+        assert main(arguments) == 0
+        printed.append(json.loads(capsys.readouterr().out))
+    stayed, changed = printed
+    assert changed["losses"] == stayed["losses"], "in all bits"
+    told = changed["replan"]
+    assert told["switched"]
+    assert told["before"]["predicted_s"] == bad.prediction.iteration_s
+    assert told["after"]["predicted_s"] < (1 - MARGIN) * told["before"]["predicted_again_s"]
+    assert told["before"]["measured_s"] == pytest.approx(
+        told["comparison_before"]["phases"]["iteration"]["measured"], rel=0.5
+    )
+    assert told["before"]["decided"] != told["after"]["decided"]
+    assert told["comparison_before"]["memory"]["host"]["error"] == 0
+    assert told["comparison_before"]["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.15)
+    assert changed["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.15)
+    assert "changed to it: the state passed through a file of " in told["words"]
+    run = load_run(out / "run.json")
+    assert run.before is not None
+    assert run.before.plan == bad
+    assert run.plan.hardware.host.optimizer.provenance.origin == "fitted"
+    assert (run.timeline.num_iterations, run.before.timeline.num_iterations, len(run.losses)) == (6, 10, 16)
+    assert run.data_position == 16
+    assert sorted(path.name for path in out.iterdir()) == ["run.json", "trace.json.gz"]
+
+
+def test_a_trainer_goes_on_with_its_scheduler_and_its_place_in_the_data(bad: Plan, tmp_path: Path) -> None:
+    found = []
+    for replans in (False, True):
+        with ullage.Trainer(bad, seed=3, storage_dir=tmp_path) as trainer:
+            scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 2, gamma=0.5)
+            losses, words = [], ""
+            for step in trainer.run(9):
+                scheduler.step()
+                losses.append(step.loss)
+                if replans and step.iteration == 5:
+                    done = trainer.replan()
+                    assert done.switched
+                    assert trainer.plan is done.after
+                    assert done.host_bytes >= bad.prediction.memory["host"].peak_bytes  # type: ignore[index]
+                    words = str(done)
+            weights = {name: weight.clone() for name, weight in trainer.session.full_parameters().items()}
+            found.append((losses, trainer.position, weights))
+    (losses, position, weights), (again, other, after) = found
+    assert (losses, position) == (again, other)
+    assert all(torch.equal(after[name], weight) for name, weight in weights.items())
+    assert words.startswith("planned again: ")
+    assert "\n" not in words
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_that_is_as_good_stays(good: Plan) -> None:
+    """Where all was measured as predicted, the profile stays, and so does the plan."""
+    found = replan(good, simulate(good, 8).timeline)
+    assert found.refit.profile == good.hardware
+    assert not found.is_faster
+    assert "not by more than 5% faster, so the plan stays" in str(found)
+    assert found.to_json()["after"]["predicted_s"] == pytest.approx(good.prediction.iteration_s, rel=MARGIN)
+    nothing = Replanned(found.before, None, found.refit)
+    assert not nothing.is_faster
+    assert "no other plan was found that can be executed" in str(nothing)
+
+
+def test_bad_input(good: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="4 recorded iterations are too few to plan again by; train 5 first"):
+        replan(good, simulate(good, 4).timeline)
+    shared = good.model_copy(update={"decisions": good.decisions.model_copy(update={"data_parallel": 2})})
+    with pytest.raises(PlanError, match="2 ranks, which are not planned again on the way so far; leave out --replan"):
+        ullage.training.check_replans(shared)
+    path = tmp_path / "plan.json"
+    path.write_text(good.to_json(), encoding="utf-8")
+    assert main(["execute", str(path), "--replan", "--iterations", "15", "--output-dir", str(tmp_path / "out")]) == 2
+    assert "but there are 15; run at least 16" in capsys.readouterr().err

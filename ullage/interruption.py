@@ -1,0 +1,54 @@
+"""Signals that let training end in order."""
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final, Self, final
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+class InterruptedTrainingError(Exception):
+    """Training was asked to end, and has: what it had is in a checkpoint.
+
+    Attributes:
+        signal: what asked.
+    """
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.signal = number
+
+
+@final
+class Interruption:
+    """Takes the first Ctrl-C or SIGTERM as a wish to end after this iteration; the second ends at once.
+
+    Args:
+        tell: is called with a line for the user at the first one.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self.signal: int | None = None
+        self._tell = tell
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no handlers
+            self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.signal is not None:
+            self._restore()
+            raise KeyboardInterrupt
+        self.signal = number
+        self._tell("ending after this iteration, with a checkpoint; once more to end at once")
