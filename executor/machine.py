@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Final, Self, final
 
 from executor.backend import Backend, HostBackend, Moment
+from executor.checkpoint.flusher import yield_cores
 from executor.watch import RankError
 from planner.schedule import Lane, Op, Schedule, Task
 from planner.timeline import Span, Timeline
@@ -189,6 +190,8 @@ class LaneMachine:
         ticket: _Ticket | None = None
         try:
             with self._backend.lane(lane):
+                if lane is Lane.SNAPSHOT:
+                    yield_cores()
                 while (ticket := self._queues[lane].get()) is not None and self._begin(ticket):
                     self._perform(ticket.task, ticket.iteration)
                     self._end([ticket])

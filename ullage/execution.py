@@ -155,7 +155,7 @@ def _train(options: ExecuteOptions, trainer: Trainer) -> _Trained:
             for outcome in trainer.outcomes[num_told:]:
                 num_told += 1
                 if outcome.error is not None:
-                    warn(f"warning: no checkpoint of step {outcome.step}: {outcome.error}")
+                    warn(f"warning: checkpoint of step {outcome.step}: {outcome.error}")
             if options.replan and len(losses) == REPLAN_AFTER:
                 before = _record(options, trainer, losses)
                 replanned = trainer.replan()

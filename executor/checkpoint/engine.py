@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, final
 
 from executor.checkpoint.files import CheckpointError
-from executor.checkpoint.flusher import Flusher
+from executor.checkpoint.flusher import Flusher, yield_cores
 from executor.checkpoint.layout import ITEM_BYTES, Box, Entry, boxes, layout
 from executor.checkpoint.manifest import Manifest, Part
 from executor.checkpoint.store import Draft, JoinedDraft, Store
@@ -101,7 +101,7 @@ class Outcome:
     Attributes:
         step: of the checkpoint.
         path: its folder; ``None`` if it failed, or this is not rank 0.
-        error: why it failed; ``None`` if it did not.
+        error: why it failed, or could not take the place of older ones; ``None`` if all is well.
         blocked_s: how long snapshots waited for buffers.
         latency_s: from its beginning until it was durable.
     """
@@ -254,23 +254,32 @@ class CheckpointEngine:
                         capture.writers[_path(state, self._member.rank, index)].append(held, self._source.copy)
 
     def _run(self) -> None:
+        yield_cores()
         while (capture := self._work.get()) is not None:
-            path = None
             try:
-                if capture.error is not None:
-                    raise capture.error
-                path = self._finish(capture)
-            except OSError as error:
-                capture.error = error
-                self._give_up(capture)
-            latency_s = time.monotonic() - capture.begin_s
-            reason = None if capture.error is None else str(capture.error)
-            try:
-                self._tell(Outcome(capture.step, path, reason, capture.blocked_s, latency_s))
+                self._end(capture)
             finally:
                 with self._lock:
                     self._num_open -= 1
                     self._lock.notify_all()
+
+    def _end(self, capture: "_Capture") -> None:
+        path = None
+        try:
+            if capture.error is not None:
+                raise capture.error
+            path = self._finish(capture)
+        except OSError as error:
+            capture.error = error
+            self._give_up(capture)
+        reason = None if capture.error is None else str(capture.error)
+        outcome = Outcome(capture.step, path, reason, capture.blocked_s, time.monotonic() - capture.begin_s)
+        self._tell(outcome)
+        if path is not None:
+            try:
+                self._store.prune(self._keep)
+            except OSError as error:
+                self._tell(dataclasses.replace(outcome, error=f"older ones could not be removed: {error}"))
 
     def _finish(self, capture: "_Capture") -> Path | None:
         assert capture.draft is not None
@@ -280,9 +289,7 @@ class CheckpointEngine:
             capture.draft.hand_in(self._member.rank, part, extra)
             return None
         parts, extras = capture.draft.collect(self._member.size, part, extra, self._patience_s)
-        path = capture.draft.commit(Manifest.of(capture.step, parts, {"ranks": extras}))
-        self._store.prune(self._keep)
-        return path
+        return capture.draft.commit(Manifest.of(capture.step, parts, {"ranks": extras}))
 
     def _give_up(self, capture: "_Capture") -> None:
         for writer in capture.writers.values():

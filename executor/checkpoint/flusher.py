@@ -6,7 +6,9 @@ launches kernels from Python, is not held up by them.
 
 import dataclasses
 import mmap
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +23,8 @@ from executor.checkpoint.files import CheckpointError, Files, in_blocks, write_a
 CHUNK_BYTES: Final = 8 << 20
 """Bytes of one write: smaller ones are slower past the page cache, and larger ones only take memory."""
 
+_LEAST_PRIORITY: Final = 19  # of "nice"
+
 Buffer = npt.NDArray[np.uint8]
 
 
@@ -28,6 +32,15 @@ def checksum(data: Any) -> str:
     """Return the xxh3 (64 bits) of bytes, in hexadecimal digits."""
     digits: str = xxhash.xxh3_64_hexdigest(data)
     return digits
+
+
+def yield_cores() -> None:
+    """Let the calling thread run where no other would: what is written in the background shall cost training nothing.
+
+    Only where threads have priorities of their own (Linux).
+    """
+    if sys.platform.startswith("linux"):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
 
 
 def ring_of(num_buffers: int, chunk_bytes: int = CHUNK_BYTES) -> Buffer:
@@ -157,6 +170,7 @@ class Flusher:
                 deadline_s = time.monotonic() + self._patience_s
 
     def _run(self) -> None:
+        yield_cores()
         while (work := self._work.get()) is not None:
             failure: OSError | None = None
             try:

@@ -50,8 +50,16 @@ def executed(task, choose, backend, after=None, **settings):
     return seen, final
 
 
-@pytest.mark.parametrize("choose", [mixed, uniform("host", "cpu", "recompute")], ids=["mixed", "recomputed"])
-@pytest.mark.parametrize(("family", "num_graphs"), [("llama", 3), ("gpt2", 2), ("opt", 1), ("mixtral", 3)])
+@pytest.mark.parametrize(
+    ("family", "num_graphs", "choose"),
+    [
+        ("llama", 3, mixed),
+        ("gpt2", 2, uniform("host", "cpu", "recompute")),
+        ("opt", 1, mixed),
+        ("mixtral", 3, uniform("host", "stream", "recompute")),
+    ],
+    ids=["llama", "gpt2", "opt", "mixtral"],
+)
 def test_compiled_blocks_give_the_bits_of_the_same_in_memory(family, num_graphs, choose):
     """Through slots that are refilled; and all layers have the same few graphs, compiled in the first iteration."""
     task = Task(family, torch.bfloat16, num_micro_batches=2)

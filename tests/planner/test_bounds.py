@@ -86,12 +86,12 @@ OURS = {"num_param_slots": 2, "zero_stage": 3}
 
 @pytest.mark.parametrize("speed", SPEEDS, ids=["links bind", "balanced", "computing binds"])
 @pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("repeats", [1, 3])
 @pytest.mark.parametrize("place", Place)
-def test_bounds_of_plain_schedules_hold_and_are_near(speed, ranks, repeats, place):
+def test_bounds_of_plain_schedules_hold_and_are_near(speed, ranks, place):
     """Our own way to drive them wastes little, so that conditions which ask too much would fail here."""
     units = small_units("gpt2", 6)
     profile = machine(devices_per_node=4, **{"cpu_params_per_s": 2e8, **speed})
+    repeats = 3 if (ranks == 4) == (place in {Place.CPU, Place.STREAM}) else 1
     for clip, recompute, params in itertools.product((True, False), (True, False), ("gpu", "host")):
         if params == "host" and place is Place.GPU:
             continue

@@ -165,12 +165,12 @@ def all_decisions(setup: Setup) -> list[Decisions]:
     return found
 
 
-SPEEDS = [1e8, 3e8, 1e9, 1e10]
-ROOMS = [0.3, 0.45, 0.6, 0.75, 0.9]
+SPEEDS = [1e8, 1e9, 1e10]
+ROOMS = [0.3, 0.5, 0.7, 0.9]
 
 
 def test_all_that_could_be_planned() -> None:
-    """Nothing beats the bound, and the search finds an optimum (to 2 %) in at least 95 of 100 instances."""
+    """Nothing beats the bound, and the search finds an optimum (to 2 %) in all but one in twenty instances."""
     setup = Setup(small_units("demo-llama", 1), subgroup_params=10**9)
     decisions = all_decisions(setup)
     assert len(decisions) == 2 * 5**4

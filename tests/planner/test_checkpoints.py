@@ -252,7 +252,7 @@ def test_training_goes_on_at_the_weight_of_the_policy():
 # --- on top of a lowered iteration
 
 
-@SLOW
+@settings(SLOW, max_examples=50, suppress_health_check=list(HealthCheck))
 @given(cases(), engines, st.integers(1, 2), st.integers(1, 2), st.integers(0, 2**32 - 1))
 def test_any_lowered_iteration_takes_checkpoints(case, engine, every, more, seed):
     """At any prices: one state, saved whole, after it has changed and before it changes again."""
@@ -289,7 +289,7 @@ def on_nvme(case) -> bool:
     return any(Place.NVME in decided.update for decided in case.decisions.units.values())
 
 
-@SLOW
+@settings(SLOW, max_examples=50, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_a_run_without_checkpoints_is_the_iterations_one_after_another(case):
     assume(not on_nvme(case))

@@ -1,5 +1,7 @@
 """Experts as units of their own, shared by ranks, unevenly visited: they add up, and are placed one by one."""
 
+from pathlib import Path
+
 import pytest
 from hazards import ordered_by_rules, violations
 from hypothesis import given, settings
@@ -14,27 +16,13 @@ from planner.layout import Layout
 from planner.lowering import lower
 from planner.models import ModelConfigError, resolve_model
 from planner.models import experts as expert_rules
-from planner.models.huggingface import from_hf_config
 from planner.models.kernels import flop
 from planner.plan import Plan
 from planner.planning import Request, make_plan
 from planner.schedule import Lane, MemoryClass, Op
 from planner.verification import verify
 
-TINY = from_hf_config(
-    {
-        "model_type": "mixtral",
-        "num_hidden_layers": 2,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 1000,
-        "max_position_embeddings": 512,
-        "num_local_experts": 8,
-    },
-    "tiny-moe",
-)
+TINY = resolve_model(str(Path(__file__).parents[1] / "data" / "tiny-moe.json"))
 UNVISITED = ((0.5, 0.25, 0.25, 0, 0, 0, 0, 0),)
 
 

@@ -34,7 +34,7 @@ def made_by(profile: HardwareProfile) -> list[Case]:
     return made
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.lists(st.floats(0.5, 2.0), min_size=2, max_size=2))
 def test_what_made_the_times_is_found_again(factors: list[float]) -> None:
     wanted = {p: number(quantities(PROFILE)[p]) * f for p, f in zip(PATHS, factors, strict=True)}

@@ -124,7 +124,7 @@ def test_rarer_checkpoints_never_take_longer(data):
     assert rarely[Metric.END_TO_END] * rounding >= plain_s
 
 
-@pytest.mark.parametrize("model", MODEL_SIZES)
+@pytest.mark.parametrize("model", list(MODEL_SIZES)[::3])
 def test_more_drives_never_train_slower(model):
     rates = []
     for ssds in (1, 4, 12):

@@ -45,7 +45,9 @@ FLAGS = {
     "execute": {
         *("plan", "--iterations", "--text", "--tokens", "--token-dtype", "--data-position", "--seed", "--lr"),
         *("--output-dir", "--storage-dir", "--cores", "--compile", "--replan", "--json", "--device"),
+        *("--checkpoint-dir", "--checkpoint-every", "--keep", "--resume"),
     },
+    "checkpoint": {"action", "path", "--to", "--output-dir", "--dtype", "--keep", "--json"},
     "simulate": {*REQUEST, "plan", "--engine", "--iterations", "--trace", "--figure", "--text", "--json"},
     "compare": {"run_file", "--trace", "--json"},
     "validate": {"files", "--hardware", "--case", "--max-mean-error", "--max-error", "--json"},
@@ -96,6 +98,8 @@ def test_help_and_version(cli):
 
 def test_public_surface():
     names = [
+        "CheckpointOptions",
+        "Checkpoints",
         "Lion",
         "Plan",
         "Request",
@@ -106,6 +110,7 @@ def test_public_surface():
         "plan",
         "prepare",
         "resolve_model",
+        "restore",
         "simulate",
     ]
     assert ullage.__all__ == names

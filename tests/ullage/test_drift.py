@@ -101,9 +101,9 @@ def wrong(machine: HardwareProfile) -> HardwareProfile:
 
 
 def test_a_run_names_the_lane_that_was_mispredicted(tmp_path: Path) -> None:
-    model = resolve_model("demo-llama").model_copy(update={"num_layers": 3})
-    machine = load_profile("epyc-turin-2c").with_device_memory(60_000_000)
-    plan = make_plan(Request(model, machine, seq_len=64, micro_batch=2))
+    model = resolve_model("demo-llama").model_copy(update={"num_layers": 2})
+    machine = load_profile("epyc-turin-2c").with_device_memory(50_000_000)
+    plan = make_plan(Request(model, machine, seq_len=32, micro_batch=1), max_simulations=50)
     path = tmp_path / "plan.json"
     path.write_text(plan.model_copy(update={"hardware": wrong(machine)}).sealed().to_json(), encoding="utf-8")
     command = [sys.executable, "-m", "ullage", "execute", str(path), "--output-dir", str(tmp_path)]

@@ -1,30 +1,19 @@
 """Degrees, batches, nodes and experts on the command line: what was asked for is what is planned."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from planner.plan import load_plan
 from ullage.cli import main
 
-MOE = {
-    "model_type": "mixtral",
-    "num_hidden_layers": 2,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 1000,
-    "max_position_embeddings": 512,
-    "num_local_experts": 8,
-}
+MOE = Path(__file__).parents[1] / "data" / "tiny-moe.json"
 
 
 @pytest.fixture
-def moe(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(MOE))
-    return str(path)
+def moe():
+    return str(MOE)
 
 
 def plan_of(tmp_path, *options: str):

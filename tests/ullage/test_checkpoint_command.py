@@ -1,0 +1,151 @@
+"""Checkpoints of real processes: ended by signals, killed, and gone on from; and the command that looks after them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hwprofiles.registry import load_profile
+from planner.models import resolve_model
+from planner.planning import Request, make_plan
+from ullage.cli import main
+
+COMMAND = [sys.executable, "-m", "ullage", "execute"]
+NUM_ITERATIONS = 40
+
+
+@pytest.fixture(scope="module")
+def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan for this kind of machine, of a model that takes a while."""
+    model = resolve_model("demo-llama").model_copy(update={"num_layers": 2, "vocab_size": 512})
+    hardware = load_profile("epyc-turin-2c").with_device_memory(50_000_000)
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    path.write_text(make_plan(Request(model, hardware, seq_len=64)).to_json(), encoding="utf-8")
+    return path
+
+
+def execute(plan_path: Path, folder: Path, *more: str) -> subprocess.Popen[str]:
+    args = [
+        "--iterations",
+        str(NUM_ITERATIONS),
+        "--checkpoint-dir",
+        str(folder),
+        "--checkpoint-every",
+        "3",
+        "--keep",
+        "9",
+    ]
+    command = [*COMMAND, str(plan_path), *args, "--output-dir", str(folder.with_suffix(".out")), *more]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[str, str]:
+    out, err = process.communicate(timeout=120)
+    return out, err
+
+
+def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    path = folder / f"step-{step:08d}"
+    return {
+        f"{file.parent.name}/{name}": tensor
+        for file in path.rglob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+def wait_for(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 90
+    while len(list(folder.glob("step-*"))) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def whole(plan_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing has disturbed."""
+    folder = tmp_path_factory.mktemp("whole") / "checkpoints"
+    out, err = finished(execute(plan_path, folder))
+    assert f"checkpoint of step {NUM_ITERATIONS} in" in " ".join(out.split()), err
+    return folder
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_is_ended_goes_on_as_if_it_had_not_been(
+    number: signal.Signals, whole: Path, plan_path: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    process = execute(plan_path, folder)
+    wait_for(folder, 2, process)
+    process.send_signal(number)
+    _, err = finished(process)
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    if number != signal.SIGKILL:
+        assert "go on with --resume" in " ".join(err.split())
+        assert not list(folder.glob("tmp-*"))
+    last = max(int(path.name[5:]) for path in folder.glob("step-*"))
+    assert last < NUM_ITERATIONS, "it was too quick to be interrupted"
+    _, err = finished(execute(plan_path, folder, "--resume"))
+    assert f"going on from {folder}" in " ".join(err.split()), err
+    expected, found = state(whole, NUM_ITERATIONS), state(folder, NUM_ITERATIONS)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_the_command_lists_verifies_exports_and_prunes(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*args: str) -> tuple[int, str]:
+        code = main(["checkpoint", *args])
+        return code, capsys.readouterr().out
+
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    for path in whole.glob("step-*"):
+        (copies / path.name).symlink_to(path)
+    listed = json.loads(run("ls", str(copies), "--json")[1])
+    assert [entry["step"] for entry in listed][:2] == [NUM_ITERATIONS, 39]
+    assert run("verify", str(copies))[0] == 0
+    assert run("export", str(copies), "--output-dir", str(tmp_path / "model"), "--dtype", "float32")[0] == 0
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).state_dict()
+    masters = load_file(whole / f"step-{NUM_ITERATIONS:08d}" / "model" / "model-00000.safetensors")
+    assert masters
+    assert all(torch.equal(exported[name], tensor) for name, tensor in masters.items())
+    damaged = whole / f"step-{NUM_ITERATIONS - 1:08d}" / "optimizer" / "exp_avg-00000.safetensors"
+    kept = damaged.read_bytes()
+    damaged.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    code, text = run("verify", str(copies))
+    assert code == 1
+    assert "is damaged between" in text
+    damaged.write_bytes(kept)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["checkpoint", "ls", "nowhere"], "nowhere is no folder; give the --checkpoint-dir of a run"),
+        (["checkpoint", "export", "."], "export needs --output-dir DIR"),
+        (["checkpoint", "export", ".", "--output-dir", "x"], ". has no whole checkpoint"),
+        (["execute", "PLAN", "--resume"], "--resume needs --checkpoint-dir DIR"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(
+    args: list[str],
+    message: str,
+    plan_path: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([str(plan_path) if arg == "PLAN" else arg for arg in args]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
