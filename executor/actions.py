@@ -7,6 +7,7 @@ from typing import NamedTuple, final
 import numpy as np
 import torch
 
+from executor.activations import OffloadedActivations
 from executor.backend import Backend, as_array, sum_of_squares_on_host, update_on_host
 from executor.exchange import Exchange
 from executor.optimizer import WorkerTeam
@@ -43,6 +44,7 @@ class Actions:
         backend: the device.
         team: threads for updates on the host.
         exchange: does what several ranks do together; ``None`` if there is one.
+        offloaded: activations that leave.
     """
 
     def __init__(
@@ -51,7 +53,8 @@ class Actions:
         decisions: Decisions,
         backend: Backend,
         team: WorkerTeam,
-        exchange: Exchange | None = None,
+        exchange: Exchange | None,
+        offloaded: OffloadedActivations,
     ) -> None:
         self._state = state
         self._backend = backend
@@ -61,9 +64,10 @@ class Actions:
         self._num_micro_batches = decisions.num_micro_batches
         self._updates: dict[int, Mapping[str, ParameterUpdate]] = {}
         self._slot_of: dict[tuple[str, int], StateSlot] = {}
-        self._by_op = {
-            Op.FETCH: self._fetch,
-            Op.GATHER: self._gather,
+        self._by_op: dict[Op, Callable[[Task, int], None]] = {
+            Op.READ: lambda task, _iteration: self.read(state.units[task.unit]),
+            Op.FETCH: lambda task, _iteration: self.fetch(state.units[task.unit]),
+            Op.GATHER: lambda task, _iteration: self.gather(state.units[task.unit]),
             Op.SCATTER: self._scatter,
             Op.FLUSH: self._flush,
             Op.LOAD: self._load,
@@ -72,6 +76,11 @@ class Actions:
             Op.UPLOAD: self._upload,
             Op.SWAP_IN: self._swap_in,
             Op.SWAP_OUT: self._swap_out,
+            Op.OFFLOAD: lambda task, _iteration: offloaded.leave(task.unit),
+            Op.SPILL: self._spill,
+            Op.EVICT: lambda task, _iteration: offloaded.evict(task.unit),
+            Op.RECALL: lambda task, _iteration: offloaded.recall(task.unit),
+            Op.RELOAD: lambda task, _iteration: offloaded.come_back(task.unit),
             Op.SNAPSHOT: self._snapshot,
         }
         self.take_snapshot: Callable[[tuple[str, int], int], None] = lambda _piece, _iteration: None
@@ -86,7 +95,13 @@ class Actions:
 
     def fetch(self, unit: UnitState) -> None:
         """Bring a unit's weights, or the rank's shard of them, into its slot."""
-        self._backend.copy(unit.own_weights, unit.fetched())
+        for own, served in unit.fetches():
+            self._backend.copy(own, served)
+
+    def read(self, unit: UnitState) -> None:
+        """Read a unit's weights, or the rank's shard of them, from NVMe into host memory."""
+        assert self._state.stored is not None
+        self._state.stored.read_weights(unit.name)
 
     def gather(self, unit: UnitState) -> None:
         """Make a unit's weights whole on the device; all ranks do so together."""
@@ -158,12 +173,6 @@ class Actions:
             totals = self._exchange.summed(tuple(first.values()), totals)
         norms = torch.tensor(totals, dtype=torch.float64).sqrt().to(torch.float32).to(self._backend.device)
         return dict(zip(sums, norms.unbind(), strict=True))
-
-    def _fetch(self, task: Task, _iteration: int) -> None:
-        self.fetch(self._state.units[task.unit])
-
-    def _gather(self, task: Task, _iteration: int) -> None:
-        self.gather(self._state.units[task.unit])
 
     def _scatter(self, task: Task, _iteration: int) -> None:
         assert self._exchange is not None
@@ -237,6 +246,15 @@ class Actions:
         assert stored is not None
         stored.swap_in((unit.name, task.piece), task.slot, reads=unit.is_trained(unit.pieces[task.piece]))
 
+    def _spill(self, task: Task, iteration: int) -> None:
+        """Write what has come of a unit's gradients to NVMe."""
+        unit, stored = self._state.units[task.unit], self._state.stored
+        assert stored is not None
+        assert stored.spilled is not None
+        for piece in unit.pieces:
+            if piece.spilled and self._touched(unit, piece, iteration):
+                stored.spilled.spill((unit.name, piece.index))
+
     def _swap_out(self, task: Task, _iteration: int) -> None:
         assert self._state.stored is not None
         self._state.stored.swap_out((task.unit, task.piece))
@@ -258,17 +276,22 @@ class Actions:
         held = self._host_state(unit, piece, iteration)
         if held is None:
             return
-        state, weights = [*held, unit.gradient(piece)], unit.host_weight(piece)
+        state, weights = [*held, self._host_gradient(unit, piece)], self._host_weight(unit, piece)
         rounds = weights is not None and weights.dtype is not torch.float32
         if weights is not None and rounds:
             state.append(weights)
+        num_updated = 0
         for run in self._runs(unit, piece, iteration):
+            num_updated += run.stop - run.start
             cut = tuple(tensor[run.start - piece.start : run.stop - piece.start] for tensor in state)
             update_on_host(cut, run.update.rule, run.step, run.update.scale, self._team)
             unit.changed.add(piece.index)
             if self._state.stored is not None and piece.place is Place.NVME:
                 self._state.stored.changed((unit.name, piece.index))
-        if weights is not None and not rounds:
+        if unit.on_nvme:
+            if weights is not None and 0 < num_updated < piece.num_params:  # they are written with those beside them
+                weights.copy_(held[0])
+        elif weights is not None and not rounds:
             np.copyto(as_array(weights), as_array(held[0]))
         elif piece.in_place and weights is not None:
             self._put_back(unit, piece, (weights, held[0]), iteration)
@@ -279,6 +302,19 @@ class Actions:
             return unit.state(piece)
         assert self._state.stored is not None
         return self._state.stored.state((unit.name, piece.index)) if self._touched(unit, piece, iteration) else None
+
+    def _host_gradient(self, unit: UnitState, piece: Piece) -> torch.Tensor:
+        if not piece.spilled:
+            return unit.gradient(piece)
+        assert self._state.stored is not None
+        return self._state.stored.gradient((unit.name, piece.index))
+
+    def _host_weight(self, unit: UnitState, piece: Piece) -> torch.Tensor | None:
+        """Return where an update on the host writes weights, if not to the master copy alone."""
+        if not unit.on_nvme:
+            return unit.host_weight(piece)
+        assert self._state.stored is not None
+        return self._state.stored.weights((unit.name, piece.index))
 
     def _put_back(
         self, unit: UnitState, piece: Piece, copies: tuple[torch.Tensor, torch.Tensor], iteration: int

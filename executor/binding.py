@@ -12,32 +12,18 @@ of the segment's last unit: the session lets that mark wait until recomputation 
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from executor.activations import OffloadedActivations, SegmentOffload
+from executor.marks import Marks, in_backward
 from executor.parallel.shares import BindingError
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
-
-
-class Marks(Protocol):
-    """Who wants to know where the model is."""
-
-    def at_forward(self, unit: str) -> None:
-        """Forward, or recomputation, has come to a unit."""
-        ...
-
-    def at_backward(self, unit: str) -> None:
-        """Backward has come to a unit."""
-        ...
-
-    def recomputed(self, unit: str) -> None:
-        """Recomputation of the segment that ends with this unit has ended."""
-        ...
 
 
 def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, str]:
@@ -77,11 +63,17 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
 
 
 def bind(
-    model: nn.Module, units: tuple[Unit, ...], decisions: Decisions, marks: Marks, compile_backend: str | None = None
+    model: nn.Module,
+    units: tuple[Unit, ...],
+    decisions: Decisions,
+    activations: OffloadedActivations,
+    marks: Marks,
+    compile_backend: str | None = None,
 ) -> list[Callable[[], None]]:
-    """Make a model tell where it is, and recompute what was decided; return what undoes it.
+    """Make a model tell where it is, and recompute and offload what was decided; return what undoes it.
 
-    With a backend of ``torch.compile``, what :func:`executor.compilation.compiled_modules` finds is compiled by it.
+    With a backend of ``torch.compile``, what :func:`executor.compilation.compiled_modules` finds is compiled by it; not
+    so where activations leave: products of a compiled graph cannot be told apart.
     """
     undo: list[Callable[[], None]] = []
     unit_of, order = unit_modules(model, units), [unit.name for unit in units]
@@ -91,7 +83,8 @@ def bind(
                 "blocks are not compiled where layers or experts are shared by ranks or experts are apart; leave "
                 "compile_blocks out, or plan with --tensor-parallel 1 --expert-parallel 1 --expert-units 1"
             )
-        unit_of = _compile(model, units, unit_of, compile_backend, undo)
+        stay = tuple(unit for unit in units if not decisions.units[unit.name].offloads)
+        unit_of = _compile(model, stay, unit_of, compile_backend, undo)
     for module, unit in unit_of.items():
         # A module that has other units inside it begins with its own, if that is the first, and does not end with it.
         inside = {unit_of[inner] for inner in module.modules() if inner in unit_of}
@@ -99,8 +92,11 @@ def bind(
             undo.append(module.register_forward_pre_hook(_before(unit, marks)).remove)
         if len(inside) == 1:
             undo.append(module.register_forward_hook(_after(unit, marks)).remove)
-    recomputed = (s for s in segments(units) if decisions.units[s[0].name].activations == "recompute")
-    undo += [_recompute(_segment_module(model, segment), segment[-1].name, marks) for segment in recomputed]
+    for segment in segments(units):
+        decided, names = decisions.units[segment[0].name], [unit.name for unit in segment]
+        if decided.activations != "keep":
+            offload = SegmentOffload(activations, names, marks) if decided.offloads else None
+            undo.append(_recompute(_segment_module(model, segment), names[-1], marks, offload))
     return undo
 
 
@@ -127,11 +123,6 @@ def bind_state_dict(
     owners = (m for m in model.modules() if next(m.parameters(recurse=False), None) is not None)
     handles += [module.register_state_dict_post_hook(after) for module in owners]  # type: ignore[no-untyped-call]
     return [handle.remove for handle in handles]
-
-
-def in_backward() -> bool:
-    """Return whether this thread is inside a backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _before(unit: str, marks: Marks) -> Callable[[nn.Module, Any], None]:
@@ -168,8 +159,8 @@ def _segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
     return model.get_submodule(".".join(shared))
 
 
-def _recompute(module: nn.Module, last_unit: str, marks: Marks) -> Callable[[], None]:
-    """Checkpoint a module's forward; return what undoes it."""
+def _recompute(module: nn.Module, last_unit: str, marks: Marks, offload: SegmentOffload | None) -> Callable[[], None]:
+    """Checkpoint a module's forward, and offload some of what it makes; return what undoes it."""
     original = module.forward
     signature = inspect.signature(original)
 
@@ -178,6 +169,8 @@ def _recompute(module: nn.Module, last_unit: str, marks: Marks) -> Callable[[], 
             return original(*args, **kwargs)
         finally:  # recomputation stops with an exception as soon as it has all that is needed
             if in_backward():
+                if offload is not None:
+                    offload.made_again()
                 marks.recomputed(last_unit)
 
     @functools.wraps(original)
@@ -186,7 +179,10 @@ def _recompute(module: nn.Module, last_unit: str, marks: Marks) -> Callable[[], 
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         _drop_caches(bound.arguments)
-        return checkpoint(run, *bound.args, use_reentrant=False, **bound.kwargs)
+        if offload is None or not marks.trains:
+            return checkpoint(run, *bound.args, use_reentrant=False, **bound.kwargs)
+        with offload.forward(bound.args) as modes:
+            return checkpoint(run, *bound.args, use_reentrant=False, context_fn=modes, **bound.kwargs)
 
     return _replace_forward(module, forward)
 

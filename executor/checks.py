@@ -19,15 +19,16 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
             f"the plan is for {decisions.optimizer}, but the optimizer is {entry.stock.__name__}, which keeps other "
             f"state; plan with --optimizer {entry.planned_as}"
         )
-    if decisions.storage_ahead:
-        raise ValueError(
-            f"policy {decisions.policy} has {', '.join(decisions.storage_ahead)}, which can be simulated but not "
-            "executed so far: set params to 'gpu' or 'host', activations to 'keep' or 'recompute', and spill_gradients "
-            "to false; optimizer state may be on NVMe"
-        )
     if (stages := decisions.pipeline_parallel) > 1:
         raise ValueError(
             f"pipeline_parallel is {stages}, which can be simulated but not executed; plan with --pipeline-parallel 1"
+        )
+    shared = decisions.tensor_parallel > 1 or decisions.expert_parallel > 1 or decisions.expert_units > 1
+    if shared and any(unit.offloads for unit in decisions.units.values()):
+        raise ValueError(
+            "activations leave the device, which can be simulated but not executed where ranks share layers or "
+            "experts, or experts are apart; plan with --storage never, or with --tensor-parallel 1 --expert-parallel 1 "
+            "--expert-units 1"
         )
     if decisions.reduce_start != "backward":
         raise ValueError(
@@ -36,8 +37,8 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
     if not decisions.executable:
         raise ValueError(
             f"policy {decisions.policy} models another engine, which can be simulated but not executed: plan again, or "
-            "set gradient_path to 'once' and host_update to 'fused', and leave out module_hooks, loop, "
-            "device_buffer_bytes, max_prefetch_params and max_reuse_params"
+            "set gradient_path to 'once', host_update to 'fused' and pinned_reads to true, and leave out module_hooks, "
+            "loop, device_buffer_bytes, max_prefetch_params and max_reuse_params"
         )
 
 

@@ -5,7 +5,8 @@ attention of a layer, its MLP, a norm that ``transformers`` wrote in Python. Mar
 before and behind it, outside of what is compiled, so that no graph breaks at them; weights have arrived when it begins,
 and its gradients are all there when it has ended. Parameters are inputs of its graph, whose shapes and addresses never
 change (static slots), so that layers which are alike share one graph and nothing is compiled again as training goes on.
-Recomputation wraps the whole layer, compiled modules included.
+Recomputation wraps the whole layer, compiled modules included. Layers whose activations leave are not compiled: what
+their products make must be told apart from the rest.
 """
 
 from collections.abc import Callable, Mapping

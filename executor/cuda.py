@@ -16,7 +16,12 @@ from executor.optimizer.table import Rule
 from planner.schedule import Lane, Schedule
 
 # Their threads work on the host itself; every other lane gives its work to a stream.
-_HOST_LANES: Final = frozenset({Lane.CPU, Lane.LAUNCH, Lane.NVME_STATE_IN, Lane.NVME_STATE_OUT})
+_HOST_LANES: Final = frozenset(
+    {Lane.CPU, Lane.LAUNCH, Lane.NVME_READ, Lane.NVME_WRITE, Lane.NVME_STATE_IN, Lane.NVME_STATE_OUT}
+)
+# It has a stream, but takes memory, which the allocator counts when its thread does so: the thread waits for what its
+# tasks come after, or what is to come would be given memory while what goes still has its own.
+_PACED_LANES: Final = frozenset({Lane.ACTIVATION_IN})
 _CHUNK_PARAMS: Final = 1 << 24  # bounds the float32 copy of a gradient during an update on the device
 
 
@@ -66,7 +71,7 @@ class CudaBackend:
     def follow(self, lane: Lane, moment: Moment) -> None:
         """Make the current stream, or the calling thread, wait for an event; a time on the host is over."""
         if isinstance(moment, _Event):
-            if lane in _HOST_LANES:
+            if lane in _HOST_LANES | _PACED_LANES:
                 moment.event.synchronize()
             else:
                 torch.cuda.current_stream(self.device).wait_event(moment.event)

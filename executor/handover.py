@@ -14,7 +14,7 @@ from typing import Final, final
 
 import torch
 
-from executor.storage import StorageError
+from executor.files import StorageError
 
 _ALIGNMENT_BYTES: Final = 64
 

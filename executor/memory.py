@@ -87,7 +87,12 @@ class Arena:
         return self.take_blocks(name, {memory_class: num_items * dtype.itemsize}).view(dtype)
 
     def take_blocks(
-        self, name: str, num_bytes_of: Mapping[MemoryClass, int], block_bytes: int = ALIGNMENT_BYTES
+        self,
+        name: str,
+        num_bytes_of: Mapping[MemoryClass, int],
+        block_bytes: int = ALIGNMENT_BYTES,
+        *,
+        room_bytes: int = 0,
     ) -> torch.Tensor:
         """Return one uninitialised block, uint8, for several purposes.
 
@@ -96,6 +101,7 @@ class Arena:
             num_bytes_of: bytes by what they are for.
             block_bytes: it is aligned to this. If that is more than :data:`ALIGNMENT_BYTES`, what it has is rounded up
                 to a multiple of this too; neither is in the ledger, as both are less than two such blocks.
+            room_bytes: what it has where it is of several parts, each of which is rounded up; not in the ledger either.
 
         Raises:
             DeviceMemoryError: it does not fit; nothing is taken.
@@ -105,7 +111,7 @@ class Arena:
         if self.capacity_bytes is not None and self.used_bytes + num_bytes > self.capacity_bytes:
             raise DeviceMemoryError(self._message(name, num_bytes))
         whole = block_bytes > ALIGNMENT_BYTES
-        room = -(-num_bytes // block_bytes) * block_bytes if whole else num_bytes
+        room = max(-(-num_bytes // block_bytes) * block_bytes if whole else num_bytes, room_bytes)
         try:
             block = self._backend.empty(room + (block_bytes if whole else 0), on_device=self.tier is Tier.GPU)
         except (MemoryError, RuntimeError) as error:  # torch reports a failed allocation as a RuntimeError

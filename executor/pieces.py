@@ -4,7 +4,7 @@
 (subgroups) are cut from that range; those whose state is on the host lie one after another in the host's slabs, and
 those on the device in the device's. In float32 the master copy is the weight wherever both are in one place: the
 host's slab of master copies then has the weights of pieces too whose state is on NVMe (:mod:`executor.storage`), so
-that a fetch is one copy.
+that a fetch is one copy. Where parameters are on NVMe too, the host has nothing of them: see [Note: Records] there.
 
 [Note: Shards] Under ZeRO the range is padded to as many equal shards as there are ranks, and the pieces are those of
 the rank's own shard. A parameter then falls into few of them, or none. Pads belong to no parameter, so that no norm,
@@ -31,6 +31,7 @@ class Piece:
         staging: its beginning among the weights that the host keeps for the device (of what it updates).
         leaves: whether its gradient goes to the host.
         in_place: whether it takes the place of the host's weights there [Note: In place].
+        spilled: whether it goes on to NVMe.
         arrival: where it begins otherwise, among those that have room of their own.
     """
 
@@ -43,6 +44,7 @@ class Piece:
     staging: int
     leaves: bool
     in_place: bool
+    spilled: bool
     arrival: int
 
     @property
@@ -73,15 +75,19 @@ def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]
     pieces = []
     for index, (place, num_params) in enumerate(zip(decisions.units[unit.name].update, sizes, strict=True)):
         tier = {Place.GPU: "device", Place.NVME: None}.get(place, "host")
-        serves = place in {Place.CPU, Place.STREAM} or (place is Place.NVME and decisions.precision.master_is_weight)
+        with_master = decisions.precision.master_is_weight and decisions.units[unit.name].params != "nvme"
+        serves = place in {Place.CPU, Place.STREAM} or (place is Place.NVME and with_master)
         start = starts[index]
         leaves = decisions.flushes(unit.name, place)
         in_place = decisions.arrives_in_place(unit.name, place)
+        spilled = place is Place.NVME and decisions.spill_gradients
         offsets = (taken[tier] if tier else -1, taken["served"], taken["staging"])
-        pieces.append(Piece(index, place, start, start + num_params, *offsets, leaves, in_place, taken["arrival"]))
+        pieces.append(
+            Piece(index, place, start, start + num_params, *offsets, leaves, in_place, spilled, taken["arrival"])
+        )
         if tier:
             taken[tier] += num_params
         taken["served"] += num_params if serves else 0
         taken["staging"] += num_params if pieces[-1].by_host else 0
-        taken["arrival"] += num_params if leaves and not in_place else 0
+        taken["arrival"] += num_params if leaves and not (in_place or spilled) else 0
     return tuple(pieces)

@@ -8,7 +8,7 @@ issues what is left of the iteration and returns while updates go on.
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Self, final
+from typing import Any, Self, final
 
 import numpy as np
 import torch
@@ -16,14 +16,16 @@ from torch import nn
 
 from executor.accumulation import Accumulation
 from executor.actions import Actions, ParameterUpdate
+from executor.activations import OffloadedActivations
 from executor.backend import Meter
-from executor.binding import bind, bind_state_dict, in_backward
+from executor.binding import bind, bind_state_dict
 from executor.checkpoint.engine import Member
 from executor.checks import check_decisions, check_groups, check_units
 from executor.cores import take
 from executor.exchange import Exchange
 from executor.gradients import GradientError
 from executor.machine import LaneMachine
+from executor.marks import in_backward
 from executor.memory import Arena, MeasuredMemory
 from executor.optimizer import WorkerTeam
 from executor.optimizer.table import OptimizerEntry
@@ -33,19 +35,18 @@ from executor.parallel.mesh import Mesh
 from executor.parallel.shares import Share, shares_of, whole_of
 from executor.parallel.tensor import share_layers
 from executor.pieces import Piece
+from executor.progress import Progress
 from executor.ranks import Ranks
 from executor.snapshots import Snapshots
 from executor.state import ModelState, ParameterState, UnitState
 from executor.user_gradients import UserGradients
 from executor.weights import Weights
 from planner.decisions import Decisions, Place
-from planner.graph import Unit, segments
+from planner.graph import Unit
 from planner.loop import Loop, OutOfOrderError
 from planner.lowering import lower
-from planner.schedule import Lane, MemoryClass, Op, Task, Tier
+from planner.schedule import Lane, Op, Tier
 from planner.timeline import Timeline
-
-_INSIDE_BACKWARD: Final = frozenset({Op.RECOMPUTE, Op.BACKWARD})
 
 
 @final
@@ -83,13 +84,8 @@ class Session:
         self._entry = entry
         self._groups = groups
         self._shared = {unit.name: unit.shared_units for unit in units}
-        self._segment = {unit.name: {u.name for u in segment} for segment in segments(units) for unit in segment}
-        self._spine = [t for t in self.schedule.tasks if t.op in _INSIDE_BACKWARD]
         self._backend = backend_of(options)
-        self._task: Task | None = None  # where the caller is; None outside forward and backward
         self._inside_iteration = False
-        self._watching_end = False  # of the backward that runs now
-        self._left: set[str] = set()  # units that this backward has left
         self._inferring = False
         self._accumulation = Accumulation(decisions.num_micro_batches)
         self._meter: Meter | None = None
@@ -105,7 +101,12 @@ class Session:
             )
             failing.callback(self._give_cores_back)
             self._take_over(units, shares, options)
-            self._undo = [*self._hook_parameters(), *bind(model, units, decisions, self, options.compile_backend)]
+            failing.callback(self._team.close)
+            failing.callback(self._machine.close)
+            self._undo = [
+                *self._hook_parameters(),
+                *bind(model, units, decisions, self._offloaded, self, options.compile_backend),
+            ]
             self._undo += split_experts(model, units, shares, ranks and ranks.experts, self)
             if ranks is not None and decisions.tensor_parallel > 1:
                 self._undo += share_layers(model, units, shares, ranks.tensor)
@@ -128,8 +129,8 @@ class Session:
             exchange = Exchange(self._state, decisions, self.schedule, self._backend, ranks)
         self._exchange = exchange
         self.snapshots = None
+        rank = 0 if ranks is None else ranks.rank
         if options.checkpoint_buffer_bytes:
-            rank = 0 if ranks is None else ranks.rank
             self.snapshots = Snapshots(
                 self._state, self.schedule, self._entry, self._backend, self._host, options, rank
             )
@@ -139,7 +140,8 @@ class Session:
         bf16 = decisions.precision.weights == "bf16"
         for group in self._groups:  # or the first update would compile it
             self._entry.warm_up(np.uint16 if bf16 else np.float32, group, writes_bf16=bf16)
-        self._actions = Actions(self._state, decisions, self._backend, self._team, exchange)
+        self._offloaded = OffloadedActivations(units, decisions, options.storage_dir, rank, self._host, self._backend)
+        self._actions = Actions(self._state, decisions, self._backend, self._team, exchange, self._offloaded)
         if self.snapshots is not None:
             self._actions.take_snapshot = self.snapshots.take
         self._weights = Weights(self._state, self._actions, self._shared, ranks)
@@ -151,6 +153,14 @@ class Session:
             on_stop=self._has_stopped,
         )
         self._loop = Loop(self.schedule, self._machine)
+        self._progress = Progress(
+            self._loop,
+            self._machine,
+            units,
+            decisions,
+            backward_begins=self._backward_begins,
+            backward_ended=self._backward_ended,
+        )
         if ranks is not None:
             ranks.watch(self._machine.fail)
 
@@ -184,13 +194,13 @@ class Session:
             LaneError: a task failed on some lane.
         """
         if in_backward():
-            self._mark(Op.RECOMPUTE, unit)
-        elif torch.is_grad_enabled() and self._model.training:
-            if self._task is None and (expected := self._loop.expected()) is not None:
+            self._progress.again(unit)
+        elif self.trains:
+            if not self.unit and (expected := self._loop.expected()) is not None:
                 self._accumulation.begin_forward(expected.micro_batch)
             if not self._inside_iteration:
                 self._begin_iteration()
-            self._mark(Op.FORWARD, unit)
+            self._progress.forward(unit)
         else:
             self._infer(unit)
 
@@ -200,72 +210,35 @@ class Session:
             raise OutOfOrderError(
                 "backward through a forward that was made for evaluation; call model.train() before the forward"
             )
-        expected = self._loop.expected()
-        if expected is not None and expected.op is Op.RECOMPUTE and expected.unit in self._segment[unit]:
-            return  # recomputation is about to begin, and says when it has ended
-        self._mark(Op.BACKWARD, unit)
+        self._progress.backward(unit)
 
     def recomputed(self, unit: str) -> None:
         """Recomputation of the segment that ends with this unit has ended. Raises as :meth:`at_forward`."""
-        self._mark(Op.BACKWARD, unit)
+        self._progress.recomputed(unit)
 
-    def _mark(self, op: Op, unit: str) -> None:
-        if self._task is not None and (self._task.op, self._task.unit) == (op, unit):
-            return
-        if op is not Op.FORWARD and not self._watching_end:
-            self._begin_backward()
-        self._skip_to(op, unit)
-        try:
-            task = self._loop.reach(op, unit)
-        except OutOfOrderError as error:
-            raise OutOfOrderError(
-                f"{error}. Every forward needs its backward, and every {self.decisions.num_micro_batches} of them an "
-                "optimizer.step(); evaluate under torch.no_grad()"
-            ) from None
-        if self._task is not None and self._task.op is Op.BACKWARD:
-            self._left.add(self._task.unit)
-        self._task = task
+    @property
+    def unit(self) -> str:
+        """The unit that computes now; empty if none does."""
+        return self._progress.unit
 
-    def _begin_backward(self) -> None:
-        expected = self._loop.expected()
-        if expected is not None:
-            self._accumulation.begin_backward(expected.micro_batch)
-        self._watching_end = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-        last = expected is not None and expected.micro_batch == self.decisions.num_micro_batches - 1
-        if last and self.decisions.update_start == "backward":
+    @property
+    def trains(self) -> bool:
+        """Whether a forward that begins now is one that the plan has."""
+        return torch.is_grad_enabled() and self._model.training
+
+    def _backward_begins(self, micro_batch: int) -> None:
+        self._accumulation.begin_backward(micro_batch)
+        if micro_batch == self.decisions.num_micro_batches - 1 and self.decisions.update_start == "backward":
             self._begin_updates()
 
-    def _skip_to(self, op: Op, unit: str) -> None:
-        """Pass over units that backward never reaches, because nothing in or before them needs a gradient."""
-        while (expected := self._loop.expected()) is not None and (expected.op, expected.unit) != (op, unit):
-            ahead = any(
-                (t.op, t.unit, t.micro_batch) == (op, unit, expected.micro_batch) and t.index > expected.index
-                for t in self._spine
-            )
-            if expected.op not in _INSIDE_BACKWARD or not ahead:
-                return
-            self._loop.reach(expected.op, expected.unit)
-            self._left.add(expected.unit)
-
-    def _backward_ended(self) -> None:
-        assert self._task is not None
-        micro_batch = self._task.micro_batch
-        while (
-            (expected := self._loop.expected()) is not None
-            and expected.op in _INSIDE_BACKWARD
-            and expected.micro_batch == micro_batch
-        ):
-            self._loop.reach(expected.op, expected.unit)
-        self._machine.end_open()
-        self._task = None
-        self._watching_end = False
-        self._left.clear()
-        if micro_batch == self.decisions.num_micro_batches - 1:
-            if self._exchange is not None:
-                parameters = [parameter for _, parameter in self._parameters.values()]
-                self._exchange.agree_on_arrivals(parameters, self._loop.iteration)
-            self._gradients.offer(self._loop.iteration)
+    def _backward_ended(self, micro_batch: int) -> None:
+        self._offloaded.forget_all()
+        if micro_batch < self.decisions.num_micro_batches - 1:
+            return
+        if self._exchange is not None:
+            parameters = [parameter for _, parameter in self._parameters.values()]
+            self._exchange.agree_on_arrivals(parameters, self._loop.iteration)
+        self._gradients.offer(self._loop.iteration)
 
     def _begin_iteration(self) -> None:
         if self._inferring:  # what was issued for it may still read slots
@@ -340,14 +313,15 @@ class Session:
 
     def _collector(self, unit: UnitState, parameter: ParameterState) -> Callable[[torch.Tensor], None]:
         def collect(leaf: torch.Tensor) -> None:
-            if self._task is None or unit.name in self._left:
+            task = self._progress.task
+            if task is None or not self._progress.awaits_gradient(unit.name):
                 raise OutOfOrderError(
                     f"the gradient of {parameter.name} came after backward had left {unit.name}; run the model as it "
                     "was planned, or plan again"
                 )
             gradient, leaf.grad = leaf.grad, None
             assert gradient is not None
-            self._actions.collect(unit, parameter, gradient, self._task.micro_batch, self._loop.iteration)
+            self._actions.collect(unit, parameter, gradient, task.micro_batch, self._loop.iteration)
 
         return collect
 
@@ -366,7 +340,7 @@ class Session:
         """Return all weights as they are after the last step, wherever the plan keeps them; all ranks do so together.
 
         Tensors are views of the session's memory, on the host or the device: clone what is to outlast the next step.
-        Weights of which ranks hold shards or shares are gathered into new host memory.
+        Weights of which ranks hold shards or shares, or that are on NVMe, are brought to new host memory.
 
         Raises:
             OutOfOrderError: in the middle of an iteration.
@@ -475,22 +449,21 @@ class Session:
     def memory(self) -> dict[Tier, MeasuredMemory]:
         """Return what each tier has held: by class what is taken once, and the peak of the rest if it was metered.
 
-        On NVMe these are both versions of all state, see [Note: Two versions] in :mod:`executor.storage`.
+        On NVMe these are both versions of all state, see [Note: Two versions] in :mod:`executor.files`.
         """
         peak_bytes = None if self._meter is None else self._meter.peak_bytes
         used = {
             Tier.GPU: MeasuredMemory(self._gpu.by_class(), peak_bytes),
             Tier.HOST: MeasuredMemory(self._host.by_class()),
         }
-        if (stored := self._state.stored) is not None:
-            used[Tier.NVME] = MeasuredMemory({MemoryClass.OPTIMIZER: stored.num_bytes})
-        return used
+        on_nvme = (self._state.stored.by_class if self._state.stored else {}) | self._offloaded.by_class
+        return used | ({Tier.NVME: MeasuredMemory(on_nvme)} if on_nvme else {})
 
     @property
     def storage(self) -> str:
-        """Where state on NVMe is, and how it is read and written, in words; empty if there is none."""
-        stored = self._state.stored
-        return "" if stored is None else stored.file.words
+        """Where what is on NVMe is, and how it is read and written, in words; empty if nothing is."""
+        file = self._state.stored.file if self._state.stored else self._offloaded.file
+        return "" if file is None else file.words
 
     def close(self, *, give_back: bool = True) -> None:
         """Wait for all updates and give the model back with its weights, as an ordinary one. Closing twice is allowed.
@@ -515,6 +488,7 @@ class Session:
         finally:
             self._machine.close()
             self._team.close()
+            self._offloaded.close()
             self._give_cores_back()
             if self._state.stored is not None:
                 self._state.stored.close()

@@ -121,9 +121,12 @@ class UnitState:
         own_weights: ``[shard]``, where the rank's own weights are on the device: always if ``on_device``, else in the
             slot, once they have been fetched.
         host_weights: what the host serves or updates, in the type of the weights: the shard of a unit that is fetched,
-            the ``CPU`` pieces of one that is resident; ``None`` where the master copy serves.
+            the ``CPU`` pieces of one that is resident; ``None`` where the master copy serves, or parameters are on
+            NVMe.
+        landing: where the weights of each piece are read to from NVMe, if they are there; empty otherwise.
         host, device: optimizer state on either tier.
         host_gradients: of all pieces whose gradients arrive apart from weights, in the type of the weights.
+        spilled: where gradients of pieces arrive that go on to NVMe, by piece.
         piles: gradients that the ranks have not added up yet, by the micro-batch in which they will.
         flushing: gradients on their way to the host, by micro-batch, then by parameter.
         device_gradients: gradients that stay on the device, by parameter and piece.
@@ -140,13 +143,20 @@ class UnitState:
     device_weights: torch.Tensor
     own_weights: torch.Tensor
     host_weights: torch.Tensor | None
+    landing: tuple[torch.Tensor, ...]
     host: Moments
     device: Moments
     host_gradients: torch.Tensor
+    spilled: Mapping[int, torch.Tensor]
     piles: dict[int, Pile] = dataclasses.field(default_factory=dict)
     flushing: dict[int, dict[str, Arrived]] = dataclasses.field(default_factory=dict)
     device_gradients: dict[tuple[str, int], torch.Tensor] = dataclasses.field(default_factory=dict)
     changed: set[int] = dataclasses.field(default_factory=set)
+
+    @property
+    def on_nvme(self) -> bool:
+        """Whether its parameters are on NVMe."""
+        return bool(self.landing)
 
     def master(self, piece: Piece) -> torch.Tensor:
         """Return the float32 master copy of a piece."""
@@ -188,10 +198,14 @@ class UnitState:
             weights = self.host_weight(piece)
             assert weights is not None
             return weights
+        if piece.spilled:
+            return self.spilled[piece.index]
         return self.host_gradients[piece.arrival : piece.arrival + piece.num_params]
 
     def host_weight(self, piece: Piece) -> torch.Tensor | None:
         """Return where the host keeps a piece's weights apart from the master copy, if it does."""
+        if self.on_nvme:
+            return None
         if self.host_weights is None and piece.place is Place.NVME:
             assert self.host.master is not None
             return self.host.master[piece.served : piece.served + piece.num_params]
@@ -205,11 +219,18 @@ class UnitState:
         weight = self.host_weight(piece)
         return self.master(piece) if weight is None else weight
 
-    def fetched(self) -> torch.Tensor:
-        """Return what a fetch of the unit copies to the device."""
+    def served(self) -> torch.Tensor:
+        """Return the weights that the host serves the device with, unless they are on NVMe."""
         weights = self.host.master if self.host_weights is None else self.host_weights
         assert weights is not None
         return weights
+
+    def fetches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield what a fetch of the unit copies, each with its place on the device."""
+        if not self.on_nvme:
+            yield self.own_weights, self.served()
+        for piece, landed in zip(self.pieces, self.landing, strict=False):
+            yield self.own(piece), landed
 
     def weight_of(self, parameter: ParameterState, flat: torch.Tensor | None = None) -> torch.Tensor:
         """Return the current weights of a share, once all updates, uploads and gathers are done; a view.
@@ -219,7 +240,7 @@ class UnitState:
             flat: where all weights of the unit are; left out, where they are kept, which must be whole.
         """
         if flat is None:
-            flat = self.device_weights if self.on_device else self.fetched()
+            flat = self.device_weights if self.on_device else self.served()
         return flat[parameter.start : parameter.stop].view(parameter.share.shape)
 
 
@@ -283,7 +304,7 @@ class ModelState:
             for i, num_params in enumerate(assigned.num_params)
         ]
         self.state_slots = self._take_state_slots(units)
-        self.stored = StoredState.of(units, decisions, storage_dir, ranks.rank if ranks else 0, host)
+        self.stored = StoredState.of(units, decisions, assigned.of_unit, storage_dir, ranks.rank if ranks else 0, host)
         self.units: dict[str, UnitState] = {}
         left = Counter(share.name for share in shares.values())
         for unit in units:
@@ -324,8 +345,9 @@ class ModelState:
             sum(p.num_params for p in pieces if p.place in places)
             for places in ({Place.CPU, Place.STREAM}, {Place.NVME}, {Place.GPU})
         )
-        num_apart = sum(p.num_params for p in pieces if p.leaves and not p.in_place)
-        num_served = sum(p.num_params for p in pieces if p.by_host) if on_device else shard
+        num_apart = sum(p.num_params for p in pieces if p.leaves and not (p.in_place or p.spilled))
+        on_nvme = self._decisions.units[name].params == "nvme"
+        num_served = 0 if on_nvme else sum(p.num_params for p in pieces if p.by_host) if on_device else shard
         kept = None
         if on_device:
             num_kept = shard if self._decisions.gathers(unit) else padded
@@ -333,8 +355,10 @@ class ModelState:
         weights = self._slots[slot][:padded] if kept is None or self._decisions.gathers(unit) else kept
         own = weights[start : start + shard] if kept is None or kept is weights else kept
         served = None
-        if dtype is torch.bfloat16:
+        if dtype is torch.bfloat16 and not on_nvme:
             served = self._host.take(f"{name} weights", MemoryClass.PARAMETERS, num_served, dtype)
+        landing = self.stored.landing.get(name, ()) if self.stored else ()
+        spilled = self.stored.spilled if self.stored else None
         return UnitState(
             name=name,
             parameters=_parameters(unit, pieces, shares),
@@ -346,10 +370,18 @@ class ModelState:
             device_weights=weights,
             own_weights=own,
             host_weights=served,
-            host=self._take_moments(self._host, name, num_host, num_host, num_nvme if served is None else 0),
+            landing=tuple(self._typed(buffer, p) for buffer, p in zip(landing, pieces, strict=False)),
+            host=self._take_moments(
+                self._host, name, num_host, num_host, num_nvme if served is None and not on_nvme else 0
+            ),
             device=self._take_moments(self._gpu, name, num_device, 0 if dtype is torch.float32 else num_device),
             host_gradients=self._host.take(f"{name} gradients", MemoryClass.GRADIENTS, num_apart, dtype),
+            spilled={p.index: self._typed(spilled.rooms[name, p.index], p) for p in pieces if spilled and p.spilled},
         )
+
+    def _typed(self, buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """Return a piece's values at the beginning of a buffer, in the weights' type."""
+        return buffer[: self.dtype.itemsize * piece.num_params].view(self.dtype)
 
     def _take_state_slots(self, units: tuple[Unit, ...]) -> list[StateSlot]:
         streamed = [

@@ -1,195 +1,72 @@
-"""Optimizer state that lives in a file on NVMe, and the host buffers that it passes through.
+"""What a model keeps on NVMe, and the host buffers that it passes through.
 
-[Note: Two versions] Every piece has room for its state twice. What an update has made is written beside what it was
-made from, and only when all of it has been written is the new version the current one. A write that fails or is cut
-short leaves the old version whole, and a read never meets half of a new one.
-
-[Note: Direct] State is read and written once an iteration, and is larger than memory, so the page cache would only
-take memory and a copy. Files are opened past it (``O_DIRECT``), with offsets, lengths and addresses that are multiples
-of a block. Where a file system has no such thing (tmpfs, some network file systems) files are buffered, and the system
-is told not to keep what has been read or written.
+[Note: Records] Optimizer state has a record for every piece. Where parameters are on NVMe too, the record begins with
+the piece's weights; in float32 it does so anyway, as the master copy is the weight. So an update writes weights and
+state at once, and a read of parameters is the beginning of every piece's record. Each part begins at a block.
 """
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
-import itertools
-import mmap
-import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Self, final
+from typing import Self, final
 
 import torch
 
+from executor.files import BLOCK_BYTES, RecordFile, as_bytes, folder_of, in_blocks
 from executor.memory import Arena
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
-from planner.optimizers import OPTIMIZERS
+from planner.lowering.storage import SpillRooms
 from planner.schedule import MemoryClass
-
-BLOCK_BYTES: Final = 4096
-"""Offsets, lengths and addresses of transfers are multiples of this: a page, and no drive has larger sectors."""
-
-_CHUNK_BYTES: Final = 8 << 20  # one request; smaller ones are slower, and Linux cuts off what is beyond 2 GiB
-_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 Key = tuple[str, int]
 """A piece: name of its unit, and index within the rank's shard."""
 
 
-class StorageError(OSError):
-    """State cannot be kept, read or written on storage; the message says where and why."""
+def pieces_on_nvme(units: tuple[Unit, ...], decisions: Decisions) -> dict[Key, int]:
+    """Return the number of parameters of every piece whose state is on NVMe."""
+    return {
+        (unit.name, index): count
+        for unit in units
+        for index, (count, place) in enumerate(decisions.placed_pieces(unit))
+        if place is Place.NVME
+    }
 
 
-@final
-class StateFile:
-    """A file of records of fixed sizes, all of its space taken at once, with two versions of each.
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Layout:
+    """A piece in its buffer: weights, state and gradient, each from a block on. The first two are its record.
 
-    It is removed when it is closed, or when nobody has it any more: it holds the state of this process alone.
-
-    Args:
-        path: where; its folder is made if it does not exist. What another process left there is overwritten.
-        sizes_bytes: of the records.
-
-    Raises:
-        StorageError: there is no room, no permission, or another process is using it.
+    Attributes:
+        num_params: of the piece.
+        weight_bytes, state_bytes, gradient_bytes: of each part; 0 if it is not there.
     """
 
-    def __init__(self, path: Path, sizes_bytes: Sequence[int]) -> None:
-        self.path = path
-        self._room_bytes = [in_blocks(size) for size in sizes_bytes]
-        self._starts = list(itertools.accumulate((2 * room for room in self._room_bytes), initial=0))
-        self._current: list[int | None] = [None] * len(self._room_bytes)
-        self._fd = _create(path, self.num_bytes)
-        self._discard = weakref.finalize(self, _discard, self._fd, path)
-        self.is_direct = _go_direct(self._fd)
+    num_params: int
+    weight_bytes: int
+    state_bytes: int
+    gradient_bytes: int
+
+    @property
+    def state_start(self) -> int:
+        """Where its state begins."""
+        return in_blocks(self.weight_bytes)
+
+    @property
+    def record_bytes(self) -> int:
+        """Length of its record, and where its gradient begins."""
+        return self.state_start + in_blocks(self.state_bytes)
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that it takes in a buffer."""
+        return self.record_bytes + in_blocks(self.gradient_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes: both versions."""
-        return self._starts[-1]
-
-    @property
-    def words(self) -> str:
-        """Where it is, and how it is read and written."""
-        way = "past" if self.is_direct else "through (no O_DIRECT there)"
-        return f"state in {self.path.parent}, {way} the page cache"
-
-    def is_written(self, record: int) -> bool:
-        """Return whether a record has a version."""
-        return self._current[record] is not None
-
-    def read(self, record: int, buffer: memoryview) -> None:
-        """Read the current version of a record into ``buffer``, which has whole blocks and begins at one.
-
-        Raises:
-            StorageError: not all of it could be read.
-        """
-        version = self._current[record]
-        assert version is not None, "read before it was written"
-        self._transfer("read", os.preadv, record, version, buffer)
-
-    def write(self, record: int, buffer: memoryview) -> None:
-        """Write a record beside its current version, and make that the current one. See :meth:`read`.
-
-        Raises:
-            StorageError: not all of it could be written; the current version is what it was.
-        """
-        version = 1 - (self._current[record] or 0)
-        self._transfer("write", os.pwritev, record, version, buffer)
-        self._current[record] = version
-
-    def close(self) -> None:
-        """Remove it. Closing twice is allowed."""
-        self._discard()
-
-    def _transfer(
-        self,
-        verb: str,
-        call: Callable[[int, list[memoryview], int], int],
-        record: int,
-        version: int,
-        buffer: memoryview,
-    ) -> None:
-        room = self._room_bytes[record]
-        start = self._starts[record] + version * room
-        buffer, done = buffer[:room], 0
-        try:
-            while done < room and (count := call(self._fd, [buffer[done : done + _CHUNK_BYTES]], start + done)) > 0:
-                done += count
-            if not self.is_direct:
-                os.posix_fadvise(self._fd, start, room, os.POSIX_FADV_DONTNEED)
-        except OSError as error:
-            raise StorageError(
-                f"{self.path}: a {verb} of {room:,} B failed after {done:,} B: {error.strerror}; the state of the last "
-                "iteration is whole, but training cannot go on"
-            ) from error
-        if done < room:
-            raise StorageError(
-                f"{self.path} ends amid a {verb} of {room:,} B, after {done:,} B: something else has changed it; give "
-                "every run a --storage-dir of its own"
-            )
-
-
-def in_blocks(num_bytes: int) -> int:
-    """Return bytes rounded up to whole blocks."""
-    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
-def _create(path: Path, num_bytes: int) -> int:
-    """Make a file with all of its space, which nobody else uses, and return its descriptor."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be made: {error.strerror}; choose another --storage-dir") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        raise StorageError(f"{path} is in use by another run; give every run a --storage-dir of its own") from error
-    try:
-        os.ftruncate(fd, 0)
-        os.posix_fallocate(fd, 0, num_bytes)
-    except OSError as error:
-        _discard(fd, path)
-        if error.errno not in _NO_ROOM:
-            raise StorageError(
-                f"{path}: no space can be taken: {error.strerror}; choose another --storage-dir"
-            ) from error
-        raise StorageError(_no_room(path, num_bytes, error)) from error
-    return fd
-
-
-def _no_room(path: Path, num_bytes: int, error: OSError) -> str:
-    system = os.statvfs(path.parent)
-    return (
-        f"{path} needs {num_bytes:,} B, two versions of the optimizer state that the plan has on NVMe, but "
-        f"{system.f_bavail * system.f_frsize:,} B are free there ({error.strerror}); make room, choose another "
-        "--storage-dir, or plan with less on NVMe"
-    )
-
-
-def _discard(fd: int, path: Path) -> None:
-    path.unlink(missing_ok=True)  # first: nobody else may lock what is about to go
-    os.close(fd)
-
-
-def _go_direct(fd: int) -> bool:
-    """Leave the page cache out from now on, if that is possible; see [Note: Direct]."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        with mmap.mmap(-1, BLOCK_BYTES) as page:  # some file systems refuse only the first transfer
-            os.pwritev(fd, [page], 0)
-            os.preadv(fd, [page], 0)
-    except OSError:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-        return False
-    return True
+        """The same without what rounds its parts up."""
+        return self.weight_bytes + self.state_bytes + self.gradient_bytes
 
 
 @dataclasses.dataclass(slots=True)
@@ -208,6 +85,64 @@ class _Held:
 
 
 @final
+class SpilledGradients:
+    """Gradients that wait for their update on NVMe, and the rooms on the host that they arrive in.
+
+    Args:
+        rooms: of every piece, uint8, whole blocks; pieces that are not there at the same time share them.
+        file: a record for every piece in their order.
+    """
+
+    def __init__(self, rooms: Mapping[Key, torch.Tensor], file: RecordFile) -> None:
+        self.rooms = rooms
+        self.file = file
+        self._record = {key: record for record, key in enumerate(rooms)}
+        self._there: set[Key] = set()
+
+    @classmethod
+    def of(
+        cls, units: tuple[Unit, ...], decisions: Decisions, folder: Path | None, rank: int, host: Arena
+    ) -> Self | None:
+        """Return room for what decisions spill; ``None`` if that is nothing. Raises as :meth:`StoredState.of`."""
+        planned = SpillRooms(units, decisions)
+        if not planned.room_of:
+            return None
+        num_params = pieces_on_nvme(units, decisions)
+        item_bytes = decisions.spilled_bytes_per_param
+        needed = [0] * len(planned.sizes_bytes)
+        starts: dict[Key, int] = {}
+        for unit, room in planned.room_of.items():
+            start = 0
+            for key in (key for key in num_params if key[0] == unit):
+                starts[key] = start
+                start += in_blocks(item_bytes * num_params[key])
+            needed[room] = max(needed[room], start)
+        sizes_bytes = [item_bytes * count for count in num_params.values()]
+        what = "gradients"
+        file = RecordFile(folder_of(folder, what) / f"gradients-rank-{rank}.state", sizes_bytes, 1, what)
+        memory = [
+            host.take_blocks(f"spilled gradients {i}", {MemoryClass.GRADIENTS: size}, BLOCK_BYTES, room_bytes=needed[i])
+            for i, size in enumerate(planned.sizes_bytes)
+        ]
+        rooms = {
+            key: memory[planned.room_of[key[0]]][starts[key] : starts[key] + in_blocks(item_bytes * count)]
+            for key, count in num_params.items()
+        }
+        return cls(rooms, file)
+
+    def spill(self, key: Key) -> None:
+        """Write the gradient of a piece, which is whole in its room."""
+        self.file.write(self._record[key], as_bytes(self.rooms[key]))
+        self._there.add(key)
+
+    def fetch(self, key: Key, buffer: torch.Tensor) -> None:
+        """Read the gradient of a piece into its place in a buffer, if one was spilled since the last time."""
+        if key in self._there:
+            self._there.remove(key)
+            self.file.read(self._record[key], as_bytes(buffer))
+
+
+@final
 class StoredState:
     """Optimizer state on NVMe, and the ring of host buffers [Note: Host buffers] in :mod:`planner.lowering.storage`.
 
@@ -215,58 +150,87 @@ class StoredState:
     iterations all buffers are free.
 
     Args:
-        num_params: of every piece.
-        num_tensors: float32 tensors of state: the master copy, and the optimizer's buffers.
+        layouts: of every piece.
+        dtype: of weights and gradients.
         ring: uint8, whole blocks each.
+        landing: for every unit whose parameters are on NVMe, where the weights of each of its pieces are read to,
+            uint8, whole blocks; units of one slot share it.
         file: where state is, a record for every piece in their order.
+        spilled: gradients on NVMe, if any are.
     """
 
     def __init__(
-        self, num_params: Mapping[Key, int], num_tensors: int, ring: Sequence[torch.Tensor], file: StateFile
+        self,
+        layouts: Mapping[Key, _Layout],
+        dtype: torch.dtype,
+        ring: Sequence[torch.Tensor],
+        landing: Mapping[str, Sequence[torch.Tensor]],
+        file: RecordFile,
+        spilled: SpilledGradients | None,
     ) -> None:
         self.file = file
-        self._num_params = num_params
-        self._num_tensors = num_tensors
+        self.landing = landing
+        self.spilled = spilled
+        self._layouts = layouts
+        self._dtype = dtype
         self._ring = ring
-        self._record = {key: record for record, key in enumerate(num_params)}
+        self._record = {key: record for record, key in enumerate(layouts)}
         self._held: dict[Key, _Held] = {}
 
     @classmethod
     def of(
-        cls, units: tuple[Unit, ...], decisions: Decisions, folder: Path | None, rank: int, host: Arena
+        cls,
+        units: tuple[Unit, ...],
+        decisions: Decisions,
+        slot_of: Mapping[str, int],
+        folder: Path | None,
+        rank: int,
+        host: Arena,
     ) -> Self | None:
         """Return room for what decisions have on NVMe, without values; ``None`` if that is nothing.
 
         Raises:
             ValueError: it is not said where.
-            StorageError: see :class:`StateFile`.
+            StorageError: see :class:`executor.files.RecordFile`.
             DeviceMemoryError: the host has no room for the ring.
         """
-        num_params = {
-            (unit.name, index): count
-            for unit in units
-            for index, (count, place) in enumerate(decisions.placed_pieces(unit))
-            if place is Place.NVME
-        }
+        num_params = pieces_on_nvme(units, decisions)
         if not num_params:
             return None
-        if folder is None:
-            raise ValueError(
-                "the plan keeps optimizer state on NVMe, but no folder for it was given; set storage_dir to one on a "
-                "fast drive (ullage execute --storage-dir DIR)"
+        spilled = SpilledGradients.of(units, decisions, folder, rank, host)
+        gradient_bytes = 0 if spilled is None else decisions.spilled_bytes_per_param
+        layouts = {
+            key: _Layout(
+                count,
+                decisions.stored_weight_bytes(key[0]) * count,
+                decisions.state_bytes_per_param * count,
+                gradient_bytes * count,
             )
-        num_tensors = 1 + OPTIMIZERS[decisions.optimizer].num_buffers
-        sizes_bytes = [4 * num_tensors * count for count in num_params.values()]
+            for key, count in num_params.items()
+        }
+        planned = {MemoryClass.OPTIMIZER: max(layout.num_bytes for layout in layouts.values())}
+        room_bytes = max(layout.room_bytes for layout in layouts.values())
         ring = [
-            host.take_blocks(f"nvme slot {i}", {MemoryClass.OPTIMIZER: max(sizes_bytes)}, BLOCK_BYTES)
+            host.take_blocks(f"nvme slot {i}", planned, BLOCK_BYTES, room_bytes=room_bytes)
             for i in range(min(decisions.num_nvme_slots, len(num_params)))
         ]
-        return cls(num_params, num_tensors, ring, StateFile(folder / f"optimizer-rank-{rank}.state", sizes_bytes))
+        landing = _take_landing(units, decisions, slot_of, host)
+        what = "the optimizer state"
+        sizes_bytes = [layout.record_bytes for layout in layouts.values()]
+        file = RecordFile(folder_of(folder, what) / f"optimizer-rank-{rank}.state", sizes_bytes, 2, what)
+        dtype = torch.float32 if decisions.precision.master_is_weight else torch.bfloat16
+        return cls(layouts, dtype, ring, landing, file, spilled)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all state in both versions, without what rounds pieces up to blocks."""
-        return 2 * 4 * self._num_tensors * sum(self._num_params.values())
+    def by_class(self) -> dict[MemoryClass, int]:
+        """Bytes on NVMe by what they are for, state in both versions, without what rounds parts up to blocks."""
+        layouts = self._layouts.values()
+        totals = {
+            MemoryClass.OPTIMIZER: 2 * sum(layout.state_bytes for layout in layouts),
+            MemoryClass.PARAMETERS: 2 * sum(layout.weight_bytes for layout in layouts),
+            MemoryClass.GRADIENTS: sum(layout.gradient_bytes for layout in layouts),
+        }
+        return {memory_class: num_bytes for memory_class, num_bytes in totals.items() if num_bytes}
 
     @contextlib.contextmanager
     def begin(self, unit: str) -> Iterator[Callable[[int, int, torch.Tensor], None]]:
@@ -279,7 +243,7 @@ class StoredState:
 
         def settle() -> None:
             if current is not None:
-                self._write((unit, current), self._ring[0])
+                self._write_at_rest((unit, current))
 
         def keep(index: int, start: int, values: torch.Tensor) -> None:
             nonlocal current, master
@@ -292,8 +256,13 @@ class StoredState:
         yield keep
         settle()
 
+    def read_weights(self, unit: str) -> None:
+        """Read the weights of a unit to where they land."""
+        for index, buffer in enumerate(self.landing[unit]):
+            self._read((unit, index), buffer, 0)
+
     def swap_in(self, key: Key, slot: int, *, reads: bool) -> None:
-        """Give a piece a buffer, and read its state into it, if that is needed."""
+        """Give a piece a buffer, and read its state, and the gradient that was spilled, into it if that is needed."""
         assert key not in self._held
         self._held[key] = _Held(self._ring[slot])
         if reads:
@@ -301,49 +270,88 @@ class StoredState:
 
     def state(self, key: Key) -> tuple[torch.Tensor, ...]:
         """Return the state of a piece that has a buffer, master copy first; read it if that has not been done."""
-        held = self._held[key]
+        held, layout = self._held[key], self._layouts[key]
         if not held.is_loaded:
-            self._read(key, held.buffer)
+            self._read(key, held.buffer[layout.state_start : layout.record_bytes], layout.state_start)
+            if self.spilled is not None:
+                self.spilled.fetch(key, held.buffer[layout.record_bytes : layout.room_bytes])
             held.is_loaded = True
         return self._tensors(key, held.buffer)
 
+    def gradient(self, key: Key) -> torch.Tensor:
+        """Return the gradient of a piece whose state is in its buffer, once it was spilled."""
+        layout = self._layouts[key]
+        start = layout.record_bytes
+        return self._held[key].buffer[start : start + layout.gradient_bytes].view(self._dtype)
+
+    def weights(self, key: Key) -> torch.Tensor | None:
+        """Return where an update writes the weights of a piece that has a buffer; ``None``: the master copy is it."""
+        layout = self._layouts[key]
+        return self._held[key].buffer[: layout.weight_bytes].view(self._dtype) if layout.weight_bytes else None
+
     def changed(self, key: Key) -> None:
-        """Say that the state of a piece in its buffer is newer than that in the file."""
+        """Say that the state of a piece in its buffer is newer than that in the file, and its weights are all there."""
         self._held[key].is_changed = True
 
     def swap_out(self, key: Key) -> None:
         """Write what has changed, and give the buffer up."""
         held = self._held[key]
         if held.is_changed:
-            self._write(key, held.buffer)
+            self.file.write(self._record[key], as_bytes(held.buffer))
         del self._held[key]
 
     @contextlib.contextmanager
     def at_rest(self, key: Key, *, writes: bool = False) -> Iterator[tuple[torch.Tensor, ...]]:
         """Have the state of a piece between iterations, and write it afterwards if it is said to change."""
         assert not self._held, "buffers are in use"
-        self._read(key, self._ring[0])
-        yield self._tensors(key, self._ring[0])
+        layout, buffer = self._layouts[key], self._ring[0]
+        self._read(key, buffer[layout.state_start : layout.record_bytes], layout.state_start)
+        yield self._tensors(key, buffer)
         if writes:
-            self._write(key, self._ring[0])
+            self._write_at_rest(key)
 
     def close(self) -> None:
-        """Remove the file. Closing twice is allowed."""
+        """Remove the files. Closing twice is allowed."""
         self.file.close()
+        if self.spilled is not None:
+            self.spilled.file.close()
 
     def _tensors(self, key: Key, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        shape = self._num_tensors, self._num_params[key]
-        return buffer[: 4 * shape[0] * shape[1]].view(torch.float32).view(shape).unbind()
+        layout = self._layouts[key]
+        state = buffer[layout.state_start : layout.state_start + layout.state_bytes].view(torch.float32)
+        return state.view(-1, layout.num_params).unbind()
 
-    def _read(self, key: Key, buffer: torch.Tensor) -> None:
+    def _read(self, key: Key, buffer: torch.Tensor, start: int) -> None:
         if self.file.is_written(self._record[key]):
-            self.file.read(self._record[key], _bytes(buffer))
+            self.file.read(self._record[key], as_bytes(buffer), start)
         else:  # it has nothing but pads, see [Note: Shards] in executor.pieces
             buffer.zero_()
 
-    def _write(self, key: Key, buffer: torch.Tensor) -> None:
-        self.file.write(self._record[key], _bytes(buffer))
+    def _write_at_rest(self, key: Key) -> None:
+        """Write the state in the first buffer, with the weights that its master copy rounds to."""
+        layout, buffer = self._layouts[key], self._ring[0]
+        if layout.weight_bytes:
+            buffer[: layout.weight_bytes].view(self._dtype).copy_(self._tensors(key, buffer)[0])
+        self.file.write(self._record[key], as_bytes(buffer))
 
 
-def _bytes(buffer: torch.Tensor) -> memoryview:
-    return buffer.numpy().data
+def _take_landing(
+    units: tuple[Unit, ...], decisions: Decisions, slot_of: Mapping[str, int], host: Arena
+) -> dict[str, list[torch.Tensor]]:
+    """Take a buffer for every slot that parameters come to from NVMe, and cut it for each of the slot's units."""
+    weight_bytes = decisions.precision.weight_bytes
+    parts = {
+        unit.name: [in_blocks(weight_bytes * count) for count in decisions.piece_params(unit)]
+        for unit in units
+        if decisions.units[unit.name].params == "nvme" and unit.name in slot_of
+    }
+    landing: dict[str, list[torch.Tensor]] = {}
+    for slot in sorted({slot_of[name] for name in parts}):
+        names = [name for name in parts if slot_of[name] == slot]
+        planned = weight_bytes * max(decisions.shard_params(unit) for unit in units if unit.name in names)
+        room_bytes = max(sum(parts[name]) for name in names)
+        buffer = host.take_blocks(
+            f"buffer of slot {slot}", {MemoryClass.PARAMETERS: planned}, BLOCK_BYTES, room_bytes=room_bytes
+        )
+        landing |= {name: list(torch.split(buffer[: sum(parts[name])], parts[name])) for name in names}
+    return landing

@@ -64,7 +64,10 @@ class Weights:
                 self._fill(state)
 
     def of(self, name: str) -> torch.Tensor:
-        """Return a parameter's current weights: a view of where they are kept, or new host memory if that is shards."""
+        """Return a parameter's current weights: a view of where they are kept.
+
+        It is new host memory if they are kept in shards or shares, or on NVMe.
+        """
         return whole_of([(p.share, self._share(unit, p)) for unit, p in self._parts[name]], self._ranks)
 
     def names(self) -> Iterable[str]:
@@ -72,13 +75,15 @@ class Weights:
         return self._parts
 
     def _share(self, unit: UnitState, parameter: ParameterState) -> torch.Tensor:
-        if unit.slot < 0 or not _is_sharded(unit):
+        if not unit.on_nvme and (unit.slot < 0 or not _is_sharded(unit)):
             return unit.weight_of(parameter)
         self._fill(unit)
         return unit.weight_of(parameter, unit.device_weights).to("cpu", copy=True)
 
     def _fill(self, unit: UnitState) -> None:
         if self._in_slot.get(unit.slot) != unit.name:
+            if unit.on_nvme:
+                self._actions.read(unit)
             if not unit.on_device:
                 self._actions.fetch(unit)
             if _is_sharded(unit):

@@ -8,8 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from planner.graph import Degrees, Unit
 from planner.optimizers import OPTIMIZERS, Optimizer
 
-SPILLED_BYTES_PER_PARAM = 4  # a gradient that waits on NVMe does so in fp32
-
 Activations = Literal["keep", "recompute", "offload", "offload-nvme"]
 # What may be used beside device and host: nothing; the host for activations too; that, and NVMe for anything.
 Storage = Literal["never", "activations", "nvme"]
@@ -240,7 +238,7 @@ class Decisions(Frozen):
             and self.max_prefetch_params is self.max_reuse_params is None
             and self.reduce_start == "backward"
             and self.pipeline_parallel == 1
-            and not self.storage_ahead
+            and self.pinned_reads
         )
 
     @property
@@ -260,7 +258,7 @@ class Decisions(Frozen):
 
     @property
     def num_state_versions(self) -> Literal[1, 2]:
-        """How often state on NVMe is there: our executor writes a new version beside the old one, others in place.
+        """How often state and weights on NVMe are there: ours are written beside the old version, others' in place.
 
         An engine with copies, passes or unpinned reads of its own is another one.
         """
@@ -268,16 +266,14 @@ class Decisions(Frozen):
         return 2 if ours else 1
 
     @property
-    def storage_ahead(self) -> tuple[str, ...]:
-        """What they use of storage that our executor does not do so far, in words."""
-        units = self.units.values()
-        found = {
-            "parameters on NVMe (params 'nvme')": any(u.params == "nvme" for u in units),
-            "offloaded activations": any(u.offloads for u in units),
-            "gradients that wait on NVMe (spill_gradients)": self.spill_gradients
-            and any(Place.NVME in u.update for u in units),
-        }
-        return tuple(words for words, is_used in found.items() if is_used)
+    def spilled_bytes_per_param(self) -> int:
+        """Bytes of a gradient that waits on NVMe: in the weights' type; in fp32 where an engine converts it before."""
+        return self.precision.weight_bytes if self.gradient_path is GradientPath.ONCE else 4
+
+    def stored_weight_bytes(self, unit: str) -> int:
+        """Return the bytes per parameter of a unit's weights on NVMe: none where the fp32 master copy is the weight."""
+        apart = self.units[unit].params == "nvme" and not self.precision.master_is_weight
+        return self.precision.weight_bytes if apart else 0
 
     @property
     def degrees(self) -> Degrees:

@@ -11,7 +11,7 @@ from planner.models import experts
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig
 from planner.models.ends import embedding_operators, head_operators
-from planner.models.kernels import Attention, Collective, Elementwise, Gemm, Kernel, Kernels, flop, num_kernels
+from planner.models.kernels import Attention, Collective, Elementwise, Gemm, Kernel, Kernels, num_kernels
 from planner.models.operators import (
     Batch,
     Operator,
@@ -53,6 +53,7 @@ class Unit:
         operators: in forward order.
         parameters: in order of use.
         shared_units: units whose parameters it uses too (tied embeddings).
+        is_first: whether its segment begins with it.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Unit:
     operators: tuple[Operator, ...]
     parameters: tuple[ParameterSpec, ...]
     shared_units: tuple[str, ...] = ()
+    is_first: bool = False
 
     @functools.cached_property
     def num_params(self) -> int:
@@ -120,13 +122,12 @@ class Unit:
 
     @functools.cached_property
     def swap_bytes(self) -> int:
-        """Activations that are moved if they are offloaded: its input, and what its products make but the last.
+        """Activations that are moved if they are offloaded: what its products make, and its segment's input.
 
-        What the last one makes is the next unit's input; all else is made again from these by :attr:`remake`.
+        What recomputation does not reach is not among them; all else is made again from these by :attr:`remake`.
         """
-        products = [operator for operator in self.operators if flop(operator.forward)]
-        made = sum(operator.output_bytes for operator in products[:-1])
-        return self.activation_output_bytes + made + sum(operator.between_bytes for operator in products)
+        given = self.activation_output_bytes if self.is_first else 0
+        return given + sum(operator.product_bytes for operator in self.operators)
 
     @functools.cached_property
     def remake(self) -> Kernels:
@@ -224,12 +225,14 @@ def units(graph: "nx.DiGraph[str]") -> tuple[Unit, ...]:
     """Return the units of a graph from :func:`build_graph`, in forward order."""
     operators: list[Operator] = [node["operator"] for node in graph.nodes.values()]
     owner = {spec.name: operator.unit for operator in operators for spec in operator.parameters}
-    result = []
+    result: list[Unit] = []
     for name, group in itertools.groupby(operators, key=lambda operator: operator.unit):
         members = tuple(group)
         shared = {owner[parameter]: None for operator in members for parameter in operator.shared_parameters}
         owned = tuple(spec for operator in members for spec in operator.parameters)
-        result.append(Unit(name, members[0].segment, members, owned, tuple(shared)))
+        segment = members[0].segment
+        is_first = not result or result[-1].segment != segment
+        result.append(Unit(name, segment, members, owned, tuple(shared), is_first))
     return tuple(result)
 
 

@@ -5,9 +5,12 @@ ordinary memory, or CUDA streams (:mod:`executor.machine`). The loop decides onl
 in :mod:`planner.schedule` decides everything else, and each machine keeps to it.
 """
 
-from typing import Protocol
+from typing import Final, Protocol
 
 from planner.schedule import Op, Schedule, Task
+
+REACHED: Final = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.REMAKE, Op.BACKWARD, Op.CLIP})
+"""What the caller computes by itself, and tells the loop of."""
 
 
 class Machine(Protocol):
@@ -34,7 +37,7 @@ class Loop:
         self.iteration = 0
         self._machine = machine
         self._next = 0
-        self._order = [t for t in schedule.tasks if t.op in {Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.CLIP}]
+        self._order = [t for t in schedule.tasks if t.op in REACHED]
         self._reached = 0
 
     def expected(self) -> Task | None:

@@ -87,8 +87,7 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         choices=get_args(Storage),
         help="what a plan may use beside device and host: never anything (the default); activations: these may wait on "
         "the host instead of being computed again; nvme: anything may also be on the drives, which wear with every "
-        "iteration. Optimizer state on NVMe is executed; parameters there, and activations that leave the device, are "
-        "planned, verified and simulated, but not executed so far",
+        "iteration",
     )
     group.add_argument("--precision", choices=("bf16", "fp32"), help="of weights and gradients (bf16)")
     group.add_argument(

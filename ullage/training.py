@@ -49,10 +49,10 @@ class Settings(TypedDict, total=False):
     """How a plan is executed here; all may be left out.
 
     Attributes:
-        storage_dir: folder on the planned drives, if the plan keeps optimizer state on NVMe.
+        storage_dir: folder on the planned drives, if the plan keeps anything on NVMe.
         compile_blocks: whether ``torch.compile`` fuses kernels of the repeated blocks (attention, MLP, norms, each by
-            itself) when they first run, which takes a while. Rounding, and what dropout draws, are then those of the
-            compiled kernels; times are predicted without.
+            itself) when they first run, which takes a while; not of those whose activations leave. Rounding, and what
+            dropout draws, are then those of the compiled kernels; times are predicted without.
         cores: of this machine, which its ranks divide; left out, those that are open to the process. Threads are bound
             if there are several ranks or cores are named, and left alone if this is ``"free"``: see
             [Note: Shares of cores] in :mod:`executor.cores`.

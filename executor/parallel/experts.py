@@ -11,28 +11,17 @@ with no rows, so its gradient is zero, as it is in one parameter with the others
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import nn
 
+from executor.marks import Marks, in_backward
 from executor.parallel.collectives import swap
 from executor.parallel.groups import Group
 from executor.parallel.shares import BindingError, Share
 from executor.parallel.tensor import Undo, replace_forward
 from planner.graph import Unit
-
-
-class Marks(Protocol):
-    """Who wants to know where the model is. See :class:`executor.binding.Marks`."""
-
-    def at_forward(self, unit: str) -> None:
-        """Forward, or recomputation, has come to a unit."""
-        ...
-
-    def at_backward(self, unit: str) -> None:
-        """Backward has come to a unit."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,7 +154,7 @@ class _Experts:
         return _grouped(self._module.act_fn(gate) * up, _trained(bank.down), sizes)  # type: ignore[operator]
 
     def _mark_backward(self, unit: str, values: torch.Tensor) -> None:
-        if values.requires_grad and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if values.requires_grad and torch.is_grad_enabled() and not in_backward():
             values.register_hook(lambda _gradient: self._marks.at_backward(unit))  # type: ignore[no-untyped-call]
 
 

@@ -52,7 +52,7 @@ class Memory:
             nvme.plus(on_nvme, float(versions * self.on.given.state_bytes_per_param * shard))
             weights_there = f"{name}:onnvme"
             if weights_there in self.on.program.boxes and not self.on.given.precision.master_is_weight:
-                nvme[weights_there] += float(self.on.weight_bytes * shard)
+                nvme[weights_there] += float(versions * self.on.weight_bytes * shard)
         ranks = self.on.cost.ranks_per_node
         for tier, held in ((Tier.HOST, host), (Tier.NVME, nvme)):
             if capacity[tier] and held:

@@ -7,7 +7,7 @@ from planner.bounds.placement import AGAIN, Placement
 from planner.bounds.program import Sum
 from planner.bounds.space import TIME
 from planner.costs import Resource
-from planner.decisions import SPILLED_BYTES_PER_PARAM, Place
+from planner.decisions import Place
 from planner.graph import Unit
 from planner.schedule import Lane, Op, Phase, Task
 
@@ -85,7 +85,7 @@ class Work:
         weights_written = 0 if self.on.given.precision.master_is_weight else self.on.weight_bytes
         for what, num_bytes, directions in (
             (Place.NVME, self.on.given.state_bytes_per_param, (read, written)),
-            ("spill", SPILLED_BYTES_PER_PARAM, (read, written)),
+            ("spill", self.on.given.spilled_bytes_per_param, (read, written)),
             ("onnvme", weights_written, (written,)),
             ("reads", self.on.weight_bytes, (read,)),
         ):

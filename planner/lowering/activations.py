@@ -3,15 +3,37 @@
 [Note: Offloaded activations] What only products can make leaves the device right behind its unit's forward, and is
 back just before its segment's backward, which makes the rest again. Both ways the look-ahead is bounded: forward runs
 at most ``num_activation_slots`` segments ahead of what leaves, and what comes back at most that many ahead of backward.
-Buffers on the host that only pass activations on to NVMe, or from there, are as many.
+On the host every unit has a place of its own. What only passes on to NVMe, or from there, goes through a ring of slots,
+each for a segment: as many slots as that look-ahead. The same ring serves both ways, as queues are first-in first-out:
+when the first segment comes back, the last one has been written.
 """
 
+from planner.decisions import Decisions
 from planner.graph import Unit, segments
 from planner.lowering.compute import AGAIN
 from planner.lowering.program import Draft, Program
 from planner.schedule import Lane, Op, Phase
 
 Segment = list[Unit]
+
+
+class OffloadRooms:
+    """The memory that offloaded activations leave to.
+
+    Attributes:
+        on_host, on_nvme: bytes for each unit whose activations end there, by name.
+        num_slots, slot_bytes: of the ring on the host that those on NVMe pass through.
+        slot_of: for each unit of those, its segment's slot, both ways.
+    """
+
+    def __init__(self, units: tuple[Unit, ...], decisions: Decisions) -> None:
+        decided = decisions.units
+        self.on_host = {unit.name: unit.swap_bytes for unit in units if decided[unit.name].activations == "offload"}
+        evicted = [s for s in segments(units) if decided[s[0].name].activations == "offload-nvme"]
+        self.on_nvme = {unit.name: unit.swap_bytes for segment in evicted for unit in segment}
+        self.slot_bytes = max((sum(unit.swap_bytes for unit in segment) for segment in evicted), default=0)
+        self.num_slots = min(decisions.num_activation_slots, len(evicted))
+        self.slot_of = {unit.name: i % self.num_slots for i, segment in enumerate(evicted) for unit in segment}
 
 
 def activations(program: Program) -> None:

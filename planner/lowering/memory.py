@@ -2,13 +2,13 @@
 
 from collections import defaultdict
 
-from planner.decisions import SPILLED_BYTES_PER_PARAM, GradientPath, Place
+from planner.decisions import GradientPath, Place
 from planner.graph import Unit, segments
-from planner.lowering.activations import evicts
+from planner.lowering.activations import OffloadRooms
 from planner.lowering.compute import AGAIN, compute_drafts
 from planner.lowering.parameters import assign_slots
 from planner.lowering.program import Program
-from planner.lowering.storage import spilled_bytes, written_weight_bytes
+from planner.lowering.storage import SpillRooms, spilled_bytes
 from planner.lowering.workspace import backward_workspace_bytes
 from planner.schedule import MemoryClass, Op, Tier
 
@@ -30,6 +30,9 @@ def memory(program: Program) -> None:
     for micro_batch in range(program.decisions.num_micro_batches):
         for segment in segments(program.units):
             _activations(program, segment, micro_batch)
+    _offload_rooms(program)
+    for room, num_bytes in enumerate(SpillRooms(program.units, program.decisions).sizes_bytes):
+        program.hold(Tier.HOST, MemoryClass.GRADIENTS, num_bytes, f"spilled gradients {room}")
     _workspace(program, fresh)
 
 
@@ -53,7 +56,8 @@ def _parameters(program: Program) -> None:
             program.hold(Tier.GPU, MemoryClass.PARAMETERS, weight_bytes * resident, unit.name)
         shard = program.shard_params[unit.name]
         if decisions.units[unit.name].params == "nvme":
-            program.hold(Tier.NVME, MemoryClass.PARAMETERS, written_weight_bytes(program, unit) * shard, unit.name)
+            num_bytes = decisions.num_state_versions * decisions.stored_weight_bytes(unit.name) * shard
+            program.hold(Tier.NVME, MemoryClass.PARAMETERS, num_bytes, unit.name)
         else:
             served = program.placed_params(unit, *(place for place in Place if decisions.serves(unit.name, place)))
             program.hold(Tier.HOST, MemoryClass.PARAMETERS, weight_bytes * served, unit.name)
@@ -116,7 +120,7 @@ def _gradients(program: Program, unit: Unit, maker: str, fresh: Fresh) -> None:
 
 
 def _host_gradients(program: Program, unit: Unit, bytes_per_param: int) -> None:
-    """Hold the host's gradients: always, unless they are spilled and one micro-batch makes them whole.
+    """Hold the host's gradients, but for the rooms that spilled ones pass through (:class:`SpillRooms`).
 
     Those that take the place of weights need no room: see [Note: In place] in :mod:`planner.decisions`.
     """
@@ -125,15 +129,13 @@ def _host_gradients(program: Program, unit: Unit, bytes_per_param: int) -> None:
         program.flushed_params(unit),
         program.placed_params(unit, Place.NVME) if decisions.spill_gradients else 0,
     )
-    program.hold(Tier.NVME, MemoryClass.GRADIENTS, SPILLED_BYTES_PER_PARAM * spilled, unit.name)
-    ends: tuple[str, ...] = ()
-    if decisions.num_micro_batches == 1:
-        arrives = "flush" if decisions.gradient_path is GradientPath.ONCE else "flush-bf16"
-        ends = (f"{arrives}:{unit.name}:0", f"{Op.SPILL}:{unit.name}")
+    program.hold(Tier.NVME, MemoryClass.GRADIENTS, decisions.spilled_bytes_per_param * spilled, unit.name)
     in_place = (place for place in Place if decisions.arrives_in_place(unit.name, place))
     apart = host - spilled - program.placed_params(unit, *in_place)
     program.hold(Tier.HOST, MemoryClass.GRADIENTS, bytes_per_param * apart, unit.name)
-    if spilled:
+    if spilled and decisions.gradient_path is not GradientPath.ONCE:  # others take memory as it comes
+        once = decisions.num_micro_batches == 1
+        ends = (f"flush-bf16:{unit.name}:0", f"{Op.SPILL}:{unit.name}") if once else ()
         program.hold(Tier.HOST, MemoryClass.GRADIENTS, bytes_per_param * spilled, f"{unit.name} spilled", *ends)
 
 
@@ -188,7 +190,7 @@ def _nvme_slots(program: Program) -> None:
     """Hold the ring of host buffers: state, spilled gradient and weights to be written of the largest subgroup."""
     decisions = program.decisions
     sizes = [
-        n * (decisions.state_bytes_per_param + spilled_bytes(program) + written_weight_bytes(program, unit))
+        n * (decisions.state_bytes_per_param + spilled_bytes(program) + decisions.stored_weight_bytes(unit.name))
         for unit in program.units
         for n, place in program.pieces[unit.name]
         if place is Place.NVME
@@ -221,21 +223,28 @@ def _activations(program: Program, segment: list[Unit], micro_batch: int) -> Non
 
 
 def _offloaded(program: Program, segment: list[Unit], micro_batch: int) -> None:
-    """Hold what is moved on the device until it has left and from when it comes back, and elsewhere in between."""
+    """Hold what is moved on the device until it has left and from when it comes back, and what is made again."""
     again = AGAIN[program.decisions.units[segment[0].name].activations]
     for unit in segment:
-        forward, offload, reload, remake, backward, evict, recall = (
-            f"{op}:{unit.name}:{micro_batch}"
-            for op in (Op.FORWARD, Op.OFFLOAD, Op.RELOAD, again, Op.BACKWARD, Op.EVICT, Op.RECALL)
+        forward, offload, reload, remake, backward = (
+            f"{op}:{unit.name}:{micro_batch}" for op in (Op.FORWARD, Op.OFFLOAD, Op.RELOAD, again, Op.BACKWARD)
         )
         moved, label = unit.swap_bytes, unit.name
         program.hold(Tier.GPU, MemoryClass.ACTIVATIONS, moved, label, forward, offload)
         program.hold(Tier.GPU, MemoryClass.ACTIVATIONS, moved, label, reload, backward)
         rest = max(unit.saved_bytes - moved, 0)
         program.hold(Tier.GPU, MemoryClass.ACTIVATIONS, rest, f"{label} made again", remake, backward)
-        if evicts(program, segment):
-            program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, moved, label, offload, evict)
-            program.hold(Tier.NVME, MemoryClass.ACTIVATIONS, moved, label, evict, recall)
-            program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, moved, label, recall, reload)
-        else:
-            program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, moved, label, offload, reload)
+
+
+def _offload_rooms(program: Program) -> None:
+    """Hold the rooms that offloaded activations leave to: a place for each unit, or in a ring if they go on to NVMe.
+
+    They are taken once, and serve one micro-batch after another: forward of the next begins when all are free.
+    """
+    rooms = OffloadRooms(program.units, program.decisions)
+    for name, num_bytes in rooms.on_host.items():
+        program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, num_bytes, name)
+    for slot in range(rooms.num_slots):
+        program.hold(Tier.HOST, MemoryClass.ACTIVATIONS, rooms.slot_bytes, f"activation slot {slot}")
+    for name, num_bytes in rooms.on_nvme.items():
+        program.hold(Tier.NVME, MemoryClass.ACTIVATIONS, num_bytes, name)

@@ -5,26 +5,48 @@ soon as the one that used its buffer before has been written back. One buffer re
 more, one subgroup is read or written while another is updated.
 """
 
-from planner.decisions import SPILLED_BYTES_PER_PARAM, Place
+from planner.decisions import Decisions, GradientPath, Place
 from planner.graph import Unit
 from planner.lowering.program import Draft, Program
 from planner.schedule import Lane, Op, Phase
 
-# Gradients of this many units may wait on the host for their turn to be written: the swapper's usual ``buffer_count``.
-NUM_SPILL_SLOTS = 20
+# DeepSpeed's swapper: gradients of this many units may wait on the host to be written, its usual ``buffer_count``.
+_SWAPPER_SLOTS = 20
 
 
-def written_weight_bytes(program: Program, unit: Unit) -> int:
-    """Return the bytes per parameter of updated weights that are written to NVMe beside the state."""
-    decisions = program.decisions
-    if decisions.units[unit.name].params != "nvme" or decisions.precision.master_is_weight:
-        return 0
-    return decisions.precision.weight_bytes
+class SpillRooms:
+    """The memory on the host that gradients arrive in before they are written to NVMe.
+
+    With one micro-batch they only pass, through a ring of ``num_gradient_slots`` rooms of one size; of several they are
+    added up there, so that every unit has a room of its own. Other engines take memory as gradients come.
+
+    Attributes:
+        sizes_bytes: of every room.
+        room_of: for every unit of which a gradient is spilled, its room.
+    """
+
+    def __init__(self, units: tuple[Unit, ...], decisions: Decisions) -> None:
+        spills = decisions.spill_gradients and decisions.gradient_path is GradientPath.ONCE
+        sizes_bytes = {
+            unit.name: decisions.spilled_bytes_per_param * num_params
+            for unit in reversed(units)
+            if spills and (num_params := sum(n for n, place in decisions.placed_pieces(unit) if place is Place.NVME))
+        }
+        self.sizes_bytes = list(sizes_bytes.values())
+        if decisions.num_micro_batches == 1:
+            count = min(num_spill_slots(decisions), len(sizes_bytes))
+            self.sizes_bytes = [max(sizes_bytes.values(), default=0)] * count
+        self.room_of = {name: i % len(self.sizes_bytes) for i, name in enumerate(sizes_bytes)}
+
+
+def num_spill_slots(decisions: Decisions) -> int:
+    """Return how many units' gradients may be on the host on their way to NVMe."""
+    return decisions.num_gradient_slots if decisions.gradient_path is GradientPath.ONCE else _SWAPPER_SLOTS
 
 
 def spilled_bytes(program: Program) -> int:
     """Return the bytes per parameter of gradients that wait on NVMe."""
-    return SPILLED_BYTES_PER_PARAM if program.decisions.spill_gradients else 0
+    return program.decisions.spilled_bytes_per_param if program.decisions.spill_gradients else 0
 
 
 def spill(program: Program, unit: Unit, backward: Draft, flushed: str, spilled: list[str]) -> None:
@@ -33,11 +55,11 @@ def spill(program: Program, unit: Unit, backward: Draft, flushed: str, spilled: 
     last = backward.micro_batch == program.decisions.num_micro_batches - 1
     if not (program.decisions.spill_gradients and num_params and last):
         return
-    if len(spilled) >= NUM_SPILL_SLOTS:
-        backward.after.append(spilled[-NUM_SPILL_SLOTS])
+    if len(spilled) >= (count := num_spill_slots(program.decisions)):
+        backward.after.append(spilled[-count])
     key = f"{Op.SPILL}:{unit.name}"
     draft = Draft(key, Lane.NVME_STATE_OUT, Op.SPILL, Phase.BACKWARD, unit.name, backward.micro_batch)
-    draft.num_bytes, draft.after = SPILLED_BYTES_PER_PARAM * num_params, [flushed]
+    draft.num_bytes, draft.after = spilled_bytes(program) * num_params, [flushed]
     program.behind[backward.key].append(program.add(draft))
     spilled.append(key)
 
@@ -69,7 +91,7 @@ class StateRing:
         """Add the write of an updated subgroup, which frees its buffer."""
         swap = self._draft(Lane.NVME_STATE_OUT, Op.SWAP_OUT, unit, swap_in.piece)
         state_bytes = self._program.decisions.state_bytes_per_param
-        swap.num_bytes = (state_bytes + written_weight_bytes(self._program, unit)) * num_params
+        swap.num_bytes = (state_bytes + self._program.decisions.stored_weight_bytes(unit.name)) * num_params
         swap.after = [updated]
         swap_in.after_previous.append(swap.key)  # not before last iteration's state is back
         where.append(swap)

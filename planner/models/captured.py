@@ -89,6 +89,7 @@ class CapturedOperator(_Frozen):
     output_bytes: Count
     workspace_bytes: Count
     num_skipped: Count = 0
+    product_bytes: Count = 0
 
 
 class CapturedBlock(_Frozen):
@@ -210,6 +211,7 @@ def _operator(path: str, captured: CapturedOperator) -> Operator:
         captured.workspace_bytes,
         captured.shared_parameters,
         captured.num_skipped,
+        captured.product_bytes,
         measured=True,
     )
 

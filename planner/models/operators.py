@@ -78,7 +78,7 @@ class Operator:
         num_skipped: kernels at the end of ``forward`` that recomputation does not reach.
         measured: its workspace is what was alive at its fullest, seen from outside its unit; otherwise what the
             operator alone needs.
-        between_bytes: what its products hand to each other, which elementwise kernels cannot make again.
+        product_bytes: what its products make, but for those that recomputation does not reach.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Operator:
     workspace_bytes: int
     shared_parameters: tuple[str, ...] = ()
     num_skipped: int = 0
-    between_bytes: int = 0
+    product_bytes: int = 0
     copies_input: bool = False
     measured: bool = False
 
@@ -140,7 +140,7 @@ class Part:
     modules: tuple[str, ...]
     sources: tuple[str, ...]
     num_skipped: int = 0
-    between_bytes: int = 0
+    product_bytes: int = 0
     experts: tuple[int, int] | None = None
 
 
@@ -293,14 +293,34 @@ def _attention_parts(config: ModelConfig, batch: Batch, names: _Names, source: s
         rows * (query + 2 * key) * e,
         names.qkv_modules,
         (source,),
+        product_bytes=rows * (query + 2 * key) * e,
     )
     sources = (names.qkv,) if has_learned_positions(config) else (names.qkv, "rotary")
-    yield Part(names.core, "attention", "attn", Pattern.SHARD, _core_work(config, batch), rows * query * e, (), sources)
+    per_head = 4 if batch.flash_attention else batch.seq_len * e  # a logarithm of each row's sum, or all its scores
+    yield Part(
+        names.core,
+        "attention",
+        "attn",
+        Pattern.SHARD,
+        _core_work(config, batch),
+        rows * query * e,
+        (),
+        sources,
+        product_bytes=rows * (query * e + config.num_attention_heads * per_head),
+    )
     output = linear(batch, query, hidden, bias=config.output_bias)
     output += sum_output(batch, hidden) + add_bias(batch, hidden, bias=config.output_bias)
     output += _residual(batch, hidden, has_dropout=has_learned_positions(config))
     yield Part(
-        names.output, "output", "attn", Pattern.ROW, output, rows * hidden * e, (names.output,), (names.core, "")
+        names.output,
+        "output",
+        "attn",
+        Pattern.ROW,
+        output,
+        rows * hidden * e,
+        (names.output,),
+        (names.core, ""),
+        product_bytes=rows * hidden * e,
     )
 
 
@@ -354,7 +374,7 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, sk
         up = Work((), each(rows * hidden, 3 * e)) + up + up
     up = work.keeping(sum_input_gradient(batch, hidden) + up, rows * hidden * e)
     up_bytes = rows * ffn * e * (2 if config.is_gated else 1)
-    yield Part(names.up, "up", "mlp", Pattern.COLUMN, up, up_bytes, names.up_modules, (source,))
+    yield Part(names.up, "up", "mlp", Pattern.COLUMN, up, up_bytes, names.up_modules, (source,), product_bytes=up_bytes)
     activate = work.activation(config.mlp, rows * ffn, e)
     yield Part(names.activation, "activation", "mlp", Pattern.SHARD, activate, rows * ffn * e, (), (names.up,))
     down = (
@@ -363,7 +383,18 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, sk
         + add_bias(batch, hidden, bias=config.mlp_bias)
         + _residual(batch, hidden, has_dropout=has_learned_positions(config))
     )
-    yield Part(names.down, "down", "mlp", Pattern.ROW, down, rows * hidden * e, (names.down,), (names.activation, skip))
+    hidden_bytes = rows * hidden * e
+    yield Part(
+        names.down,
+        "down",
+        "mlp",
+        Pattern.ROW,
+        down,
+        hidden_bytes,
+        (names.down,),
+        (names.activation, skip),
+        product_bytes=0 if config.norm_before else hidden_bytes,
+    )
 
 
 def _expert_parts(config: ModelConfig, batch: Batch, layer: int, source: str, skip: str) -> Iterable[Part]:
@@ -378,7 +409,17 @@ def _expert_parts(config: ModelConfig, batch: Batch, layer: int, source: str, sk
     before = "mlp" if whole else "attn"
     route = work.keeping(work.router(rows, hidden, num, top, e, normalize=config.normalize_router), rows * hidden * e)
     chosen_bytes = rows * top * (weight_bytes + 8)
-    yield Part("mlp.gate", "router", before, Pattern.REPLICATE, route, chosen_bytes, ("mlp.gate",), (source,))
+    yield Part(
+        "mlp.gate",
+        "router",
+        before,
+        Pattern.REPLICATE,
+        route,
+        chosen_bytes,
+        ("mlp.gate",),
+        (source,),
+        product_bytes=rows * num * e,
+    )
     visit_bytes = rows * top * hidden * e
     # Of tokens and of routing weights alike, a rank that has a share of every expert makes a part of the gradient.
     share = sum_input_gradient(batch, hidden) + Work((), all_reduce(rows * top * weight_bytes, batch.tensor_parallel))
@@ -406,7 +447,7 @@ def _expert_parts(config: ModelConfig, batch: Batch, layer: int, source: str, sk
             sum(bank) * hidden * e,
             ("mlp.experts",),
             ("mlp.dispatch",),
-            between_bytes=2 * sum(bank) * ffn * e,
+            product_bytes=sum(bank) * (2 * ffn + hidden) * e,
             experts=(first, count),
         )
     sources = (*names, "mlp.gate", skip)
@@ -443,7 +484,7 @@ def layer_operators(config: ModelConfig, layer: int, parts: Iterable[Part]) -> l
             part.output_bytes,
             part.work.workspace_bytes,
             num_skipped=part.num_skipped,
-            between_bytes=part.between_bytes,
+            product_bytes=part.product_bytes,
             copies_input=part.work.copies_input,
         )
         for part in parts

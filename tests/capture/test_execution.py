@@ -1,6 +1,9 @@
 """Captured models under random plans, against the same training in memory: the same bits."""
 
 import functools
+import itertools
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +16,13 @@ from executor.options import SessionOptions
 from executor.prepare import prepare_session
 from planner.decisions import Decisions, Place, Precision, UnitDecision
 from planner.graph import Batch, Unit, build_graph, segments, units
+from planner.schedule import Op
 from ullage.capture import capture_module
 from ullage.capture.recording import find_loss
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+FOLDER = tempfile.TemporaryDirectory(prefix="ullage-nvme-")
+NUMBERS = itertools.count()
 SUBGROUP_PARAMS = 3000
 ITERATIONS = 3
 
@@ -56,14 +62,14 @@ def reference(name: str, dtype: str) -> tuple[list[float], dict[str, torch.Tenso
 def decided(draw: st.DrawFn, found: tuple[Unit, ...], dtype: str) -> Decisions:
     chosen = {}
     for segment in segments(found):
-        again = draw(st.booleans()) and all(unit.recompute for unit in segment)
+        ways = ["keep", "recompute", "offload", "offload-nvme"] if all(unit.recompute for unit in segment) else ["keep"]
+        activations = draw(st.sampled_from(ways))
         for unit in segment:
             count = -(-unit.num_params // SUBGROUP_PARAMS)
             places = draw(
                 st.lists(st.sampled_from([Place.GPU, Place.STREAM, Place.CPU]), min_size=count, max_size=count)
             )
             host = Place.GPU not in places and count and draw(st.booleans())
-            activations = "recompute" if again else "keep"
             chosen[unit.name] = UnitDecision(
                 params="host" if host else "gpu", activations=activations, update=tuple(places)
             )
@@ -85,7 +91,8 @@ def test_training_is_the_same_bit_for_bit(name: str, dtype: str, data: st.DataOb
     found = units_of(name, dtype)
     decisions = data.draw(decided(found, dtype))
     model, given_optimizer = make(name, dtype)
-    model, optimizer = prepare_session(model, given_optimizer, found, decisions, SessionOptions(num_threads=1))
+    options = SessionOptions(num_threads=1, storage_dir=Path(FOLDER.name) / str(next(NUMBERS)))
+    model, optimizer = prepare_session(model, given_optimizer, found, decisions, options)
     with optimizer.session:
         seen = train(name, dtype, model, optimizer)
         final = {path: weight.clone() for path, weight in optimizer.session.full_parameters().items()}
@@ -93,3 +100,32 @@ def test_training_is_the_same_bit_for_bit(name: str, dtype: str, data: st.DataOb
     assert seen == expected
     assert final.keys() == expected_weights.keys()
     assert not [path for path in final if not torch.equal(final[path], expected_weights[path])]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_offloaded_activations_are_those_that_were_counted(name: str) -> None:
+    """To the byte, unit by unit, whatever the model is made of."""
+    found = units_of(name, "bf16")
+    chosen = {}
+    for segment in segments(found):
+        way = "offload" if all(unit.recompute for unit in segment) else "keep"
+        for unit in segment:
+            count = -(-unit.num_params // SUBGROUP_PARAMS)
+            chosen[unit.name] = UnitDecision(params="gpu", activations=way, update=(Place.GPU,) * count)
+    decisions = Decisions(policy="test", micro_batch=4, subgroup_params=SUBGROUP_PARAMS, units=chosen)
+    model, given_optimizer = make(name, "bf16")
+    model, optimizer = prepare_session(model, given_optimizer, found, decisions, SessionOptions(num_threads=1))
+    moved = {}
+    with optimizer.session as session:
+        activations = session._offloaded
+        leave = activations.leave
+
+        def watched(unit: str) -> None:
+            leave(unit)
+            moved[unit] = sum(tensor.num_bytes for tensor in activations._visit[unit].moved(unit))
+
+        activations.leave = watched
+        args, kwargs = batch(name, torch.bfloat16, seed=0)
+        find_loss(model(*args, **kwargs))[0].backward()
+        optimizer.step()
+        assert moved == {task.unit: task.num_bytes for task in session.schedule.tasks if task.op is Op.OFFLOAD}

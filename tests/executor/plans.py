@@ -6,6 +6,15 @@ from training import Task, decide
 
 from planner.decisions import Place
 
+LAYERS = ["layers.0", "layers.1", "layers.2"]
+ACTIVATIONS = ["keep", "recompute", "offload", "offload-nvme"]
+
+PLACES = {
+    "gpu": [Place.CPU, Place.STREAM, Place.NVME, Place.GPU],
+    "host": [Place.CPU, Place.STREAM, Place.NVME],
+    "nvme": [Place.NVME],
+}
+
 
 @st.composite
 def plans(draw, sizes=(1,), grains=(977, 3000, 100_000), families=("gpt2", "llama"), degrees=None, **given):
@@ -25,12 +34,13 @@ def plans(draw, sizes=(1,), grains=(977, 3000, 100_000), families=("gpt2", "llam
         "iterations": 3,
     }
     task = Task(**drawn | given)
-    recomputed = draw(st.sets(st.integers(0, 2)))
+    stay = ["keep", "recompute"]  # where layers or experts are shared nothing leaves
+    ways = draw(st.lists(st.sampled_from(stay if degrees else ACTIVATIONS), min_size=3, max_size=3))
 
     def choose(unit, count):
-        params = draw(st.sampled_from(["gpu", "host"])) if fetches else "gpu"
-        places = [Place.CPU, Place.STREAM, Place.NVME] + ([Place.GPU] if params == "gpu" else [])
-        activations = "recompute" if unit.segment in {f"layers.{i}" for i in recomputed} else "keep"
+        params = draw(st.sampled_from(["gpu", "host", "nvme"])) if fetches else "gpu"
+        places = PLACES[params]
+        activations = dict(zip(LAYERS, ways, strict=True)).get(unit.segment, "keep")
         update = draw(st.lists(st.sampled_from(places), min_size=count, max_size=count))
         return params, activations, update, draw(st.sampled_from(["gpu", "host"]))
 
@@ -44,6 +54,9 @@ def plans(draw, sizes=(1,), grains=(977, 3000, 100_000), families=("gpt2", "llam
         num_param_slots=draw(st.integers(1, 3)),
         num_state_slots=draw(st.integers(1, 3)),
         num_nvme_slots=draw(st.integers(1, 3)),
+        num_activation_slots=draw(st.integers(1, 3)),
+        num_gradient_slots=draw(st.integers(1, 3)),
+        spill_gradients=draw(st.booleans()),
         update_order=draw(st.sampled_from(["forward", "backward"])),
         update_start="step" if clip else draw(st.sampled_from(["step", "backward"])),
         overlap_next_forward=draw(st.booleans()),
@@ -53,10 +66,16 @@ def plans(draw, sizes=(1,), grains=(977, 3000, 100_000), families=("gpt2", "llam
 def mixed(unit, count):
     """Return a bit of everything, changing from unit to unit and within units."""
     turn = sum(unit.name.encode())
-    params = ["gpu", "host"][turn % 2]
-    places = [Place.CPU, Place.STREAM, Place.NVME] + ([Place.GPU] if params == "gpu" else [])
+    params = ["gpu", "host", "nvme"][turn % 3]
+    places = PLACES[params]
     return (
         params,
-        ["keep", "recompute"][int(unit.segment == "layers.1")],
+        {"layers.0": "offload", "layers.1": "recompute", "layers.2": "offload-nvme"}.get(unit.segment, "keep"),
         [places[(turn + i) % len(places)] for i in range(count)],
     )
+
+
+def staying(unit, count):
+    """Return the same, with activations that stay on the device."""
+    params, _, places = mixed(unit, count)
+    return params, "recompute" if unit.segment == "layers.1" else "keep", places

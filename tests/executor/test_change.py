@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import mixed
+from plans import mixed, staying
 from training import (
     OPTIMIZERS,
     Task,
@@ -23,9 +23,9 @@ from training import (
 from training import session_options as options
 
 import executor.prepare
+from executor.files import StorageError
 from executor.memory import DeviceMemoryError
 from executor.prepare import Way, prepare_session
-from executor.storage import StorageError
 
 WAYS = [mixed, uniform("gpu", "gpu", "recompute"), uniform("gpu", "stream"), uniform("gpu", "cpu")]
 WAYS += [uniform("host", "cpu", "recompute"), uniform("host", "stream"), uniform("host", "nvme")]
@@ -66,8 +66,8 @@ def test_training_goes_on_to_the_same_bits(tmp_path_factory, ways, dtype, num_mi
 
 def test_experts_come_apart_on_the_way_and_together_again(tmp_path):
     task = Task("mixtral-shared", iterations=4)
-    model, optimizer = prepare(task, decide(task, mixed, expert_units=2))
-    ways = {0: decide(task, mixed), 1: decide(task, uniform("host", "cpu"), expert_units=4)}
+    model, optimizer = prepare(task, decide(task, staying, expert_units=2))
+    ways = {0: decide(task, staying), 1: decide(task, uniform("host", "cpu"), expert_units=4)}
 
     def change(iteration):
         if iteration in ways:

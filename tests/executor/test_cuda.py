@@ -13,6 +13,9 @@ PLACES = [
     ("gpu", "stream", "recompute"),
     ("host", "cpu", "recompute"),
     ("host", "stream", "keep"),
+    ("gpu", "gpu", "offload"),
+    ("host", "cpu", "offload"),
+    ("nvme", "nvme", "offload-nvme"),
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from plans import mixed, plans
+from plans import plans, staying
 from rounding import assert_same_step, one_step
 from together import around_training, failed, freeze, seen_from_outside, trained
 from together import reference as together_reference
@@ -48,10 +48,10 @@ def test_experts_apart_give_the_bits_of_the_whole(data, expert_units):
 
 EXPERTS = {
     "resident": ((1, 2, 2, 1), 0, uniform("gpu", "gpu")),
-    "apart": ((1, 2, 2, 2), 3, mixed),
-    "with replicas": ((1, 4, 2, 2), 3, mixed),
+    "apart": ((1, 2, 2, 2), 3, staying),
+    "with replicas": ((1, 4, 2, 2), 3, staying),
     "with replicas, streamed": ((1, 4, 2, 1), 2, uniform("gpu", "stream", "recompute")),
-    "in shared layers": ((2, 2, 2, 2), 0, mixed),
+    "in shared layers": ((2, 2, 2, 2), 0, staying),
 }
 
 
@@ -99,14 +99,14 @@ def test_memory_and_times_are_those_of_the_schedule(processes):
     for ranks, expert, apart, zero_stage, dtype in ((2, 2, 2, 0, torch.float32), (4, 2, 1, 3, torch.bfloat16)):
         task = Task("mixtral-shared", dtype, iterations=2)
         degrees = {"data_parallel": ranks, "expert_parallel": expert, "expert_units": apart}
-        decisions = decide(task, mixed, zero_stage=zero_stage, **degrees)
+        decisions = decide(task, staying, zero_stage=zero_stage, **degrees)
         assert processes.call(ranks, seen_from_outside, task, decisions) == [[]] * ranks
 
 
 def test_evaluation_states_and_a_closed_model_are_whole(processes):
     task = Task("mixtral-shared", torch.float32, iterations=2, schedule=False)
     decisions, more = (
-        decide(task, mixed, data_parallel=4, expert_parallel=2, expert_units=apart, zero_stage=stage)
+        decide(task, staying, data_parallel=4, expert_parallel=2, expert_units=apart, zero_stage=stage)
         for apart, stage in ((2, 3), (1, 0))
     )
     assert processes.call(4, around_training, task, decisions, more) == [[]] * 4
@@ -114,7 +114,7 @@ def test_evaluation_states_and_a_closed_model_are_whole(processes):
 
 def test_frozen_experts_stay_as_they_are_and_thaw():
     task = Task("mixtral-shared", torch.float32, iterations=3)
-    decisions = decide(task, mixed, expert_units=2)
+    decisions = decide(task, staying, expert_units=2)
     frozen = ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts")
     first = weights(make_model(task))
     model, optimizer = prepare(task, decisions, model=freeze(make_model(task), frozen))
@@ -132,7 +132,7 @@ def test_experts_train_once_they_are_thawed():
     task = Task("mixtral-shared", torch.float32, iterations=2, schedule=False)
     model = freeze(make_model(task), ("model.layers.1.mlp.experts",))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    units_apart = model_units(task.family, 1, 1, 2)
+    units_apart = model_units(task.family, expert_units=2)
     decisions = decide(task, uniform("gpu", "gpu"), expert_units=2).model_copy(
         update={"optimizer": "sgd", "subgroup_params": 3000}
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import mixed, plans
+from plans import ACTIVATIONS, mixed, plans
 from training import (
     Task,
     assert_same,
@@ -27,7 +27,7 @@ from training import (
 from executor.prepare import prepare_session
 
 PLACEMENTS = [("gpu", "gpu"), ("gpu", "stream"), ("gpu", "cpu"), ("host", "stream"), ("host", "cpu")]
-PLACEMENTS += [("gpu", "nvme"), ("host", "nvme")]
+PLACEMENTS += [("gpu", "nvme"), ("host", "nvme"), ("nvme", "nvme")]
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
@@ -37,7 +37,7 @@ def test_every_placement_gives_the_same_bits(params, place, dtype, num_micro_bat
     # Family and activations alternate, so that every pair of choices is met.
     turn = PLACEMENTS.index((params, place)) + num_micro_batches
     task = Task(["gpt2", "llama"][turn % 2], dtype, num_micro_batches)
-    activations = ["keep", "recompute"][(turn // 2 + (dtype is torch.float32)) % 2]
+    activations = ACTIVATIONS[(turn // 2 + (dtype is torch.float32)) % 4]
     assert_same(planned(task, decide(task, uniform(params, place, activations))), reference(task))
 
 

@@ -26,13 +26,23 @@ ROOM = 4 * 4096
 def mixed(unit, count):
     """Return choices of every kind but NVMe, which is not captured so far."""
     params, activations, places, *gradients = mixed_places(unit, count)
-    return params, activations, [Place.CPU if place is Place.NVME else place for place in places], *gradients
+    places = [Place.CPU if place is Place.NVME else place for place in places]
+    return "host" if params == "nvme" else params, activations, places, *gradients
+
+
+def resident_activations(unit, count):
+    """Return the same, with activations that stay on the device."""
+    params, _, *others = mixed(unit, count)
+    return params, "recompute" if unit.segment == "layers.1" else "keep", *others
 
 
 def in_memory(decisions):
     chosen = {
         name: unit.model_copy(
-            update={"update": tuple(Place.CPU if place is Place.NVME else place for place in unit.update)}
+            update={
+                "params": "host" if unit.params == "nvme" else unit.params,
+                "update": tuple(Place.CPU if place is Place.NVME else place for place in unit.update),
+            }
         )
         for name, unit in decisions.units.items()
     }
@@ -125,7 +135,7 @@ def test_every_optimizer_goes_on_bit_for_bit(optimizer, tmp_path):
 
 def test_experts_apart_go_on_in_one_unit_and_back(tmp_path):
     task = Task("mixtral-shared")
-    apart, whole = decide(task, mixed, expert_units=2), decide(task, mixed)
+    apart, whole = decide(task, resident_activations, expert_units=2), decide(task, resident_activations)
     expected, final, _ = run(task, apart, tmp_path / "all", every=2)
     for name, there, then in (("apart", apart, whole), ("whole", whole, apart)):
         run(task, there, tmp_path / name, stop=2)
@@ -144,7 +154,7 @@ RANKS = {
 def test_what_ranks_share_goes_on_on_any_ranks(processes, degrees, tmp_path):
     """All state is the same, whoever has which part of it; so is training, on ranks of the same degrees."""
     task = Task("mixtral-shared", iterations=2)
-    there, alone, other = (decide(task, mixed, **of) for of in (degrees, {}, {"tensor_parallel": 2}))
+    there, alone, other = (decide(task, resident_activations, **of) for of in (degrees, {}, {"tensor_parallel": 2}))
     ends = {end for _, _, end in processes.call(there.num_devices, saved, task, there, tmp_path)}
     assert len(ends) == 1
     for plan in (there, alone, other):

@@ -5,12 +5,14 @@ import warnings
 
 import pytest
 import torch
+from plans import mixed
 from torch import nn
 from training import (
     MICRO_BATCH,
     SEQ_LEN,
     ReferenceOptimizer,
     Task,
+    assert_memory_is_stated,
     assert_same,
     batches,
     decide,
@@ -286,20 +288,14 @@ def test_what_was_recorded_is_the_schedule():
 
 @pytest.mark.parametrize(
     "choose",
-    [some_of_each, uniform("gpu", "gpu"), uniform("host", "cpu"), uniform("gpu", "cpu"), uniform("gpu", "nvme")],
+    [some_of_each, uniform("gpu", "gpu"), uniform("host", "cpu"), uniform("gpu", "cpu"), uniform("gpu", "nvme"), mixed],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_memory_taken_once_is_what_the_schedule_says(choose, dtype):
     task = Task("llama", dtype)
     _, optimizer = prepare(task, decide(task, choose))
     with optimizer.session as session:
-        for tier in session.memory():
-            stated = {}
-            for buffer in session.schedule.buffers:
-                if buffer.tier is tier and buffer.first is None and buffer.memory_class != "workspace":
-                    stated[buffer.memory_class] = stated.get(buffer.memory_class, 0) + buffer.num_bytes
-            taken = {c: n for c, n in session.memory()[tier].static_bytes.items() if n}
-            assert taken == stated, tier
+        assert_memory_is_stated(session)
 
 
 def test_gradients_and_activations_are_metered():
@@ -418,7 +414,7 @@ def test_a_gradient_that_is_flushed_in_part_keeps_only_the_rest_on_the_device():
         assert all(g.untyped_storage().nbytes() == g.nbytes for g in mixed)
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 def test_every_gradient_arrives_during_the_backward_of_its_unit(activations):
     model, optimizer = prepare(TASK, decide(TASK, uniform("host", "cpu", activations)))
     tokens = batches(TASK)[0, 0]
@@ -426,7 +422,7 @@ def test_every_gradient_arrives_during_the_backward_of_its_unit(activations):
         seen = {}
         for name, (unit, entry) in session.parameter_states().items():
             entry.share.leaf.register_hook(
-                lambda _, key=(name, unit.name): seen.update({key: (session._task.op, session._task.unit)})
+                lambda _, key=(name, unit.name): seen.update({key: (session._progress.task.op, session.unit)})
             )
         one_iteration(model, optimizer, tokens)
         assert len(seen) == len(list(model.parameters()))

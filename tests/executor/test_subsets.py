@@ -23,8 +23,8 @@ from training import (
     uniform,
 )
 
+from executor.files import in_blocks
 from executor.prepare import prepare_session
-from executor.storage import in_blocks
 from planner.schedule import Op
 
 PLACES = ["gpu", "stream", "cpu", "nvme"]
@@ -175,9 +175,9 @@ def count_bytes(session) -> Counter:
         file = session._state.stored.file
         transfer = file._transfer
 
-        def transferred(verb, call, record, version, buffer):
-            transfer(verb, call, record, version, buffer)
-            moved[verb] += file._room_bytes[record]
+        def transferred(verb, call, record, version, buffer, start):
+            transfer(verb, call, record, version, buffer, start)
+            moved[verb] += len(buffer[: file._room_bytes[record] - start])
 
         file._transfer = transferred
     return moved

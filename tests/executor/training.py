@@ -5,6 +5,7 @@ import functools
 import itertools
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ FOLDER = tempfile.TemporaryDirectory(prefix="ullage-nvme-")
 _NUMBERS = itertools.count()
 
 NUM_TOKENS, SEQ_LEN, MICRO_BATCH = 64, 8, 2
+DEGREES = ("tensor_parallel", "expert_parallel", "expert_units")  # that units depend on
 
 # A cache changes the layout of keys, and with it the order of sums; recomputation leaves it out.
 _COMMON = {"vocab_size": NUM_TOKENS, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
@@ -111,22 +113,15 @@ def make_model(task: Task) -> torch.nn.Module:
 
 
 @functools.cache
-def model_units(family: str, tensor_parallel: int = 1, expert_parallel: int = 1, expert_units: int = 1):
+def model_units(family: str, dtype: torch.dtype = torch.bfloat16, **degrees: int):
     """Return the units of one rank."""
     config = from_hf_config(CONFIGS[family]().to_dict(), family)
-    batch = Batch(
-        MICRO_BATCH,
-        SEQ_LEN,
-        tensor_parallel=tensor_parallel,
-        expert_parallel=expert_parallel,
-        expert_units=expert_units,
-    )
-    return units(build_graph(config, batch))
+    return units(build_graph(config, Batch(MICRO_BATCH, SEQ_LEN, dtype.itemsize, **degrees)))
 
 
 def units_of(task: "Task", decisions: Decisions):
-    degrees = decisions.tensor_parallel, decisions.expert_parallel, decisions.expert_units
-    return model_units(task.family, *degrees)
+    degrees = {name: getattr(decisions, name) for name in DEGREES}
+    return model_units(task.family, task.dtype, **degrees)
 
 
 def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
@@ -245,10 +240,10 @@ def decide(task: Task, choose, **settings) -> Decisions:
     It may say too where gradients of what is streamed are; else they stay on the device for every second unit.
     """
     subgroup_params = settings.pop("subgroup_params", 3000)
-    shape = {name: settings.get(name, 1) for name in ("tensor_parallel", "expert_parallel", "expert_units")}
+    shape = {name: settings.get(name, 1) for name in DEGREES}
     degrees = Degrees(settings.get("data_parallel", 1), shape["tensor_parallel"], 1, shape["expert_parallel"])
     chosen = {}
-    for number, unit in enumerate(model_units(task.family, *shape.values())):
+    for number, unit in enumerate(model_units(task.family, task.dtype, **shape)):
         replicas = degrees.data_parallel // unit.parts(degrees)
         shard = -(-unit.num_params // (replicas if settings.get("zero_stage") else 1))
         params, activations, places, *gradients = choose(unit, -(-shard // subgroup_params))
@@ -319,6 +314,16 @@ def assert_same(got, expected):
     assert got[1].keys() == expected[1].keys()
     different = [name for name in expected[1] if not torch.equal(got[1][name], expected[1][name])]
     assert not different, different
+
+
+def assert_memory_is_stated(session) -> None:
+    """Check that what is taken once is what the schedule holds all the time, by tier and class."""
+    for tier, memory in session.memory().items():
+        stated = Counter()
+        for buffer in session.schedule.buffers:
+            if buffer.tier is tier and buffer.first is None and buffer.memory_class != "workspace":
+                stated[buffer.memory_class] += buffer.num_bytes
+        assert {c: n for c, n in memory.static_bytes.items() if n} == stated, tier
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:

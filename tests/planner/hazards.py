@@ -13,8 +13,10 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from planner.decisions import Decisions, GradientPath, HostUpdate, Place
-from planner.graph import Unit
+from planner.graph import Unit, segments
 from planner.lowering import slots
+from planner.lowering.activations import OffloadRooms
+from planner.lowering.storage import SpillRooms
 from planner.schedule import Lane, Op, Schedule, Task
 from planner.timeline import Timeline
 
@@ -61,6 +63,9 @@ class Walk:
         self.schedule, self.decisions, self.ordered = schedule, decisions, ordered
         self.units = {unit.name: unit for unit in units}
         self.slot_of = slots(units, decisions).of_unit
+        self.passage = OffloadRooms(units, decisions).slot_of
+        self.spill_room = SpillRooms(units, decisions).room_of
+        self.position = {unit.name: i for segment in segments(units) for i, unit in enumerate(segment)}
         self.gathers = {name for name, unit in self.units.items() if decisions.gathers(unit)}
         self.regathers = {name for name, unit in self.units.items() if decisions.regathers(unit)}
         self.replicated = {name for name, unit in self.units.items() if decisions.replicas(unit) > 1}
@@ -166,15 +171,30 @@ class Walk:
         self.expect(self.read(place), self.node[0], "activations of iteration")
         self.write(("host activations", task.unit, task.micro_batch), self.node[0])
         self.write(place, None)
+        self._enter_passage(task)
 
     def _evict(self, task: Task) -> None:
         self._pass_on(task, "host activations", "nvme activations")
+        self._leave_passage(task)
 
     def _recall(self, task: Task) -> None:
         self._pass_on(task, "nvme activations", "host activations")
+        self._enter_passage(task)
 
     def _reload(self, task: Task) -> None:
         self._pass_on(task, "host activations", "products")
+        self._leave_passage(task)
+
+    def _enter_passage(self, task: Task) -> None:
+        """What only passes through the host goes into its segment's slot."""
+        if task.unit in self.passage:
+            place = ("passage", self.passage[task.unit], self.position[task.unit])
+            self.write(place, (task.unit, task.micro_batch))
+
+    def _leave_passage(self, task: Task) -> None:
+        if task.unit in self.passage:
+            place = ("passage", self.passage[task.unit], self.position[task.unit])
+            self.expect(self.read(place), (task.unit, task.micro_batch), "in the slot")
 
     def _pass_on(self, task: Task, source: str, target: str) -> None:
         place = (source, task.unit, task.micro_batch)
@@ -279,12 +299,16 @@ class Walk:
         else:
             self._reduced(task.unit, task.micro_batch)
         new = self._reduced(task.unit, task.micro_batch)
+        if task.unit in self.spill_room:
+            self.write(("spill room", self.spill_room[task.unit]), task.unit)
         for piece in self.host_pieces(task.unit):
             place = self._arrival(task.unit, piece)
             old = self.read(place, frozenset()) if task.micro_batch else frozenset()
             self.write(place, old | {(self.node[0], micro_batch) for micro_batch in new})
 
     def _spill(self, task: Task) -> None:
+        if task.unit in self.spill_room:
+            self.expect(self.read(("spill room", self.spill_room[task.unit])), task.unit, "in the room of gradients")
         for piece, place in enumerate(self.places(task.unit)):
             if place is Place.NVME:
                 self._summed(task.unit, piece, Place.CPU)

@@ -12,7 +12,6 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.costs import CostModel
 from planner.decisions import (
-    SPILLED_BYTES_PER_PARAM,
     Decisions,
     GradientPath,
     HostUpdate,
@@ -245,7 +244,7 @@ def test_too_little_nvme_is_named() -> None:
                 Scorer(workload, cost).score(decisions)
             continue
         candidate = Scorer(workload, cost).score(decisions)
-        held = decisions.state_bytes_per_param + SPILLED_BYTES_PER_PARAM
+        held = decisions.state_bytes_per_param + decisions.spilled_bytes_per_param
         total = sum(unit.num_params for unit in chosen.units)
         assert candidate.missing_bytes == {Tier.NVME: held * total - num_bytes}
         assert re.search(message, _shortfall(request, candidate, request.variants()[0], ()))

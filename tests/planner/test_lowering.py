@@ -14,6 +14,7 @@ from planner.decisions import Decisions, GradientPath, HostUpdate, Place, Precis
 from planner.engines import POLICIES, STORAGE_POLICIES, Mix, Setup, mixed, movable
 from planner.graph import Unit
 from planner.lowering import lower, slots
+from planner.lowering.storage import num_spill_slots
 from planner.schedule import Lane, MemoryClass, Op, Schedule, Tier
 from planner.simulate.machine import run
 from planner.timeline import memory_use
@@ -216,7 +217,7 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     assert moved[Op.UPLOAD] == (4 if decisions.host_update is HostUpdate.DEVICE_CAST else weight) * uploaded
     scaled = params[Place.CPU] + params[Place.NVME]
     assert moved[Op.PASS] == (8 if decisions.host_update is HostUpdate.DEEPSPEED else 0) * scaled
-    spilled = 4 * params[Place.NVME] * decisions.spill_gradients
+    spilled = decisions.spilled_bytes_per_param * params[Place.NVME] * decisions.spill_gradients
     assert moved[Op.SPILL] == spilled
     assert moved[Op.SWAP_IN] == state * params[Place.NVME] + spilled
     written = 0 if decisions.precision.master_is_weight else weight * read
@@ -243,6 +244,7 @@ def test_no_more_is_on_its_way_than_there_are_slots(case: Case, seed: int) -> No
         (Op.RECALL, Op.RELOAD, count),
         (Op.SWAP_IN, Op.SWAP_OUT, case.decisions.num_nvme_slots),
         (Op.SPILL, Op.SPILL, 1),
+        (Op.FLUSH, Op.SPILL, num_spill_slots(case.decisions)),
     )
     for begin, end, limit in stays:
         held: dict[tuple, list[float]] = {}
@@ -268,9 +270,8 @@ def test_no_more_is_on_its_way_than_there_are_slots(case: Case, seed: int) -> No
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_gradients_are_spilled_no_further_behind_than_buffers_reach(slots: int, monkeypatch) -> None:
-    monkeypatch.setattr("planner.lowering.storage.NUM_SPILL_SLOTS", slots)
-    decisions = decide(DENSE, Place.NVME, spill_gradients=True)
+def test_gradients_are_spilled_no_further_behind_than_buffers_reach(slots: int) -> None:
+    decisions = decide(DENSE, Place.NVME, spill_gradients=True, num_gradient_slots=slots)
     schedule = lower(DENSE, decisions, asynchronous=False)
     spills = [t.index for t in schedule.tasks if t.op is Op.SPILL]
     waits = [i for t in schedule.tasks if t.op is Op.BACKWARD for i in t.after if i in spills]

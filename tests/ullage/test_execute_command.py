@@ -76,11 +76,12 @@ def test_what_the_host_lacks_is_planned_and_executed_on_nvme(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = resolve_model("demo-llama").model_copy(update={"num_layers": 3})
-    hardware = load_profile("epyc-turin-2c").with_device_memory(60_000_000).model_dump()
+    hardware = load_profile("epyc-turin-2c").with_device_memory(40_000_000).model_dump()
     hardware["host"]["memory_bytes"]["value"] = 60_000_000
-    asked = Request(model, HardwareProfile.model_validate(hardware), seq_len=64, micro_batch=2, storage="nvme")
+    asked = Request(model, HardwareProfile.model_validate(hardware), seq_len=128, micro_batch=4, storage="nvme")
     made = make_plan(asked, max_simulations=40)
     assert any(Place.NVME in unit.update for unit in made.decisions.units.values())
+    assert any(unit.params == "nvme" for unit in made.decisions.units.values())
     assert made.decisions.executable
     path, storage = tmp_path / "plan.json", tmp_path / "drive"
     path.write_text(made.to_json(), encoding="utf-8")
@@ -95,6 +96,24 @@ def test_what_the_host_lacks_is_planned_and_executed_on_nvme(
     (tmp_path / "file").touch()
     assert main(["execute", str(path), *run, "--storage-dir", str(tmp_path / "file")]) != 0
     assert "optimizer-rank-0.state cannot be made" in capsys.readouterr().err
+
+
+def test_activations_that_leave_are_planned_and_executed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = resolve_model("demo-llama").model_copy(update={"num_layers": 3})
+    roomy = load_profile("epyc-turin-2c").with_device_memory(33_000_000)  # lanes may be slower than planned
+    asked = Request(model, roomy.with_device_memory(30_000_000), seq_len=128, micro_batch=4, storage="activations")
+    made = make_plan(asked, max_simulations=40)
+    assert any(unit.offloads for unit in made.decisions.units.values())
+    made = made.model_copy(update={"hardware": roomy})
+    path = tmp_path / "plan.json"
+    path.write_text(made.to_json(), encoding="utf-8")
+    assert main(["execute", str(path), "--iterations", "8", "--output-dir", str(tmp_path / "out"), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["losses"][-1] < printed["losses"][0]
+    assert printed["memory"]["host"]["error"] == 0
+    assert printed["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.15)
+    assert printed["lanes"]["activation-out"]["measured"] > 0
+    assert printed["lanes"]["activation-in"]["measured"] > 0
 
 
 def test_the_same_seed_gives_the_same_losses(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

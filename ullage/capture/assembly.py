@@ -281,6 +281,7 @@ def _block(
                 output_bytes=draft.output_bytes,
                 workspace_bytes=draft.workspace_bytes,
                 num_skipped=len(skipped),
+                product_bytes=sum(recording.forward[index].product_bytes for index in draft.events[:cut]),
             )
         )
     return CapturedBlock(operators=tuple(operators))

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from planner.models.kernels import Kernels
+from planner.models.kernels import Kernels, flop
 from ullage.capture.kernels import kernels_of
 
 # Operators that look integers up: the argument that holds them, and the dimension of the first that is the table.
@@ -53,6 +53,7 @@ class Event:
         kernels: empty for views and bookkeeping.
         storages: numbers of the storages it wrote.
         output_bytes: of its first result.
+        product_bytes: of all floating results, if it is a product.
         parameters: names of those it read.
     """
 
@@ -61,6 +62,7 @@ class Event:
     kernels: Kernels
     storages: tuple[int, ...]
     output_bytes: int
+    product_bytes: int
     parameters: tuple[str, ...]
 
 
@@ -249,16 +251,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         written = tuple(self._storage(leaf) for leaf in results)
         num_bytes = results[0].numel() * results[0].element_size() if results else 0
+        products = results if flop(kernels) else []
+        product_bytes = sum(t.numel() * t.element_size() for t in products if t.is_floating_point())
         names = tuple(dict.fromkeys(self._name[number] for number in read if number in self._name))
         if self._in_backward:
             if func.overloadpacket is torch.ops.aten.add:
                 self.sums[written[0]] = tuple(read)
-            event = Event(self.forward[self._source].visit, self._source, kernels, written, num_bytes, names)
+            visit = self.forward[self._source].visit
+            event = Event(visit, self._source, kernels, written, num_bytes, product_bytes, names)
             self.backward.append(event)
         else:
             self._follow_integers(func.overloadpacket.__name__, args, read, results, written)
             self._sequences.append(torch._C._autograd._get_sequence_nr())
-            event = Event(self._stack[-1], len(self.forward), kernels, written, num_bytes, names)
+            event = Event(self._stack[-1], len(self.forward), kernels, written, num_bytes, product_bytes, names)
             self.forward.append(event)
         return output
 

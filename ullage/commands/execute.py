@@ -65,8 +65,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "--storage-dir",
         type=Path,
         metavar="DIR",
-        help="a folder on the planned drives, for optimizer state on NVMe while it trains: it takes twice its size "
-        "(default: --output-dir)",
+        help="a folder on the planned drives, for what the plan has on NVMe while it trains: state and parameters take "
+        "twice their size (default: --output-dir)",
     )
     parser.add_argument(
         "--cores",

@@ -1,0 +1,135 @@
+"""Where the model is in the schedule: every mark of the model is a task of the schedule that the caller reaches."""
+
+from collections.abc import Callable
+from typing import Final, final
+
+import torch
+
+from executor.machine import LaneMachine
+from planner.decisions import Decisions
+from planner.graph import Unit, segments
+from planner.loop import Loop, OutOfOrderError
+from planner.lowering.compute import AGAIN
+from planner.schedule import Op, Task
+
+_RUN_AGAIN: Final = frozenset(AGAIN.values())
+_INSIDE_BACKWARD: Final = _RUN_AGAIN | {Op.BACKWARD}
+
+
+@final
+class Progress:
+    """Follows the caller through forward and backward.
+
+    Args:
+        loop: issues what the schedule has up to each mark.
+        machine: where that runs.
+        units: in forward order.
+        decisions: which units run again in backward.
+        backward_begins: called when the backward of a micro-batch begins, before anything of it is issued.
+        backward_ended: called with the micro-batch when all of its backward has been there.
+
+    Attributes:
+        task: where the caller is; ``None`` outside forward and backward.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        machine: LaneMachine,
+        units: tuple[Unit, ...],
+        decisions: Decisions,
+        *,
+        backward_begins: Callable[[int], None],
+        backward_ended: Callable[[int], None],
+    ) -> None:
+        self.task: Task | None = None
+        self._loop = loop
+        self._machine = machine
+        self._num_micro_batches = decisions.num_micro_batches
+        self._backward_begins = backward_begins
+        self._backward_ended = backward_ended
+        self._segment = {unit.name: {u.name for u in segment} for segment in segments(units) for unit in segment}
+        self._again = {name: AGAIN.get(unit.activations, Op.RECOMPUTE) for name, unit in decisions.units.items()}
+        self._spine = [task for task in loop.schedule.tasks if task.op in _INSIDE_BACKWARD]
+        self._watching_end = False  # of the backward that runs now
+        self._left: set[str] = set()  # units that this backward has left
+
+    @property
+    def unit(self) -> str:
+        """The unit that computes; empty if none does."""
+        return "" if self.task is None else self.task.unit
+
+    def awaits_gradient(self, unit: str) -> bool:
+        """Return whether a gradient of a unit may come now: backward is under way and has not left it."""
+        return self.task is not None and unit not in self._left
+
+    def forward(self, unit: str) -> None:
+        """Forward has come to a unit.
+
+        Raises:
+            OutOfOrderError: the plan does not expect it here.
+            LaneError: a task failed on some lane.
+        """
+        self._reach(Op.FORWARD, unit)
+
+    def again(self, unit: str) -> None:
+        """A forward inside backward has come to a unit. Raises as :meth:`forward`."""
+        self._reach(self._again[unit], unit)
+
+    def backward(self, unit: str) -> None:
+        """Backward has come to a unit. Raises as :meth:`forward`."""
+        expected = self._loop.expected()
+        if expected is not None and expected.op in _RUN_AGAIN and expected.unit in self._segment[unit]:
+            return  # recomputation is about to begin, and says when it has ended
+        self.recomputed(unit)
+
+    def recomputed(self, unit: str) -> None:
+        """Recomputation of the segment that ends with this unit has ended. Raises as :meth:`forward`."""
+        self._reach(Op.BACKWARD, unit)
+
+    def _reach(self, op: Op, unit: str) -> None:
+        if self.task is not None and (self.task.op, self.task.unit) == (op, unit):
+            return
+        if op is not Op.FORWARD and not self._watching_end:
+            if (expected := self._loop.expected()) is not None:
+                self._backward_begins(expected.micro_batch)
+            self._watching_end = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._skip_to(op, unit)
+        try:
+            task = self._loop.reach(op, unit)
+        except OutOfOrderError as error:
+            raise OutOfOrderError(
+                f"{error}. Every forward needs its backward, and every {self._num_micro_batches} of them an "
+                "optimizer.step(); evaluate under torch.no_grad()"
+            ) from None
+        if self.task is not None and self.task.op is Op.BACKWARD:
+            self._left.add(self.task.unit)
+        self.task = task
+
+    def _skip_to(self, op: Op, unit: str) -> None:
+        """Pass over units that backward never reaches, because nothing in or before them needs a gradient."""
+        while (expected := self._loop.expected()) is not None and (expected.op, expected.unit) != (op, unit):
+            ahead = any(
+                (t.op, t.unit, t.micro_batch) == (op, unit, expected.micro_batch) and t.index > expected.index
+                for t in self._spine
+            )
+            if expected.op not in _INSIDE_BACKWARD or not ahead:
+                return
+            self._loop.reach(expected.op, expected.unit)
+            self._left.add(expected.unit)
+
+    def _end(self) -> None:
+        assert self.task is not None
+        micro_batch = self.task.micro_batch
+        while (
+            (expected := self._loop.expected()) is not None
+            and expected.op in _INSIDE_BACKWARD
+            and expected.micro_batch == micro_batch
+        ):
+            self._loop.reach(expected.op, expected.unit)
+        self._machine.end_open()
+        self.task = None
+        self._watching_end = False
+        self._left.clear()
+        self._backward_ended(micro_batch)
