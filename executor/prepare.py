@@ -242,6 +242,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Begin a session with what was kept; return what keeps it from beginning."""
         del self.session
         gc.collect()  # the last one's memory is in cycles
+        torch.cuda.empty_cache()  # blocks of other sizes would not serve; nothing where there is no GPU
         try:
             self.session = Session(self._model, self.entry, self.param_groups, *way)
         except (ValueError, MemoryError, OSError) as error:

@@ -12,6 +12,8 @@ from executor.memory import Arena
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions
 from executor.state import ModelState
+from executor.storage import StoredValues
+from planner.decisions import Place
 from planner.schedule import Lane, MemoryClass, Op, Schedule
 
 
@@ -56,21 +58,30 @@ class Snapshots:
         numbers = {unit: number for number, unit in enumerate(dict.fromkeys(unit for unit, _ in pieces))}
         self.slices: Mapping[Key, Sequence[Slice]] = {key: self._slices_of(key, numbers[key[0]]) for key in pieces}
         count = max(options.checkpoint_buffer_bytes // CHUNK_BYTES, len(files_of(self, rank)) + 1)
+        count += state.stored is not None  # what is read from there is cut from whole blocks
         memory = host.take_blocks("checkpoint buffers", {MemoryClass.CHECKPOINT: count * CHUNK_BYTES}, CHUNK_BYTES)
-        self.ring: Buffer = memory.numpy().reshape(count, CHUNK_BYTES)
+        rows = memory.view(count, CHUNK_BYTES)
+        self._scratch = rows[-1]
+        self.ring: Buffer = rows[: count - (state.stored is not None)].numpy()
 
     def take(self, key: Key, iteration: int) -> None:
         """Give a piece to the engine, in the thread of the lane of snapshots."""
         if self.engine is not None:
             self.engine.take(key, iteration)
 
-    def tensors(self, key: Key) -> Sequence[torch.Tensor]:
+    def tensors(self, key: Key) -> Sequence[torch.Tensor | StoredValues]:
         """See :class:`executor.checkpoint.engine.Source`."""
-        unit = self._state.units[key[0]]
+        unit, stored = self._state.units[key[0]], self._state.stored
+        if unit.pieces[key[1]].place is Place.NVME:
+            assert stored is not None
+            return stored.values(key)
         return [tensor.view(torch.uint8) for tensor in unit.state(unit.pieces[key[1]])]
 
     def copy(self, buffer: Buffer, values: Any) -> None:
         """See :class:`executor.checkpoint.engine.Source`."""
+        if isinstance(values, StoredValues):
+            values.read(torch.from_numpy(buffer), self._scratch)
+            return
         self._backend.copy(torch.from_numpy(buffer), values)
         self._backend.seconds(self._backend.mark(Lane.SNAPSHOT))
 

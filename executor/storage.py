@@ -85,6 +85,43 @@ class _Held:
 
 
 @final
+class StoredValues:
+    """A stretch of a record, as bytes: sliced like a tensor, and read when it is copied.
+
+    Args:
+        file: it is in.
+        record: of the file.
+        start, stop: the stretch.
+    """
+
+    def __init__(self, file: RecordFile, record: int, start: int, stop: int) -> None:
+        self._file = file
+        self._record = record
+        self._start, self._stop = start, stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, part: slice) -> "StoredValues":
+        start, stop, _ = part.indices(len(self))
+        return StoredValues(self._file, self._record, self._start + start, self._start + stop)
+
+    def read(self, target: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Read the current version into ``target``, uint8, by way of ``scratch``, uint8 of some whole blocks."""
+        if not self._file.is_written(self._record):  # nothing but pads, see [Note: Shards] in executor.pieces
+            target.zero_()
+            return
+        at = self._start
+        while at < self._stop:
+            block = at // BLOCK_BYTES * BLOCK_BYTES
+            end = min(in_blocks(self._stop), block + len(scratch))
+            self._file.read(self._record, as_bytes(scratch[: end - block]), block)
+            stop = min(end, self._stop)
+            target[at - self._start : stop - self._start].copy_(scratch[at - block : stop - block])
+            at = stop
+
+
+@final
 class SpilledGradients:
     """Gradients that wait for their update on NVMe, and the rooms on the host that they arrive in.
 
@@ -309,6 +346,13 @@ class StoredState:
         yield self._tensors(key, buffer)
         if writes:
             self._write_at_rest(key)
+
+    def values(self, key: Key) -> list[StoredValues]:
+        """Return the tensors of a piece's state in the file, master copy first, as bytes."""
+        layout = self._layouts[key]
+        size = 4 * layout.num_params
+        starts = range(layout.state_start, layout.state_start + layout.state_bytes, size)
+        return [StoredValues(self.file, self._record[key], start, start + size) for start in starts]
 
     def close(self) -> None:
         """Remove the files. Closing twice is allowed."""

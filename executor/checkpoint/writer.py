@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
@@ -139,16 +140,11 @@ class ShardWriter:
         self._buffer = None
 
     def _write_header(self) -> None:
+        """Write it from memory of its own: who waited for a buffer here could keep others from giving theirs back."""
         assert self._fd is not None
-        buffer = self._flusher.take(self._done)
-        try:
-            header = np.frombuffer(self.layout.header, np.uint8)
-            for start in range(0, len(header), len(buffer)):
-                part = header[start : start + len(buffer)]
-                buffer[: len(part)] = part
-                write_all(self._files, self._fd, buffer[: len(part)].data, start)
-        finally:
-            self._flusher.give_back(buffer)
+        memory = mmap.mmap(-1, len(self.layout.header))
+        memory[:] = self.layout.header
+        write_all(self._files, self._fd, memoryview(memory), 0)
 
     def _error(self, error: OSError) -> CheckpointError:
         if isinstance(error, CheckpointError):

@@ -8,45 +8,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_numerics import mixed as mixed_places
-from test_numerics import plans
+from plans import staying
+from test_numerics import mixed, plans
 from together import saved
 from training import Task, assert_same, batches, decide, delay, prepare, reference, uniform
 
 import executor.snapshots
 from executor.checkpoint import Checkpoint, CheckpointError, Files, Store
 from executor.saving import Checkpoints, restore
-from planner.decisions import Place
 from planner.lowering.snapshots import snapshots
 from planner.schedule import MemoryClass, Op, Tier
 
 ROOM = 4 * 4096
-
-
-def mixed(unit, count):
-    """Return choices of every kind but NVMe, which is not captured so far."""
-    params, activations, places, *gradients = mixed_places(unit, count)
-    places = [Place.CPU if place is Place.NVME else place for place in places]
-    return "host" if params == "nvme" else params, activations, places, *gradients
-
-
-def resident_activations(unit, count):
-    """Return the same, with activations that stay on the device."""
-    params, _, *others = mixed(unit, count)
-    return params, "recompute" if unit.segment == "layers.1" else "keep", *others
-
-
-def in_memory(decisions):
-    chosen = {
-        name: unit.model_copy(
-            update={
-                "params": "host" if unit.params == "nvme" else unit.params,
-                "update": tuple(Place.CPU if place is Place.NVME else place for place in unit.update),
-            }
-        )
-        for name, unit in decisions.units.items()
-    }
-    return decisions.model_copy(update={"units": chosen})
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +72,6 @@ def test_a_checkpoint_at_every_iteration_leaves_no_trace_and_any_plan_goes_on_fr
     plan, other, seed, start, data, tmp_path_factory
 ):
     (task, decisions), (_, others) = plan, other
-    decisions = in_memory(decisions)
     task = Task(**(vars(task) | {"schedule": True}))
     folder = tmp_path_factory.mktemp("saved")
     seen, final, outcomes = run(task, decisions, folder, delays=seed)
@@ -135,7 +107,7 @@ def test_every_optimizer_goes_on_bit_for_bit(optimizer, tmp_path):
 
 def test_experts_apart_go_on_in_one_unit_and_back(tmp_path):
     task = Task("mixtral-shared")
-    apart, whole = decide(task, resident_activations, expert_units=2), decide(task, resident_activations)
+    apart, whole = decide(task, staying, expert_units=2), decide(task, staying)
     expected, final, _ = run(task, apart, tmp_path / "all", every=2)
     for name, there, then in (("apart", apart, whole), ("whole", whole, apart)):
         run(task, there, tmp_path / name, stop=2)
@@ -154,7 +126,7 @@ RANKS = {
 def test_what_ranks_share_goes_on_on_any_ranks(processes, degrees, tmp_path):
     """All state is the same, whoever has which part of it; so is training, on ranks of the same degrees."""
     task = Task("mixtral-shared", iterations=2)
-    there, alone, other = (decide(task, resident_activations, **of) for of in (degrees, {}, {"tensor_parallel": 2}))
+    there, alone, other = (decide(task, staying, **of) for of in (degrees, {}, {"tensor_parallel": 2}))
     ends = {end for _, _, end in processes.call(there.num_devices, saved, task, there, tmp_path)}
     assert len(ends) == 1
     for plan in (there, alone, other):
@@ -231,7 +203,7 @@ def test_buffers_are_in_the_ledger(tmp_path):
     task = Task("gpt2")
     _, optimizer = prepare(task, decide(task, mixed), checkpoint_buffer_bytes=9 * 4096)
     with optimizer.session, Checkpoints(optimizer, tmp_path / "saved"):
-        assert optimizer.session.memory()[Tier.HOST].static_bytes[MemoryClass.CHECKPOINT] == 9 * 4096
+        assert optimizer.session.memory()[Tier.HOST].static_bytes[MemoryClass.CHECKPOINT] == 10 * 4096
 
 
 def test_a_session_without_room_is_told(tmp_path):
@@ -260,7 +232,7 @@ def test_every_piece_has_one_snapshot_between_two_changes():
         tasks = session.schedule.tasks
         taken = {(t.unit, t.piece): t for t in tasks if t.op is Op.SNAPSHOT}
         updates = {(t.unit, t.piece): t for t in tasks if t.op is Op.UPDATE and t.num_params}
-        stores = {(t.unit, t.piece): t for t in tasks if t.op is Op.STORE}
+        stores = {(t.unit, t.piece): t for t in tasks if t.op in {Op.STORE, Op.SWAP_OUT}}
         assert taken.keys() == updates.keys()
         for key, snapshot in taken.items():
             change = stores.get(key, updates[key])

@@ -74,17 +74,21 @@ class Processes:
         """Return what the first processes returned or raised, and what remains of one that is gone."""
         found = []
         for pipe in self._pipes[:size]:
-            assert pipe.poll(timeout_s), "a rank does not answer"
+            if not pipe.poll(timeout_s):
+                for rank in range(size):  # or what they answer later would be taken for the next call's
+                    self.workers[rank].kill()
+                    self.restart(rank)
+                raise AssertionError("a rank does not answer")
             try:
                 found.append(pipe.recv())
             except EOFError as error:
                 found.append(error)
         return found
 
-    def call(self, size: int, function, *arguments) -> list:
+    def call(self, size: int, function, *arguments, timeout_s: float = 120.0) -> list:
         """Return what every rank returned; raise what one raised."""
         self.begin(size, function, *arguments)
-        found = self.results(size)
+        found = self.results(size, timeout_s)
         for result in found:
             if isinstance(result, BaseException):
                 raise result
@@ -110,7 +114,8 @@ def _serve(rank: int, port: int, pipe) -> None:
         except BaseException as error:  # noqa: BLE001 - what went wrong is the result
             result = error
         finally:
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
         pipe.send(result)
     FOLDER.cleanup()  # processes of multiprocessing end without doing so
 

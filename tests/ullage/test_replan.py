@@ -17,6 +17,7 @@ from ullage.cli import main
 from ullage.replanning import MARGIN, Replanned, replan
 from ullage.runs import load_run
 from ullage.simulation import simulate
+from ullage.training import CheckpointOptions
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +79,13 @@ def test_a_better_plan_takes_over_and_training_is_the_same(
 
 
 def test_a_trainer_goes_on_with_its_scheduler_and_its_place_in_the_data(bad: Plan, tmp_path: Path) -> None:
+    """And with its checkpoints: those of the new plan too are gone on from under any other."""
     found = []
+    saving = CheckpointOptions(tmp_path / "checkpoints", every=4)
+    storage = tmp_path / "storage"
     for replans in (False, True):
-        with ullage.Trainer(bad, seed=3, storage_dir=tmp_path) as trainer:
+        checkpoints = saving if replans else None
+        with ullage.Trainer(bad, seed=3, storage_dir=storage, checkpoints=checkpoints) as trainer:
             scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 2, gamma=0.5)
             losses, words = [], ""
             for step in trainer.run(9):
@@ -99,7 +104,12 @@ def test_a_trainer_goes_on_with_its_scheduler_and_its_place_in_the_data(bad: Pla
     assert all(torch.equal(after[name], weight) for name, weight in weights.items())
     assert words.startswith("planned again: ")
     assert "\n" not in words
-    assert list(tmp_path.iterdir()) == []
+    assert list(storage.iterdir()) == []
+    assert [(outcome.step, outcome.error) for outcome in trainer.outcomes] == [(4, None), (8, None), (9, None)]
+    with ullage.Trainer(bad, seed=4, checkpoints=saving) as resumed:
+        assert resumed.resume().step == 9
+        found_again = resumed.session.full_parameters()
+        assert all(torch.equal(found_again[name], weight) for name, weight in weights.items())
 
 
 def test_a_plan_that_is_as_good_stays(good: Plan) -> None:
