@@ -118,9 +118,11 @@ class Actions:
         """Take a gradient from autograd, in the thread that runs backward, and see that it goes where it is needed."""
         flat = gradient.reshape(-1)
         first = parameter.arrived != iteration
-        if self._exchange is not None:
+        if self._exchange is not None and unit.group is not None:
             self._exchange.collect(unit, parameter, flat, micro_batch)
         else:
+            if self._exchange is not None and self._exchange.mean_factor != 1:
+                self._backend.scale(flat, self._exchange.mean_factor)
             self._keep(unit, parameter, flat, micro_batch, first=first)
         if first:
             parameter.arrived = iteration
@@ -143,17 +145,24 @@ class Actions:
                 unit.device_gradients[key] = mine if whole else mine.clone()
 
     def norms(self, iteration: int) -> dict[str, torch.Tensor]:
-        """Return the 2-norms of an iteration's gradients, float32 scalars on the device, once all have been flushed."""
+        """Return the 2-norms of an iteration's gradients, float32 scalars on the device, once all have been flushed.
+
+        They are those of whole parameters, by their names, whatever of them this rank has.
+        """
         sums: dict[str, list[torch.Tensor]] = {}
+        first: dict[str, tuple[UnitState, ParameterState]] = {}
         for unit, parameter in self._state.parameters():
             if parameter.arrived == iteration:
-                sums[parameter.name] = [
-                    *(parameter.squares if parameter.flushed == iteration else ()),
-                    *(
-                        self._backend.sum_of_squares(unit.device_gradients[parameter.name, part.piece.index])
-                        for part in parameter.staying_parts()
-                    ),
-                ]
+                first.setdefault(parameter.share.name, (unit, parameter))
+                sums.setdefault(parameter.share.name, []).extend(
+                    (
+                        *(parameter.squares if parameter.flushed == iteration else ()),
+                        *(
+                            self._backend.sum_of_squares(unit.device_gradients[parameter.name, part.piece.index])
+                            for part in parameter.staying_parts()
+                        ),
+                    )
+                )
         if not sums:
             return {}
         # To the host as one tensor and back as one: each copy waits for the device.
@@ -161,7 +170,7 @@ class Actions:
         squares = iter(torch.stack(terms).tolist() if terms else ())
         totals = [sum(itertools.islice(squares, len(terms))) for terms in sums.values()]
         if self._exchange is not None:
-            totals = self._exchange.summed(totals)
+            totals = self._exchange.summed(tuple(first.values()), totals)
         norms = torch.tensor(totals, dtype=torch.float64).sqrt().to(torch.float32).to(self._backend.device)
         return dict(zip(sums, norms.unbind(), strict=True))
 
@@ -368,11 +377,11 @@ class Actions:
         """Yield what is updated of a piece, parameter by parameter: those that got a gradient, as torch does."""
         updates = self._updates[iteration]
         for parameter in unit.parameters:
-            if parameter.arrived != iteration or parameter.name not in updates:
+            if parameter.arrived != iteration or parameter.share.name not in updates:
                 continue
             for part in parameter.parts:
                 if part.piece.index == piece.index:
-                    yield parameter, _Run(part.start, part.stop, updates[parameter.name], parameter.step)
+                    yield parameter, _Run(part.start, part.stop, updates[parameter.share.name], parameter.step)
 
     def _runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[_Run]:
         """Yield what is updated of a piece, neighbours that are updated alike as one."""

@@ -21,58 +21,31 @@ from torch.utils.checkpoint import checkpoint
 
 from executor.activations import OffloadedActivations, SegmentOffload
 from executor.marks import Marks, in_backward
+from executor.parallel.shares import BindingError
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
-
-
-class BindingError(ValueError):
-    """The model is not the one that was planned."""
-
-
-def planned_parameters(model: nn.Module, units: tuple[Unit, ...]) -> dict[str, nn.Parameter]:
-    """Return the model's parameters by the names that the units use.
-
-    Raises:
-        BindingError: the model has other parameters than the units, or of other shapes.
-    """
-    named = dict(model.named_parameters(remove_duplicate=False))
-    specs = {spec.name: spec for unit in units for spec in unit.parameters}
-    if missing := sorted(specs.keys() - named.keys()):
-        raise BindingError(f"the plan has a parameter {missing[0]} that the model has not; plan this model again")
-    for name, spec in specs.items():
-        if tuple(named[name].shape) != tuple(spec.shape):
-            raise BindingError(
-                f"parameter {name} has shape {tuple(named[name].shape)}, but {tuple(spec.shape)} in the plan; plan "
-                "this model again"
-            )
-    owned: dict[int, str] = {}
-    for name in specs:
-        if (other := owned.setdefault(id(named[name]), name)) != name:
-            raise BindingError(
-                f"parameters {other} and {name} are one object in the model, but two in the plan; tie them in the "
-                "plan's model too, or not in the model"
-            )
-    if strange := [name for name, parameter in named.items() if id(parameter) not in owned]:
-        raise BindingError(f"the model has a parameter {strange[0]} that the plan has not; plan this model again")
-    return {name: named[name] for name in specs}
 
 
 def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, str]:
     """Return the modules that own parameters themselves, each with the unit that it belongs to.
 
     A module belongs to the unit that lists its parameters by their path in the module tree. One that owns only an
-    alias of another unit's parameter (a tied head) belongs to the unit that runs it, or shares that other unit.
+    alias of another unit's parameter (a tied head) belongs to the unit that runs it, or shares that other unit. Experts
+    that fall into several units are left out: they say themselves which one computes.
 
     Raises:
         BindingError: a module belongs to no unit, or to several.
     """
     unit_of = {spec.name: unit.name for unit in units for spec in unit.parameters}
+    split = {name.rpartition("[")[0] for name in unit_of if name.endswith("]")}
     named = dict(model.named_parameters(remove_duplicate=False))
-    owner = {id(named[name]): unit for name, unit in unit_of.items()}
+    owner = {id(named[name]): unit for name, unit in unit_of.items() if name in named}
     result: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         names = [f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False)]
+        if split.intersection(names):
+            continue
         found = {unit_of[name] for name in names if name in unit_of}
         if names and not found:
             owners = {owner[id(named[name])] for name in names}
@@ -105,6 +78,11 @@ def bind(
     undo: list[Callable[[], None]] = []
     unit_of, order = unit_modules(model, units), [unit.name for unit in units]
     if compile_backend is not None:
+        if decisions.tensor_parallel > 1 or decisions.expert_parallel > 1 or decisions.expert_units > 1:
+            raise ValueError(
+                "blocks are not compiled where layers or experts are shared by ranks or experts are apart; leave "
+                "compile_blocks out, or plan with --tensor-parallel 1 --expert-parallel 1 --expert-units 1"
+            )
         stay = tuple(unit for unit in units if not decisions.units[unit.name].offloads)
         unit_of = _compile(model, stay, unit_of, compile_backend, undo)
     for module, unit in unit_of.items():
@@ -123,16 +101,15 @@ def bind(
 
 
 def bind_state_dict(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter], weight: Callable[[str], torch.Tensor]
+    model: nn.Module, names: Mapping[int, str], weight: Callable[[str], torch.Tensor]
 ) -> list[Callable[[], None]]:
     """Make ``state_dict`` give current weights, which no view of a slot shows; return what undoes it.
 
     Args:
         model: the bound model.
-        parameters: its parameters by name.
+        names: of its parameters, by identity.
         weight: returns the current weights of one, by the same name.
     """
-    names = {id(parameter): name for name, parameter in parameters.items()}
 
     def after(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
         for name, parameter in module.named_parameters(recurse=False):

@@ -5,6 +5,7 @@ from typing import Any
 
 from executor.optimizer.table import OptimizerEntry
 from planner.decisions import Decisions
+from planner.graph import Unit
 
 
 def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
@@ -18,10 +19,17 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
             f"the plan is for {decisions.optimizer}, but the optimizer is {entry.stock.__name__}, which keeps other "
             f"state; plan with --optimizer {entry.planned_as}"
         )
-    for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_units"):
-        if (count := getattr(decisions, name)) > 1:
-            option = f"--{name.replace('_', '-')} 1"
-            raise ValueError(f"{name} is {count}, which can be simulated but not executed so far; plan with {option}")
+    if (stages := decisions.pipeline_parallel) > 1:
+        raise ValueError(
+            f"pipeline_parallel is {stages}, which can be simulated but not executed; plan with --pipeline-parallel 1"
+        )
+    shared = decisions.tensor_parallel > 1 or decisions.expert_parallel > 1 or decisions.expert_units > 1
+    if shared and any(unit.offloads for unit in decisions.units.values()):
+        raise ValueError(
+            "activations leave the device, which can be simulated but not executed where ranks share layers or "
+            "experts, or experts are apart; plan with --storage never, or with --tensor-parallel 1 --expert-parallel 1 "
+            "--expert-units 1"
+        )
     if decisions.reduce_start != "backward":
         raise ValueError(
             f"reduce_start is {decisions.reduce_start!r}, which can be simulated but not executed; set it to 'backward'"
@@ -32,6 +40,21 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
             "set gradient_path to 'once', host_update to 'fused' and pinned_reads to true, and leave out module_hooks, "
             "loop, device_buffer_bytes, max_prefetch_params and max_reuse_params"
         )
+
+
+def check_units(decisions: Decisions, units: tuple[Unit, ...]) -> None:
+    """Check that units can be executed as they were planned.
+
+    Raises:
+        ValueError: one that is not on the device was planned as if no token came to its experts.
+    """
+    for unit in units:
+        elsewhere = unit.num_params and (decisions.units[unit.name].fetched or decisions.gathers(unit))
+        if elsewhere and not unit.forward:
+            raise ValueError(
+                f"{unit.name} was planned as if no token came to its experts, so it has no way to the device; plan "
+                "without --expert-load, or with one that visits all"
+            )
 
 
 def check_groups(entry: OptimizerEntry, groups: list[dict[str, Any]], names: Mapping[int, str]) -> None:

@@ -30,6 +30,9 @@ class Exchange:
         schedule: what is executed; the same on all ranks.
         backend: the device.
         ranks: all ranks.
+
+    Attributes:
+        mean_factor: what multiplies gradients, so that their sum over data-parallel ranks is their mean.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class Exchange:
         self._backend = backend
         self._ranks = ranks
         self._shards = decisions.zero_stage >= 1
+        self.mean_factor = 1 / decisions.data_parallel
         self._waits = decisions.update_start == "step"
         self._scattered: dict[str, list[int]] = {}  # in which micro-batches a unit's gradient is added up
         for task in schedule.tasks:
@@ -47,10 +51,11 @@ class Exchange:
 
     def gather(self, unit: UnitState) -> None:
         """Make a unit's weights whole on the device, where each rank has its own shard."""
-        self._ranks.gather(unit.device_weights, unit.own_weights)
+        assert unit.group is not None
+        unit.group.gather(unit.device_weights, unit.own_weights)
 
     def collect(self, unit: UnitState, parameter: ParameterState, flat: torch.Tensor, micro_batch: int) -> None:
-        """Take a gradient from autograd, in the thread that runs backward."""
+        """Take the gradient of what several ranks have from autograd, in the thread that runs backward."""
         due = next(m for m in self._scattered[unit.name] if m >= micro_batch)
         pile = unit.piles.get(due) or unit.piles.setdefault(due, Pile(torch.empty_like(unit.device_weights), set()))
         held = pile.values[parameter.start : parameter.stop]
@@ -68,13 +73,14 @@ class Exchange:
             if parameter.name not in pile.present:
                 pile.values[parameter.start : parameter.stop].zero_()
         pile.values[unit.parameters[-1].stop :].zero_()
-        self._backend.scale(pile.values, 1 / self._ranks.size)
+        self._backend.scale(pile.values, self.mean_factor)
         mean = pile.values
+        assert unit.group is not None
         if self._shards:
             mean = self._backend.scratch(len(unit.own_weights), pile.values.dtype)
-            self._ranks.scatter(mean, pile.values)
+            unit.group.scatter(mean, pile.values)
         else:
-            self._ranks.add_up(mean)
+            unit.group.add_up(mean)
         self._backend.used(pile.values)
         self._keep(unit, Arrived(mean, unit.start), first=task.micro_batch == self._scattered[unit.name][0])
         unit.flushing[task.micro_batch] = {
@@ -109,6 +115,32 @@ class Exchange:
                 parameter.arrived = iteration
                 parameter.step += 1
 
-    def summed(self, squares: Sequence[float]) -> list[float]:
-        """Return sums of squares of all ranks' shards, given those of this one's."""
-        return self._ranks.sums(squares) if self._shards else list(squares)
+    def summed(self, parameters: Sequence[tuple[UnitState, ParameterState]], squares: Sequence[float]) -> list[float]:
+        """Return sums of squares of whole gradients, given those of what this rank has of each.
+
+        What several ranks have counts once: the first of them gives it. Of what is not divided over tensor-parallel
+        ranks all must have the same bits, as the model's own arithmetic is the same on all.
+
+        Raises:
+            GradientError: they do not, so these ranks no longer train one model.
+        """
+        mesh = self._ranks.mesh
+        if self._ranks.size == mesh.degrees.data_parallel and not self._shards and mesh.degrees.expert_parallel == 1:
+            return list(squares)
+        size, count = mesh.degrees.tensor_parallel, len(squares)
+        rows = [0.0] * (size * count)  # of every tensor-parallel rank
+        for i, (unit, _) in enumerate(parameters):
+            if self._shards or unit.group is None or unit.group.rank == 0:
+                rows[mesh.tensor * count + i] = squares[i]
+        rows = self._ranks.sums(rows)
+        totals = []
+        for i, (_, parameter) in enumerate(parameters):
+            of_ranks = rows[i::count]
+            divided = parameter.share.dim is not None
+            if not divided and min(of_ranks) != max(of_ranks):
+                raise GradientError(
+                    f"tensor-parallel ranks have different gradients of {parameter.share.name}, of which each has all; "
+                    "give these ranks the same batches, and the same random numbers (torch.manual_seed)"
+                )
+            totals.append(sum(of_ranks) if divided else of_ranks[0])
+        return totals

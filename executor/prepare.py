@@ -1,5 +1,6 @@
 """The entry: a user's model and optimizer in, the same model and an optimizer with the same face out."""
 
+import collections
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -8,11 +9,11 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 
-from executor.binding import planned_parameters
 from executor.checks import check_decisions
 from executor.handover import Handover
 from executor.optimizer.table import OptimizerEntry, entry_of
 from executor.options import SessionOptions
+from executor.parallel.shares import Share
 from executor.pieces import Part
 from executor.session import Session
 from executor.state import ParameterState, UnitState, write_weights
@@ -42,6 +43,12 @@ def prepare_session(
     rank's own. Norms are those of all ranks. All ranks evaluate, save, load and close together. On GPUs, the current
     device is the rank's (``torch.cuda.set_device``). If a rank fails, the others raise
     :class:`executor.watch.RankError`.
+
+    Every rank gives the whole model and optimizer, also where the plan has ranks share layers or experts. Ranks that
+    share layers (``tensor_parallel`` neighbours: ranks 0 and 1, 2 and 3, ... if these are two) get the same batches and
+    draw the same random numbers; while the model trains with ``labels``, the logits in what it returns are the rank's
+    share. What shares experts has its own part of every batch. Parameters of experts that fall into several units have
+    a shape but no values until the session is closed.
 
     Args:
         model: an unmodified module with the planned parameters.
@@ -198,9 +205,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             StorageError: there is no room for the file.
         """
         check_decisions(way.decisions, self.entry)
-        if self._way.decisions.data_parallel > 1 or way.decisions.data_parallel > 1:
+        if self._way.decisions.num_devices > 1 or way.decisions.num_devices > 1:
             raise ValueError("a plan of several ranks cannot be changed on the way; save, and start again with another")
-        steps = {name: entry.step for name, (_, entry) in self.session.parameter_states().items()}
+        steps = {entry.share.name: entry.step for _, entry in self.session.parameter_states().values()}
+        self._wholes = {entry.share.name: entry.share.whole for _, entry in self.session.parameter_states().values()}
         kept = self._hand_over(folder)
         failure = self._enter(way, kept, steps)
         if failure is not None:
@@ -212,7 +220,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _hand_over(self, folder: Path) -> Handover:
         """Move all weights and state into a file, and end the session."""
-        parameters = {name: entry.parameter for name, (_, entry) in self.session.parameter_states().items()}
+        parameters = self._wholes
         in_float32 = [*self.entry.buffers, *(["master"] if self._keeps_master else [])]
         likes = {name: parameter.detach() for name, parameter in parameters.items()}
         likes |= {
@@ -221,10 +229,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for key in in_float32
         }
         kept = Handover(folder, likes)
-        for entry, state in self._states():
-            kept.keep(entry.name, self.session.full_parameter(entry.name))
+        for name, _, state in self._states():
+            kept.keep(name, self.session.full_parameter(name))
             for key, values in state.items():
-                kept.keep(f"{entry.name}/{key}", values)
+                kept.keep(f"{name}/{key}", values)
         self.session.close(give_back=False)
         for name, parameter in parameters.items():
             parameter.data = kept[name]
@@ -238,20 +246,19 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         try:
             self.session = Session(self._model, self.entry, self.param_groups, *way)
         except (ValueError, MemoryError, OSError) as error:
-            for name, parameter in planned_parameters(self._model, way.units).items():
+            for name, parameter in self._wholes.items():
                 parameter.data = kept[name]
             self.session = None  # type: ignore[assignment]  # until the last one is back
             return error.with_traceback(None)  # whose frames have its memory
         groups = {self.session.name_of(p): group for group in self.param_groups for p in group["params"]}
-        states = self.session.parameter_states()
         entries: dict[str, _Entry] = {}
-        for name in states:
+        for name in self._wholes:
             trained = self.entry.buffers if steps[name] or self.entry.starts_at else ()
             keys = [*trained, *(["master"] if self._keeps_master else [])]
             entries[name] = ({key: kept[f"{name}/{key}"] for key in keys}, groups.get(name, self.defaults))
         self.write_states(entries)
-        for name, step in steps.items():
-            states[name][1].step = step
+        for _, entry in self.session.parameter_states().values():
+            entry.step = steps[entry.share.name]
         return None
 
     @property
@@ -259,47 +266,60 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Whether there are master copies beside the weights."""
         return self._way.decisions.precision.weights == "bf16"
 
-    def _states(self) -> Iterator[tuple[ParameterState, dict[str, torch.Tensor]]]:
-        """Yield every parameter with all of its state, float32 on the host: views of one unit's, one after another."""
+    def _states(self) -> Iterator[tuple[str, int, dict[str, torch.Tensor]]]:
+        """Yield name, number of updates and all state of every parameter, whole; float32, on the host.
+
+        What is in one place are views of its unit's state. All ranks do so together.
+        """
         units = {unit.name: unit for unit, _ in self.session.parameter_states().values()}
+        names = collections.Counter(p.share.name for _, p in self.session.parameter_states().values())
+        found: dict[str, dict[str, list[tuple[Share, torch.Tensor]]]] = {}
         for unit in units.values():
             keys = ("master", *self.entry.buffers)
             own = _own(self.session, unit, len(keys))
-            whole = {key: self.session.collected(values, unit) for key, values in zip(keys, own, strict=True)}
+            flat = {key: self.session.collected(values, unit) for key, values in zip(keys, own, strict=True)}
             if not self._keeps_master:
-                del whole["master"]
+                del flat["master"]
             for entry in unit.parameters:
-                shape = entry.parameter.shape
-                yield entry, {key: flat[entry.start : entry.stop].view(shape) for key, flat in whole.items()}
+                share = entry.share
+                of_whole = found.setdefault(share.name, {key: [] for key in flat})
+                for key, values in flat.items():
+                    mine = values[entry.start : entry.stop].view(share.shape)
+                    of_whole[key].append((share, mine if share.is_whole else mine.clone()))
+                names[share.name] -= 1
+                if not names[share.name]:  # others may have rows of the same
+                    parts = found.pop(share.name)
+                    yield share.name, entry.step, {key: self.session.whole(held) for key, held in parts.items()}
 
     def _read_states(self) -> dict[str, dict[str, Any]]:
         states: dict[str, dict[str, Any]] = {}
-        for entry, state in self._states():
-            if entry.step or self.entry.starts_at:
-                step = {"step": torch.tensor(float(entry.step))} if self.entry.counts_steps else {}
-                states[entry.name] = step | {key: values.clone() for key, values in state.items()}
+        for name, count, state in self._states():
+            if count or self.entry.starts_at:
+                step = {"step": torch.tensor(float(count))} if self.entry.counts_steps else {}
+                states[name] = step | {key: values.clone() for key, values in state.items()}
         return states
 
     def write_states(self, entries: Mapping[str, _Entry]) -> None:
         """Set the state of parameters, by name; each piece is had once, which may be on NVMe."""
         if not entries:
             return
-        states = self.session.parameter_states()
-        changed = {id(unit): unit for unit, _ in (states[name] for name in entries)}
-        for name, (entry, _) in entries.items():
+        found = [(u, p) for u, p in self.session.parameter_states().values() if p.share.name in entries]
+        for _, parameter in found:
             # Where steps are not told, state tells that there was one.
+            entry, _ = entries[parameter.share.name]
             there = any(entry.get(key) is not None for key in self.entry.buffers)
-            states[name][1].step = int(entry.get("step", there))
-        for unit in changed.values():
-            parts = [(p, part) for p in unit.parameters if p.name in entries for part in p.parts]
+            parameter.step = int(entry.get("step", there))
+        for unit in {id(unit): unit for unit, _ in found}.values():
+            mine = {p.name: _of_share(p, entries[p.share.name]) for p in unit.parameters if p.share.name in entries}
+            parts = [(p, part) for p in unit.parameters if p.name in mine for part in p.parts]
             for piece in {part.piece.index: part.piece for _, part in parts}.values():
                 with self.session.state_of(unit, piece, writes=True) as state:
                     for parameter, part in parts:
                         if part.piece.index == piece.index:
-                            self._write_part(state, parameter, part, entries[parameter.name])
+                            self._write_part(state, parameter, part, mine[parameter.name])
             for parameter in unit.parameters:
-                if parameter.name in entries and "master" in (entry := entries[parameter.name][0]):
-                    write_weights(unit, parameter, entry["master"].reshape(-1))
+                if parameter.name in mine and "master" in (entry := mine[parameter.name][0]):
+                    write_weights(unit, parameter, entry["master"])
 
     def _write_part(
         self, state: tuple[torch.Tensor, ...], parameter: ParameterState, part: Part, entry: _Entry
@@ -315,9 +335,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if values is None or initial is not None:
                 target.fill_(initial or 0.0)
             else:
-                target.copy_(parameter.values_of(part, values.reshape(-1)))
+                target.copy_(parameter.values_of(part, values))
         if part.piece.place is Place.NVME and "master" in values_of:
-            master.copy_(parameter.values_of(part, values_of["master"].reshape(-1)))
+            master.copy_(parameter.values_of(part, values_of["master"]))
 
 
 def _own(session: Session, unit: UnitState, count: int) -> tuple[torch.Tensor, ...]:
@@ -329,6 +349,13 @@ def _own(session: Session, unit: UnitState, count: int) -> tuple[torch.Tensor, .
             for target, values in zip(whole, state, strict=True):
                 target[held].copy_(values)
     return whole.unbind()
+
+
+def _of_share(parameter: ParameterState, entry: _Entry) -> _Entry:
+    """Return what a saved state has of this rank's share of a parameter, flat."""
+    values_of, group = entry
+    tensors = {key: values for key, values in values_of.items() if key != "step" and values is not None}
+    return {key: parameter.share.part(values).reshape(-1) for key, values in tensors.items()}, group
 
 
 def _of_piece(tensor: torch.Tensor, part: Part) -> torch.Tensor:

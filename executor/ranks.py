@@ -1,16 +1,16 @@
 """The processes that execute a plan together: collectives, and an end for all if one fails.
 
-[Note: Groups] Collectives of the schedule have a process group of their own, which only the thread of the collective
+[Note: Groups] Collectives of the schedule have process groups of their own, which only the thread of the collective
 lane uses while an iteration is under way. That lane is first-in first-out and all ranks have the same schedule, so they
-call the same collectives in the same order whatever their timing. What the caller's thread needs beside it (norms, the
-values that all begin with, saved states) goes through a second group, over the hosts, in the order of the caller's own
-program. Nothing else orders collectives, and no collective waits for ever: see [Note: Failed ranks].
+call the same collectives in the same order whatever their timing. What modules exchange while they compute goes through
+the groups of those that share layers or experts, in the order of the model's own program. What the caller's thread
+needs beside it (norms, the values that all begin with, saved states) goes through groups over the hosts, in the order
+of the caller's program. Nothing else orders collectives, and no collective waits for ever: see [Note: Failed ranks].
 """
 
 import atexit
 import contextlib
 import datetime as dt
-import hashlib
 import os
 import sys
 import threading
@@ -20,16 +20,15 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 
+from executor.parallel.groups import Group
+from executor.parallel.mesh import Groups, Mesh
 from executor.watch import SILENCE_S, RankError, Watch
+from planner.graph import Degrees, Unit
 
 _POLL_S: Final = 0.1  # how long after another rank's failure a waiting thread notices it
 _GRACE_S: Final = 5.0  # in which what was under way when a rank failed ends, as the others leave too
 # A limit on honest waiting (a checkpoint on one rank, say); failures end waiting much earlier.
 _TIMEOUT: Final = dt.timedelta(minutes=30)
-
-# torch renames these in 2.13 and deprecates the old names; they are there from 1.13 on.
-_all_gather: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Final[Callable[..., Any]] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @final
@@ -39,29 +38,39 @@ class Ranks:
     The default process group is the user's, or else is made from the environment that ``torchrun`` sets.
 
     Args:
-        size: how many the plan has.
+        degrees: how many share what.
         device: where the collectives of the schedule work: NCCL on CUDA, gloo elsewhere.
         silence_s: see :data:`executor.watch.SILENCE_S`.
 
     Attributes:
         rank, size: this rank, and how many there are.
+        mesh: where it is among them.
+        tensor, experts: those that share layers, and experts, with it.
 
     Raises:
         ValueError: another number of processes was started.
     """
 
-    def __init__(self, size: int, device: torch.device, *, silence_s: float = SILENCE_S) -> None:
+    def __init__(self, degrees: Degrees, device: torch.device, *, silence_s: float = SILENCE_S) -> None:
+        size = degrees.num_devices
         self._made = _join(size)
         self.rank, self.size = dist.get_rank(), size
+        self.mesh = Mesh(degrees, self.rank)
         self._on_device = device.type == "cuda"
         self._stopped = threading.Event()
         self._under_way: dict[dist.ProcessGroup, threading.Event] = {}  # set when what a group has begun has ended
         store = dist.distributed_c10d._get_default_store()
         prefix = f"ullage {store.add(f'ullage sessions of rank {self.rank}', 1)}"  # all ranks count alike
         self._watch = Watch(dist.distributed_c10d.PrefixStore(prefix, store), self.rank, size, silence_s=silence_s)
-        self._lane = dist.new_group(backend="nccl" if self._on_device else "gloo", timeout=_TIMEOUT)
-        self._hosts = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-        self._groups = [self._lane, self._hosts]
+        everybody = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        self._all = Group(range(size), self.rank, device=everybody, hosts=everybody, on_device=False, wait=self._wait)
+        self._groups, self._parts = [everybody], [self._all]
+        self._on_devices: list[dist.ProcessGroup] = []  # those that work on devices that are not hosts
+        del everybody  # a group's connections close when nobody has it any more
+        self.tensor, self.experts = self._group(self.mesh.tensor_groups()), self._group(self.mesh.expert_groups())
+        self._replicas = {
+            parts: self._group(self.mesh.replicas(parts)) for parts in dict.fromkeys((1, degrees.expert_parallel))
+        }
         self._on_failure: Callable[[RankError], None] = lambda _error: None
         self._watch.start(self._failed)
         atexit.register(self._at_exit)
@@ -81,54 +90,35 @@ class Ranks:
             self.close(together=False)
             raise
 
-    # Collectives of the schedule, in the thread of their lane, on the device.
+    def replicas(self, unit: Unit) -> Group:
+        """Return the ranks that have the same part of a unit: they add up its gradient, and share it under ZeRO.
 
-    def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        """Fill ``whole``, ``[size * n]``, with every rank's ``own``, ``[n]``, which may be its place in it.
-
-        Raises:
-            RankError: a rank has failed. So do all methods below.
+        Collectives of the schedule are theirs, in the thread of their lane.
         """
-        self._wait(self._lane, lambda: _all_gather(whole, own, group=self._lane, async_op=True))
-
-    def add_up(self, values: torch.Tensor) -> None:
-        """Replace ``values`` by the sum of all ranks' in their own type; the same bits on all ranks."""
-        self._wait(self._lane, lambda: dist.all_reduce(values, group=self._lane, async_op=True))
-
-    def scatter(self, own: torch.Tensor, values: torch.Tensor) -> None:
-        """Set ``own``, ``[n]``, to this rank's part of the sum of all ranks' ``values``, ``[size * n]``, in their type.
-
-        ``values`` may be overwritten. On hosts the whole is added up: gloo's own reduce-scatter, where a version of
-        torch has it, takes longer than that (and did just that before).
-        """
-        if self._on_device:
-            self._wait(self._lane, lambda: _reduce_scatter(own, values, group=self._lane, async_op=True))
-        else:
-            self.add_up(values)
-            own.copy_(values[self.rank * len(own) : (self.rank + 1) * len(own)])
+        return self._replicas[unit.parts(self.mesh.degrees)]
 
     # What the caller's thread needs, over the hosts.
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Return the sums over ranks, element by element, in float64; the same bits on all ranks."""
+        """Return the sums over ranks, element by element, in float64; the same bits on all ranks.
+
+        Raises:
+            RankError: a rank has failed. So do all methods below.
+        """
         total = torch.tensor(values, dtype=torch.float64)
-        self._wait(self._hosts, lambda: dist.all_reduce(total, group=self._hosts, async_op=True))
+        self._all.add_up(total)
         result: list[float] = total.tolist()
         return result
 
     def of_first(self, values: torch.Tensor) -> torch.Tensor:
         """Return rank 0's values, in host memory, where this rank has a tensor of the same shape and type."""
-        values = values.to("cpu", copy=True).contiguous()
-        first = dist.get_global_rank(self._hosts, 0)
-        self._wait(self._hosts, lambda: dist.broadcast(values, first, self._hosts, async_op=True))
-        return values
+        return self._all.of_first(values)
 
-    def collected(self, own: torch.Tensor) -> torch.Tensor:
-        """Return every rank's ``own``, ``[n]``, one behind the other, in new host memory, ``[size * n]``."""
-        own = own.to("cpu").contiguous()
-        whole = torch.empty(self.size * len(own), dtype=own.dtype)
-        self._wait(self._hosts, lambda: _all_gather(whole, own, group=self._hosts, async_op=True))
-        return whole
+    def agree_on_chance(self) -> None:
+        """Let those that share layers begin with the same random numbers: what they drop out must be the same."""
+        torch.set_rng_state(self.tensor.collected(torch.get_rng_state()).view(self.tensor.size, -1)[0])
+        if self._on_device:
+            torch.cuda.set_rng_state(self.tensor.collected(torch.cuda.get_rng_state()).view(self.tensor.size, -1)[0])
 
     def agree(self, what: str, value: str) -> None:
         """Check that all ranks have the same value.
@@ -136,19 +126,11 @@ class Ranks:
         Raises:
             ValueError: they do not.
         """
-        digests = self._digests(value)
-        different = [rank for rank in range(self.size) if not torch.equal(digests[rank], digests[0])]
-        if different:
-            raise ValueError(f"rank {different[0]} has another {what} than rank 0; give the same to all ranks")
+        self._all.agree(what, value.encode())
 
     def alike(self, value: str) -> list[int]:
         """Return the ranks that have the same value as this one, in order, this one included."""
-        digests = self._digests(value)
-        return [rank for rank in range(self.size) if torch.equal(digests[rank], digests[self.rank])]
-
-    def _digests(self, value: str) -> torch.Tensor:
-        digest = hashlib.sha256(value.encode()).digest()
-        return self.collected(torch.frombuffer(bytearray(digest), dtype=torch.uint8)).view(self.size, -1)
+        return self._all.alike(value.encode())
 
     # The end.
 
@@ -162,7 +144,7 @@ class Ranks:
 
     def meet(self) -> None:
         """Wait until all ranks have come here."""
-        self._wait(self._hosts, lambda: dist.barrier(group=self._hosts, async_op=True))
+        self._all.meet()
 
     def close(self, *, together: bool) -> None:
         """Leave the others; ``together`` if they do so too, after they met. Closing twice is allowed.
@@ -178,6 +160,8 @@ class Ranks:
             if done is None or done.wait(_GRACE_S):
                 dist.destroy_process_group(group)
                 self._groups.remove(group)
+                for part in self._parts:
+                    part.leave(group)
         if not self._groups:
             atexit.unregister(self._at_exit)
             if self._made and dist.is_initialized():
@@ -194,12 +178,26 @@ class Ranks:
             sys.stderr.flush()
             os._exit(1)
 
+    def _group(self, groups: Groups) -> Group:
+        """Make groups of one kind, all ranks together; return this rank's."""
+        for ranks in groups:
+            device = hosts = None
+            if len(ranks) > 1:
+                device = dist.new_group(ranks, backend="nccl" if self._on_device else "gloo", timeout=_TIMEOUT)
+                hosts = dist.new_group(ranks, backend="gloo", timeout=_TIMEOUT)
+            if self.rank in ranks:
+                mine = Group(ranks, self.rank, device=device, hosts=hosts, on_device=self._on_device, wait=self._wait)
+                self._groups += [group for group in (device, hosts) if group is not None]
+                self._on_devices += [device] if device is not None and self._on_device else []
+        self._parts.append(mine)
+        return mine
+
     def _wait(self, group: dist.ProcessGroup, begin: Callable[[], Any]) -> None:
         """Begin a collective and wait for it, or make the current stream wait for it if it is one on a device."""
         self._check()
         try:
             work = begin()
-            if group is self._hosts or not self._on_device:  # work.wait() could not be left if another rank fails
+            if group not in self._on_devices:  # work.wait() could not be left if another rank fails
                 done = self._under_way[group] = threading.Event()
                 work.get_future().add_done_callback(lambda _future: done.set())
                 while not done.wait(_POLL_S):
@@ -218,9 +216,9 @@ class Ranks:
 
     def _failed(self, error: RankError) -> None:
         """End what runs on the device, as kernels of a collective wait for a dead rank for ever, and pass it on."""
-        if self._on_device and self._groups:
-            backend = self._lane._get_backend(torch.device("cuda"))
-            getattr(backend, "abort", lambda: None)()
+        for group in self._on_devices:
+            if group in self._groups:
+                getattr(group._get_backend(torch.device("cuda")), "abort", lambda: None)()
         self._on_failure(error)
 
 

@@ -20,6 +20,7 @@ from executor.checkpoint import (
     Store,
 )
 from executor.checkpoint.engine import MASTER
+from executor.parallel.shares import assemble, whole_name
 from executor.prepare import OffloadedOptimizer
 
 _PATIENCE_S = 60.0
@@ -78,7 +79,7 @@ class Checkpoints:
         """
         self._session.check_between_iterations()
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        steps = {parameter.name: parameter.step for _, parameter in self._session.parameters()}
+        steps = {parameter.share.name: parameter.step for _, parameter in self._session.parameters()}
         own = {
             "optimizer": self._optimizer.entry.stock.__name__,
             "groups": groups,
@@ -141,15 +142,18 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
             f"optimizer is {stock} with {len(optimizer.param_groups)}; make it as it was when it was saved"
         )
     group_of = {session.name_of(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    left = {parameter.share.name for _, parameter in session.parameters()}
     for unit in {id(unit): unit for unit, _ in session.parameters()}.values():
+        shares = [parameter.share for parameter in unit.parameters if parameter.share.name in left]
+        left.difference_update(share.name for share in shares)  # others may have rows of the same
         entries = {}
-        for parameter in unit.parameters:
+        for share in shares:
             values = {
-                state: _read(checkpoint, parameter.name, state, parameter.parameter.shape)
+                state: _read(checkpoint, share.name, state, share.whole_shape)
                 for state in (MASTER, *optimizer.entry.buffers)
             }
-            step = torch.tensor(float(extra["steps"][parameter.name]))
-            entries[parameter.name] = ({"step": step, **values}, group_of.get(parameter.name, {}))
+            step = torch.tensor(float(extra["steps"][share.name]))
+            entries[share.name] = ({"step": step, **values}, group_of.get(share.name, {}))
         optimizer.write_states(entries)
     for group, saved in zip(optimizer.param_groups, extra["groups"], strict=True):
         for key, value in saved.items():
@@ -160,16 +164,24 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
 
 
 def _read(checkpoint: Checkpoint, name: str, state: str, shape: torch.Size) -> torch.Tensor:
+    """Return a whole tensor, from whatever shares of it were saved."""
     tensor = name if state == MASTER else f"{state}.{name}"
-    record = checkpoint.manifest.tensors.get(tensor)
-    if record is not None and record.shape != tuple(shape):
-        raise CheckpointError(
-            f"{checkpoint.folder}: {tensor} has shape {record.shape}, but {tuple(shape)} in the model; the checkpoint "
-            "is of another model"
-        )
-    values = torch.empty(shape, dtype=torch.float32)
-    checkpoint.read(tensor, 0, values.reshape(-1).numpy().view(np.uint8))
-    return values
+    parts = {}
+    for own, record in checkpoint.manifest.tensors.items():
+        if whole_name(own) == tensor:
+            if own == tensor and record.shape != tuple(shape):
+                raise CheckpointError(
+                    f"{checkpoint.folder}: {tensor} has shape {record.shape}, but {tuple(shape)} in the model; the "
+                    "checkpoint is of another model"
+                )
+            parts[own] = torch.empty(record.shape, dtype=torch.float32)
+            checkpoint.read(own, 0, parts[own].reshape(-1).numpy().view(np.uint8))
+    whole = torch.empty(shape, dtype=torch.float32)
+    try:
+        assemble(tensor, parts, whole)
+    except (ValueError, RuntimeError) as error:  # torch: shapes that do not fit
+        raise CheckpointError(f"{checkpoint.folder}: {error}; the checkpoint is of another model") from error
+    return whole
 
 
 def rng_state() -> dict[str, Any]:

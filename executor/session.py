@@ -7,7 +7,7 @@ issues what is left of the iteration and returns while updates go on.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, final
 
 import numpy as np
@@ -18,9 +18,9 @@ from executor.accumulation import Accumulation
 from executor.actions import Actions, ParameterUpdate
 from executor.activations import OffloadedActivations
 from executor.backend import Meter
-from executor.binding import bind, bind_state_dict, planned_parameters
+from executor.binding import bind, bind_state_dict
 from executor.checkpoint.engine import Member
-from executor.checks import check_decisions, check_groups
+from executor.checks import check_decisions, check_groups, check_units
 from executor.cores import take
 from executor.exchange import Exchange
 from executor.gradients import GradientError
@@ -30,6 +30,10 @@ from executor.memory import Arena, MeasuredMemory
 from executor.optimizer import WorkerTeam
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions, backend_of
+from executor.parallel.experts import split_experts
+from executor.parallel.mesh import Mesh
+from executor.parallel.shares import Share, shares_of, whole_of
+from executor.parallel.tensor import share_layers
 from executor.pieces import Piece
 from executor.progress import Progress
 from executor.ranks import Ranks
@@ -72,6 +76,7 @@ class Session:
         options: SessionOptions,
     ) -> None:
         check_decisions(decisions, entry)
+        check_units(decisions, units)
         self.decisions = decisions
         takes_snapshots = options.checkpoint_buffer_bytes > 0
         self.schedule = lower(units, decisions, asynchronous=options.device == "cuda", takes_snapshots=takes_snapshots)
@@ -79,73 +84,67 @@ class Session:
         self._entry = entry
         self._groups = groups
         self._shared = {unit.name: unit.shared_units for unit in units}
-        parameters = planned_parameters(model, units)
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
-        check_groups(entry, groups, self._names)
         self._backend = backend_of(options)
         self._inside_iteration = False
         self._inferring = False
         self._accumulation = Accumulation(decisions.num_micro_batches)
         self._meter: Meter | None = None
-        several = decisions.data_parallel > 1
-        self._ranks = ranks = Ranks(decisions.data_parallel, self._backend.device) if several else None
+        several = decisions.num_devices > 1
+        self._ranks = ranks = Ranks(decisions.degrees, self._backend.device) if several else None
         with contextlib.ExitStack() as failing, contextlib.nullcontext() if ranks is None else ranks.telling():
+            shares = shares_of(model, units, Mesh(decisions.degrees, ranks.rank if ranks else 0))
+            self._names = {id(share.whole): share.name for share in shares.values()}
+            check_groups(entry, groups, self._names)
             # First, so that memory is near the cores that touch it.
             self.cores, self._give_cores_back = take(
                 options.cores, options.num_threads, ranks, on_device=options.device == "cuda"
             )
             failing.callback(self._give_cores_back)
-            self._take_over(units, parameters, options)
+            self._take_over(units, shares, options)
+            failing.callback(self._team.close)
+            failing.callback(self._machine.close)
             self._undo = [
                 *self._hook_parameters(),
                 *bind(model, units, decisions, self._offloaded, self, options.compile_backend),
             ]
-            self._undo += [*bind_state_dict(model, parameters, self.full_parameter), self._accumulation.bind(model)]
+            self._undo += split_experts(model, units, shares, ranks and ranks.experts, self)
+            if ranks is not None and decisions.tensor_parallel > 1:
+                self._undo += share_layers(model, units, shares, ranks.tensor)
+                ranks.agree_on_chance()
+            self._undo += [*bind_state_dict(model, self._names, self.full_parameter), self._accumulation.bind(model)]
             self._move_buffers()
             self.synchronize()  # what was copied in so far was on no lane
             failing.pop_all()
 
-    def _take_over(
-        self, units: tuple[Unit, ...], parameters: Mapping[str, nn.Parameter], options: SessionOptions
-    ) -> None:
+    def _take_over(self, units: tuple[Unit, ...], shares: Mapping[str, Share], options: SessionOptions) -> None:
         """Move the parameters into the session's memory, and start the threads."""
         decisions, ranks = self.decisions, self._ranks
         self._gpu = Arena(Tier.GPU, options.gpu_capacity_bytes, self._backend)
         self._host = Arena(Tier.HOST, options.host_capacity_bytes, self._backend)
-        if ranks is None:
-            self._state = ModelState(
-                units, decisions, parameters, self._gpu, self._host, storage_dir=options.storage_dir
-            )
-            exchange = None
-        else:
-            ranks.agree("plan or model", self.schedule.to_json() + "".join(parameters))
-            agreed = ranks.of_first
-            self._state = ModelState(
-                units, decisions, parameters, self._gpu, self._host, ranks.rank, agreed, options.storage_dir
-            )
+        if ranks is not None:
+            ranks.agree("plan or model", self.schedule.to_json() + "".join(shares))
+        self._state = ModelState(units, decisions, shares, self._gpu, self._host, ranks, options.storage_dir)
+        exchange = None
+        if ranks is not None:
             exchange = Exchange(self._state, decisions, self.schedule, self._backend, ranks)
         self._exchange = exchange
         self.snapshots = None
+        rank = 0 if ranks is None else ranks.rank
         if options.checkpoint_buffer_bytes:
-            who = (0, 1) if ranks is None else (ranks.rank, ranks.size)
             self.snapshots = Snapshots(
-                self._state, self.schedule, self._entry, self._backend, self._host, options, *who
+                self._state, self.schedule, self._entry, self._backend, self._host, options, rank
             )
         self._parameters = {parameter.name: (unit, parameter) for unit, parameter in self._state.parameters()}
-        states = {name: parameter for name, (_, parameter) in self._parameters.items()}
-        self._gradients = UserGradients(decisions, states, self._norms)
+        self._gradients = UserGradients(decisions, (p for _, p in self._state.parameters()), self._norms)
         self._team = WorkerTeam(self.cores.num_updating, self.cores.of_updates)
         bf16 = decisions.precision.weights == "bf16"
         for group in self._groups:  # or the first update would compile it
             self._entry.warm_up(np.uint16 if bf16 else np.float32, group, writes_bf16=bf16)
-        rank = 0 if ranks is None else ranks.rank
         self._offloaded = OffloadedActivations(units, decisions, options.storage_dir, rank, self._host, self._backend)
         self._actions = Actions(self._state, decisions, self._backend, self._team, exchange, self._offloaded)
         if self.snapshots is not None:
             self._actions.take_snapshot = self.snapshots.take
-        self._weights = Weights(
-            self._state, self._actions, self._shared, regathers=ranks is not None and decisions.zero_stage in {1, 2}
-        )
+        self._weights = Weights(self._state, self._actions, self._shared, ranks)
         self._machine = LaneMachine(
             self.schedule,
             self._actions.perform,
@@ -305,7 +304,7 @@ class Session:
 
     def _hook_parameters(self) -> Iterator[Callable[[], None]]:
         for unit, parameter in self._state.parameters():
-            leaf = parameter.parameter
+            leaf = parameter.share.leaf
             leaf.grad, trains = None, leaf.requires_grad
             leaf.requires_grad_(True)  # what is frozen now may be thawed later, and takes no hook while it is frozen
             handle = leaf.register_post_accumulate_grad_hook(self._collector(unit, parameter))  # type: ignore[no-untyped-call]
@@ -341,14 +340,14 @@ class Session:
         """Return all weights as they are after the last step, wherever the plan keeps them; all ranks do so together.
 
         Tensors are views of the session's memory, on the host or the device: clone what is to outlast the next step.
-        Weights of which ranks hold shards (ZeRO-3), or that are on NVMe, are brought to new host memory.
+        Weights of which ranks hold shards or shares, or that are on NVMe, are brought to new host memory.
 
         Raises:
             OutOfOrderError: in the middle of an iteration.
             LaneError: a task failed on some lane.
             RankError: another rank has failed.
         """
-        return {name: self.full_parameter(name) for name in self._parameters}
+        return {name: self.full_parameter(name) for name in self._weights.names()}
 
     def full_parameter(self, name: str) -> torch.Tensor:
         """Return the weights of one parameter. See :meth:`full_parameters`."""
@@ -398,9 +397,11 @@ class Session:
 
     def collected(self, shard: torch.Tensor, unit: UnitState) -> torch.Tensor:
         """Return all of what ranks hold shards of, flat, on the host; all ranks do so together."""
-        if self._ranks is None or len(shard) == len(unit.device_weights):
-            return shard
-        return self._ranks.collected(shard)
+        return shard if unit.group is None or len(shard) == len(unit.device_weights) else unit.group.collected(shard)
+
+    def whole(self, parts: Sequence[tuple[Share, torch.Tensor]]) -> torch.Tensor:
+        """Return the whole of what ranks have shares of. See :func:`executor.parallel.shares.whole_of`."""
+        return whole_of(parts, self._ranks)
 
     def of_first(self, value: int) -> int:
         """Return rank 0's value; all ranks do so together."""
@@ -478,8 +479,9 @@ class Session:
             if not self._machine.stopped and not self._inside_iteration:
                 self._make_current()
                 if give_back:
-                    for name, (_, parameter) in self._parameters.items():
-                        parameter.parameter.data = self._weights.of(name)
+                    shares = {parameter.share.name: parameter.share for _, parameter in self._parameters.values()}
+                    for name, share in shares.items():
+                        share.whole.data = self._weights.of(name)
                 if self._ranks is not None:
                     self._ranks.meet()
                 together = True

@@ -21,6 +21,8 @@ from planner.schedule import Lane, MemoryClass, Op, Schedule
 class Snapshots:
     """Where the state is that the schedule's snapshots take, and the memory that it goes through.
 
+    Shares of parameters, and rows of them that are units of their own, are tensors by their own names.
+
     Args:
         state: of the session.
         schedule: says in which order.
@@ -28,7 +30,7 @@ class Snapshots:
         backend: copies.
         host: where memory for buffers is taken.
         options: how much.
-        rank, size: which of the ranks this is. What all of them hold (ZeRO-0) is shared among them, unit by unit.
+        rank: which of the ranks this is. What several of them hold is shared among them, unit by unit.
 
     Attributes:
         ring: the buffers, uint8 ``[num_buffers, chunk]``, from which a device can be copied to asynchronously.
@@ -47,17 +49,14 @@ class Snapshots:
         host: Arena,
         options: SessionOptions,
         rank: int = 0,
-        size: int = 1,
     ) -> None:
         self.engine: CheckpointEngine | None = None
         self._state = state
         self._backend = backend
         self.keys = (MASTER, *entry.buffers)
         pieces = [(task.unit, task.piece) for task in schedule.tasks if task.op is Op.SNAPSHOT]
-        shared = {unit: number % size for number, unit in enumerate(dict.fromkeys(unit for unit, _ in pieces))}
-        self.slices: Mapping[Key, Sequence[Slice]] = {
-            key: self._slices_of(key) if shared[key[0]] == rank or self._is_sharded(key) else [] for key in pieces
-        }
+        numbers = {unit: number for number, unit in enumerate(dict.fromkeys(unit for unit, _ in pieces))}
+        self.slices: Mapping[Key, Sequence[Slice]] = {key: self._slices_of(key, numbers[key[0]]) for key in pieces}
         count = max(options.checkpoint_buffer_bytes // CHUNK_BYTES, len(files_of(self, rank)) + 1)
         count += state.stored is not None  # what is read from there is cut from whole blocks
         memory = host.take_blocks("checkpoint buffers", {MemoryClass.CHECKPOINT: count * CHUNK_BYTES}, CHUNK_BYTES)
@@ -86,21 +85,21 @@ class Snapshots:
         self._backend.copy(torch.from_numpy(buffer), values)
         self._backend.seconds(self._backend.mark(Lane.SNAPSHOT))
 
-    def _is_sharded(self, key: Key) -> bool:
+    def _slices_of(self, key: Key, number: int) -> list[Slice]:
+        """Return what this rank gives of a piece; what several ranks have one of them gives, in turn by unit."""
         unit = self._state.units[key[0]]
-        return sum(piece.num_params for piece in unit.pieces) < len(unit.device_weights)
-
-    def _slices_of(self, key: Key) -> list[Slice]:
-        unit = self._state.units[key[0]]
+        is_sharded = len(unit.own_weights) < len(unit.device_weights)
+        if unit.group is not None and not is_sharded and number % unit.group.size != unit.group.rank:
+            return []
         return [
             Slice(
-                parameter.name,
-                tuple(parameter.parameter.shape),
+                parameter.share.own_name,
+                tuple(parameter.share.shape),
                 part.start - parameter.start,
                 part.stop - parameter.start,
                 part.start - part.piece.start,
             )
             for parameter in unit.parameters
             for part in parameter.parts
-            if part.piece.index == key[1]
+            if part.piece.index == key[1] and (parameter.share.dim is not None or not parameter.share.mesh.tensor)
         ]

@@ -1,6 +1,6 @@
 """Where every parameter's weight, optimizer state and gradient are, according to the decisions.
 
-[Note: Version counters] ``parameter.data`` is set once, to a view of the unit's block or slot. Whatever is written
+[Note: Version counters] ``leaf.data`` is set once, to a view of the unit's block or slot. Whatever is written
 there later goes through the block's own tensor, which autograd does not count as a change of the parameter: what it
 saved of the weights in forward is the same address, and holds the same bytes again before backward reads them (see
 [Note: Static slots] in :mod:`planner.lowering.parameters`).
@@ -8,15 +8,18 @@ saved of the weights in forward is the same address, and holds the same bytes ag
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from executor.memory import Arena
+from executor.parallel.groups import Group
+from executor.parallel.shares import Share
 from executor.pieces import Part, Piece, pieces_of
+from executor.ranks import Ranks
 from executor.storage import StoredState
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
@@ -32,8 +35,8 @@ class ParameterState:
     """One parameter.
 
     Attributes:
-        name: its (first) name in the model.
-        parameter: the user's own object.
+        name: by which its unit has it; of rows of a parameter, these too.
+        share: what it is of the model's parameters, and what computes and accumulates with it.
         start, stop: its range within the unit.
         parts: the rank's own pieces that it falls into.
         step: number of its updates, the one that is due included once its gradient has arrived.
@@ -43,7 +46,7 @@ class ParameterState:
     """
 
     name: str
-    parameter: nn.Parameter
+    share: Share
     start: int
     stop: int
     parts: tuple[Part, ...]
@@ -61,7 +64,7 @@ class ParameterState:
         return (part for part in self.parts if not part.piece.leaves)
 
     def values_of(self, part: Part, values: torch.Tensor) -> torch.Tensor:
-        """Return what a part has of the parameter's values, which are flat, and whole."""
+        """Return what a part has of the share's values, which are flat."""
         return values[part.start - self.start : part.stop - self.start]
 
 
@@ -110,6 +113,7 @@ class UnitState:
         name: the unit's name.
         parameters: in the order of the unit's flat range.
         pieces: in the order of the unit's flat range.
+        group: ranks that have the same of it; ``None`` if there is no other.
         start: where the rank's own shard begins in the unit's range.
         on_device: whether the weights that the rank updates are resident: all, or its shard.
         slot: number of the slot that all weights are brought to, or -1 where all are resident.
@@ -132,6 +136,7 @@ class UnitState:
     name: str
     parameters: tuple[ParameterState, ...]
     pieces: tuple[Piece, ...]
+    group: Group | None
     start: int
     on_device: bool
     slot: int
@@ -173,7 +178,7 @@ class UnitState:
     def is_trained(self, piece: Piece) -> bool:
         """Return whether a gradient may come for any of a piece."""
         return any(
-            part.piece.index == piece.index and parameter.parameter.requires_grad
+            part.piece.index == piece.index and parameter.share.trains
             for parameter in self.parameters
             for part in parameter.parts
         )
@@ -228,7 +233,7 @@ class UnitState:
             yield self.own(piece), landed
 
     def weight_of(self, parameter: ParameterState, flat: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the current weights of a parameter, once all updates, uploads and gathers are done; a view.
+        """Return the current weights of a share, once all updates, uploads and gathers are done; a view.
 
         Args:
             parameter: one of the unit's.
@@ -236,7 +241,7 @@ class UnitState:
         """
         if flat is None:
             flat = self.device_weights if self.on_device else self.served()
-        return flat[parameter.start : parameter.stop].view(parameter.parameter.shape)
+        return flat[parameter.start : parameter.stop].view(parameter.share.shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -266,10 +271,9 @@ class ModelState:
     Args:
         units: in forward order.
         decisions: where things live.
-        parameters: the model's parameters by the names that the units use.
+        shares: what this rank has of the model's parameters, by the names that the units use.
         gpu, host: where memory is taken.
-        rank: whose shards.
-        agreed: returns the values that all ranks begin with, given this one's.
+        ranks: all ranks, which begin with the first one's values; ``None`` if there is one.
         storage_dir: where state on NVMe is kept.
 
     Raises:
@@ -282,11 +286,10 @@ class ModelState:
         self,
         units: tuple[Unit, ...],
         decisions: Decisions,
-        parameters: Mapping[str, nn.Parameter],
+        shares: Mapping[str, Share],
         gpu: Arena,
         host: Arena,
-        rank: int = 0,
-        agreed: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
+        ranks: Ranks | None = None,
         storage_dir: Path | None = None,
     ) -> None:
         self.dtype = torch.bfloat16 if decisions.precision.weights == "bf16" else torch.float32
@@ -294,41 +297,49 @@ class ModelState:
         self._num_buffers = OPTIMIZERS[decisions.optimizer].num_buffers
         self._gpu = gpu
         self._host = host
-        self._rank = rank
+        self._ranks = ranks
         assigned = slots(units, decisions)
         self._slots = [
             gpu.take(f"slot {i}", MemoryClass.PARAMETERS, num_params, self.dtype)
             for i, num_params in enumerate(assigned.num_params)
         ]
         self.state_slots = self._take_state_slots(units)
-        self.stored = StoredState.of(units, decisions, assigned.of_unit, storage_dir, rank, host)
+        self.stored = StoredState.of(units, decisions, assigned.of_unit, storage_dir, ranks.rank if ranks else 0, host)
         self.units: dict[str, UnitState] = {}
+        left = Counter(share.name for share in shares.values())
         for unit in units:
             if unit.num_params:
-                state = self._take(unit, assigned.of_unit.get(unit.name, -1), parameters)
+                state = self._take(unit, assigned.of_unit.get(unit.name, -1), shares)
                 self.units[unit.name] = state
                 _clear_pads(state, unit.num_params)
-                self._move_in(state, agreed)
+                self._move_in(state)
+                left.subtract(parameter.share.name for parameter in state.parameters)
+                for share in (parameter.share for parameter in state.parameters):
+                    if share.leaf is not share.whole and not left[share.name]:
+                        share.whole.data = _without_values(share.whole_shape, self.dtype)
 
     def parameters(self) -> Iterator[tuple[UnitState, ParameterState]]:
         """Yield every parameter with its unit."""
         return ((unit, parameter) for unit in self.units.values() for parameter in unit.parameters)
 
-    def _move_in(self, unit: UnitState, agreed: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _move_in(self, unit: UnitState) -> None:
         with self.stored.begin(unit.name) if self.stored else contextlib.nullcontext() as keep:
             for parameter in unit.parameters:
-                values = agreed(parameter.parameter.detach().reshape(-1))
+                share = parameter.share
+                of_all = share.of_all(share.whole.detach())
+                values = share.mine(self._ranks.of_first(of_all) if self._ranks else of_all).reshape(-1)
                 for part in parameter.parts:
                     if part.piece.place is Place.NVME:
                         assert keep is not None
                         keep(part.piece.index, part.start - part.piece.start, parameter.values_of(part, values))
                 _move_in(unit, parameter, values)
 
-    def _take(self, unit: Unit, slot: int, parameters: Mapping[str, nn.Parameter]) -> UnitState:
+    def _take(self, unit: Unit, slot: int, shares: Mapping[str, Share]) -> UnitState:
         name, dtype = unit.name, self.dtype
         on_device = self._decisions.units[name].params == "gpu"
         shard, padded = self._decisions.shard_params(unit), self._decisions.padded_params(unit)
-        start = self._rank * shard if padded > shard else 0
+        group = self._ranks.replicas(unit) if self._ranks and self._decisions.replicas(unit) > 1 else None
+        start = group.rank * shard if group and padded > shard else 0
         pieces = pieces_of(unit, self._decisions, start)
         num_host, num_nvme, num_device = (
             sum(p.num_params for p in pieces if p.place in places)
@@ -350,8 +361,9 @@ class ModelState:
         spilled = self.stored.spilled if self.stored else None
         return UnitState(
             name=name,
-            parameters=_parameters(unit, pieces, parameters),
+            parameters=_parameters(unit, pieces, shares),
             pieces=pieces,
+            group=group,
             start=start,
             on_device=on_device,
             slot=slot,
@@ -402,19 +414,16 @@ class ModelState:
         return Moments(arena.take_blocks(f"{unit} master", num_bytes).view(torch.float32), buffers)
 
 
-def _parameters(
-    unit: Unit, pieces: tuple[Piece, ...], parameters: Mapping[str, nn.Parameter]
-) -> tuple[ParameterState, ...]:
+def _parameters(unit: Unit, pieces: tuple[Piece, ...], shares: Mapping[str, Share]) -> tuple[ParameterState, ...]:
     result, start = [], 0
     for spec in unit.parameters:
-        parameter = parameters[spec.name]
-        stop = start + parameter.numel()
+        stop = start + spec.num_params
         parts = tuple(
             Part(piece, max(piece.start, start), min(piece.stop, stop))
             for piece in pieces
             if max(piece.start, start) < min(piece.stop, stop)
         )
-        result.append(ParameterState(spec.name, parameter, start, stop, parts))
+        result.append(ParameterState(spec.name, shares[spec.name], start, stop, parts))
         start = stop
     assert start == unit.num_params
     return tuple(result)
@@ -435,16 +444,21 @@ def _clear_pads(unit: UnitState, num_params: int) -> None:
 
 
 def _move_in(unit: UnitState, parameter: ParameterState, values: torch.Tensor) -> None:
-    """Copy a parameter into the unit's memory and make it a view of its slot or block."""
+    """Copy a share into the unit's memory and make what computes a view of its slot or block."""
     write_weights(unit, parameter, values)
-    shape = parameter.parameter.shape
-    parameter.parameter.data = unit.device_weights[parameter.start : parameter.stop].view(shape)
+    share = parameter.share
+    share.leaf.data = unit.device_weights[parameter.start : parameter.stop].view(share.shape)
+
+
+def _without_values(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor that takes no memory; who computes with it nevertheless gets what is no number."""
+    return torch.full((), torch.nan, dtype=dtype).expand(shape)
 
 
 def write_weights(unit: UnitState, parameter: ParameterState, values: torch.Tensor) -> None:
-    """Set the weights of a parameter and what the rank has of its master copy, but on NVMe.
+    """Set the weights of a share and what the rank has of its master copy, but on NVMe.
 
-    ``values`` is flat, and whole.
+    ``values`` are the share's, flat.
     """
     if unit.slot < 0:
         unit.device_weights[parameter.start : parameter.stop].copy_(values)

@@ -1,6 +1,6 @@
 """Gradients between backward and step: what the user may do to them, and what comes of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import final
 
 import torch
@@ -16,19 +16,22 @@ class UserGradients:
 
     Args:
         decisions: what is executed.
-        parameters: all of them, by name.
-        norms: waits until all gradients of the iteration under way are there, and returns their norms by name.
+        parameters: what the rank has of all of them.
+        norms: waits until all gradients of the iteration under way are there, and returns their norms by the names of
+            whole parameters.
     """
 
     def __init__(
         self,
         decisions: Decisions,
-        parameters: Mapping[str, ParameterState],
+        parameters: Iterable[ParameterState],
         norms: Callable[[], dict[str, torch.Tensor]],
     ) -> None:
         self._clips = decisions.clip
         self._waits = decisions.update_start == "step"
-        self._parameters = parameters
+        self._parts: dict[str, list[ParameterState]] = {}
+        for parameter in parameters:
+            self._parts.setdefault(parameter.share.name, []).append(parameter)
         self._find_norms = norms
         self._norms: dict[str, torch.Tensor] | None = None
         self._scales: dict[str, float] = {}
@@ -40,9 +43,10 @@ class UserGradients:
 
     def offer(self, iteration: int) -> None:
         """Let every parameter that got a gradient have a stand-in for it."""
-        for name, parameter in self._parameters.items():
-            if parameter.arrived == iteration:
-                parameter.parameter.grad = OffloadedGradient(parameter.parameter, name, self)
+        for name, parts in self._parts.items():
+            if any(part.arrived == iteration for part in parts):
+                whole = parts[0].share.whole
+                whole.grad = OffloadedGradient(whole, name, self)
 
     def gradient_norm(self, name: str) -> torch.Tensor:
         """Return the 2-norm of a parameter's gradient, a float32 scalar; waits until all gradients are there.
@@ -71,16 +75,18 @@ class UserGradients:
         Raises:
             GradientError: a gradient was replaced, or dropped after its update had begun.
         """
-        for parameter in self._parameters.values():
-            gradient = parameter.parameter.grad
-            if parameter.arrived == iteration and gradient is None:
-                self._drop(parameter)
+        for name, parts in self._parts.items():
+            whole = parts[0].share.whole
+            gradient = whole.grad
+            for part in parts:
+                if part.arrived == iteration and gradient is None:
+                    self._drop(part)
             if gradient is not None and not isinstance(gradient, OffloadedGradient):
                 raise GradientError(
-                    f"the gradient of {parameter.name} was replaced after backward, which its update would not see; "
+                    f"the gradient of {name} was replaced after backward, which its update would not see; "
                     "change it in a hook on the parameter (parameter.register_hook)"
                 )
-            parameter.parameter.grad = None
+            whole.grad = None
 
     def _drop(self, parameter: ParameterState) -> None:
         if not self._waits:

@@ -1,12 +1,14 @@
 """A model's weights outside training: for evaluation, and for saving."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import final
 
 import torch
 
 from executor.actions import Actions
-from executor.state import ModelState, UnitState
+from executor.parallel.shares import whole_of
+from executor.ranks import Ranks
+from executor.state import ModelState, ParameterState, UnitState
 
 _NEVER = -1
 
@@ -21,17 +23,19 @@ class Weights:
         state: where weights are.
         actions: moves them.
         shared: units whose weights a unit uses besides its own, by its name.
-        regathers: whether ranks have updated shards of what is resident (ZeRO-1 and 2).
+        ranks: all ranks; ``None`` if there is one.
     """
 
     def __init__(
-        self, state: ModelState, actions: Actions, shared: Mapping[str, tuple[str, ...]], *, regathers: bool
+        self, state: ModelState, actions: Actions, shared: Mapping[str, tuple[str, ...]], ranks: Ranks | None
     ) -> None:
         self._state = state
         self._actions = actions
         self._shared = shared
-        self._regathers = regathers
-        self._parameters = {parameter.name: (unit, parameter) for unit, parameter in state.parameters()}
+        self._ranks = ranks
+        self._parts: dict[str, list[tuple[UnitState, ParameterState]]] = {}
+        for unit, parameter in state.parameters():
+            self._parts.setdefault(parameter.share.name, []).append((unit, parameter))
         self._current_in = _NEVER  # iteration before which resident weights were last made current
         self._in_slot: dict[int, str] = {}
 
@@ -45,7 +49,7 @@ class Weights:
             for piece in unit.pieces:
                 if unit.on_device and piece.by_host:
                     self._actions.upload(unit, piece)
-            if self._regathers:
+            if unit.slot < 0 and _is_sharded(unit):  # ranks have updated shards of what is resident (ZeRO-1 and 2)
                 self._actions.gather(unit)
 
     def forget(self) -> None:
@@ -62,10 +66,16 @@ class Weights:
     def of(self, name: str) -> torch.Tensor:
         """Return a parameter's current weights: a view of where they are kept.
 
-        It is new host memory if they are kept in shards, or on NVMe.
+        It is new host memory if they are kept in shards or shares, or on NVMe.
         """
-        unit, parameter = self._parameters[name]
-        if not (_is_sharded(unit) or unit.on_nvme):
+        return whole_of([(p.share, self._share(unit, p)) for unit, p in self._parts[name]], self._ranks)
+
+    def names(self) -> Iterable[str]:
+        """Return the names of all parameters."""
+        return self._parts
+
+    def _share(self, unit: UnitState, parameter: ParameterState) -> torch.Tensor:
+        if not unit.on_nvme and (unit.slot < 0 or not _is_sharded(unit)):
             return unit.weight_of(parameter)
         self._fill(unit)
         return unit.weight_of(parameter, unit.device_weights).to("cpu", copy=True)
@@ -82,5 +92,5 @@ class Weights:
 
 
 def _is_sharded(unit: UnitState) -> bool:
-    """Return whether nothing but a slot has all weights of a unit."""
-    return unit.slot >= 0 and len(unit.own_weights) < len(unit.device_weights)
+    """Return whether ranks keep, or update, only shards of a unit."""
+    return len(unit.own_weights) < len(unit.device_weights)

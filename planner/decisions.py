@@ -237,7 +237,7 @@ class Decisions(Frozen):
             and not (self.module_hooks or self.loop or self.device_buffer_bytes)
             and self.max_prefetch_params is self.max_reuse_params is None
             and self.reduce_start == "backward"
-            and self.tensor_parallel == self.pipeline_parallel == self.expert_parallel == self.expert_units == 1
+            and self.pipeline_parallel == 1
             and self.pinned_reads
         )
 

@@ -40,7 +40,7 @@ def feed_of(plan: Plan, data: Tokens | None, seed: int, position: int, rank: int
         data: what to train on; ``None``: the built-in English text.
         seed: of the order.
         position: where to begin; see :class:`ullage.text.TokenStream`.
-        rank: whose part.
+        rank: whose part, of the data-parallel ranks.
 
     Raises:
         PlanError: data or a position were given for a captured model.

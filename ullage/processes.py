@@ -14,11 +14,13 @@ class Process:
 
     Attributes:
         rank: among all.
+        data_rank: among those that each work on a part of every batch; ranks that share layers have one together.
         local_rank: among those of its node, and the number of its device.
         per_node: ranks that share a node's cores and memory.
     """
 
     rank: int
+    data_rank: int
     local_rank: int
     per_node: int
 
@@ -31,17 +33,17 @@ class Process:
         """
         ranks, per_node = plan.decisions.num_devices, ranks_per_node(plan)
         rank, started, local = (_environment(*of) for of in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1)))
-        if ranks != plan.decisions.data_parallel:
+        if (stages := plan.decisions.pipeline_parallel) > 1:
             raise PlanError(
-                f"the plan shares layers or experts over its {ranks} devices, which can be simulated but not executed "
-                "so far; plan with --tensor-parallel 1 --pipeline-parallel 1 --expert-parallel 1"
+                f"the plan has {stages} pipeline stages, which can be simulated but not executed; plan with "
+                "--pipeline-parallel 1"
             )
         if (started, local) != (ranks, min(per_node, ranks - rank // per_node * per_node)):
             raise PlanError(
                 f"the plan is for {ranks} device(s), {per_node} on a node, but {started} process(es) were started, "
                 f"{local} on this node; start it with `{launch_line(ranks, per_node)}`"
             )
-        return cls(rank, _environment("LOCAL_RANK", 0), per_node)
+        return cls(rank, rank // plan.decisions.tensor_parallel, _environment("LOCAL_RANK", 0), per_node)
 
     @property
     def is_first(self) -> bool:

@@ -132,17 +132,15 @@ def _choice(plan: Plan) -> dict[str, str]:
 
 
 def _execution(plan: Plan) -> dict[str, str]:
-    """Say what of a plan our executor cannot run so far, or how several processes run it."""
+    """Say what of a plan our executor cannot run, or how several processes run it."""
     decided = plan.decisions
-    counts = {
-        "tensor-parallel ranks": decided.tensor_parallel,
-        "pipeline stages": decided.pipeline_parallel,
-        "expert-parallel ranks": decided.expert_parallel,
-        "units of experts (--expert-units 1 plans one)": decided.expert_units,
-    }
-    ahead = [f"{count} {what}" for what, count in counts.items() if count > 1]
+    stages = decided.pipeline_parallel
+    ahead = [f"{stages} pipeline stages (--pipeline-parallel 1 plans none)"] if stages > 1 else []
+    shared = decided.tensor_parallel > 1 or decided.expert_parallel > 1 or decided.expert_units > 1
+    if shared and any(unit.offloads for unit in decided.units.values()):
+        ahead.append("activations that leave the device where layers or experts are shared, or experts are apart")
     if ahead:
-        return {"execution": f"planned and simulated, not executed so far: {', '.join(ahead)}"}
+        return {"execution": f"planned and simulated, not executed: {', '.join(ahead)}"}
     if decided.num_devices == 1:
         return {}
     return {"execution": f"one process per device: {launch_line(decided.num_devices, ranks_per_node(plan))}"}

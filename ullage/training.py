@@ -219,14 +219,14 @@ class Trainer:
         self._settings = settings
         self.process = Process.of(plan)
         check_machine(plan, self.process)
-        self._feed = feed_of(plan, data, seed, position, self.process.rank)
+        self._feed = feed_of(plan, data, seed, position, self.process.data_rank)
         self._iteration = 0
         with explaining(plan):
             model, optimizer = _make(plan, model, optimizer, self._feed, self.process, lr=lr, seed=seed)
             self.model, self.optimizer = prepare(model, optimizer, plan, **settings)
         self._checkpoints = self._open_checkpoints()
-        if self.process.rank:
-            torch.manual_seed(seed + self.process.rank)  # of what is left to chance in training (dropout)
+        if self.process.data_rank:  # ranks that share layers must drop out the same
+            torch.manual_seed(seed + self.process.data_rank)  # of what is left to chance in training (dropout)
 
     @property
     def session(self) -> Session:

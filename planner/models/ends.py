@@ -113,8 +113,12 @@ def _loss(batch: Batch, vocab: int) -> Work:
     rows, ranks = batch.num_tokens, batch.tensor_parallel
     if batch.is_megatron:
         return megatron.loss(rows, vocab, batch.dtype_bytes, ranks)
-    # The maximum, the target's logit and the sum of exponentials, over the ranks' shares of the vocabulary.
-    return work.loss(rows, vocab, batch.dtype_bytes) + Work(all_reduce(4 * rows, ranks, 3))
+    loss = work.loss(rows, vocab, batch.dtype_bytes)
+    if ranks == 1:
+        return loss
+    # The maximum, the target's logit and the sum of exponentials, over the ranks' shares of the vocabulary, of which
+    # log-probabilities are then made.
+    return loss + Work(each(rows * vocab, 4, 8) + all_reduce(4 * rows, ranks, 3))
 
 
 def _token_weight(config: ModelConfig) -> str:

@@ -258,6 +258,12 @@ def sum_input_gradient(batch: Batch, width: int) -> Work:
     return Work((), all_reduce(batch.num_tokens * width * batch.dtype_bytes, batch.tensor_parallel))
 
 
+def add_bias(batch: Batch, width: int, *, bias: bool) -> Work:
+    """Return the sum of a row-parallel operator's bias, which waits until the ranks' parts have been summed."""
+    apart = bias and batch.tensor_parallel > 1 and not batch.is_megatron
+    return Work(each(batch.num_tokens * width, 2 * batch.dtype_bytes)) if apart else Work()
+
+
 def exchange(batch: Batch, num_bytes: int) -> Work:
     """Return the exchange of tokens among ranks that share a bank of experts, and of their gradients.
 
@@ -303,7 +309,8 @@ def _attention_parts(config: ModelConfig, batch: Batch, names: _Names, source: s
         product_bytes=rows * (query * e + config.num_attention_heads * per_head),
     )
     output = linear(batch, query, hidden, bias=config.output_bias)
-    output += sum_output(batch, hidden) + _residual(batch, hidden, has_dropout=has_learned_positions(config))
+    output += sum_output(batch, hidden) + add_bias(batch, hidden, bias=config.output_bias)
+    output += _residual(batch, hidden, has_dropout=has_learned_positions(config))
     yield Part(
         names.output,
         "output",
@@ -329,9 +336,10 @@ def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
     else:  # rotary's gradients are turned back into the projection's layout
         q += Work((), each(rows * query, 2 * e))
         k += Work((), each(rows * key, 2 * e))
-    if config.qk_norm:
-        q += work.rms_norm(rows * config.num_attention_heads, config.head_dim, e)
-        k += work.rms_norm(rows * config.num_key_value_heads, config.head_dim, e)
+    if config.qk_norm:  # every rank has these norms whole, for its own heads: their gradients are summed
+        share_norm = Work((), all_reduce(config.head_dim * e, batch.tensor_parallel))
+        q += work.rms_norm(rows * config.num_attention_heads, config.head_dim, e) + share_norm
+        k += work.rms_norm(rows * config.num_key_value_heads, config.head_dim, e) + share_norm
     v = linear(batch, hidden, key, bias=bias)
     join = share + Work((), each(rows * hidden, 3 * e, 3 * e))  # the input's gradients from q, k and v
     return work.keeping(join + q + k + v, rows * hidden * e, rows * (query + 2 * key + hidden) * e)
@@ -372,6 +380,7 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, sk
     down = (
         linear(batch, ffn, hidden, bias=config.mlp_bias)
         + sum_output(batch, hidden)
+        + add_bias(batch, hidden, bias=config.mlp_bias)
         + _residual(batch, hidden, has_dropout=has_learned_positions(config))
     )
     hidden_bytes = rows * hidden * e
@@ -412,7 +421,9 @@ def _expert_parts(config: ModelConfig, batch: Batch, layer: int, source: str, sk
         product_bytes=rows * num * e,
     )
     visit_bytes = rows * top * hidden * e
-    send = sum_input_gradient(batch, hidden) + work.dispatch(rows, hidden, top, e) + exchange(batch, visit_bytes)
+    # Of tokens and of routing weights alike, a rank that has a share of every expert makes a part of the gradient.
+    share = sum_input_gradient(batch, hidden) + Work((), all_reduce(rows * top * weight_bytes, batch.tensor_parallel))
+    send = share + work.dispatch(rows, hidden, top, e) + exchange(batch, visit_bytes)
     yield Part("mlp.dispatch", "dispatch", before, Pattern.SHARD, send, visit_bytes, (), ("mlp.gate", source))
     sums = (
         exchange(batch, visit_bytes)

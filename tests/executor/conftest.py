@@ -20,8 +20,9 @@ def _one_thread():
 @pytest.fixture(scope="session")
 def processes():
     """Four processes for all tests of ranks, as starting them takes seconds."""
-    from together import Processes  # noqa: PLC0415 - not for tests of kernels
+    from together import Processes, ready  # noqa: PLC0415 - not for tests of kernels
 
     pool = Processes(4)
+    pool.call(4, ready)
     yield pool
     pool.close()

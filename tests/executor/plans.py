@@ -17,8 +17,8 @@ PLACES = {
 
 
 @st.composite
-def plans(draw, sizes=(1,), grains=(977, 3000, 100_000), **given):
-    """Any plan: per unit, per piece, and all settings; for as many ranks as one of ``sizes``.
+def plans(draw, sizes=(1,), grains=(977, 3000, 100_000), families=("gpt2", "llama"), degrees=None, **given):
+    """Any plan: per unit, per piece, and all settings; for as many data-parallel ranks as one of ``sizes``.
 
     Of the task, what is ``given`` stays, and of its clipping nothing is drawn then.
     """
@@ -27,14 +27,15 @@ def plans(draw, sizes=(1,), grains=(977, 3000, 100_000), **given):
     fetches = zero_stage in {0, 3}  # hosts that have only what they update cannot serve the rest
     clip = True if given else draw(st.booleans())
     drawn = {
-        "family": draw(st.sampled_from(["gpt2", "llama"])),
+        "family": draw(st.sampled_from(families)),
         "dtype": draw(st.sampled_from([torch.bfloat16, torch.float32])),
         "num_micro_batches": draw(st.integers(1, 2)),
         "max_norm": 0.5 if clip else None,
         "iterations": 3,
     }
     task = Task(**drawn | given)
-    ways = draw(st.lists(st.sampled_from(ACTIVATIONS), min_size=3, max_size=3))
+    stay = ["keep", "recompute"]  # where layers or experts are shared nothing leaves
+    ways = draw(st.lists(st.sampled_from(stay if degrees else ACTIVATIONS), min_size=3, max_size=3))
 
     def choose(unit, count):
         params = draw(st.sampled_from(["gpu", "host", "nvme"])) if fetches else "gpu"
@@ -47,6 +48,7 @@ def plans(draw, sizes=(1,), grains=(977, 3000, 100_000), **given):
         task,
         choose,
         data_parallel=size,
+        **degrees or {},
         zero_stage=zero_stage,
         subgroup_params=draw(st.sampled_from(grains)),
         num_param_slots=draw(st.integers(1, 3)),
@@ -71,3 +73,9 @@ def mixed(unit, count):
         {"layers.0": "offload", "layers.1": "recompute", "layers.2": "offload-nvme"}.get(unit.segment, "keep"),
         [places[(turn + i) % len(places)] for i in range(count)],
     )
+
+
+def staying(unit, count):
+    """Return the same, with activations that stay on the device."""
+    params, _, places = mixed(unit, count)
+    return params, "recompute" if unit.segment == "layers.1" else "keep", places

@@ -6,8 +6,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import mixed
-from training import OPTIMIZERS, Task, assert_same, decide, make_model, model_units, prepare, reference, train, uniform
+from plans import mixed, staying
+from training import (
+    OPTIMIZERS,
+    Task,
+    assert_same,
+    decide,
+    make_model,
+    model_units,
+    prepare,
+    reference,
+    train,
+    uniform,
+    units_of,
+)
 from training import session_options as options
 
 import executor.prepare
@@ -50,6 +62,22 @@ def test_training_goes_on_to_the_same_bits(tmp_path_factory, ways, dtype, num_mi
     """With dropout, clipping, groups, and a schedule that was built before."""
     task = Task("opt", dtype, num_micro_batches, iterations=5, optimizer=optimizer)
     assert_same(changed(task, *ways, tmp_path_factory.getbasetemp()), reference(task))
+
+
+def test_experts_come_apart_on_the_way_and_together_again(tmp_path):
+    task = Task("mixtral-shared", iterations=4)
+    model, optimizer = prepare(task, decide(task, staying, expert_units=2))
+    ways = {0: decide(task, staying), 1: decide(task, uniform("host", "cpu"), expert_units=4)}
+
+    def change(iteration):
+        if iteration in ways:
+            optimizer.change(Way(units_of(task, ways[iteration]), ways[iteration], options()), tmp_path)
+
+    try:
+        seen = train(task, model, optimizer, after_step=change)
+        assert_same((seen, optimizer.session.full_parameters()), reference(task))
+    finally:
+        optimizer.session.close()
 
 
 def test_master_copies_of_what_is_not_trained_stay(tmp_path):

@@ -88,11 +88,11 @@ def test_a_slot_that_is_refilled_between_forward_and_backward_gives_the_right_gr
     plain = make_model(task)
     with optimizer.session as session:
         attention = [session.parameter_states()[f"model.layers.{i}.self_attn.q_proj.weight"][1] for i in range(3)]
-        addresses = {entry.parameter.data_ptr() for entry in attention}
+        addresses = {entry.share.leaf.data_ptr() for entry in attention}
         assert len(addresses) == num_slots, "layers share slots"
         seen = {}
         for name, (_, entry) in session.parameter_states().items():
-            entry.parameter.register_hook(lambda gradient, name=name: seen.update({name: gradient.clone()}))
+            entry.share.leaf.register_hook(lambda gradient, name=name: seen.update({name: gradient.clone()}))
         tokens = batches(task)[0, 0]
         for m in (model, plain):
             m(input_ids=tokens, labels=tokens).loss.backward()

@@ -8,7 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import staying
 from test_numerics import mixed, plans
+from together import saved
 from training import Task, assert_same, batches, decide, delay, prepare, reference, uniform
 
 import executor.snapshots
@@ -101,6 +103,37 @@ def test_every_optimizer_goes_on_bit_for_bit(optimizer, tmp_path):
     again, last, _ = run(task, decide(task, uniform("gpu", "gpu")), tmp_path / "saved", start=2)
     assert again == {i: seen[i] for i in (2, 3)}
     assert all(torch.equal(last[name], final[name]) for name in final)
+
+
+def test_experts_apart_go_on_in_one_unit_and_back(tmp_path):
+    task = Task("mixtral-shared")
+    apart, whole = decide(task, staying, expert_units=2), decide(task, staying)
+    expected, final, _ = run(task, apart, tmp_path / "all", every=2)
+    for name, there, then in (("apart", apart, whole), ("whole", whole, apart)):
+        run(task, there, tmp_path / name, stop=2)
+        again, last, _ = run(task, then, tmp_path / name, start=2)
+        assert again == {i: expected[i] for i in (2, 3)}
+        assert all(torch.equal(last[name], final[name]) for name in final)
+
+
+RANKS = {
+    "layers": {"tensor_parallel": 2},
+    "layers and experts": {"tensor_parallel": 2, "data_parallel": 2, "expert_parallel": 2, "zero_stage": 3},
+}
+
+
+@pytest.mark.parametrize("degrees", RANKS.values(), ids=RANKS)
+def test_what_ranks_share_goes_on_on_any_ranks(processes, degrees, tmp_path):
+    """All state is the same, whoever has which part of it; so is training, on ranks of the same degrees."""
+    task = Task("mixtral-shared", iterations=2)
+    there, alone, other = (decide(task, staying, **of) for of in (degrees, {}, {"tensor_parallel": 2}))
+    ends = {end for _, _, end in processes.call(there.num_devices, saved, task, there, tmp_path)}
+    assert len(ends) == 1
+    for plan in (there, alone, other):
+        found = processes.call(plan.num_devices, saved, task, plan, tmp_path / "more", 2, tmp_path)
+        assert {begin for begin, _, _ in found} == ends
+    again = processes.call(there.num_devices, saved, task, there, tmp_path / "again", 1, tmp_path)
+    assert {end for _, _, end in again} == ends
 
 
 def test_dropout_goes_on_with_the_same_random_numbers(tmp_path):

@@ -350,7 +350,7 @@ def test_a_float32_model_trains_in_bf16_with_its_own_values_as_master_copy():
     _, ours = prepare_session(model, optimizer, model_units("gpt2"), decisions, session_options())
     with ours.session as session:
         for name, (unit, entry) in session.parameter_states().items():
-            assert entry.parameter.dtype is torch.bfloat16
+            assert entry.share.leaf.dtype is torch.bfloat16
             assert torch.equal(unit.weight_of(entry), before[name].bfloat16())
             for part in entry.parts:
                 with session.state_of(unit, part.piece) as (master, *_):
@@ -421,7 +421,7 @@ def test_every_gradient_arrives_during_the_backward_of_its_unit(activations):
     with optimizer.session as session:
         seen = {}
         for name, (unit, entry) in session.parameter_states().items():
-            entry.parameter.register_hook(
+            entry.share.leaf.register_hook(
                 lambda _, key=(name, unit.name): seen.update({key: (session._progress.task.op, session.unit)})
             )
         one_iteration(model, optimizer, tokens)

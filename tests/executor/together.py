@@ -23,10 +23,10 @@ from training import (
     groups,
     make_model,
     make_optimizer,
-    model_units,
     prepare,
     train,
     uniform,
+    units_of,
     weights,
 )
 
@@ -50,26 +50,23 @@ class Processes:
             self._port = free.getsockname()[1]
         self._store = dist.TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
         self._num_calls = 0
-        self.workers, self._pipes = [], []
+        self.workers, self._pipes = [None] * size, [None] * size
         for rank in range(size):
-            worker, pipe = self._start(rank)
-            self.workers.append(worker)
-            self._pipes.append(pipe)
+            self._start(rank)
 
-    def _start(self, rank: int):
+    def _start(self, rank: int) -> None:
         ours, theirs = _CONTEXT.Pipe()
         worker = _CONTEXT.Process(target=_serve, args=(rank, self._port, theirs), daemon=True)
         worker.start()
         theirs.close()  # or the end of one process would not be seen here
-        return worker, ours
-
-    def restart(self, rank: int) -> None:
-        """Start another process in the place of one that has ended."""
-        self.workers[rank], self._pipes[rank] = self._start(rank)
+        self.workers[rank], self._pipes[rank] = worker, ours
 
     def begin(self, size: int, function, *arguments) -> None:
         """Have ``function(rank, size, *arguments)`` called by each of the first processes."""
         self._num_calls += 1
+        for rank in range(size):
+            if not self.workers[rank].is_alive():  # a test has killed it
+                self._start(rank)
         for pipe in self._pipes[:size]:
             pipe.send((size, f"call {self._num_calls}", function, arguments))
 
@@ -123,6 +120,10 @@ def _serve(rank: int, port: int, pipe) -> None:
     FOLDER.cleanup()  # processes of multiprocessing end without doing so
 
 
+def ready(_rank: int, _size: int) -> None:
+    """Do nothing, once a process is there."""
+
+
 # What ranks do. All of this is called in another process, so it is found by its name.
 
 
@@ -136,7 +137,7 @@ def trained(rank: int, _size: int, task: Task, decisions: Decisions, delays: int
     with optimizer.session:
         if delays is not None:
             delay(optimizer.session, delays + rank)
-        seen = train(task, model, optimizer, rank=rank)
+        seen = train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
         final = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
     return seen, {n: w.view(torch.uint8).numpy() for n, w in final.items()}
 
@@ -154,7 +155,7 @@ def saved(rank: int, _size: int, task: Task, decisions: Decisions, folder, start
                 restore(optimizer, checkpoint)
         begin = _digest(optimizer)
         seen = []
-        for step, micro_batches in enumerate(batches(task, rank)[start:], start + 1):
+        for step, micro_batches in enumerate(batches(task, rank // decisions.tensor_parallel)[start:], start + 1):
             for tokens in micro_batches:
                 loss = model(input_ids=tokens, labels=tokens).loss
                 loss.backward()
@@ -211,7 +212,7 @@ def trained_in_memory(rank: int, size: int, task: Task, decisions: Decisions):
         return [part.view(g.shape) for part, g in zip(block[: len(flat)].split(sizes), of_parameters, strict=True)]
 
     def exchange(_iteration):
-        for unit in (unit for unit in model_units(task.family) if unit.num_params):
+        for unit in (unit for unit in units_of(task, decisions) if unit.num_params):
             parts = [[gradient[m] for gradient in (found[spec.name] for spec in unit.parameters)] for m in range(count)]
             if unit.parameters[0].name in piles:
                 parts = [[functools.reduce(torch.add, of_all) for of_all in zip(*parts, strict=True)]]
@@ -239,13 +240,17 @@ def around_training(rank: int, _size: int, task: Task, decisions: Decisions, mor
     """Evaluate, save, go on from what was saved under other decisions, and close; return what is wrong."""
     wrong = []
     plain = make_model(task)
+    rank //= decisions.tensor_parallel
     tokens = batches(task, rank)[0, 0]
+    shared = decisions.tensor_parallel > 1 or decisions.expert_parallel > 1
+    close = 1e-5 if shared else 0.0  # sums in another order
 
     def compare(what: str, model) -> None:
         saved = model.state_dict()
         plain.load_state_dict(saved)
         with torch.no_grad():
-            if not torch.equal(model.eval()(input_ids=tokens).logits, plain.eval()(input_ids=tokens).logits):
+            ours, theirs = (one.eval()(input_ids=tokens).logits for one in (model, plain))
+            if not torch.allclose(ours, theirs, rtol=close, atol=close):
                 wrong.append(f"{what}: evaluation differs from the weights that were saved")
         if not same(saved, optimizer.session.full_parameters()):
             wrong.append(f"{what}: the saved weights are not those of the session")
@@ -284,7 +289,7 @@ def seen_from_outside(rank: int, _size: int, task: Task, decisions: Decisions) -
     wrong = []
     model, optimizer = prepare(task, decisions, record=True)
     with optimizer.session as session:
-        train(task, model, optimizer, rank=rank)
+        train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
         timeline = session.timeline()
         for tier, memory in session.memory().items():
             stated = Counter()
@@ -321,9 +326,12 @@ def failed(rank: int, _size: int, task: Task, decisions: Decisions, moment: str)
         def in_the_loop(iteration: int) -> None:
             if iteration == 2 and moment == "forward":
                 raise ZeroDivisionError("in the loop")
+            if iteration == 2 and moment == "kill in the loop":
+                os.kill(os.getpid(), signal.SIGKILL)
 
         if victim:
             session._machine._perform = failing
+        rank //= decisions.tensor_parallel
         train(task, model, optimizer, rank=rank, before_step=in_the_loop if victim else None)
 
 
@@ -341,6 +349,31 @@ def without_a_gradient(rank: int, _size: int, task: Task, decisions: Decisions):
         final = {n: w.clone().view(torch.uint8).numpy() for n, w in session.full_parameters().items()}
         steps = {name: entry.step for name, (_, entry) in session.parameter_states().items()}
     return seen, final, steps
+
+
+def with_a_loss_of_its_own(rank: int, _size: int, task: Task, decisions: Decisions) -> float:
+    """Train a step with a loss made outside the model; return the gradients' norm."""
+    model, optimizer = prepare(task, decisions)
+    tokens = batches(task, rank // decisions.tensor_parallel)[0, 0]
+    with optimizer.session:
+        logits = model(input_ids=tokens).logits
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+        norm = float(optimizer.clip_grad_norm_(task.max_norm))
+        optimizer.step()
+    return norm
+
+
+def with_something_of_its_own(rank: int, _size: int, task: Task, decisions: Decisions, what: str) -> float:
+    """Train with other batches, or other random numbers, than ranks that share layers; return the first one drawn."""
+    model = make_model(task)
+    torch.manual_seed(rank)
+    model, optimizer = prepare(task, decisions, model=model)
+    drawn = float(torch.rand(()))
+    with optimizer.session:
+        if what == "chance":
+            model.register_forward_pre_hook(lambda *_: torch.manual_seed(rank) and None)
+        train(task, model, optimizer, rank=rank if what == "batches" else 0)
+    return drawn
 
 
 def bound_cores(rank: int, size: int, choice, given):
@@ -384,8 +417,8 @@ def piling(task: Task, decisions: Decisions) -> frozenset[str]:
     if task.num_micro_batches == 1:
         return frozenset()
     return frozenset(
-        spec.name
-        for unit in model_units(task.family)
+        spec.name.partition("[")[0]  # of experts apart
+        for unit in units_of(task, decisions)
         if decisions.zero_stage < 2
         and not any(decisions.flushes(unit.name, place) for place in decisions.units[unit.name].update)
         for spec in unit.parameters

@@ -19,7 +19,7 @@ from executor.optimizer.table import entry_of
 from executor.options import SessionOptions
 from executor.prepare import prepare_session
 from planner.decisions import Decisions, Place, Precision, UnitDecision
-from planner.graph import Batch, build_graph, units
+from planner.graph import Batch, Degrees, build_graph, units
 from planner.models import from_hf_config
 from planner.schedule import Lane
 
@@ -27,6 +27,7 @@ FOLDER = tempfile.TemporaryDirectory(prefix="ullage-nvme-")
 _NUMBERS = itertools.count()
 
 NUM_TOKENS, SEQ_LEN, MICRO_BATCH = 64, 8, 2
+DEGREES = ("tensor_parallel", "expert_parallel", "expert_units")  # that units depend on
 
 # A cache changes the layout of keys, and with it the order of sums; recomputation leaves it out.
 _COMMON = {"vocab_size": NUM_TOKENS, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
@@ -39,6 +40,9 @@ _LLAMA = _COMMON | {
     "max_position_embeddings": 16,
 }
 _GPT2 = _COMMON | {"n_positions": 16, "n_embd": 32, "n_layer": 3, "n_head": 2}
+# For ranks that share layers: heads and channels that can be divided by 4, and a vocabulary that cannot.
+_SHARED = {"vocab_size": 200, "num_attention_heads": 4}
+_LLAMA_SHARED = _LLAMA | _SHARED | {"num_key_value_heads": 4, "head_dim": 8}
 _OPT = _COMMON | {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 # By the names that tests use: what makes an optimizer over some groups. Rates are large, so that each step shows.
@@ -61,6 +65,25 @@ CONFIGS = {
     "qwen3": lambda: transformers.Qwen3Config(**_LLAMA, head_dim=16),
     "mixtral": lambda: transformers.MixtralConfig(**_LLAMA, num_local_experts=4, num_experts_per_tok=2),
     "opt": lambda: transformers.OPTConfig(**_OPT, max_position_embeddings=16, word_embed_proj_dim=32, dropout=0.1),
+    # Attention drops nothing out, so that the same random numbers are drawn however many heads a rank has.
+    "gpt2-shared": lambda: transformers.GPT2Config(
+        **_GPT2 | {"vocab_size": 200, "n_head": 4}, resid_pdrop=0.1, attn_pdrop=0
+    ),
+    "opt-shared": lambda: transformers.OPTConfig(
+        **_OPT | _SHARED,
+        max_position_embeddings=16,
+        word_embed_proj_dim=16,
+        do_layer_norm_before=False,
+        dropout=0.1,
+    ),
+    "llama-shared": lambda: transformers.LlamaConfig(**_LLAMA_SHARED | {"num_key_value_heads": 2}),
+    "llama-tied-shared": lambda: transformers.LlamaConfig(**_LLAMA_SHARED, tie_word_embeddings=True),
+    "qwen2-shared": lambda: transformers.Qwen2Config(**_LLAMA_SHARED | {"vocab_size": 128}),  # one padded share
+    "qwen3-shared": lambda: transformers.Qwen3Config(**_LLAMA_SHARED),
+    "qwen3-moe-shared": lambda: transformers.Qwen3MoeConfig(
+        **_LLAMA_SHARED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[0]
+    ),
+    "mixtral-shared": lambda: transformers.MixtralConfig(**_LLAMA_SHARED, num_local_experts=4, num_experts_per_tok=2),
 }
 
 
@@ -80,13 +103,25 @@ class Task:
 def make_model(task: Task) -> torch.nn.Module:
     torch.manual_seed(7)
     config = CONFIGS[task.family]()
-    return transformers.AutoModelForCausalLM.from_config(config).to(task.dtype).train()
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    if task.family.endswith("-shared"):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:  # biases are 0 at first, and a wrong one would not show
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(task.dtype).train()
 
 
 @functools.cache
-def model_units(family: str, dtype: torch.dtype = torch.bfloat16):
+def model_units(family: str, dtype: torch.dtype = torch.bfloat16, **degrees: int):
+    """Return the units of one rank."""
     config = from_hf_config(CONFIGS[family]().to_dict(), family)
-    return units(build_graph(config, Batch(MICRO_BATCH, SEQ_LEN, dtype.itemsize)))
+    return units(build_graph(config, Batch(MICRO_BATCH, SEQ_LEN, dtype.itemsize, **degrees)))
+
+
+def units_of(task: "Task", decisions: Decisions):
+    degrees = {name: getattr(decisions, name) for name in DEGREES}
+    return model_units(task.family, task.dtype, **degrees)
 
 
 def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
@@ -99,9 +134,13 @@ def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 def batches(task: Task, rank: int = 0):
     generator = torch.Generator().manual_seed(3 + rank)
-    return torch.randint(
-        NUM_TOKENS, (task.iterations, task.num_micro_batches, MICRO_BATCH, SEQ_LEN), generator=generator
+    num_tokens = CONFIGS[task.family]().vocab_size
+    tokens = torch.randint(
+        num_tokens, (task.iterations, task.num_micro_batches, MICRO_BATCH, SEQ_LEN), generator=generator
     )
+    if task.family.endswith("-shared"):
+        tokens[..., 0] = 1  # OPT's padding, whose row of the embedding gets no gradient
+    return tokens
 
 
 def make_optimizer(task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -201,10 +240,12 @@ def decide(task: Task, choose, **settings) -> Decisions:
     It may say too where gradients of what is streamed are; else they stay on the device for every second unit.
     """
     subgroup_params = settings.pop("subgroup_params", 3000)
-    num_shards = settings.get("data_parallel", 1) if settings.get("zero_stage") else 1
+    shape = {name: settings.get(name, 1) for name in DEGREES}
+    degrees = Degrees(settings.get("data_parallel", 1), shape["tensor_parallel"], 1, shape["expert_parallel"])
     chosen = {}
-    for number, unit in enumerate(model_units(task.family, task.dtype)):
-        shard = -(-unit.num_params // num_shards)
+    for number, unit in enumerate(model_units(task.family, task.dtype, **shape)):
+        replicas = degrees.data_parallel // unit.parts(degrees)
+        shard = -(-unit.num_params // (replicas if settings.get("zero_stage") else 1))
         params, activations, places, *gradients = choose(unit, -(-shard // subgroup_params))
         if not unit.recompute:
             activations = "keep"
@@ -234,8 +275,7 @@ def uniform(params: str, place: str, activations: str = "keep"):
 def prepare(task: Task, decisions: Decisions, model=None, **options):
     model = model or make_model(task)
     optimizer = make_optimizer(task, model)
-    found = model_units(task.family, task.dtype)
-    return prepare_session(model, optimizer, found, decisions, session_options(**options))
+    return prepare_session(model, optimizer, units_of(task, decisions), decisions, session_options(**options))
 
 
 def session_options(**options) -> SessionOptions:

@@ -195,7 +195,7 @@ def test_plans_with_experts_are_verified(load: tuple[tuple[float, ...], ...]) ->
     plan = make_plan(request, 60)
     verify(Plan.model_validate_json(plan.to_json()))
     assert plan.decisions.expert_units == 8
-    assert not plan.decisions.executable
+    assert plan.decisions.executable
 
 
 def test_experts_one_by_one_are_no_slower_than_as_a_whole() -> None:

@@ -139,6 +139,8 @@ def test_a_plan_for_several_devices_says_how_it_is_started(tiny_model, tmp_path,
     assert main(arguments) == 0
     assert "torchrun --nproc-per-node 4 -m ullage execute" in " ".join(capsys.readouterr().out.split())
     assert main([*arguments, "--tensor-parallel", "2"]) == 0
+    assert "torchrun --nproc-per-node 4 -m ullage execute" in " ".join(capsys.readouterr().out.split())
+    assert main([*arguments, "--pipeline-parallel", "2"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "not executed so far: 2 tensor-parallel ranks" in out
+    assert "not executed: 2 pipeline stages (--pipeline-parallel 1 plans none)" in out
     assert "torchrun" not in out
