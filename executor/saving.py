@@ -91,8 +91,13 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait until checkpoints that have begun are durable, or have failed; between iterations."""
+        self.take_rest()
+        self._engine.wait()
+
+    def take_rest(self) -> None:
+        """Take what has not been taken of checkpoints that have begun, without an iteration; between iterations."""
         self._session.synchronize()
-        self._engine.drain()
+        self._engine.take_rest()
 
     def newest(self) -> tuple[Path | None, tuple[str, ...]]:
         """Return the folder of the newest checkpoint that is whole, and why newer ones are not.

@@ -209,14 +209,14 @@ class CheckpointEngine:
             del self._captures[turn]
             self._work.put(capture)
 
-    def drain(self) -> None:
-        """Take what has not been taken, while nothing is under way, and wait until all checkpoints have ended.
-
-        Nothing is raised; see ``tell``.
-        """
+    def take_rest(self) -> None:
+        """Take what has not been taken, while nothing is under way. Nothing is raised; see ``tell``."""
         for turn, capture in sorted(self._captures.items()):
             while capture.left:
                 self.take(capture.left[0], turn)
+
+    def wait(self) -> None:
+        """Wait until all checkpoints have ended of which everything is taken."""
         with self._lock:
             self._lock.wait_for(lambda: not self._num_open)
 

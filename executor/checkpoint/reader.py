@@ -1,5 +1,6 @@
 """Reads a checkpoint, and believes nothing that it has not checked."""
 
+import concurrent.futures
 import contextlib
 import errno
 import mmap
@@ -13,6 +14,8 @@ from executor.checkpoint.files import BLOCK_BYTES, CheckpointError, go_direct, i
 from executor.checkpoint.flusher import Buffer, checksum
 from executor.checkpoint.layout import ITEM_BYTES
 from executor.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
+
+_NUM_READERS = 4  # files that are read at once: while one is hashed others are read
 
 
 @final
@@ -47,10 +50,14 @@ class Checkpoint:
         Raises:
             CheckpointError: a file is missing, of another length, or damaged; says which, and where.
         """
-        for index in range(first, len(self.manifest.files), every):
-            with contextlib.closing(_OpenFile(self.folder, self.manifest.files[index])) as file:
-                for chunk in range(len(file.record.checksums)):
-                    file.load(chunk)
+        records = self.manifest.files[first::every]
+        with concurrent.futures.ThreadPoolExecutor(_NUM_READERS, "checkpoint read") as readers:
+            list(readers.map(self._verify, records))  # in order: the first failure is raised
+
+    def _verify(self, record: FileRecord) -> None:
+        with contextlib.closing(_OpenFile(self.folder, record)) as file:
+            for chunk in range(len(record.checksums)):
+                file.load(chunk)
 
     def read(self, name: str, start: int, out: Buffer) -> None:
         """Read values of a tensor, from the ``start``-th of its flat values on, into ``out``, uint8, whole values.

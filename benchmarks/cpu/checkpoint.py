@@ -1,0 +1,284 @@
+"""Checkpoints beside training, without a GPU: what they cost, against what people use, and against the bare drive.
+
+    python benchmarks/cpu/checkpoint.py                   about four minutes where nothing else runs
+    python benchmarks/cpu/checkpoint.py --folder DIR      on another drive
+
+One process trains one model under one plan. In each round every engine saves the same state once, in turns: a block is
+a checkpoint and three iterations of training, and what a checkpoint *costs* is a block less one without. *Blocked* is
+how long the call keeps the training loop. The others are given tensors that lie ready, which is more than a user has.
+What is still under way at the end of a block is waited for, untimed.
+
+- ours: ``ullage.Checkpoints``, taken during the next iteration, hashed, durable;
+- torch.save: of all tensors into one file, with ``fsync``;
+- dcp: ``torch.distributed.checkpoint.save``; dcp_async: its ``async_save``.
+
+Then, with no training beside it, a checkpoint is written and read by us, and the same bytes by a loop of direct
+transfers of the same size by as many threads, in turns.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import logging
+import mmap
+import os
+import platform
+import shlex
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ullage
+from benchmarks.cpu.peers import calibrated, cells
+from benchmarks.peers.driver import machine
+from benchmarks.peers.jobs import Job, model_config
+from benchmarks.peers.training import adamw_options, loss_of, make_model, micro_batches
+from executor.checkpoint import Checkpoint
+from executor.checkpoint.files import Files, go_direct, write_all
+from executor.checkpoint.flusher import CHUNK_BYTES
+from hwprofiles.allocator import keep_freed_memory
+from hwprofiles.files import write_whole
+from planner.decisions import Precision
+
+OUTPUT = Path(__file__).parents[1] / "results" / "cpu_checkpoint.json"
+ITERATIONS_OF_A_BLOCK = 3
+NUM_THREADS = 2  # that write
+Save = Callable[[Path], Callable[[], None]]
+"""Begins to save into a new folder, and returns what waits for the end."""
+
+
+class Training:
+    """Our training, an iteration at a time."""
+
+    def __init__(self, plan: ullage.Plan, job: Job) -> None:
+        torch.set_num_threads(job.num_threads)
+        keep_freed_memory()
+        self._model = make_model(job.cell, "cpu")
+        optimizer = torch.optim.AdamW(self._model.parameters(), **adamw_options(job))
+        self._model, self.optimizer = ullage.prepare(self._model, optimizer, plan, checkpoint_buffer_bytes=64 << 20)
+        torch.set_num_threads(job.num_threads)
+        self._batches = micro_batches(job)
+        self.step = 0
+
+    def iterate(self) -> None:
+        """Train one iteration."""
+        for tokens in next(self._batches):
+            loss_of(self._model, tokens).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.clip_grad_norm_(1.0)
+        self.optimizer.step()
+        self.step += 1
+
+
+def plan_for(job: Job) -> ullage.Plan:
+    """Plan what is trained, for this machine as it is measured now."""
+    cell = job.cell
+    profile = calibrated(job.num_threads).with_device_memory(int(cell.device_memory_bytes or 0))
+    return ullage.plan(
+        ullage.Request(
+            model_config(cell.model),
+            profile,
+            seq_len=cell.seq_len,
+            micro_batch=cell.micro_batch,
+            precision=Precision(weights=cell.dtype),
+        )
+    )
+
+
+def engines(state: dict[str, Any]) -> dict[str, Save]:
+    """Return how others save a state."""
+
+    def torch_save(folder: Path) -> Callable[[], None]:
+        folder.mkdir()
+        with (folder / "state.pt").open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        return lambda: None
+
+    def dcp_save(folder: Path) -> Callable[[], None]:
+        dcp.save(state, checkpoint_id=str(folder), no_dist=True)
+        return lambda: None
+
+    def dcp_async(folder: Path) -> Callable[[], None]:
+        future = dcp.async_save(state, checkpoint_id=str(folder), no_dist=True)
+        return lambda: _wait_for(future)
+
+    return {"torch.save": torch_save, "dcp": dcp_save, "dcp_async": dcp_async}
+
+
+def _wait_for(future: Any) -> None:
+    future.result()
+
+
+def block(training: Training, begin: Callable[[], Callable[[], None]]) -> dict[str, float]:
+    """Save and train on; return the seconds that the call took, and all of it."""
+    training.optimizer.session.synchronize()
+    start_s = time.perf_counter()
+    wait = begin()
+    blocked_s = time.perf_counter() - start_s
+    for _ in range(ITERATIONS_OF_A_BLOCK):
+        training.iterate()
+    training.optimizer.session.synchronize()
+    block_s = time.perf_counter() - start_s
+    wait()  # what goes on in the background must not fall into the next block
+    return {"blocked_s": blocked_s, "block_s": block_s}
+
+
+def raw_write(path: Path, num_bytes: int) -> float:
+    """Write so many bytes past the page cache, and sync; return bytes/s."""
+    with mmap.mmap(-1, CHUNK_BYTES) as memory:
+        memory[:] = os.urandom(CHUNK_BYTES)
+        data = memoryview(memory)
+        start_s = time.perf_counter()
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.posix_fallocate(fd, 0, num_bytes)
+        go_direct(fd, probes=False)
+        with concurrent.futures.ThreadPoolExecutor(NUM_THREADS) as pool:
+            list(pool.map(lambda at: write_all(Files(), fd, data, at), range(0, num_bytes, CHUNK_BYTES)))
+        os.fsync(fd)
+        os.close(fd)
+        took_s = time.perf_counter() - start_s
+        data.release()
+    return num_bytes / took_s
+
+
+def raw_read(path: Path, num_bytes: int) -> float:
+    """Read so many bytes past the page cache, one after another as we do; return bytes/s."""
+    with mmap.mmap(-1, CHUNK_BYTES) as memory:
+        data = memoryview(memory)
+        start_s = time.perf_counter()
+        fd = os.open(path, os.O_RDONLY)
+        go_direct(fd, probes=False)
+        for at in range(0, num_bytes, CHUNK_BYTES):
+            os.preadv(fd, [data], at)
+        os.close(fd)
+        took_s = time.perf_counter() - start_s
+        data.release()
+    return num_bytes / took_s
+
+
+def bandwidths(training: Training, checkpoints: ullage.Checkpoints, folder: Path, num_rounds: int) -> dict[str, float]:
+    """Return rates of writing and reading a checkpoint, ours and raw, and the medians of their ratios."""
+    rounds = []
+    for _ in range(num_rounds):
+        training.iterate()
+        checkpoints.finish()
+        start_s = time.perf_counter()
+        checkpoints.save(training.step)
+        checkpoints.take_rest()
+        while not (path := checkpoints.store.folder(training.step)).exists():
+            time.sleep(1e-3)
+        write_s = time.perf_counter() - start_s
+        with Checkpoint(path) as checkpoint:
+            num_bytes = checkpoint.num_bytes // CHUNK_BYTES * CHUNK_BYTES
+            start_s = time.perf_counter()
+            checkpoint.verify()
+            read_s = time.perf_counter() - start_s
+        checkpoints.finish()
+        raw = folder / "raw"
+        found = {"ours_write": checkpoint.num_bytes / write_s, "ours_read": checkpoint.num_bytes / read_s}
+        rounds.append(found | {"raw_write": raw_write(raw, num_bytes), "raw_read": raw_read(raw, num_bytes)})
+        raw.unlink()
+    medians = {f"{name}_bytes_per_s": statistics.median(r[name] for r in rounds) for name in rounds[0]}
+    ratios = {
+        f"{way}_of_raw": statistics.median(r[f"ours_{way}"] / r[f"raw_{way}"] for r in rounds)
+        for way in ("write", "read")
+    }
+    return medians | ratios
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="on the drive to measure (default: where temporary files are)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of every engine (5)")
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="PATH", help="result file")
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    load = os.getloadavg()[0]
+    job = Job(cells(2, quick=True)[0], "ours", num_threads=1, num_warm_up=0, num_timed=10**6)
+    training = Training(plan_for(job), job)
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name)
+        outcomes: list[Any] = []
+        checkpoints = ullage.Checkpoints(training.optimizer, folder / "ours", tell=outcomes.append)
+        for _ in range(3):
+            training.iterate()
+        state = {
+            f"{number}.{key}": value.clone()
+            for number, entry in training.optimizer.state_dict()["state"].items()
+            for key, value in entry.items()
+        }
+
+        def ours() -> Callable[[], None]:
+            checkpoints.save(training.step)
+            return checkpoints.finish
+
+        ways: dict[str, Callable[[], Callable[[], None]]] = {"none": lambda: lambda: None, "ours": ours}
+        others = engines(state)
+        for engine, save in others.items():
+            ways[engine] = lambda save=save, engine=engine: save(folder / engine)  # type: ignore[misc]
+        rounds: list[dict[str, dict[str, float]]] = []
+        for number in range(args.rounds + 1):  # the first touches files and memory
+            found = {}
+            for way, begin in ways.items():
+                found[way] = block(training, begin)
+                if way in others:
+                    shutil.rmtree(folder / way)
+            if number:
+                rounds.append(found)
+            sys.stderr.write(
+                f"round {number}: " + ", ".join(f"{w} {f['block_s']:.2f} s" for w, f in found.items()) + "\n"
+            )
+        assert all(outcome.error is None for outcome in outcomes), outcomes
+        drive = bandwidths(training, checkpoints, folder, args.rounds)
+        checkpoints.close()
+    result = {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "load_average_before": load,
+        **machine("cpu"),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "num_bytes": sum(value.numel() * value.element_size() for value in state.values()),
+        "iteration_s": statistics.median(r["none"]["block_s"] for r in rounds) / ITERATIONS_OF_A_BLOCK,
+        **summary(rounds),
+        **drive,
+    }
+    write_whole(args.output, json.dumps(result, indent=1) + "\n")
+    for key, value in result.items():
+        print(f"{key}: {value}")
+
+
+def summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    """Return medians by engine, and the others' over ours, paired by round."""
+    names = [name for name in rounds[0] if name != "none"]
+    blocked_s = {name: statistics.median(r[name]["blocked_s"] for r in rounds) for name in names}
+    costs = {name: [r[name]["block_s"] - r["none"]["block_s"] for r in rounds] for name in names}
+    return {
+        "blocked_s": blocked_s,
+        "cost_s": {name: statistics.median(values) for name, values in costs.items()},
+        "blocked_over_ours": {
+            name: statistics.median(r[name]["blocked_s"] / r["ours"]["blocked_s"] for r in rounds)
+            for name in names
+            if name != "ours"
+        },
+        "cost_over_ours": {
+            name: statistics.median(costs[name]) / statistics.median(costs["ours"]) for name in names if name != "ours"
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()
