@@ -28,7 +28,7 @@ RANGE: Final = 8.0
 _MOST_ROUNDS: Final = 12
 _CLOSE: Final = 0.01  # classes whose times are this near to the measured ones are left alone
 
-_CLASSES: Final[Mapping[str, frozenset[Lane]]] = {
+CLASSES: Final[Mapping[str, frozenset[Lane]]] = {
     "computing": frozenset({Lane.COMPUTE}),
     "launching": frozenset({Lane.LAUNCH}),
     "device updates": frozenset({Lane.GPU_UPDATE}),
@@ -39,6 +39,7 @@ _CLASSES: Final[Mapping[str, frozenset[Lane]]] = {
     "reads from NVMe": frozenset({Lane.NVME_READ, Lane.NVME_STATE_IN}),
     "writes to NVMe": frozenset({Lane.NVME_WRITE, Lane.NVME_STATE_OUT}),
 }
+"""Tasks that are fitted together, by the lanes that they are on."""
 _PRICED_BY: Final[Mapping[str, tuple[str, ...]]] = {
     "launching": ("device.step_s", "device.hook_s"),
     "device updates": ("device.optimizer",),
@@ -94,7 +95,7 @@ def refit(
     """
     if not iterations:
         raise ValueError("no steady iteration was measured; run more iterations")
-    wanted_s = {name: statistics.median(_busy_s(measured, i)[name] for i in iterations) for name in _CLASSES}
+    wanted_s = {name: statistics.median(_busy_s(measured, i)[name] for i in iterations) for name in CLASSES}
     source = f"tasks of {len(iterations)} iterations of a run"
     slower: dict[str, float] = {}
     fitted, simulation = profile, _simulated(profile, units, decisions, measured)
@@ -102,7 +103,7 @@ def refit(
         found_s = _busy_s(simulation.timeline, simulation.steady)
         nearer = {
             name: min(max(slower.get(name, 1.0) * wanted_s[name] / found_s[name], 1 / RANGE), RANGE)
-            for name in _CLASSES
+            for name in CLASSES
             if wanted_s[name] > 0 and found_s[name] > 0
         }
         if all(abs(math.log(factor / slower.get(name, 1.0))) < _CLOSE for name, factor in nearer.items()):
@@ -123,7 +124,7 @@ def _simulated(
 def _busy_s(timeline: Timeline, iteration: int) -> dict[str, float]:
     """Return the seconds of all tasks of an iteration by class."""
     by_lane = timeline.busy_s(iteration)
-    return {name: sum(by_lane.get(lane, 0.0) for lane in lanes) for name, lanes in _CLASSES.items()}
+    return {name: sum(by_lane.get(lane, 0.0) for lane in lanes) for name, lanes in CLASSES.items()}
 
 
 def _slowed(profile: HardwareProfile, dtype: str, slower: Mapping[str, float], source: str) -> HardwareProfile:
