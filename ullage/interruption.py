@@ -2,11 +2,13 @@
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, Self, final
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_SAME_WISH_S: Final = 3.0  # torchrun passes on what its processes have been sent already
 
 
 class InterruptedTrainingError(Exception):
@@ -31,6 +33,7 @@ class Interruption:
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.signal: int | None = None
+        self._first_s = 0.0
         self._tell = tell
         self._before: dict[int, Any] = {}
 
@@ -48,7 +51,9 @@ class Interruption:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.signal is not None:
+            if time.monotonic() - self._first_s < _SAME_WISH_S:
+                return
             self._restore()
             raise KeyboardInterrupt
-        self.signal = number
+        self.signal, self._first_s = number, time.monotonic()
         self._tell("ending after this iteration, with a checkpoint; once more to end at once")

@@ -268,11 +268,12 @@ class Trainer:
             return Resumed(None, 0, refused)
         with Checkpoint(path) as checkpoint:
             extra = restore(self.optimizer, checkpoint)
+        saved = extra.get("stateful", {})
         for name, held in self.stateful.items():
-            if name not in extra["stateful"]:
-                raise CheckpointError(f"{path} has no {name}; it has {', '.join(extra['stateful']) or 'nothing else'}")
-            held.load_state_dict(extra["stateful"][name])
-        self._feed.position = extra["position"]
+            if name not in saved:
+                raise CheckpointError(f"{path} has no {name}; it has {', '.join(saved) or 'nothing of that kind'}")
+            held.load_state_dict(saved[name])
+        self._feed.position = extra.get("position", 0)
         self._iteration = self._saved_at = checkpoint.manifest.step
         return Resumed(path, self._iteration, refused)
 

@@ -91,6 +91,25 @@ def test_ctrl_c_ends_all(plan: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_sigterm_ends_all_with_one_checkpoint_which_they_go_on_from(plan: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    options = (str(plan), "--checkpoint-dir", str(folder), "--checkpoint-every", "2", "--output-dir", str(tmp_path))
+    process = launch(2, *options, "--iterations", "100000")
+    while not list(folder.glob("step-*")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGTERM)  # and torchrun sends it once more to its processes
+    _, err = process.communicate(timeout=60)
+    assert re.search(r"interrupted after iteration \d+; checkpoint of step \d+ in", " ".join(err.split())), err
+    assert not list(folder.glob("tmp-*"))
+    last = max(int(path.name[5:]) for path in folder.glob("step-*"))
+    process = launch(2, *options, "--iterations", str(last + 7), "--resume")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert f"step-{last:08d}" in "".join(err.split()), err
+    assert f"checkpoint of step {last + 7} in" in " ".join(out.split())
+
+
 def until_training(process: "subprocess.Popen[str]", folder: Path) -> None:
     while not folder.is_dir():  # made just before training begins
         assert process.poll() is None
