@@ -161,7 +161,7 @@ def test_what_is_taken_is_the_state_of_its_own_step_however_slow_the_drive(tmp_p
             for folder in (tmp_path / "slow", tmp_path / "quick")
         )
         assert slow == fast
-    assert sum(o.blocked_s for o in outcomes) > sum(o.blocked_s for o in quick)
+    assert [outcome.error for outcome in (*outcomes, *quick)] == [None] * 8
 
 
 def _tensors(folder, step):
