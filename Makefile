@@ -43,7 +43,7 @@ fuzz: $(VENV)/ready
 		$(BIN)/python -m pytest -q -m hypothesis --hypothesis-profile=fuzz || exit 1; \
 	done
 
-# Checkpoints: every kill point, every lost write, every failing operation.
+# Checkpoints: every kill point, every lost write, every failing operation. Ranks: every optimizer for long.
 torture: $(VENV)/ready
 	$(BIN)/python -m pytest -q -m torture
 

@@ -43,14 +43,15 @@ def test_two_ranks(processes, optimizer, data):
     assert_same_bits(processes.call(2, trained, task, decisions), reference_of_ranks(task, 2, decisions))
 
 
+@pytest.mark.parametrize("all_long", [False, pytest.param(True, marks=pytest.mark.torture)], ids=["some", "all"])
 @pytest.mark.parametrize("optimizer", OF_THE_TABLE)
 @settings(max_examples=1, deadline=None, phases=[Phase.generate])
 @given(data=st.data())
-def test_four_ranks(processes, optimizer, data):
+def test_four_ranks(processes, optimizer, all_long, data):
     """How a ring orders a sum of four depends on where it cuts it, so here memory is that of four ranks too."""
     # Eight trainings take their time on two cores: one optimizer's are long, the others' short, with accumulation.
-    given = LONG if optimizer == "adamw" else LONG | {"iterations": 20}
-    count = 1 if optimizer == "adamw" else 2
+    given = LONG if all_long or optimizer == "adamw" else LONG | {"iterations": 20}
+    count = 1 if optimizer == "adamw" and not all_long else 2
     grains = GRAINS[1:] if optimizer == "adamw" else GRAINS
     task, decisions = of(optimizer, data.draw(plans(sizes=[4], grains=grains, num_micro_batches=count, **given)))
     expected = processes.call(4, trained_in_memory, task, decisions, timeout_s=300)
