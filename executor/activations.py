@@ -16,7 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.backend import Backend
-from executor.files import BLOCK_BYTES, RecordFile, as_bytes, folder_of, in_blocks
+from executor.direct import BLOCK_BYTES, in_blocks
+from executor.files import RecordFile, as_bytes, folder_of
 from executor.kept import Keeping, Leaving, Taking, Visit, changed
 from executor.marks import Marks
 from executor.memory import Arena

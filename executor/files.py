@@ -11,10 +11,8 @@ multiples of a block. Where a file system has no such thing (tmpfs, some network
 the system is told not to keep what has been read or written.
 """
 
-import errno
 import fcntl
 import itertools
-import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,12 +21,10 @@ from typing import Final, Literal, final
 
 import torch
 
-BLOCK_BYTES: Final = 4096
-"""Offsets, lengths and addresses of transfers are multiples of this: a page, and no drive has larger sectors."""
+from executor.direct import BLOCK_BYTES, NO_ROOM, go_direct, in_blocks
 
 _CHUNK_BYTES: Final = 8 << 20  # one request; smaller ones are slower, and Linux cuts off what is beyond 2 GiB
 _VERSIONS: Final = {1: "", 2: "two versions of "}
-_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class StorageError(OSError):
@@ -62,7 +58,7 @@ class RecordFile:
         self._current: list[int | None] = [None] * len(self._room_bytes)
         self._fd = _create(path, self.num_bytes, f"{_VERSIONS[num_versions]}{what}")
         self._discard = weakref.finalize(self, _discard, self._fd, path)
-        self.is_direct = _go_direct(self._fd)
+        self.is_direct = go_direct(self._fd)
 
     @property
     def num_bytes(self) -> int:
@@ -141,11 +137,6 @@ class RecordFile:
         return f"{whole}training cannot go on"
 
 
-def in_blocks(num_bytes: int) -> int:
-    """Return bytes rounded up to whole blocks."""
-    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
 def _create(path: Path, num_bytes: int, what: str) -> int:
     """Make a file with all of its space, which nobody else uses, and return its descriptor."""
     try:
@@ -163,7 +154,7 @@ def _create(path: Path, num_bytes: int, what: str) -> int:
         os.posix_fallocate(fd, 0, num_bytes)
     except OSError as error:
         _discard(fd, path)
-        if error.errno not in _NO_ROOM:
+        if error.errno not in NO_ROOM:
             raise StorageError(
                 f"{path}: no space can be taken: {error.strerror}; choose another --storage-dir"
             ) from error
@@ -183,20 +174,6 @@ def _no_room(path: Path, num_bytes: int, what: str, error: OSError) -> str:
 def _discard(fd: int, path: Path) -> None:
     path.unlink(missing_ok=True)  # first: nobody else may lock what is about to go
     os.close(fd)
-
-
-def _go_direct(fd: int) -> bool:
-    """Leave the page cache out from now on, if that is possible; see [Note: Direct]."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        with mmap.mmap(-1, BLOCK_BYTES) as page:  # some file systems refuse only the first transfer
-            os.pwritev(fd, [page], 0)
-            os.preadv(fd, [page], 0)
-    except OSError:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-        return False
-    return True
 
 
 def as_bytes(buffer: torch.Tensor) -> memoryview:

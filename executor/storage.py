@@ -13,7 +13,8 @@ from typing import Self, final
 
 import torch
 
-from executor.files import BLOCK_BYTES, RecordFile, as_bytes, folder_of, in_blocks
+from executor.direct import BLOCK_BYTES, in_blocks
+from executor.files import RecordFile, as_bytes, folder_of
 from executor.memory import Arena
 from planner.decisions import Decisions, Place
 from planner.graph import Unit

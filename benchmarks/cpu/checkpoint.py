@@ -44,8 +44,9 @@ from benchmarks.peers.driver import machine
 from benchmarks.peers.jobs import Job, model_config
 from benchmarks.peers.training import adamw_options, loss_of, make_model, micro_batches
 from executor.checkpoint import Checkpoint
-from executor.checkpoint.files import Files, go_direct, write_all
+from executor.checkpoint.files import Files, write_all
 from executor.checkpoint.flusher import CHUNK_BYTES
+from executor.direct import go_direct
 from hwprofiles.allocator import keep_freed_memory
 from hwprofiles.files import write_whole
 from planner.decisions import Precision

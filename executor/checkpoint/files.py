@@ -7,14 +7,11 @@ order in which a file system may write things back by itself.
 
 import contextlib
 import errno
-import fcntl
-import mmap
 import os
 from pathlib import Path
 from typing import Final
 
-BLOCK_BYTES: Final = 4096
-"""Offsets, lengths and addresses of direct transfers are multiples of this: no drive has larger sectors."""
+from executor.direct import BLOCK_BYTES
 
 _LARGEST_WRITE_BYTES: Final = 1 << 30  # Linux cuts off what is beyond 2 GiB
 
@@ -75,25 +72,6 @@ class Files:
         path.rmdir()
 
 
-def go_direct(fd: int, *, probes: bool = True) -> bool:
-    """Leave the page cache out from now on, if that is possible (not on tmpfs and some network file systems).
-
-    Args:
-        fd: of a file.
-        probes: find out by a transfer at its beginning, which some file systems refuse that did not refuse the flag.
-    """
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        if probes:
-            with mmap.mmap(-1, BLOCK_BYTES) as page:
-                os.pwritev(fd, [page], 0)
-    except OSError:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-        return False
-    return True
-
-
 def write_all(files: Files, fd: int, data: memoryview, offset: int) -> None:
     """Write all of ``data``; a write that is cut short goes on from its last whole block.
 
@@ -119,8 +97,3 @@ def remove_tree(files: Files, folder: Path) -> None:
                 with contextlib.suppress(FileNotFoundError):
                     files.remove(entry)
         files.remove_folder(folder)
-
-
-def in_blocks(num_bytes: int) -> int:
-    """Return bytes rounded up to whole blocks."""
-    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from executor.checkpoint.files import CheckpointError, Files, in_blocks, write_all
+from executor.checkpoint.files import CheckpointError, Files, write_all
+from executor.direct import in_blocks
 
 CHUNK_BYTES: Final = 8 << 20
 """Bytes of one write: smaller ones are slower past the page cache, and larger ones only take memory."""

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from executor.checkpoint.files import in_blocks
+from executor.direct import in_blocks
 
 ITEM_BYTES: Final = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "U8": 1}
 """Bytes of one value, by the format's names of types."""

@@ -10,10 +10,11 @@ from typing import Self, final
 
 import numpy as np
 
-from executor.checkpoint.files import BLOCK_BYTES, CheckpointError, go_direct, in_blocks
+from executor.checkpoint.files import CheckpointError
 from executor.checkpoint.flusher import Buffer, checksum
 from executor.checkpoint.layout import ITEM_BYTES
 from executor.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
+from executor.direct import BLOCK_BYTES, go_direct, in_blocks
 
 _NUM_READERS = 4  # files that are read at once: while one is hashed others are read
 

@@ -1,7 +1,6 @@
 """Writes one file of a checkpoint, value behind value, in bounded memory."""
 
 import contextlib
-import errno
 import mmap
 from collections.abc import Callable
 from pathlib import Path
@@ -9,15 +8,14 @@ from typing import Any, final
 
 import numpy as np
 
-from executor.checkpoint.files import CheckpointError, go_direct, in_blocks, write_all
+from executor.checkpoint.files import CheckpointError, write_all
 from executor.checkpoint.flusher import Buffer, Flusher, Pending
 from executor.checkpoint.layout import Layout
 from executor.checkpoint.manifest import FileRecord
+from executor.direct import NO_ROOM, go_direct, in_blocks
 
 CopyChunk = Callable[[Buffer, Any], None]
 """Copies bytes into a part of a buffer."""
-
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @final
@@ -150,7 +148,7 @@ class ShardWriter:
         if isinstance(error, CheckpointError):
             return error
         where = f"{self._full_path}: {error.strerror}"
-        if error.errno in _NO_ROOM:
+        if error.errno in NO_ROOM:
             made = CheckpointError(f"{where}; it needs {self.layout.num_bytes:,} B: make room, or keep fewer")
         else:
             made = CheckpointError(f"{where}; this checkpoint is given up")

@@ -24,7 +24,8 @@ from training import (
     uniform,
 )
 
-from executor.files import BLOCK_BYTES, RecordFile, StorageError, in_blocks
+from executor.direct import BLOCK_BYTES, in_blocks
+from executor.files import RecordFile, StorageError
 from executor.machine import LaneError
 from planner.schedule import MemoryClass, Op, Tier
 

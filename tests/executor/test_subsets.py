@@ -23,7 +23,7 @@ from training import (
     uniform,
 )
 
-from executor.files import in_blocks
+from executor.direct import in_blocks
 from executor.prepare import prepare_session
 from planner.schedule import Op
 
