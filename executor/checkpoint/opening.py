@@ -1,6 +1,7 @@
 """Files that are read, wherever they are."""
 
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol, final
 
@@ -50,6 +51,20 @@ class LocalFile:
     def close(self) -> None:
         """Close it."""
         os.close(self._fd)
+
+
+def modified(path: Folder) -> datetime:
+    """Return when a file was written, in UTC.
+
+    Raises:
+        CheckpointError: it cannot be found.
+    """
+    if isinstance(path, UrlPath):
+        return path.modified().astimezone(UTC)
+    try:
+        return datetime.fromtimestamp(path.stat().st_mtime, UTC)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
 
 
 def open_file(path: Folder) -> Opened:

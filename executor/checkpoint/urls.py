@@ -4,9 +4,11 @@ What ``fsspec`` and its drivers raise becomes a :class:`CheckpointError` of one 
 """
 
 import contextlib
+import dataclasses
 import errno
 import os
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any, Self, final
 
 import numpy as np
@@ -33,19 +35,19 @@ def _reason(error: Exception) -> str:
 
 
 @final
+@dataclasses.dataclass(frozen=True, slots=True)
 class UrlPath:
     """A file or folder at a URL, with what is needed of :class:`pathlib.Path`.
 
-    Args:
+    Attributes:
         url: with its protocol, as in ``s3://bucket/folder``.
         system: the ``fsspec`` file system that it is on.
         path: within that.
     """
 
-    def __init__(self, url: str, system: Any, path: str) -> None:
-        self._url = url
-        self.system = system
-        self.path = path
+    url: str
+    system: Any = dataclasses.field(compare=False, repr=False)
+    path: str
 
     @classmethod
     def at(cls, url: str) -> Self:
@@ -70,13 +72,13 @@ class UrlPath:
     @property
     def name(self) -> str:
         """Return the last part of the path."""
-        return self._url.rpartition("/")[2]
+        return self.url.rpartition("/")[2]
 
     def __truediv__(self, name: str) -> "UrlPath":
-        return UrlPath(f"{self._url}/{name}", self.system, f"{self.path}/{name}")
+        return UrlPath(f"{self.url}/{name}", self.system, f"{self.path}/{name}")
 
     def __str__(self) -> str:
-        return self._url
+        return self.url
 
     def read_bytes(self) -> bytes:
         """Return all of a file. Raises :class:`CheckpointError`, as everything here does."""
@@ -94,6 +96,12 @@ class UrlPath:
                 return {}
             begin = len(self.path) + 1
             return {path[begin:]: int(info["size"]) for path, info in found.items() if info["type"] == "file"}
+
+    def modified(self) -> datetime:
+        """Return when a file was written."""
+        with reaching(self):
+            found: datetime = self.system.modified(self.path)
+            return found
 
     def remove(self) -> None:
         """Remove a file that may be gone already."""

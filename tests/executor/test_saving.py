@@ -14,7 +14,7 @@ from together import saved
 from training import Task, assert_same, batches, decide, delay, prepare, reference, uniform
 
 import executor.snapshots
-from executor.checkpoint import Checkpoint, CheckpointError, Files, Store
+from executor.checkpoint import Checkpoint, CheckpointError, Files, Level, Store
 from executor.saving import Checkpoints, restore
 from planner.lowering.snapshots import snapshots
 from planner.schedule import MemoryClass, Op, Tier
@@ -36,7 +36,7 @@ def run(task, decisions, folder, *, start=0, stop=None, every=1, delays=None, fi
     model, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=ROOM, **(options or {}))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.iterations)
     torch.manual_seed(11)
-    with optimizer.session, Checkpoints(optimizer, folder, keep=100, tell=outcomes.append, files=files) as saved:
+    with optimizer.session, Checkpoints(optimizer, Level(folder, keep=100), tell=outcomes.append, files=files) as saved:
         if delays is not None:
             delay(optimizer.session, delays)
         if start:
@@ -202,7 +202,7 @@ def test_another_model_or_optimizer_is_refused(tmp_path):
 def test_buffers_are_in_the_ledger(tmp_path):
     task = Task("gpt2")
     _, optimizer = prepare(task, decide(task, mixed), checkpoint_buffer_bytes=9 * 4096)
-    with optimizer.session, Checkpoints(optimizer, tmp_path / "saved"):
+    with optimizer.session, Checkpoints(optimizer, Level(tmp_path / "saved")):
         assert optimizer.session.memory()[Tier.HOST].static_bytes[MemoryClass.CHECKPOINT] == 10 * 4096
 
 
@@ -210,13 +210,13 @@ def test_a_session_without_room_is_told(tmp_path):
     task = Task("gpt2")
     _, optimizer = prepare(task, decide(task, mixed))
     with optimizer.session, pytest.raises(ValueError, match="no room for checkpoints"):
-        Checkpoints(optimizer, tmp_path / "saved")
+        Checkpoints(optimizer, Level(tmp_path / "saved"))
 
 
 def test_only_one_is_taken_at_a_time(tmp_path):
     task = Task("gpt2")
     _, optimizer = prepare(task, decide(task, mixed), checkpoint_buffer_bytes=ROOM)
-    with optimizer.session, Checkpoints(optimizer, tmp_path / "saved") as saved:
+    with optimizer.session, Checkpoints(optimizer, Level(tmp_path / "saved")) as saved:
         saved.save(0)
         with pytest.raises(CheckpointError, match="of step 0 was begun here already"):
             saved.save(1)
