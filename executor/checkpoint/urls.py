@@ -124,12 +124,12 @@ class UrlFile:
             self.num_bytes = int(path.system.size(path.path))
 
     def read(self, out: Buffer, offset: int) -> int:
-        """Read from a byte on, and return how many there were."""
+        """Read from a byte on, and return how many there were. See :class:`executor.checkpoint.opening.Opened`."""
         end = min(offset + len(out), self.num_bytes)
         with reaching(self._path):
-            found = self._path.system.cat_file(self._path.path, offset, end)
-        np.copyto(out[: len(found)], np.frombuffer(found, np.uint8))
-        return len(found)
+            found = self._path.system.cat_file(self._path.path, start=offset, end=end)  # by name: others have more
+            np.copyto(out[: end - offset], np.frombuffer(found, np.uint8))
+        return end - offset
 
     def close(self) -> None:
         """Do nothing: ranges are requests of their own."""
