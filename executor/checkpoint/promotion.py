@@ -166,7 +166,7 @@ class Promoter:
         """Copy a checkpoint, say how that ended, and return what the level below can have."""
         try:
             folder = self._bring(offer)
-        except Exception as error:  # of a driver, too: nothing else may end for it
+        except Exception as error:  # noqa: BLE001 - of a driver, too: nothing else may end for it
             self._fail(offer, str(error) or type(error).__name__)
             return offer
         outcome = Outcome(offer.step, folder, None, 0.0, time.monotonic() - offer.begin_s, self._level)
