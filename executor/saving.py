@@ -134,9 +134,9 @@ class Checkpoints:
 
         Closing twice is allowed.
         """
+        self._engine.close()
         if self._session.snapshots is not None:
             self._session.snapshots.engine = None
-        self._engine.close()
         self._flusher.close()
         self.levels.close()
 
