@@ -16,7 +16,13 @@ from hwprofiles.calibrate.machine import available_memory_bytes
 
 _MEMORY: Final = frozenset({"tmpfs", "ramfs"})
 _OF_ONE_NODE: Final = _MEMORY | {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "xfs", "zfs"}
+_FOLDER_URL: Final = "file://"
 _MOUNTS: Final = Path("/proc/self/mounts")
+
+
+def is_remote(place: str | Path) -> bool:
+    """Return whether a place is a URL, and not that of a folder."""
+    return "://" in str(place) and not str(place).startswith(_FOLDER_URL)
 
 
 def located(place: str | Path) -> Folder:
@@ -26,9 +32,9 @@ def located(place: str | Path) -> Folder:
         CheckpointError: a URL that nothing here can reach.
     """
     text = str(place)
-    if text.startswith("file://"):
+    if text.startswith(_FOLDER_URL):
         return Path(urllib.parse.unquote(urllib.parse.urlsplit(text).path))
-    return UrlPath.at(text) if "://" in text else Path(text)
+    return UrlPath.at(text) if is_remote(text) else Path(text)
 
 
 def store_at(place: str | Path, files: Files | None = None) -> AbstractStore:

@@ -97,11 +97,12 @@ class UrlPath:
             begin = len(self.path) + 1
             return {path[begin:]: int(info["size"]) for path, info in found.items() if info["type"] == "file"}
 
-    def modified(self) -> datetime:
-        """Return when a file was written."""
-        with reaching(self):
+    def modified(self) -> datetime | None:
+        """Return when a file was written; ``None`` if the driver does not say."""
+        with reaching(self), contextlib.suppress(NotImplementedError):
             found: datetime = self.system.modified(self.path)
             return found
+        return None
 
     def remove(self) -> None:
         """Remove a file that may be gone already."""

@@ -2,7 +2,9 @@
 
 import io
 import os
+import re
 import secrets
+import time
 from pathlib import Path
 
 import fsspec
@@ -14,7 +16,8 @@ PROTOCOL = "objects"
 class Objects(AbstractFileSystem):
     """Objects below a folder, under paths that begin with it. :attr:`at` is called before and after every request.
 
-    A file that is written consists of parts, which are requests, and appears by the last one, as of S3.
+    A file that is written consists of parts, which are requests, and appears by the last one, as of S3. Below a folder
+    ``slow-5`` each part takes so many seconds.
     """
 
     protocol = PROTOCOL
@@ -62,6 +65,7 @@ class _Upload(io.RawIOBase):
 
     def write(self, data):
         self._system.at("part", False)
+        time.sleep(float((re.findall(r"/slow-(\d+)/", self._path) or [0])[0]))
         self._parts.append(bytes(data))
         return len(data)
 

@@ -63,6 +63,7 @@ def _list(args: argparse.Namespace) -> int:
     for path in store_at(args.place).folders():
         try:
             checkpoint = Checkpoint(path)
+            written = modified(path / MANIFEST_NAME)
         except CheckpointError as error:
             found.append({"path": str(path), "step": None, "damaged": str(error)})
             continue
@@ -73,7 +74,7 @@ def _list(args: argparse.Namespace) -> int:
                 "num_bytes": checkpoint.num_bytes,
                 "num_tensors": len(checkpoint.manifest.tensors),
                 "num_ranks": len(checkpoint.manifest.extra["ranks"]),
-                "written": modified(path / MANIFEST_NAME).isoformat(timespec="seconds"),
+                "written": written and written.isoformat(timespec="seconds"),
             }
         )
     if args.json:
@@ -84,7 +85,7 @@ def _list(args: argparse.Namespace) -> int:
             f"{entry['path']}: {entry['damaged']}"
             if "damaged" in entry
             else f"{entry['path']}: step {entry['step']}, {si(entry['num_bytes'], 'B')} in {entry['num_tensors']} "
-            f"tensors of {entry['num_ranks']} rank(s), {entry['written']}"
+            f"tensors of {entry['num_ranks']} rank(s)" + (f", {entry['written']}" if entry["written"] else "")
         )
     if not found:
         _say(f"no checkpoints in {args.place}")
