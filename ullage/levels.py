@@ -1,10 +1,46 @@
-"""Levels of checkpoints, as a command line gives them."""
+"""Levels of checkpoints, as they are given: by a command line, or in short."""
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
 
-from executor.checkpoint import Level
+from executor.checkpoint import CheckpointError, Level
 from executor.checkpoint.levels import DEFAULT_EVERY
 from planner.plan import Plan
+
+MEMORY: Final = "memory"
+"""Short for :func:`memory_folder`."""
+
+_MEMORY_ROOT: Final = Path("/dev/shm")  # noqa: S108 - shared memory is what is meant
+
+
+def memory_folder(plan: Plan) -> Path:
+    """Return a folder for checkpoints in the host memory of this node, which only this user can read.
+
+    What is there outlives the process, but not the node, and takes memory until it is removed.
+
+    Raises:
+        CheckpointError: it cannot be made, or is somebody else's.
+    """
+    folder = _MEMORY_ROOT / f"{_prefix()}{plan.digest()[:12]}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        owner = folder.stat().st_uid
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {error.strerror}; give a folder instead of {MEMORY}") from error
+    if owner != os.getuid():
+        raise CheckpointError(f"{folder} belongs to user {owner}; remove it, or give a folder instead of {MEMORY}")
+    return folder
+
+
+def memory_folders() -> list[Path]:
+    """Return the folders that this user has in the host memory of this node, one for each plan."""
+    return sorted(_MEMORY_ROOT.glob(f"{_prefix()}*"))
+
+
+def _prefix() -> str:
+    return f"ullage-{os.getuid()}-"
 
 
 def levels_of(plan: Plan, places: Sequence[str], every: Sequence[int], keep: Sequence[int]) -> tuple[Level, ...]:

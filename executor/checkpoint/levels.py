@@ -147,7 +147,7 @@ class Levels:
         if not came:
             self.close(why)
 
-    def close(self, why: str = "training ended before") -> None:
+    def close(self, why: str = "still on its way when checkpoints were closed") -> None:
         """Give up what is on its way, for a reason. Closing twice is allowed."""
         for promoter in self._promoters:
             promoter.close(why)

@@ -22,7 +22,7 @@ from planner.models import resolve_model
 from planner.plan import load_plan
 from planner.planning import Request, make_plan
 from ullage.cli import main
-from ullage.keeping import memory_folder
+from ullage.levels import memory_folder
 
 # With an object store that processes share.
 START = "import sys, objects; from ullage.cli import main; sys.exit(main())"
@@ -197,6 +197,7 @@ def test_the_command_lists_verifies_exports_and_prunes(
         (["checkpoint", "ls", "nowhere"], "nowhere is no folder; give a --checkpoint-dir of a run"),
         (["checkpoint", "export", "."], "export needs --output-dir DIR"),
         (["checkpoint", "export", ".", "--output-dir", "x"], ". has no whole checkpoint"),
+        (["checkpoint", "ls", "memory"], "memory has a folder for each plan; give the one that is meant: "),
         (["checkpoint", "ls", "nonsense://x"], "nonsense://x: Protocol not known: nonsense; give a folder, or a URL"),
         (["execute", "PLAN", "--resume"], "--resume needs --checkpoint-dir PLACE"),
         (

@@ -19,7 +19,7 @@ from planner.models import resolve_model
 from planner.plan import load_plan
 from planner.planning import Request, make_plan
 from ullage.cli import main
-from ullage.keeping import memory_folder
+from ullage.levels import memory_folder
 from ullage.processes import launch_line
 from ullage.runs import load_run
 

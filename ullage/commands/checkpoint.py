@@ -13,6 +13,7 @@ from ullage.arguments import positive_int
 from ullage.commands import Subparsers, command_parser
 from ullage.console import console, write_json
 from ullage.formatting import si
+from ullage.levels import MEMORY, memory_folders
 
 EXIT_FAILED = 1
 
@@ -52,6 +53,9 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do it."""
+    if args.place == MEMORY:
+        there = ", ".join(map(str, memory_folders())) or "there is none now"
+        raise CheckpointError(f"{MEMORY} has a folder for each plan; give the one that is meant: {there}")
     path = located(args.place)
     if isinstance(path, Path) and not path.is_dir():
         raise CheckpointError(f"{path} is no folder; give a --checkpoint-dir of a run")
