@@ -1,5 +1,6 @@
 """Where checkpoints can be: a folder, of whatever file system, or a URL; and what that is good for."""
 
+import contextlib
 import shutil
 import urllib.parse
 from pathlib import Path
@@ -76,12 +77,12 @@ def check_reachable(store: AbstractStore) -> None:
         what = "memory" if kind in _MEMORY else f"a drive ({kind})"
         raise CheckpointError(
             f"{store.place} is {what} of one node, but the ranks are on several: give a folder on a file system that "
-            "they share, first, and URLs"
+            "all nodes share, and after it such folders or URLs"
         )
 
 
 def check_room(store: AbstractStore, num_checkpoints: int, num_bytes: int) -> None:
-    """Check that a folder has room for checkpoints, in place of those that are there.
+    """Check that a folder has room for checkpoints, in place of those that are there, and of what dead writers left.
 
     Args:
         store: the place; of a URL nothing is known.
@@ -93,6 +94,8 @@ def check_room(store: AbstractStore, num_checkpoints: int, num_bytes: int) -> No
     """
     if not isinstance(store, Store):
         return
+    with contextlib.suppress(OSError):  # told when it is written to
+        store.sweep()
     free_bytes = shutil.disk_usage(store.root).free
     is_memory = file_system(store.root) in _MEMORY
     if is_memory:
