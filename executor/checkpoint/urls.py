@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any, Self, final
 
@@ -103,6 +103,21 @@ class UrlPath:
             found: datetime = self.system.modified(self.path)
             return found
         return None
+
+    def abort_uploads(self, is_dead: Callable[[str], bool]) -> None:
+        """Give up files below that were begun and never ended, where a driver shows them: S3 keeps their parts.
+
+        Args:
+            is_dead: whether nobody writes a file any more, by its path.
+        """
+        if not hasattr(self.system, "list_multipart_uploads"):
+            return
+        bucket, _, folder = self.path.partition("/")
+        begin = f"{folder}/" if folder else ""
+        with reaching(self):
+            for upload in self.system.list_multipart_uploads(bucket):
+                if (key := upload["Key"]).startswith(begin) and is_dead(key.removeprefix(begin)):
+                    self.system.abort_mpu(bucket, key, upload["UploadId"])
 
     def remove(self) -> None:
         """Remove a file that may be gone already."""

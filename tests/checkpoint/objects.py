@@ -4,6 +4,7 @@ import io
 import os
 import re
 import secrets
+import tempfile
 import time
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import fsspec
 from fsspec import AbstractFileSystem
 
 PROTOCOL = "objects"
+_FOLDER = tempfile.TemporaryDirectory()
+UPLOADS = Path(_FOLDER.name)
 
 
 class Objects(AbstractFileSystem):
@@ -50,6 +53,19 @@ class Objects(AbstractFileSystem):
         self.at("list", False)
         return {str(p): self.info(str(p)) for p in Path(_clean(path)).rglob("*") if p.is_file()}
 
+    def list_multipart_uploads(self, bucket):
+        """Return what was begun and has neither ended nor been given up, as s3fs does."""
+        assert not bucket, "paths are absolute"
+        found = []
+        for path in UPLOADS.glob("upload-*"):
+            key = path.read_text()
+            found.append({"Key": key.removeprefix("/"), "UploadId": path.name})
+        return found
+
+    def abort_mpu(self, bucket, key, upload):
+        assert (UPLOADS / upload).read_text() == f"{bucket}/{key}"
+        (UPLOADS / upload).unlink()
+
     @staticmethod
     def put(path, value):
         target = Path(_clean(path))
@@ -62,6 +78,8 @@ class Objects(AbstractFileSystem):
 class _Upload(io.RawIOBase):
     def __init__(self, system, path):
         self._system, self._path, self._parts = system, path, []
+        self._begun = UPLOADS / f"upload-{secrets.token_hex(4)}"
+        self._begun.write_text(_clean(path))
 
     def write(self, data):
         self._system.at("part", False)
@@ -73,6 +91,7 @@ class _Upload(io.RawIOBase):
         if not self.closed:
             super().close()
             self._system.pipe_file(self._path, b"".join(self._parts))
+            self._begun.unlink()
 
 
 def _clean(path):

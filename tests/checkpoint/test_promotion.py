@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 from objects import Counting, Failing, Killing, Objects
@@ -65,6 +66,11 @@ def newest_step(root, kind):
     return checkpoint and checkpoint.manifest.step
 
 
+def uploads(root):
+    """Return what was begun to be sent and never ended."""
+    return [one for one in Objects().list_multipart_uploads("") if f"/{one['Key']}".startswith(str(root))]
+
+
 def num_operations(tmp_path, kind):
     """Return the operations of a run: of both folders, or the requests to the object store."""
     files, requests = CountingFiles(), Counting()
@@ -114,6 +120,7 @@ def test_every_kill_point_one_behind_the_other(tmp_path, capsys, kind):
         train(root, kind, None, lambda _step: None)
         left = {path.relative_to(root / "lower").parts for path in (root / "lower").rglob("*") if path.is_file()}
         assert len({part for parts in left for part in parts if part.startswith(("step-", "tmp-"))}) == 2
+        assert not uploads(root)
     with capsys.disabled():
         sys.stdout.write(f"\n{num_killed} kill points of promotions ({kind}) survived\n")
     assert num_killed >= 200
@@ -261,6 +268,8 @@ def test_an_upload_that_was_interrupted_is_never_taken_and_swept_when_enough_are
     left = lower.begin_copy(Checkpoint(save(upper, 2)).manifest)
     for record in Checkpoint(upper.folder(2)).manifest.files:
         left.write(record, Checkpoint(upper.folder(2)).chunks(record))
+    begun = fsspec.filesystem("objects").open(f"{left.folder.path}/more", "wb")
+    assert len(uploads(tmp_path)) == 1
     assert step_of(lower) == 1, "all but the manifest is there"
     unfinished = {path for path in lower.root.files() if path.startswith(left.folder.name)}
     assert len(unfinished) == 2
@@ -269,6 +278,8 @@ def test_an_upload_that_was_interrupted_is_never_taken_and_swept_when_enough_are
         before = set(lower.root.files())
         lower.prune()
         assert (unfinished <= before) and (not unfinished & set(lower.root.files())) == (step == 3)
+        assert len(uploads(tmp_path)) == (step == 2)
+    assert not begun.closed
     assert [folder.name[:13] for folder in lower.folders()] == ["step-00000003", "step-00000002"]
 
 
