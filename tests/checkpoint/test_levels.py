@@ -250,6 +250,8 @@ def test_places_of_one_node_are_refused_on_several(tmp_path, url, monkeypatch):
     check_reachable(store_at(url))
     with pytest.raises(CheckpointError, match=r"is memory of one node, but the ranks are on several: give a folder on"):
         check_reachable(store_at(SHARED / tmp_path.name))
+    with pytest.raises(CheckpointError, match=r"take [\d,]+ B of host memory, but"):
+        check_room(store_at(SHARED / tmp_path.name), 3, 10**15)
     (SHARED / tmp_path.name).rmdir()
 
 
