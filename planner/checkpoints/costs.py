@@ -109,10 +109,10 @@ class CheckpointCosts:
         return dataclasses.replace(price, uses=uses)
 
     def _in_turn(self, num_bytes: int, *ways: Callable[[int, float], Traffic]) -> Price:
-        """Price what one thread of a node does for all of its ranks, one chunk after another, each hashed."""
+        """Price what one thread of a node does for all of its ranks, chunk by chunk, which it hashes each time."""
         threads = 1 / self._cost.ranks_per_node
         parts = [way(num_bytes, threads) for way in ways]
-        hashed = self._hashed(num_bytes)
+        hashed = self._hashed(len(ways) * num_bytes)
         duration_s = sum(part.duration_s for part in parts) + hashed.core_s / threads
         return self._shared(duration_s, (hashed, *parts))
 

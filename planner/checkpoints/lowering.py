@@ -26,6 +26,7 @@ _TASKS_PER_CHUNK = 3  # memory is touched, copied to, written: no engine does mo
 _CLONE_PASSES = 2
 # Of one checkpoint, and of a run: more would say nothing new, and take for ever.
 _MAX_CHUNKS, _MAX_TASKS = 10_000, 300_000
+_NOTHING = Shard(0, Tier.HOST, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +138,9 @@ class _Builder:
                 "give the phases of the iteration instead"
             )
         self._one = schedule
+        # Fields of an iteration's tasks that are the same in all: dataclasses.replace takes several times as long.
+        names = {field.name for field in dataclasses.fields(Task)} - {"index", "after", "after_previous"}
+        self._same = [{name: getattr(task, name) for name in sorted(names)} for task in schedule.tasks]
         self._policy = policy
         # A chunk must leave room for another one, or copies and writes would alternate.
         chunk_bytes = min(policy.chunk_bytes, max(buffer_bytes // 2, 1)) if policy.bounded else policy.chunk_bytes
@@ -173,7 +177,8 @@ class _Builder:
             if task.index in self._firsts:
                 after += self._waits.block
             after += self._waits.gates.get(task.index, ())
-            self._append(dataclasses.replace(task, after=_unique(after), after_previous=()), task.index, -1)
+            now = Task(index=start + task.index, after=_unique(after), **self._same[task.index])
+            self._append(now, task.index, -1)
         self._hold(previous, start)
         self._start, self._waits = start, _Waits()
 
@@ -286,19 +291,26 @@ class _Builder:
         """Return the last of some tasks on each lane: the others end earlier."""
         return tuple({self._tasks[i].lane: i for i in sorted(indices)}.values())
 
-    def _add(self, lane: Lane, op: Op, after: Iterable[int], chunk: Shard | None = None, *, pinned: bool = True) -> int:
+    def _add(self, lane: Lane, op: Op, after: Iterable[int], chunk: Shard = _NOTHING, *, pinned: bool = True) -> int:
         """Append one task of the checkpoint and return its index."""
-        task = Task(0, lane, op, Phase.UPDATE, after=_unique(after), pinned=pinned)
-        if chunk is not None:
-            task = dataclasses.replace(task, unit=chunk.unit, piece=chunk.piece, num_bytes=chunk.num_bytes)
+        task = Task(
+            len(self._tasks),
+            lane,
+            op,
+            Phase.UPDATE,
+            chunk.unit,
+            piece=chunk.piece,
+            num_bytes=chunk.num_bytes,
+            pinned=pinned,
+            after=_unique(after),
+        )
         return self._append(task, -1, len(self._last_writes))
 
     def _append(self, task: Task, origin: int, checkpoint: int) -> int:
-        index = len(self._tasks)
-        self._tasks.append(dataclasses.replace(task, index=index))
+        self._tasks.append(task)
         self._origin.append(origin)
         self._checkpoint.append(checkpoint)
-        return index
+        return task.index
 
     def run(self) -> Run:
         """Return all that was appended."""

@@ -78,7 +78,18 @@ def nest(levels: Sequence[Protection], iteration_s: float, limits: Limits) -> Ne
     every = search.best(search.grid())
     while (better := search.best(search.around(every))) != every:
         every = better
-    return search.nested(every)
+    return outcome(levels, every, iteration_s)
+
+
+def outcome(levels: Sequence[Protection], every: tuple[int, ...], iteration_s: float) -> Nested:
+    """Return what intervals lead to."""
+    work_s = [n * iteration_s for n in every]
+    return Nested(
+        every,
+        float(expected_waste(levels, work_s)),
+        float(overhead(levels, work_s)),
+        float(most_lost_s(levels, work_s)),
+    )
 
 
 class _Search:
@@ -126,16 +137,6 @@ class _Search:
         wasted = np.where(few & little, expected_waste(self._levels, work_s), np.inf)
         found = int(np.argmin(wasted))
         return tuple(int(counts[found]) for counts in tried)
-
-    def nested(self, every: tuple[int, ...]) -> Nested:
-        """Return what these lead to."""
-        work_s = [n * self._iteration_s for n in every]
-        return Nested(
-            every,
-            float(expected_waste(self._levels, work_s)),
-            float(overhead(self._levels, work_s)),
-            float(most_lost_s(self._levels, work_s)),
-        )
 
     @property
     def _most(self) -> int:

@@ -15,6 +15,13 @@ HASH_BYTES_PER_S: Final = Quantity(
 """At which one thread makes checksums of what is in host memory."""
 
 
+CHUNK_BYTES: Final = 8 << 20
+"""That our engine copies, hashes and writes as one."""
+
+LEAST_BUFFER_BYTES: Final = 8 * CHUNK_BYTES
+"""Of each rank: less would make copies and writes wait for each other."""
+
+
 class BlocksUntil(StrEnum):
     """What must be over before the training loop goes on."""
 
@@ -146,7 +153,7 @@ POLICIES: Mapping[str, CheckpointPolicy] = {
             BlocksUntil.NOTHING,
             Staging.PINNED,
             Gate.SHARD,
-            8 << 20,
+            CHUNK_BYTES,
             num_writers=2,
             hashes=True,
             copies_late=True,
