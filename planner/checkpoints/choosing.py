@@ -72,9 +72,9 @@ def _buffers(trial: Trial, asked: CheckpointsAsked) -> list[int]:
     if asked.buffer_bytes is not None:
         return [asked.buffer_bytes]
     most_bytes = trial.free_bytes(Tier.HOST) // trial.cost.ranks_per_node
-    wanted = {trial.shard_bytes >> 2, trial.shard_bytes}
-    larger = {-(-size // CHUNK_BYTES) * CHUNK_BYTES for size in wanted}
-    return [LEAST_BUFFER_BYTES, *sorted(size for size in larger if LEAST_BUFFER_BYTES < size <= most_bytes)]
+    wanted = {trial.shard_bytes >> 2, trial.shard_bytes + CHUNK_BYTES - 1}
+    larger = {min(size, most_bytes) // CHUNK_BYTES * CHUNK_BYTES for size in wanted}
+    return [LEAST_BUFFER_BYTES, *sorted(size for size in larger if size > LEAST_BUFFER_BYTES)]
 
 
 class _Choice:

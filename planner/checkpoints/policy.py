@@ -72,6 +72,7 @@ class CheckpointPolicy:
         holds_interpreter: they keep Python's interpreter lock meanwhile, so that training shares the interpreter.
         copies_late: state on the host that is not written when its update comes is copied then, as far as the bounded
             memory has room.
+        device_only: their code refuses state that is not on the device; simulated it can be all the same.
         in_flight: checkpoints that may be under way; one more waits until the oldest is written. ``None``: as many as
             the host memory holds.
         weight: of its copies and writes where they compete with training; see [Note: Fluid sharing].
@@ -91,6 +92,7 @@ class CheckpointPolicy:
     writes_after_staging: bool = False
     holds_interpreter: bool = False
     copies_late: bool = False
+    device_only: bool = False
     in_flight: int | None = None
     weight: float = 1.0
 
@@ -146,7 +148,7 @@ POLICIES: Mapping[str, CheckpointPolicy] = {
         ),
         # DataStates-LLM (HPDC'24): the call lays out and creates the files; copies run beside the next forward and
         # backward into a pinned ring, one thread of C++ writes, and the next update waits for the last copy.
-        CheckpointPolicy("datastates", BlocksUntil.CREATED, Staging.PINNED, Gate.UPDATE, 256_000_000),
+        CheckpointPolicy("datastates", BlocksUntil.CREATED, Staging.PINNED, Gate.UPDATE, 256_000_000, device_only=True),
         # Ours: nothing is waited for but, for each piece, its own copy; copies yield to training; every byte is hashed.
         CheckpointPolicy(
             "ullage",

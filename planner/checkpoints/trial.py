@@ -107,6 +107,8 @@ class Trial:
         Raises:
             ValueError: the profile lacks the level, or something that the engine needs.
         """
+        if policy(engine).device_only and any(shard.tier is not Tier.GPU for shard in self._state):
+            raise ValueError("its code refuses state that is not on the device")
         return self._made(engine, level, self._left_bytes(policy(engine)), None)
 
     def _made(self, engine: str, level: Level, buffer_bytes: int, every: int | None) -> Measured:

@@ -121,7 +121,7 @@ def test_the_same_plan_has_the_same_checkpoints_and_they_are_verified():
         verify(plan.model_copy(update={"checkpoints": longer}))
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 @given(
     st.dictionaries(st.sampled_from(LEVELS), st.floats(0.5, 1000.0), min_size=1),
     st.sampled_from([None, 0.002, 0.02]),
@@ -230,24 +230,25 @@ def test_state_on_drives_competes_with_its_checkpoints():
     assert measured.latency_s > 1.05 * alone_s
     made = choose_checkpoints(plan, CheckpointsAsked(mtbf_s={"nvme": DAY}))
     assert made.levels[-1].level == "nvme"
-    # Others do not copy beside training: they have to stop it for as long.
-    assert all(row.why_not or row.waste >= made.waste for row in made.engines)
+    why_not = {row.name: row.why_not for row in made.engines}
+    assert why_not["datastates"] == "its code refuses state that is not on the device"
+    assert why_not["checkfreq-async"].startswith("needs 154 GB more of the host")
 
 
 def test_ours_wastes_less_than_other_engines_at_their_best():
     """Beside other engines that take all the memory that is free, ours gets as much as pays."""
-    everything = choose_checkpoints(planned(), CheckpointsAsked(mtbf_s=KINDS))
+    shared = Trial(planned())
+    everything = choose_checkpoints(planned(), CheckpointsAsked(mtbf_s=KINDS), shared)
     assert {row.name for row in everything.engines} == set(POLICIES) - {"ullage"}
-    one = choose_checkpoints(planned(), CheckpointsAsked(mtbf_s={"nvme": 6 * HOUR}))
+    one = choose_checkpoints(planned(), CheckpointsAsked(mtbf_s={"nvme": 6 * HOUR}), shared)
     for made in (everything, one):
         for row in made.engines:
             assert row.waste > made.waste
             assert row.every >= 1
     assert {row.level for row in everything.engines} == {"pfs"}  # nothing else survives all
-    incomplete = choose_checkpoints(planned("rtx-4090", "opt-1.3b", 1), CheckpointsAsked(mtbf_s={"nvme": DAY}))
+    incomplete = choose_checkpoints(planned("rtx-4090", "gpt2", 1), CheckpointsAsked(mtbf_s={"nvme": DAY}))
     why_not = {row.name: row.why_not for row in incomplete.engines}
     assert "serialise_bytes_per_s" in why_not["deepspeed"]
-    assert why_not["datastates"] is None
 
 
 def test_pipelines_are_refused():
@@ -275,6 +276,6 @@ def test_expected_times_are_those_of_simulated_runs():
 
 
 def test_a_level_that_the_plan_has_not_is_refused():
-    made = choose_checkpoints(planned("rtx-4090", "opt-1.3b", 1), CheckpointsAsked(mtbf_s={"nvme": DAY}))
+    made = choose_checkpoints(planned("rtx-4090", "gpt2", 1), CheckpointsAsked(mtbf_s={"nvme": DAY}))
     with pytest.raises(ValueError, match=r"makes no checkpoints at level pfs, but at .*nvme"):
         made.every("pfs")
