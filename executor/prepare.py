@@ -16,7 +16,8 @@ from executor.options import SessionOptions
 from executor.parallel.shares import Share
 from executor.pieces import Part
 from executor.session import Session
-from executor.state import ParameterState, UnitState, write_weights
+from executor.state import write_weights
+from executor.units import ParameterState, UnitState
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 
@@ -304,6 +305,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if not entries:
             return
         found = [(u, p) for u, p in self.session.parameter_states().values() if p.share.name in entries]
+        if self.session.snapshots is not None:
+            self.session.snapshots.take_rest()  # of checkpoints of the state that was
         for _, parameter in found:
             # Where steps are not told, state tells that there was one.
             entry, _ = entries[parameter.share.name]

@@ -56,6 +56,7 @@ class Op(StrEnum):
     WRITE = "write"  # a copy of it, or host-resident state itself: host -> storage
     PROMOTE = "promote"  # a whole checkpoint: storage -> slower storage
     VERIFY = "verify"  # it is read again there
+    GATE = "gate"  # what is not written yet of state that is about to change is copied, or waited for
 
 
 class Phase(StrEnum):
@@ -85,6 +86,7 @@ class Lane(StrEnum):
     STAGING = "staging"  # threads that prepare host memory for them
     WRITE = "write"  # threads that write them to storage
     PROMOTION = "promotion"  # the thread that brings checkpoints to slower storage
+    GATE = "gate"  # waits for them before state changes
     ACTIVATION_IN = "activation-in"  # activations back to the device: never behind a parameter that waits for its slot
     ACTIVATION_OUT = "activation-out"
     NVME_READ = "nvme-read"  # parameters and activations from NVMe to the host

@@ -74,6 +74,8 @@ class CheckpointCosts:
         match task.op:
             case Op.CREATE:
                 price = Price(self._create_s * self._cost.num_ranks, 0.0)
+            case Op.GATE:  # copying what fits into the buffer is next to nothing beside writing the rest
+                price = Price(0.0, 0.0)
             case Op.TOUCH:
                 price = self._on_cores(task.num_bytes, self._rate("fresh_bytes_per_s"), 1)
             case Op.WRITE:

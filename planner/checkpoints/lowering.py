@@ -124,6 +124,7 @@ class _Waits:
 
     block: tuple[int, ...] = ()  # the training loop
     gates: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # tasks that change state
+    late: bool = False  # they wait for tasks of their own, which copy what is left of state on the host
 
 
 class _Builder:
@@ -157,7 +158,8 @@ class _Builder:
         self._origin: list[int] = []
         self._checkpoint: list[int] = []
         self._buffers: list[Buffer] = [buffer for buffer in schedule.buffers if buffer.first is None]
-        self._start: int | None = None  # index of the latest iteration's first task
+        self._where: list[int] = []  # indices of the latest iteration's tasks
+        self._on_host = frozenset(shard.changed_by for shard in state if shard.tier is Tier.HOST)
         self._waits = _Waits()
         self._last_writes: list[int] = []  # of each checkpoint
         # The training loop is on these lanes: it stands where the first task of an iteration waits, and it is done
@@ -169,36 +171,41 @@ class _Builder:
 
     def iterate(self) -> None:
         """Append one iteration."""
-        previous, start = self._start, len(self._tasks)
+        previous, waits = self._where, self._waits
+        where: list[int] = []
         for task in self._one.tasks:
-            after = [start + i for i in task.after]
-            if previous is not None:
-                after += [previous + i for i in task.after_previous]
+            after = [where[i] for i in task.after]
+            gates = waits.gates.get(task.index, ())
+            if waits.late and task.index in self._on_host:
+                gates = (self._add(Lane.GATE, Op.GATE, (*after, *gates), number=len(self._last_writes) - 1),)
+            after += gates
+            if previous:
+                after += [previous[i] for i in task.after_previous]
             if task.index in self._firsts:
-                after += self._waits.block
-            after += self._waits.gates.get(task.index, ())
-            now = Task(index=start + task.index, after=_unique(after), **self._same[task.index])
+                after += waits.block
+            where.append(len(self._tasks))
+            now = Task(index=where[-1], after=_unique(after), **self._same[task.index])
             self._append(now, task.index, -1)
-        self._hold(previous, start)
-        self._start, self._waits = start, _Waits()
+        self._hold(previous, where)
+        self._where, self._waits = where, _Waits()
 
-    def _hold(self, previous: int | None, start: int | None) -> None:
+    def _hold(self, previous: Sequence[int], where: Sequence[int]) -> None:
         """Add the buffers of an iteration, and those that the previous one handed over to it (or to the end)."""
         for buffer in self._one.buffers:
             if buffer.first is None or buffer.last is None:
                 continue
             if buffer.last >= buffer.first:
-                if start is not None:
-                    self._buffers.append(_moved(buffer, start + buffer.first, start + buffer.last))
-            elif previous is not None:
-                last = len(self._tasks) - 1 if start is None else start + buffer.last
-                self._buffers.append(_moved(buffer, previous + buffer.first, last))
+                if where:
+                    self._buffers.append(_moved(buffer, where[buffer.first], where[buffer.last]))
+            elif previous:
+                last = where[buffer.last] if where else len(self._tasks) - 1
+                self._buffers.append(_moved(buffer, previous[buffer.first], last))
 
     def checkpoint(self) -> None:
         """Append a checkpoint of the state after the latest iteration."""
-        assert self._start is not None, "a checkpoint follows an iteration"
+        assert self._where, "a checkpoint follows an iteration"
         policy, number = self._policy, len(self._last_writes)
-        called = tuple(self._start + i for i in self._lasts)
+        called = tuple(self._where[i] for i in self._lasts)
         if policy.in_flight is not None and number >= policy.in_flight:
             called = (*called, self._last_writes[number - policy.in_flight])
         copies: list[int | None] = []
@@ -219,23 +226,24 @@ class _Builder:
             if position == len(copies):  # not copied yet: then it is as soon as there is room, and written behind that
                 copies.append(self._copy(chunk, called))
             copy = copies[position]
-            late = copy is None and policy.copies_late
-            room = self._room(chunk) if late else ()
-            write = self._write(chunk, copy, created)
-            if late and self._ring:  # written from where it is, or copied as soon as there is room
-                self._ring.take(write, chunk.num_bytes)
-            writes.append(write)
-            safe.append(room if late else (write if copy is None else copy,))
+            if copy is None and policy.copies_late:
+                handed, writes_after = self._hand_over(chunk, created)
+                safe.append(handed)
+                writes.append(writes_after)
+            else:
+                writes.append(self._write(chunk, copy, created))
+                safe.append((writes[-1] if copy is None else copy,))
         self._last_writes.append(writes[-1] if writes else created)
         staged = [i for indices in safe for i in indices]
         blocks = {BlocksUntil.CREATED: [created], BlocksUntil.STAGED: staged, BlocksUntil.WRITTEN: writes}
-        self._waits = _Waits(self._latest(blocks.get(policy.blocks_until, ())), self._gates(safe))
+        block = self._latest(blocks.get(policy.blocks_until, ()))
+        self._waits = _Waits(block, self._gates(safe), policy.copies_late)
 
     def promote(self, num_bytes: int) -> None:
         """Append that a checkpoint of the state after the latest iteration goes to slower storage."""
-        assert self._start is not None, "a checkpoint follows an iteration"
+        assert self._where, "a checkpoint follows an iteration"
         chunk = Shard(num_bytes, Tier.HOST, 0)
-        called = tuple(self._start + i for i in self._lasts)
+        called = tuple(self._where[i] for i in self._lasts)
         promoted = self._add(Lane.PROMOTION, Op.PROMOTE, called, chunk)
         self._last_writes.append(self._add(Lane.PROMOTION, Op.VERIFY, (promoted,), chunk))
 
@@ -270,10 +278,22 @@ class _Builder:
                 self._ring.take(write, chunk.num_bytes)
         return write
 
+    def _hand_over(self, chunk: Shard, created: int) -> tuple[tuple[int, ...], int]:
+        """Have a chunk on the host written from where it is, behind the copies of those before.
+
+        Returns what its gate waits for: that the thread of snapshots has come to it, and that what is not written then
+        has room to be copied; and its write.
+        """
+        handed = self._add(Lane.SNAPSHOT, Op.SNAPSHOT, (self._source(chunk),), dataclasses.replace(chunk, num_bytes=0))
+        room = self._room(chunk)
+        write = self._add(Lane.WRITE, Op.WRITE, (handed, created), chunk)
+        if self._ring:
+            self._ring.take(write, chunk.num_bytes)
+        return (handed, *room), write
+
     def _source(self, chunk: Shard) -> int:
         """Return the task after which a chunk is as it will be saved."""
-        assert self._start is not None, "a checkpoint follows an iteration"
-        return self._start + chunk.changed_by
+        return self._where[chunk.changed_by]
 
     def _gates(self, safe: Sequence[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
         """Return what the tasks that change state wait for: copies, or writes of what is not copied."""
@@ -291,8 +311,17 @@ class _Builder:
         """Return the last of some tasks on each lane: the others end earlier."""
         return tuple({self._tasks[i].lane: i for i in sorted(indices)}.values())
 
-    def _add(self, lane: Lane, op: Op, after: Iterable[int], chunk: Shard = _NOTHING, *, pinned: bool = True) -> int:
-        """Append one task of the checkpoint and return its index."""
+    def _add(
+        self,
+        lane: Lane,
+        op: Op,
+        after: Iterable[int],
+        chunk: Shard = _NOTHING,
+        *,
+        pinned: bool = True,
+        number: int | None = None,
+    ) -> int:
+        """Append one task of a checkpoint, by default of that which is being made, and return its index."""
         task = Task(
             len(self._tasks),
             lane,
@@ -304,7 +333,7 @@ class _Builder:
             pinned=pinned,
             after=_unique(after),
         )
-        return self._append(task, -1, len(self._last_writes))
+        return self._append(task, -1, len(self._last_writes) if number is None else number)
 
     def _append(self, task: Task, origin: int, checkpoint: int) -> int:
         self._tasks.append(task)
@@ -314,7 +343,7 @@ class _Builder:
 
     def run(self) -> Run:
         """Return all that was appended."""
-        self._hold(self._start, None)
+        self._hold(self._where, [])
         name = f"{self._one.description}, with checkpoints by {self._policy.name}"
         schedule = Schedule(tuple(self._tasks), tuple(self._buffers), name)
         return Run(schedule, tuple(self._origin), tuple(self._checkpoint), len(self._last_writes))
