@@ -2,9 +2,9 @@
 
 import base64
 import contextlib
+import os
 import random
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Self, final
 
 import numpy as np
@@ -16,10 +16,13 @@ from executor.checkpoint import (
     CheckpointError,
     Files,
     Flusher,
+    Level,
+    Levels,
     Outcome,
-    Store,
 )
 from executor.checkpoint.engine import MASTER
+from executor.checkpoint.opening import Folder
+from executor.checkpoint.retention import parse_name
 from executor.parallel.shares import assemble, whole_name
 from executor.prepare import OffloadedOptimizer
 
@@ -32,22 +35,20 @@ class Checkpoints:
 
     Args:
         optimizer: what ``prepare`` returned, for a session with room for checkpoints.
-        folder: where checkpoints go; all ranks give the same, on a file system that they share.
-        keep: the newest that stay, at least two.
-        tell: is called with how each one ended, in another thread.
-        files: what writes.
+        levels: where they go, fastest first. Training writes to the first, a folder that all ranks share; each further
+            one gets its checkpoints from the one above, of the steps that are multiples of its interval.
+        tell: is called with how each one ended on each level, in another thread.
+        files: what writes into folders.
 
     Raises:
-        ValueError: the session was made without room for checkpoints.
-        CheckpointError: the folder cannot be used.
+        ValueError: the session was made without room for checkpoints, or the levels do not fit together.
+        CheckpointError: a place cannot be used, has no room, or is not shared by all nodes.
     """
 
     def __init__(
         self,
         optimizer: OffloadedOptimizer,
-        folder: Path,
-        *,
-        keep: int = 2,
+        *levels: Level,
         tell: Callable[[Outcome], None] = lambda _outcome: None,
         files: Files | None = None,
     ) -> None:
@@ -55,14 +56,21 @@ class Checkpoints:
         self._session = session = optimizer.session
         if session.snapshots is None:
             raise ValueError("the session has no room for checkpoints; give it checkpoint_buffer_bytes")
-        self.store = Store(folder, files)
-        self._flusher = Flusher(self.store.files, session.snapshots.ring, patience_s=_PATIENCE_S)
         member = session.member()
+        self._rank = member.rank
+        several_nodes = member.size > int(os.environ.get("LOCAL_WORLD_SIZE") or member.size)
+        self.levels = Levels(levels, tell, files=files, is_first=member.rank == 0, several_nodes=several_nodes)
+        store = self.levels.fastest
+        self._flusher = Flusher(store.files, session.snapshots.ring, patience_s=_PATIENCE_S)
         self._engine = CheckpointEngine(
-            session.snapshots, self.store, self._flusher, keep=keep, member=member, tell=tell
+            session.snapshots, store, self._flusher, keep=levels[0].keep, member=member, tell=self.levels.made
         )
         session.snapshots.engine = self._engine
-        self._rank = member.rank
+        try:
+            self.levels.check_room(round(session.mean(self._engine.num_bytes) * member.size))
+        except CheckpointError:
+            self.close()
+            raise
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Begin a checkpoint between two iterations; it is taken during the next one, and written beside training.
@@ -99,22 +107,38 @@ class Checkpoints:
         self._session.synchronize()
         self._engine.take_rest()
 
-    def newest(self) -> tuple[Path | None, tuple[str, ...]]:
-        """Return the folder of the newest checkpoint that is whole, and why newer ones are not.
+    def bring_down(self, patience_s: float) -> None:
+        """Bring the newest checkpoint to all levels, and wait for that, but not for long; after :meth:`finish`.
+
+        What does not come there in time, or until Ctrl-C, is given up and told.
+        """
+        self.levels.bring_down(patience_s)
+
+    def newest(self) -> tuple[Folder | None, tuple[str, ...]]:
+        """Return where the newest checkpoint is that is whole, and why newer ones are not.
 
         Rank 0 reads all of it, and the others take its word.
         """
-        found = self.store.newest() if self._rank == 0 else None
-        step = -1 if found is None or found.checkpoint is None else found.checkpoint.manifest.step
-        step = self._session.of_first(step)
-        return (None if step < 0 else self.store.folder(step)), () if found is None else found.refused
+        level, step, nonce = -1, 0, 0
+        refused: tuple[str, ...] = ()
+        if self._rank == 0:
+            found = self.levels.newest()
+            refused = found.refused
+            if found.checkpoint is not None:
+                level, (step, nonce) = found.level, parse_name(found.checkpoint.folder.name) or (0, 0)
+        level, step, nonce = (self._session.of_first(value) for value in (level, step, nonce))
+        return (None if level < 0 else self.levels.stores[level].folder(step, nonce)), refused
 
     def close(self) -> None:
-        """Give up what has not been taken, wait for the rest, and end the threads. Closing twice is allowed."""
+        """Give up what has not been taken or is on its way to other levels, wait for the rest, and end the threads.
+
+        Closing twice is allowed.
+        """
         self._engine.close()
         if self._session.snapshots is not None:
             self._session.snapshots.engine = None
         self._flusher.close()
+        self.levels.close()
 
     def __enter__(self) -> Self:
         return self

@@ -4,8 +4,7 @@ import concurrent.futures
 import contextlib
 import errno
 import mmap
-import os
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Self, final
 
 import numpy as np
@@ -14,26 +13,28 @@ from executor.checkpoint.files import CheckpointError
 from executor.checkpoint.flusher import Buffer, checksum
 from executor.checkpoint.layout import ITEM_BYTES
 from executor.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
-from executor.direct import BLOCK_BYTES, go_direct, in_blocks
+from executor.checkpoint.opening import Folder, Opened, open_file
+from executor.direct import BLOCK_BYTES, in_blocks
 
 _NUM_READERS = 4  # files that are read at once: while one is hashed others are read
 
 
 @final
 class Checkpoint:
-    """A checkpoint in a folder; every chunk is checked when it is read.
+    """A checkpoint in a folder or at a URL; every chunk is checked when it is read.
 
     Args:
         folder: of the checkpoint.
+        manifest: what it shall have; left out, what it says itself.
 
     Raises:
         CheckpointError: there is none, or its manifest is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Folder, manifest: Manifest | None = None) -> None:
         self.folder = folder
         try:
-            self.manifest = Manifest.read((folder / MANIFEST_NAME).read_bytes())
+            self.manifest = manifest or Manifest.read((folder / MANIFEST_NAME).read_bytes())
         except CheckpointError as error:
             raise CheckpointError(f"{folder}: {error}") from None
         except OSError as error:
@@ -55,10 +56,19 @@ class Checkpoint:
         with concurrent.futures.ThreadPoolExecutor(_NUM_READERS, "checkpoint read") as readers:
             list(readers.map(self._verify, records))  # in order: the first failure is raised
 
-    def _verify(self, record: FileRecord) -> None:
+    def chunks(self, record: FileRecord) -> Iterator[Buffer]:
+        """Read all of a file, and yield chunk after chunk; each is there until the next one is asked for.
+
+        Raises:
+            CheckpointError: as :meth:`verify`.
+        """
         with contextlib.closing(_OpenFile(self.folder, record)) as file:
             for chunk in range(len(record.checksums)):
-                file.load(chunk)
+                yield file.load(chunk)
+
+    def _verify(self, record: FileRecord) -> None:
+        for _ in self.chunks(record):
+            pass
 
     def read(self, name: str, start: int, out: Buffer) -> None:
         """Read values of a tensor, from the ``start``-th of its flat values on, into ``out``, uint8, whole values.
@@ -102,21 +112,17 @@ class Checkpoint:
 class _OpenFile:
     """A file with the last chunk that was read of it."""
 
-    def __init__(self, folder: Path, record: FileRecord) -> None:
+    def __init__(self, folder: Folder, record: FileRecord) -> None:
         self.record = record
         self._path = folder / record.path
-        try:
-            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CheckpointError(f"{self._path}: {error.strerror}") from error
+        self._file: Opened | None = open_file(self._path)
         self._memory = mmap.mmap(-1, in_blocks(record.chunk_bytes))
         self._buffer = np.frombuffer(self._memory, np.uint8)
         self._chunk = -1
-        size = os.fstat(self._fd).st_size
+        size = self._file.num_bytes
         if size != record.num_bytes or -(-size // record.chunk_bytes) != len(record.checksums):
             self.close()
             raise CheckpointError(f"{self._path} has {size:,} B, but was written with {record.num_bytes:,}")
-        go_direct(self._fd, probes=False)
 
     def read(self, offset: int, out: Buffer) -> None:
         while len(out):
@@ -134,6 +140,8 @@ class _OpenFile:
             self._chunk = -1
             try:
                 self._fill(start, length)
+            except CheckpointError:
+                raise
             except OSError as error:
                 raise CheckpointError(f"{self._path}: {error.strerror} at {start:,} B") from error
             if checksum(self._buffer[:length]) != self.record.checksums[chunk]:
@@ -142,15 +150,16 @@ class _OpenFile:
         return self._buffer[:length]
 
     def _fill(self, start: int, length: int) -> None:
+        assert self._file is not None
         done = 0
         while done < length:
             # The whole of the last block is asked for: past the page cache less is refused.
-            count = os.preadv(self._fd, [self._buffer[done : in_blocks(length)].data], start + done)
+            count = self._file.read(self._buffer[done : in_blocks(length)], start + done)
             done += count if done + count >= length else count // BLOCK_BYTES * BLOCK_BYTES
             if count < BLOCK_BYTES and done < length:
                 raise OSError(errno.EIO, "it ends early")
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,7 +1,9 @@
 """Checkpoints of training: taken beside it, without a trace in it; and going on from them, under any plan."""
 
+import contextlib
 import itertools
 import json
+import shutil
 import time
 
 import pytest
@@ -14,7 +16,7 @@ from together import saved
 from training import Task, assert_same, batches, decide, delay, prepare, reference, uniform, units_of
 
 import executor.snapshots
-from executor.checkpoint import Checkpoint, CheckpointError, Files, ShardWriter, Store
+from executor.checkpoint import Checkpoint, CheckpointError, Files, Level, ShardWriter, Store
 from executor.saving import Checkpoints, restore
 from planner.lowering.snapshots import snapshots
 from planner.schedule import MemoryClass, Op, Tier
@@ -36,7 +38,7 @@ def run(task, decisions, folder, *, start=0, stop=None, every=1, delays=None, fi
     model, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=ROOM, **(options or {}))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.iterations)
     torch.manual_seed(11)
-    with optimizer.session, Checkpoints(optimizer, folder, keep=100, tell=outcomes.append, files=files) as saved:
+    with optimizer.session, Checkpoints(optimizer, Level(folder, keep=100), tell=outcomes.append, files=files) as saved:
         if delays is not None:
             delay(optimizer.session, delays)
         if start:
@@ -202,21 +204,35 @@ def test_another_model_or_optimizer_is_refused(tmp_path):
 def test_buffers_are_in_the_ledger(tmp_path):
     task = Task("gpt2")
     _, optimizer = prepare(task, decide(task, mixed), checkpoint_buffer_bytes=9 * 4096)
-    with optimizer.session, Checkpoints(optimizer, tmp_path / "saved"):
+    with optimizer.session, Checkpoints(optimizer, Level(tmp_path / "saved")):
         assert optimizer.session.memory()[Tier.HOST].static_bytes[MemoryClass.CHECKPOINT] == 10 * 4096
+
+
+def test_a_drive_without_room_for_what_is_kept_is_told_before_training(tmp_path, monkeypatch):
+    task = Task("gpt2")
+    run(task, decide(task, mixed), tmp_path / "saved", stop=2)
+    (num_bytes,) = {Checkpoint(path).num_bytes for path in (tmp_path / "saved").iterdir()}
+    usage = shutil.disk_usage(tmp_path)
+    _, optimizer = prepare(task, decide(task, mixed), checkpoint_buffer_bytes=ROOM)
+    levels = (Level(tmp_path / "saved", keep=3), Level(tmp_path / "more"))
+    with optimizer.session:
+        for free_bytes, fits in ((2 * num_bytes, False), (3 * num_bytes, True)):  # and two are there
+            monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free_bytes: usage._replace(free=free))
+            with contextlib.nullcontext() if fits else pytest.raises(CheckpointError, match="5 checkpoints at once"):
+                Checkpoints(optimizer, *levels).close()
 
 
 def test_a_session_without_room_is_told(tmp_path):
     task = Task("gpt2")
     _, optimizer = prepare(task, decide(task, mixed))
     with optimizer.session, pytest.raises(ValueError, match="no room for checkpoints"):
-        Checkpoints(optimizer, tmp_path / "saved")
+        Checkpoints(optimizer, Level(tmp_path / "saved"))
 
 
 def test_only_one_is_taken_at_a_time(tmp_path):
     task = Task("gpt2")
     _, optimizer = prepare(task, decide(task, mixed), checkpoint_buffer_bytes=ROOM)
-    with optimizer.session, Checkpoints(optimizer, tmp_path / "saved") as saved:
+    with optimizer.session, Checkpoints(optimizer, Level(tmp_path / "saved")) as saved:
         saved.save(0)
         with pytest.raises(CheckpointError, match="of step 0 was begun here already"):
             saved.save(1)
