@@ -82,7 +82,7 @@ def _engines(plan: CheckpointPlan) -> Table:
     )
     for row in plan.engines:
         if row.every is None or row.cost_s is None or row.waste is None:
-            result.add_row(row.name, "-", "-", "-", "-", row.why_not or "")
+            result.add_row(row.name, "-", "-", "-", "-", (row.why_not or "").partition(", which")[0])
         else:
             result.add_row(row.name, row.level or "", f"{row.every} it.", duration(row.cost_s), percent(row.waste), "")
     return result

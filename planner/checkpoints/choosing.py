@@ -114,7 +114,7 @@ class _Choice:
             overhead=chosen.overhead,
             most_lost_s=chosen.most_lost_s,
             engines=tuple(self._engine(name) for name in POLICIES if name != OURS),
-            assumptions=tuple(self._assumptions()),
+            assumptions=tuple(self._assumptions(levels)),
         )
 
     # --- levels
@@ -330,12 +330,16 @@ class _Choice:
             return EngineCheckpoints(name=name, why_not=reasons[0] if reasons else "it only writes to drives")
         return min(found, key=lambda each: (each.waste, each.name))
 
-    def _assumptions(self) -> Iterator[str]:
+    def _assumptions(self, levels: tuple[Level, ...]) -> Iterator[str]:
         yield f"restart: {self._asked.restart_s:g} s until state can be read"
         yield f"checksums: {HASH_BYTES_PER_S.value / 1e9:g} GB/s per core ({HASH_BYTES_PER_S.provenance.source})"
         if self._asked.drive_writes_per_day is None:
             yield "drives endure whatever is written (--drive-writes-per-day says how much)"
-        yield "failures come at exponential times; the level above fills a slower one by one thread of each node"
+        yield "failures come at exponential times"
+        if len(levels) > 1:
+            yield "one thread of each node fills a slower level from the one above"
+        if levels[0] != "pfs" and self._all_bytes > self._node_bytes:
+            yield "several nodes that save to their own memory or drives are planned, and not executed so far"
 
 
 def _neighbours(every: int) -> list[int]:

@@ -19,7 +19,7 @@ from planner.checkpoints.choosing import CheckpointsError, choose_checkpoints, p
 from planner.checkpoints.chosen import CheckpointPlan, CheckpointsAsked
 from planner.checkpoints.interval import Protection
 from planner.checkpoints.nesting import Limits, nest
-from planner.checkpoints.policy import LEAST_BUFFER_BYTES
+from planner.checkpoints.policy import HASH_BYTES_PER_S, LEAST_BUFFER_BYTES
 from planner.checkpoints.trial import Trial
 from planner.models.registry import resolve_model
 from planner.plan import Plan
@@ -233,6 +233,24 @@ def test_state_on_drives_competes_with_its_checkpoints():
     why_not = {row.name: row.why_not for row in made.engines}
     assert why_not["datastates"] == "its code refuses state that is not on the device"
     assert why_not["checkfreq-async"].startswith("needs 154 GB more of the host")
+
+
+def test_filling_a_slower_level_competes_with_training_for_drives():
+    """One thread reads, hashes, writes, hashes, and reads again: beside state on the same drives both take longer."""
+    plan = planned("rtx-4090", "opt-13b", 1, storage="nvme", micro_batch=4)
+    beside, alone = Trial(plan), trial()
+    for each, interferes in ((beside, True), (alone, False)):
+        nvme, size = each.cost.profile.nvme, each.shard_bytes * each.cost.ranks_per_node
+        copied = 2 / each.cost.profile.host.elementwise_bytes_per_s.value * each.cost.profile.host.num_optimizer_cores
+        passes = 3 / HASH_BYTES_PER_S.value + copied
+        drives = 1 / nvme.write.best_rate_per_s() + 1 / nvme.read.best_rate_per_s()
+        found = each.promoted("memory", "nvme")
+        if interferes:
+            assert found.latency_s > 1.02 * size * (passes + drives)
+            assert found.cost_s > 0.002 * found.latency_s
+        else:
+            assert found.latency_s == pytest.approx(size * (passes + drives), rel=0.02)
+            assert found.cost_s < 0.001 * found.latency_s
 
 
 def test_ours_wastes_less_than_other_engines_at_their_best():
