@@ -8,6 +8,7 @@ from executor.checkpoint import Checkpoint, CheckpointError, Level, Outcome, sto
 from executor.checkpoint.opening import Folder
 from executor.prepare import OffloadedOptimizer
 from executor.saving import Checkpoints, restore
+from planner.checkpoints.policy import LEAST_BUFFER_BYTES
 from planner.models import to_hf_config_dict
 from planner.models.captured import CapturedModel
 from planner.plan import Plan
@@ -28,7 +29,7 @@ class CheckpointOptions:
     """
 
     levels: Sequence[Level]
-    buffer_bytes: int = 64 << 20
+    buffer_bytes: int = LEAST_BUFFER_BYTES
     patience_s: float = 600.0
 
 

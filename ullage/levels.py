@@ -7,6 +7,7 @@ from typing import Final
 
 from executor.checkpoint import CheckpointError, Level
 from executor.checkpoint.levels import DEFAULT_EVERY
+from planner.checkpoints.policy import LEAST_BUFFER_BYTES
 from planner.plan import Plan
 
 MEMORY: Final = "memory"
@@ -49,20 +50,38 @@ def levels_of(plan: Plan, places: Sequence[str], every: Sequence[int], keep: Seq
     Args:
         plan: that is trained under.
         places: fastest first.
-        every: iterations from one checkpoint to the next, for each place, or one for all; empty: see :func:`intervals`.
+        every: iterations from one checkpoint to the next, for each place, or one for all; empty: those of the plan.
         keep: the newest that stay, likewise.
 
     Raises:
-        ValueError: there are more or fewer numbers than places.
+        ValueError: there are more or fewer numbers than places, or more or fewer places than the plan has levels.
     """
-    intervals_ = _each("--checkpoint-every", every, len(places)) if every else intervals(plan, len(places))
+    intervals_ = _each("--checkpoint-every", every, len(places)) if every else intervals(plan, places)
     kept = _each("--keep", keep, len(places))
     return tuple(map(Level, places, intervals_, kept))
 
 
-def intervals(plan: Plan, num_places: int) -> tuple[int, ...]:  # noqa: ARG001 - plans say nothing of it so far
-    """Return the iterations from one checkpoint to the next, for each of so many places, where none are asked for."""
-    return (DEFAULT_EVERY,) * num_places
+def intervals(plan: Plan, places: Sequence[str]) -> tuple[int, ...]:
+    """Return the iterations from one checkpoint to the next, for each place, where none are asked for: the plan's.
+
+    Raises:
+        ValueError: the places are not the levels that were planned (``ullage plan --mtbf``).
+    """
+    if plan.checkpoints is None:
+        return (DEFAULT_EVERY,) * len(places)
+    planned = [each.level for each in plan.checkpoints.levels]
+    fit = all(place != MEMORY or level == "memory" for place, level in zip(places, planned, strict=False))
+    if len(places) != len(planned) or not fit:
+        raise ValueError(
+            f"the plan makes checkpoints at {' and '.join(planned)}, but --checkpoint-dir gives "
+            f"{' and '.join(places)}; give one place for each level, fastest first, or say --checkpoint-every"
+        )
+    return tuple(each.every for each in plan.checkpoints.levels)
+
+
+def buffer_bytes(plan: Plan) -> int:
+    """Return the host memory of each rank for what is taken and not written yet: the plan's, if it has checkpoints."""
+    return LEAST_BUFFER_BYTES if plan.checkpoints is None else plan.checkpoints.buffer_bytes
 
 
 def _each(option: str, numbers: Sequence[int], count: int) -> tuple[int, ...]:
