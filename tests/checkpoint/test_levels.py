@@ -219,6 +219,7 @@ def test_levels_that_do_not_fit_are_refused(url):
         ([], "no place for checkpoints"),
         ([Level("a", 10), Level("b", 25)], r"b gets its .* every 10 iterations, so 25 is .*multiple, such as 30"),
         ([Level("a", 10), Level("b", 5)], "multiple, such as 10"),
+        ([Level("a", 0)], "a has a checkpoint every 0 iterations; give 1 or more"),
         ([Level("a", 10), Level("a/", 10)], "a place is there twice"),
         ([Level(url)], "is no folder, and training writes into folders only; give one before"),
     ):
