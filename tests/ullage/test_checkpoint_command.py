@@ -35,6 +35,7 @@ def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan for this kind of machine, of a model that takes a while."""
     model = resolve_model("demo-llama").model_copy(update={"num_layers": 2, "vocab_size": 512})
     hardware = load_profile("epyc-turin-2c").with_device_memory(50_000_000)
+    hardware = hardware.model_copy(update={"name": f"this-{os.getpid()}"})  # no other run has this plan's memory
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     path.write_text(make_plan(Request(model, hardware, seq_len=64)).to_json(), encoding="utf-8")
     return path

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,9 @@ def two_devices(memory_bytes: int = 60_000_000) -> HardwareProfile:
     )
     topology = (*one.topology, ("host1", "dram"))
     return HardwareProfile.model_validate(
-        one.model_dump() | {"devices_per_node": 2, "intra_node": fabric.model_dump(), "topology": topology}
+        one.model_dump()
+        | {"name": f"this-{os.getpid()}", "devices_per_node": 2}  # no other run has this plan's memory
+        | {"intra_node": fabric.model_dump(), "topology": topology}
     )
 
 
@@ -94,9 +97,18 @@ def test_ctrl_c_ends_all(plan: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_sigterm_ends_all_with_one_checkpoint_on_all_levels_which_they_go_on_from(plan: Path, tmp_path: Path) -> None:
-    folder, memory = tmp_path / "checkpoints", memory_folder(load_plan(plan))
-    shutil.rmtree(memory)
+@pytest.fixture
+def memory(plan: Path) -> Iterator[Path]:
+    """The folder that `--checkpoint-dir memory` stands for."""
+    folder = memory_folder(load_plan(plan))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_sigterm_ends_all_with_one_checkpoint_on_all_levels_which_they_go_on_from(
+    plan: Path, tmp_path: Path, memory: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
     places = ("--checkpoint-dir", "memory", "--checkpoint-dir", str(folder), "--checkpoint-every", "2,4")
     options = (str(plan), *places, "--output-dir", str(tmp_path))
     process = launch(2, *options, "--iterations", "100000")
@@ -113,7 +125,6 @@ def test_sigterm_ends_all_with_one_checkpoint_on_all_levels_which_they_go_on_fro
     shutil.rmtree(memory)  # the node was lost
     process = launch(2, *options, "--iterations", str(last + 7), "--resume")
     out, err = process.communicate(timeout=120)
-    shutil.rmtree(memory)
     assert process.returncode == 0, err
     assert f"going on from {folder}/{step}" in " ".join(err.split()), err
     assert f"checkpoint of step {last + 7} in" in " ".join(out.split())
