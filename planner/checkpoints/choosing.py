@@ -18,9 +18,9 @@ from planner.checkpoints.chosen import (
     CheckpointsAsked,
     EngineCheckpoints,
 )
+from planner.checkpoints.costs import hash_bytes_per_s
 from planner.checkpoints.interval import Protection
 from planner.checkpoints.nesting import ContradictionError, Limits, Nested, nest, outcome
-from planner.checkpoints.costs import hash_bytes_per_s
 from planner.checkpoints.policy import CHUNK_BYTES, LEAST_BUFFER_BYTES, POLICIES
 from planner.checkpoints.stores import LEVELS, Level, storage_of
 from planner.checkpoints.trial import OURS, Measured, Trial
