@@ -14,12 +14,12 @@ from typing import Any, Final, Literal, Protocol, Self, TypedDict, Unpack, final
 import torch
 from torch import nn
 
-from executor.checkpoint import Checkpoint, CheckpointError, Outcome
+from executor.checkpoint import CheckpointError, Outcome
 from executor.cores import Choice
 from executor.optimizer.table import stock_of
 from executor.options import SessionOptions
 from executor.prepare import OffloadedOptimizer, Way, prepare_session
-from executor.saving import Checkpoints, restore
+from executor.saving import Checkpoints, Resumed
 from executor.session import Session
 from hwprofiles.allocator import keep_freed_memory
 from planner.models import to_hf_config_dict
@@ -129,21 +129,6 @@ class CheckpointOptions:
     every: int = 100
     keep: int = 2
     buffer_bytes: int = 64 << 20
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Resumed:
-    """What training has gone on from.
-
-    Attributes:
-        path: folder of the checkpoint; ``None`` if there was none, and training begins at the beginning.
-        step: iterations behind it.
-        refused: why newer checkpoints were passed over.
-    """
-
-    path: Path | None
-    step: int
-    refused: tuple[str, ...]
 
 
 class Stateful(Protocol):
@@ -259,23 +244,23 @@ class Trainer:
 
         Raises:
             ValueError: the trainer makes no checkpoints.
-            CheckpointError: it is of another model or optimizer.
+            CheckpointError: it is of another model or optimizer, or none is whole.
         """
         if self._checkpoints is None:
             raise ValueError("there is no folder of checkpoints to go on from; give the trainer checkpoints=")
-        path, refused = self._checkpoints.newest()
-        if path is None:
-            return Resumed(None, 0, refused)
-        with Checkpoint(path) as checkpoint:
-            extra = restore(self.optimizer, checkpoint)
-        saved = extra.get("stateful", {})
+        found = self._checkpoints.resume()
+        if found.path is None:
+            return found
+        saved = found.extra.get("stateful", {})
         for name, held in self.stateful.items():
             if name not in saved:
-                raise CheckpointError(f"{path} has no {name}; it has {', '.join(saved) or 'nothing of that kind'}")
+                raise CheckpointError(
+                    f"{found.path} has no {name}; it has {', '.join(saved) or 'nothing of that kind'}"
+                )
             held.load_state_dict(saved[name])
-        self._feed.position = extra.get("position", 0)
-        self._iteration = self._saved_at = checkpoint.manifest.step
-        return Resumed(path, self._iteration, refused)
+        self._feed.position = found.extra.get("position", 0)
+        self._iteration = self._saved_at = found.step
+        return found
 
     def save(self) -> None:
         """Begin a checkpoint of the present state; it is taken during the next iteration, or when training ends.

@@ -15,11 +15,11 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, final
 
-from executor.checkpoint.files import CheckpointError, Files, remove_tree, write_all
+from executor.checkpoint.files import CheckpointError, DamagedError, Files, remove_tree, write_all
 from executor.checkpoint.manifest import MANIFEST_NAME, Manifest, Part
 from executor.checkpoint.reader import Checkpoint
 
@@ -228,21 +228,26 @@ class Store:
 
     def folders(self) -> list[Path]:
         """Return the folders of all checkpoints, newest first, whole or not."""
-        named = ((_NAME.fullmatch(path.name), path) for path in self.root.iterdir())
-        steps = [(int(match.group(1)), path) for match, path in named if match is not None]
-        return [path for _, path in sorted(steps, reverse=True)]
+        return sorted((path for path in self.root.iterdir() if _NAME.fullmatch(path.name)), key=step_of, reverse=True)
 
-    def newest(self) -> Found:
-        """Return the newest checkpoint that is whole, every byte of it checked, and why newer ones are not."""
+    def newest(self, use: Callable[[Checkpoint], None] = Checkpoint.verify) -> Found:
+        """Return the newest checkpoint that is whole, and why newer ones are not.
+
+        Args:
+            use: reads of it what is needed, which checks that; left out, every byte is read.
+
+        Raises:
+            What ``use`` does, but :class:`DamagedError`.
+        """
         refused = []
         for path in self.folders():
             try:
                 checkpoint = Checkpoint(path)
-                checkpoint.verify()
-            except CheckpointError as error:
+                with checkpoint:
+                    use(checkpoint)
+            except DamagedError as error:
                 refused.append(str(error))
             else:
-                self._whole.add(path.name)
                 return Found(checkpoint, tuple(refused))
         return Found(None, tuple(refused))
 
@@ -284,14 +289,20 @@ class Store:
                 os.close(lock)
 
 
+def step_of(folder: Path) -> int:
+    """Return the step of a checkpoint by its folder's name."""
+    return int(folder.name.removeprefix("step-"))
+
+
 def _named(step: int) -> str:
     return f"step-{step:08d}"
 
 
 def _is_whole(path: Path) -> bool:
     try:
-        Checkpoint(path).verify()
-    except CheckpointError:
+        with Checkpoint(path) as checkpoint:
+            checkpoint.verify()
+    except DamagedError:
         return False
     return True
 

@@ -14,8 +14,9 @@ from together import saved
 from training import Task, assert_same, batches, decide, delay, prepare, reference, uniform
 
 import executor.snapshots
-from executor.checkpoint import Checkpoint, CheckpointError, Files, Store
-from executor.saving import Checkpoints, restore
+from executor.checkpoint import Checkpoint, CheckpointError, Files, Store, Wanted
+from executor.restoring import restore
+from executor.saving import Checkpoints
 from planner.lowering.snapshots import snapshots
 from planner.schedule import MemoryClass, Op, Tier
 
@@ -170,9 +171,8 @@ def _tensors(folder, step):
 
 def _values(folder, step, name):
     with Checkpoint(folder / f"step-{step:08d}") as checkpoint:
-        size = checkpoint.manifest.tensors[name].fragments[-1].stop
-        out = torch.empty(size)
-        checkpoint.read(name, 0, out.numpy().view("uint8"))
+        out = torch.empty(checkpoint.manifest.tensors[name].num_values)
+        checkpoint.read([Wanted(name, 0, out.numpy().view("uint8"))])
     return out.numpy().tobytes()
 
 

@@ -31,7 +31,8 @@ from training import (
 )
 
 from executor.checkpoint import Checkpoint
-from executor.saving import Checkpoints, restore
+from executor.restoring import restore
+from executor.saving import Checkpoints
 from planner.decisions import Decisions
 from planner.schedule import Op
 

@@ -110,13 +110,22 @@ def _verify(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     if args.output_dir is None:
         raise ValueError("export needs --output-dir DIR, a new folder for the weights")
-    checkpoint = Checkpoint(args.path) if _is_one(args.path) else Store(args.path).newest().checkpoint
-    if checkpoint is None:
-        raise CheckpointError(f"{args.path} has no whole checkpoint; see `ullage checkpoint verify {args.path}`")
     from ullage.exporting import export_hf  # noqa: PLC0415 - torch takes seconds
 
-    with checkpoint:
+    count = 0
+
+    def export(checkpoint: Checkpoint) -> None:
+        nonlocal count
         count = export_hf(checkpoint, args.output_dir, args.dtype)
+
+    if _is_one(args.path):
+        with Checkpoint(args.path) as checkpoint:
+            export(checkpoint)
+    else:
+        found = Store(args.path).newest(export)
+        if found.checkpoint is None:
+            raise CheckpointError(f"{args.path} has no whole checkpoint; see `ullage checkpoint verify {args.path}`")
+        checkpoint = found.checkpoint
     facts = {"path": str(checkpoint.folder), "output_dir": str(args.output_dir), "num_tensors": count}
     if args.json:
         write_json(facts)
