@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import time
 
 import pytest
@@ -14,7 +15,7 @@ from together import saved
 from training import Task, assert_same, batches, decide, delay, prepare, reference, uniform
 
 import executor.snapshots
-from executor.checkpoint import Checkpoint, CheckpointError, Files, Store, Wanted
+from executor.checkpoint import Checkpoint, CheckpointError, Files, Store, Wanted, reader
 from executor.restoring import restore
 from executor.saving import Checkpoints
 from planner.lowering.snapshots import snapshots
@@ -197,6 +198,72 @@ def test_another_model_or_optimizer_is_refused(tmp_path):
         run(Task("gpt2", optimizer="sgd"), decide(Task("gpt2", optimizer="sgd"), mixed), tmp_path / "saved", start=1)
     with pytest.raises(CheckpointError, match=r"the checkpoint is of another model|KeyError"):
         run(Task("gpt2-untied"), decide(Task("gpt2-untied"), mixed), tmp_path / "saved", start=1)
+
+
+def resumed(task, decisions, folder, monkeypatch):
+    """Return what a new session goes on from, its state, and the bytes that were read for that."""
+    read = []
+    monkeypatch.setattr(reader._File, "load", lambda file, *given, plain=reader._File.load: count(file, plain, *given))
+
+    def count(file, plain, chunk, *given):
+        read.append(min(file.record.chunk_bytes, file.record.num_bytes - chunk * file.record.chunk_bytes))
+        plain(file, chunk, *given)
+
+    _, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=ROOM)
+    with optimizer.session as session, Checkpoints(optimizer, folder) as saved:
+        found = saved.resume()
+        state = optimizer.state_dict()["state"]
+        weights = {n: w.clone() for n, w in session.full_parameters().items()}
+    monkeypatch.undo()
+    monkeypatch.setattr(executor.snapshots, "CHUNK_BYTES", 4096)
+    return found, (state, weights), sum(read)
+
+
+def same_state(one, other):
+    (state, weights), (others, other_weights) = one, other
+    return all(torch.equal(weights[n], other_weights[n]) for n in weights) and all(
+        torch.equal(values, others[number][key]) for number, entry in state.items() for key, values in entry.items()
+    )
+
+
+def test_what_is_damaged_is_passed_over_and_everything_is_read_once(tmp_path, monkeypatch):
+    """What was restored of the damaged one is gone when the one before is back."""
+    task, folder = Task("llama"), tmp_path / "saved"
+    decisions = decide(task, uniform("host", "cpu"))
+    run(task, decisions, folder, stop=3)
+    newest, state, num_bytes = resumed(task, decisions, folder, monkeypatch)
+    assert newest.step == 3
+    total_bytes = Checkpoint(folder / "step-00000003").num_bytes
+    assert num_bytes <= total_bytes
+    shutil.rmtree(folder / "step-00000003")
+    before, expected, _ = resumed(task, decisions, folder, monkeypatch)
+    assert before.step == 2
+    assert not same_state(state, expected)
+    run(task, decisions, folder, start=2, stop=3)
+    (folder / "step-00000004").mkdir()
+    damaged = folder / "step-00000003/optimizer/exp_avg_sq-00000.safetensors"
+    with damaged.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x80")
+    for plan in (
+        decisions,
+        decide(task, mixed),
+        decide(task, uniform("nvme", "nvme")),
+        decide(task, uniform("gpu", "gpu")),
+    ):
+        found, state, _ = resumed(task, plan, folder, monkeypatch)
+        assert (found.step, found.path) == (2, folder / "step-00000002")
+        assert same_state(state, expected)
+        assert "step-00000004: manifest.json: No such file" in found.refused[0]
+        assert "exp_avg_sq-00000.safetensors is damaged between" in found.refused[1]
+    shutil.rmtree(folder / "step-00000001")
+    shutil.rmtree(folder / "step-00000002")
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint in .* is whole: .*step-00000004.*; .*exp_avg_sq.*begin again"
+    ):
+        resumed(task, decisions, folder, monkeypatch)
+    monkeypatch.setattr(executor.snapshots, "CHUNK_BYTES", 4096)
+    assert resumed(task, decisions, tmp_path / "none", monkeypatch)[0].path is None
 
 
 def test_buffers_are_in_the_ledger(tmp_path):
