@@ -9,13 +9,9 @@ what was checked.
 """
 
 import dataclasses
-import errno
-import fcntl
 import itertools
 import mmap
-import os
 import queue
-import stat
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -29,7 +25,8 @@ from executor.checkpoint.files import CheckpointError, DamagedError
 from executor.checkpoint.flusher import Buffer
 from executor.checkpoint.layout import ITEM_BYTES
 from executor.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
-from executor.direct import BLOCK_BYTES, go_direct, in_blocks
+from executor.checkpoint.opening import LocalFile, Opened, fill, read_whole
+from executor.direct import BLOCK_BYTES, in_blocks
 
 NUM_READERS: Final = 4
 """Threads that read: while some hash, others keep the drive busy."""
@@ -70,7 +67,7 @@ class Checkpoint:
         self.folder = folder
         self._readers: _Readers | None = None
         try:
-            self.manifest = Manifest.read(_read_plain(folder, MANIFEST_NAME, MAX_MANIFEST_BYTES))
+            self.manifest = Manifest.read(read_whole(folder, MANIFEST_NAME, MAX_MANIFEST_BYTES))
         except DamagedError as error:
             raise DamagedError(f"{folder}: {error}") from None
         except OSError as error:
@@ -237,7 +234,7 @@ class _File:
         self._path = folder / record.path
         self._left = num_chunks
         self._lock = threading.Lock()
-        self._fd = -1
+        self._file: Opened | None = None
 
     def load(self, chunk: int, buffer: Buffer, targets: Sequence[_Target]) -> None:
         """Read a chunk, check it, and put its values where they go, by way of ``buffer`` where they cannot do without.
@@ -249,7 +246,7 @@ class _File:
         length = min(self.record.chunk_bytes, self.record.num_bytes - start)
         parts, copies = _cut(buffer[: in_blocks(length)], targets)
         try:
-            self._fill(self._open(), parts, start, length)
+            fill(self._open(), [part.data for part in parts], start, length)
         except DamagedError:
             raise
         except OSError as error:
@@ -274,38 +271,21 @@ class _File:
             self._close()
 
     def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-    def _open(self) -> int:
+    def _open(self) -> Opened:
         with self._lock:
-            if self._fd < 0:
+            if self._file is None:
                 try:
-                    fd = open_plain(self._folder, self.record.path)
+                    self._file = LocalFile(self._folder, self.record.path)
                 except OSError as error:
                     raise DamagedError(f"{self._path}: {error.strerror}") from error
-                size = os.fstat(fd).st_size
+                size = self._file.num_bytes
                 if size != self.record.num_bytes:
-                    os.close(fd)
                     raise DamagedError(f"{self._path} has {size:,} B, but was written with {self.record.num_bytes:,}")
-                go_direct(fd, probes=False)
-                self._fd = fd
-            return self._fd
-
-    def _fill(self, fd: int, parts: Sequence[Buffer], start: int, length: int) -> None:
-        """Read from ``start`` on into ``parts``, one behind the other; past the page cache all of the last block."""
-        done = 0
-        while done < length:
-            try:
-                count = os.preadv(fd, list(_rest(parts, done)), start + done)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not _goes_through_cache(fd):
-                    raise
-                continue
-            done += count if done + count >= length else count // BLOCK_BYTES * BLOCK_BYTES
-            if count < BLOCK_BYTES and done < length:
-                raise OSError(errno.EIO, "it ends early")
+            return self._file
 
 
 def _cut(buffer: Buffer, targets: Sequence[_Target]) -> tuple[list[Buffer], list[tuple[Buffer, Buffer]]]:
@@ -325,49 +305,3 @@ def _cut(buffer: Buffer, targets: Sequence[_Target]) -> tuple[list[Buffer], list
             first = last = target.stop
         copies += [(target.part(a, b), buffer[a:b]) for a, b in ((target.at, first), (last, target.stop)) if a < b]
     return [part for part in (*parts, buffer[end:]) if len(part)], copies
-
-
-def _rest(parts: Sequence[Buffer], done: int) -> Iterator[memoryview]:
-    """Yield what follows the first ``done`` bytes of parts."""
-    for part in parts:
-        if done < len(part):
-            yield part[done:].data
-        done = max(done - len(part), 0)
-
-
-def _goes_through_cache(fd: int) -> bool:
-    """Let a file that refuses transfers past the page cache go through it; return whether that changes anything."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-    return bool(flags & os.O_DIRECT)
-
-
-def open_plain(folder: Path, path: str) -> int:
-    """Open a plain file within a folder to read it; return its descriptor.
-
-    No link is followed and no device opened: what others have made cannot lead elsewhere, or stop who reads.
-
-    Raises:
-        OSError: there is none.
-    """
-    *folders, name = path.split("/")
-    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for inner in folders:
-            outer, at = at, os.open(inner, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
-            os.close(outer)
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
-    finally:
-        os.close(at)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "it is no plain file")
-    return fd
-
-
-def _read_plain(folder: Path, path: str, most_bytes: int) -> bytes:
-    fd = open_plain(folder, path)
-    with open(fd, "rb") as file:  # noqa: PTH123 - by its descriptor
-        if os.fstat(fd).st_size > most_bytes:
-            raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} B")
-        return file.read(most_bytes)

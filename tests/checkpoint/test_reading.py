@@ -27,6 +27,7 @@ from executor.checkpoint import (
     Wanted,
     boxes,
     layout,
+    opening,
     reader,
     ring_of,
 )
@@ -98,7 +99,7 @@ def test_any_values_come_to_anywhere_however_the_system_cuts_reads_short(folders
         )
     )
     with Checkpoint(folders[blocks]) as checkpoint, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader.os, "preadv", preadv)
+        patch.setattr(opening.os, "preadv", preadv)
         wanted = []
         for name, one, other, shift in drawn:
             start, stop = sorted((one, other))
@@ -125,8 +126,8 @@ def test_each_chunk_is_read_once_and_what_fits_goes_straight_to_its_place(folder
         at = np.frombuffer(buffer, np.uint8).ctypes.data
         return any(o.ctypes.data <= at < o.ctypes.data + len(o) for o in outs)
 
-    monkeypatch.setattr(reader.os, "preadv", preadv)
     with Checkpoint(folders[blocks]) as checkpoint:
+        monkeypatch.setattr(opening.os, "preadv", preadv)
         outs = [aligned(4 * size, offset_of(checkpoint, name, 0)) for name, size in SIZES.items()]
         checkpoint.read(Wanted(name, 0, out) for name, out in zip(SIZES, outs, strict=True))
         for name, out in zip(SIZES, outs, strict=True):
@@ -143,20 +144,22 @@ def test_each_chunk_is_read_once_and_what_fits_goes_straight_to_its_place(folder
 def test_a_file_system_that_refuses_to_leave_out_the_page_cache_is_read_through_it(folders, monkeypatch):
     refused = []
 
+    def refusing(*_given):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
     def preadv(fd, buffers, offset, *, plain=os.preadv):
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             refused.append(fd)
             raise OSError(errno.EINVAL, "Invalid argument")
         return plain(fd, buffers, offset)
 
-    monkeypatch.setattr(reader.os, "preadv", preadv)
+    monkeypatch.setattr(opening.os, "preadv", preadv)
     with Checkpoint(folders[16]) as checkpoint:
         checkpoint.verify()
     assert refused
-    monkeypatch.setattr(
-        reader.os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(errno.EINVAL, "Invalid argument"))
-    )
+    monkeypatch.undo()
     with Checkpoint(folders[16]) as checkpoint, pytest.raises(DamagedError, match="Invalid argument at 0 B"):
+        monkeypatch.setattr(opening.os, "preadv", refusing)
         checkpoint.verify()
 
 
@@ -170,7 +173,7 @@ def test_what_cannot_be_read_is_damaged_and_the_first_is_told(folders, error, mo
         return plain(fd, buffers, offset)
 
     monkeypatch.setattr(reader, "_WORTH_A_THREAD_BYTES", 1)
-    monkeypatch.setattr(reader.os, "preadv", preadv)
+    monkeypatch.setattr(opening.os, "preadv", preadv)
     with Checkpoint(folders[1]) as checkpoint, pytest.raises(DamagedError, match=r"x.safetensors: .* at 32,768 B"):
         checkpoint.verify()
 
@@ -200,7 +203,7 @@ def test_a_few_chunks_and_files_are_under_way_at_once_and_no_more(tmp_path, monk
     folder = write(tmp_path, 2 * BLOCK_BYTES, [(f"{i}.safetensors", (name,)) for i, name in enumerate(SIZES)])
     monkeypatch.setattr(reader, "_WORTH_A_THREAD_BYTES", 1)
     monkeypatch.setattr(reader, "NUM_READERS", 2)
-    monkeypatch.setattr(reader.os, "preadv", preadv)
+    monkeypatch.setattr(opening.os, "preadv", preadv)
     with Checkpoint(folder) as checkpoint:
         checkpoint.verify()
     assert max(chunks for chunks, _ in most) == 2
