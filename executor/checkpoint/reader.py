@@ -28,8 +28,8 @@ from executor.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
 from executor.checkpoint.opening import LocalFile, Opened, fill, read_whole
 from executor.direct import BLOCK_BYTES, in_blocks
 
-NUM_READERS: Final = 4
-"""Threads that read: while some hash, others keep the drive busy."""
+NUM_READERS: Final = 8
+"""Threads that read: while some hash or copy, enough others keep the drive busy. Each has a buffer of one chunk."""
 
 MAX_MANIFEST_BYTES: Final = 1 << 30  # a thousand ranks' have a tenth; what is longer is none
 
