@@ -13,6 +13,7 @@ from executor.exchange import Exchange
 from executor.optimizer import WorkerTeam
 from executor.optimizer.table import Rule
 from executor.pieces import Piece
+from executor.snapshots import Snapshots
 from executor.state import Arrived, ModelState, ParameterState, StateSlot, UnitState
 from planner.decisions import Decisions, Place
 from planner.schedule import Lane, Op, Task
@@ -82,8 +83,9 @@ class Actions:
             Op.RECALL: lambda task, _iteration: offloaded.recall(task.unit),
             Op.RELOAD: lambda task, _iteration: offloaded.come_back(task.unit),
             Op.SNAPSHOT: self._snapshot,
+            Op.GATE: self._gate,
         }
-        self.take_snapshot: Callable[[tuple[str, int], int], None] = lambda _piece, _iteration: None
+        self.snapshots: Snapshots | None = None
 
     def perform(self, task: Task, iteration: int) -> None:
         """Do the work of a task."""
@@ -260,7 +262,12 @@ class Actions:
         self._state.stored.swap_out((task.unit, task.piece))
 
     def _snapshot(self, task: Task, iteration: int) -> None:
-        self.take_snapshot((task.unit, task.piece), iteration)
+        if self.snapshots is not None:
+            self.snapshots.take((task.unit, task.piece), iteration)
+
+    def _gate(self, task: Task, _iteration: int) -> None:
+        if self.snapshots is not None:
+            self.snapshots.release((task.unit, task.piece))
 
     def _update(self, task: Task, iteration: int) -> None:
         unit = self._state.units[task.unit]

@@ -17,7 +17,7 @@ from planner.schedule import Lane, Schedule
 
 # Their threads work on the host itself; every other lane gives its work to a stream.
 _HOST_LANES: Final = frozenset(
-    {Lane.CPU, Lane.LAUNCH, Lane.NVME_READ, Lane.NVME_WRITE, Lane.NVME_STATE_IN, Lane.NVME_STATE_OUT}
+    {Lane.CPU, Lane.LAUNCH, Lane.GATE, Lane.NVME_READ, Lane.NVME_WRITE, Lane.NVME_STATE_IN, Lane.NVME_STATE_OUT}
 )
 # It has a stream, but takes memory, which the allocator counts when its thread does so: the thread waits for what its
 # tasks come after, or what is to come would be given memory while what goes still has its own.

@@ -1,5 +1,6 @@
 """Transfers past the page cache: what they have to be multiples of, and whether a file takes them."""
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -8,6 +9,8 @@ from typing import Final
 
 BLOCK_BYTES: Final = 4096
 """Offsets, lengths and addresses of direct transfers are multiples of this: a page, and no drive has larger sectors."""
+
+_WORD_BYTES, _SECTOR_BYTES = 4, 512
 
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a drive, or a share of it, that is full."""
@@ -36,3 +39,24 @@ def go_direct(fd: int, *, probes: bool = True) -> bool:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
         return False
     return True
+
+
+def alignment_bytes(fd: int, *, writes: bool) -> int:
+    """Leave the page cache out if that is possible, and return what addresses of memory are to be multiples of.
+
+    A drive may take any address of whole words, or need that of a sector, and the file system may ask for more; 1 where
+    transfers go through the page cache.
+
+    Args:
+        fd: of a file.
+        writes: whether its first block is going to be written, which is tried; else the file is read.
+    """
+    if not go_direct(fd, probes=writes):
+        return 1
+    transfer = os.pwritev if writes else os.preadv
+    with mmap.mmap(-1, 2 * BLOCK_BYTES) as pages, memoryview(pages) as memory:
+        for found in (_WORD_BYTES, _SECTOR_BYTES):
+            with contextlib.suppress(OSError), memory[found : found + BLOCK_BYTES] as block:
+                transfer(fd, [block], 0)
+                return found
+    return BLOCK_BYTES

@@ -93,6 +93,7 @@ class Arena:
         block_bytes: int = ALIGNMENT_BYTES,
         *,
         room_bytes: int = 0,
+        shift_bytes: int = 0,
     ) -> torch.Tensor:
         """Return one uninitialised block, uint8, for several purposes.
 
@@ -102,6 +103,7 @@ class Arena:
             block_bytes: it is aligned to this. If that is more than :data:`ALIGNMENT_BYTES`, what it has is rounded up
                 to a multiple of this too; neither is in the ledger, as both are less than two such blocks.
             room_bytes: what it has where it is of several parts, each of which is rounded up; not in the ledger either.
+            shift_bytes: it begins so far behind such a multiple, less than one.
 
         Raises:
             DeviceMemoryError: it does not fit; nothing is taken.
@@ -116,8 +118,8 @@ class Arena:
             block = self._backend.empty(room + (block_bytes if whole else 0), on_device=self.tier is Tier.GPU)
         except (MemoryError, RuntimeError) as error:  # torch reports a failed allocation as a RuntimeError
             raise DeviceMemoryError(self._message(name, num_bytes)) from error
-        block = block[-block.data_ptr() % block_bytes if whole else 0 :][:room]
-        assert block.data_ptr() % block_bytes == 0
+        block = block[(shift_bytes - block.data_ptr()) % block_bytes if whole else 0 :][:room]
+        assert not room or (block.data_ptr() - shift_bytes) % block_bytes == 0
         self._blocks[name] = (dict(num_bytes_of), block)
         return block
 

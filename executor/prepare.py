@@ -304,6 +304,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if not entries:
             return
         found = [(u, p) for u, p in self.session.parameter_states().values() if p.share.name in entries]
+        if self.session.snapshots is not None:
+            self.session.snapshots.take_rest()  # of checkpoints of the state that was
         for _, parameter in found:
             # Where steps are not told, state tells that there was one.
             entry, _ = entries[parameter.share.name]

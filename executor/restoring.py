@@ -55,6 +55,8 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
     held = list(session.parameter_states().values())
     if missing := {entry.share.name for _, entry in held} - extra["steps"].keys():
         raise CheckpointError(f"{checkpoint.folder} has no {min(missing)}; the checkpoint is of another model")
+    if session.snapshots is not None:
+        session.snapshots.take_rest()  # of checkpoints of the state that was
     units = list({unit.name: unit for unit, _ in held}.values())
     keys = (MASTER, *optimizer.entry.buffers)
     alike = [unit for unit in units if all(_is_there(checkpoint, entry, keys) for entry in unit.parameters)]

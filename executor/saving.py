@@ -147,9 +147,9 @@ class Checkpoints:
 
     def close(self) -> None:
         """Give up what has not been taken, wait for the rest, and end the threads. Closing twice is allowed."""
+        self._engine.close()
         if self._session.snapshots is not None:
             self._session.snapshots.engine = None
-        self._engine.close()
         self._flusher.close()
 
     def __enter__(self) -> Self:

@@ -123,7 +123,8 @@ class Session:
         self._host = Arena(Tier.HOST, options.host_capacity_bytes, self._backend)
         if ranks is not None:
             ranks.agree("plan or model", self.schedule.to_json() + "".join(shares))
-        self._state = ModelState(units, decisions, shares, self._gpu, self._host, ranks, options.storage_dir)
+        written = (task.unit for task in self.schedule.tasks if task.op is Op.SNAPSHOT)
+        self._state = ModelState(units, decisions, shares, self._gpu, self._host, ranks, options.storage_dir, written)
         exchange = None
         if ranks is not None:
             exchange = Exchange(self._state, decisions, self.schedule, self._backend, ranks)
@@ -142,8 +143,7 @@ class Session:
             self._entry.warm_up(np.uint16 if bf16 else np.float32, group, writes_bf16=bf16)
         self._offloaded = OffloadedActivations(units, decisions, options.storage_dir, rank, self._host, self._backend)
         self._actions = Actions(self._state, decisions, self._backend, self._team, exchange, self._offloaded)
-        if self.snapshots is not None:
-            self._actions.take_snapshot = self.snapshots.take
+        self._actions.snapshots = self.snapshots
         self._weights = Weights(self._state, self._actions, self._shared, ranks)
         self._machine = LaneMachine(
             self.schedule,

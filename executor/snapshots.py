@@ -69,13 +69,28 @@ class Snapshots:
         if self.engine is not None:
             self.engine.take(key, iteration)
 
-    def tensors(self, key: Key) -> Sequence[torch.Tensor | StoredValues]:
+    def release(self, key: Key) -> None:
+        """Wait until a piece may change, in the thread of the lane of gates."""
+        if self.engine is not None:
+            self.engine.release(key)
+
+    def take_rest(self) -> None:
+        """Take all that is left of checkpoints that have begun, while nothing is under way; state may change then."""
+        if self.engine is not None:
+            self.engine.take_rest()
+
+    def tensors(self, key: Key) -> Sequence[torch.Tensor | Buffer | StoredValues]:
         """See :class:`executor.checkpoint.engine.Source`."""
         unit, stored = self._state.units[key[0]], self._state.stored
-        if unit.pieces[key[1]].place is Place.NVME:
+        piece = unit.pieces[key[1]]
+        if piece.place is Place.NVME:
             assert stored is not None
             return stored.values(key)
-        return [tensor.view(torch.uint8) for tensor in unit.state(unit.pieces[key[1]])]
+        tensors = [tensor.detach().view(torch.uint8) for tensor in unit.state(piece)]
+        if piece.place is Place.GPU:
+            return tensors
+        self._wait()  # what has been copied here has arrived
+        return [tensor.numpy() for tensor in tensors]
 
     def copy(self, buffer: Buffer, values: Any) -> None:
         """See :class:`executor.checkpoint.engine.Source`."""
@@ -83,6 +98,10 @@ class Snapshots:
             values.read(torch.from_numpy(buffer), self._scratch)
             return
         self._backend.copy(torch.from_numpy(buffer), values)
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wait until what the lane has been given, or waits for, is done."""
         self._backend.seconds(self._backend.mark(Lane.SNAPSHOT))
 
     def _slices_of(self, key: Key, number: int) -> list[Slice]:

@@ -9,25 +9,26 @@ saved of the weights in forward is the same address, and holds the same bytes ag
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from executor.memory import Arena
+from executor.memory import ALIGNMENT_BYTES, Arena
 from executor.parallel.groups import Group
 from executor.parallel.shares import Share
 from executor.pieces import Part, Piece, pieces_of
 from executor.ranks import Ranks
 from executor.storage import StoredState
-from planner.decisions import Decisions, Place
+from planner.decisions import SECTOR_PARAMS, Decisions, Place
 from planner.graph import Unit
 from planner.lowering import slots
 from planner.optimizers import OPTIMIZERS
 from planner.schedule import MemoryClass, Tier
 
 NEVER = -1
+_SECTOR_BYTES = 4 * SECTOR_PARAMS
 
 
 @dataclasses.dataclass(slots=True)
@@ -275,6 +276,7 @@ class ModelState:
         gpu, host: where memory is taken.
         ranks: all ranks, which begin with the first one's values; ``None`` if there is one.
         storage_dir: where state on NVMe is kept.
+        written: names of the units in the order in which checkpoints are written, see [Note: Slabs as in files].
 
     Raises:
         ValueError: the plan keeps state on NVMe, and it is not said where.
@@ -291,6 +293,7 @@ class ModelState:
         host: Arena,
         ranks: Ranks | None = None,
         storage_dir: Path | None = None,
+        written: Iterable[str] = (),
     ) -> None:
         self.dtype = torch.bfloat16 if decisions.precision.weights == "bf16" else torch.float32
         self._decisions = decisions
@@ -298,6 +301,7 @@ class ModelState:
         self._gpu = gpu
         self._host = host
         self._ranks = ranks
+        self._shift_bytes = _shifts(units, written)
         assigned = slots(units, decisions)
         self._slots = [
             gpu.take(f"slot {i}", MemoryClass.PARAMETERS, num_params, self.dtype)
@@ -404,14 +408,36 @@ class ModelState:
         self, arena: Arena, unit: str, num_params: int, num_masters: int, num_weights: int = 0
     ) -> Moments:
         """Take slabs; that of master copies has room for so many weights besides."""
+
+        def slab(name: str, num_bytes_of: Mapping[MemoryClass, int]) -> torch.Tensor:
+            aligned = (ALIGNMENT_BYTES, 0) if arena.tier is Tier.GPU else (_SECTOR_BYTES, self._shift_bytes[unit])
+            taken = arena.take_blocks(f"{unit} {name}", num_bytes_of, aligned[0], shift_bytes=aligned[1])
+            return taken[: sum(num_bytes_of.values())].view(torch.float32)
+
         buffers = tuple(
-            arena.take(f"{unit} buffer {i}", MemoryClass.OPTIMIZER, num_params, torch.float32).zero_()
-            for i in range(self._num_buffers)
+            slab(f"buffer {i}", {MemoryClass.OPTIMIZER: 4 * num_params}).zero_() for i in range(self._num_buffers)
         )
         if arena.tier is Tier.GPU and num_masters < num_params:
             return Moments(None, buffers)
-        num_bytes = {MemoryClass.OPTIMIZER: 4 * num_masters, MemoryClass.PARAMETERS: 4 * num_weights}
-        return Moments(arena.take_blocks(f"{unit} master", num_bytes).view(torch.float32), buffers)
+        num_bytes_of = {MemoryClass.OPTIMIZER: 4 * num_masters, MemoryClass.PARAMETERS: 4 * num_weights}
+        return Moments(slab("master", num_bytes_of), buffers)
+
+
+def _shifts(units: Iterable[Unit], written: Iterable[str]) -> Mapping[str, int]:
+    """Return how far behind a whole sector each unit's slabs of state on the host begin.
+
+    [Note: Slabs as in files] A checkpoint has the values of one kind of state unit behind unit, from a whole block on.
+    Where a slab begins as far behind a sector as its values do in that file, these can be written from where they are.
+    That is so for one rank; ranges of several lie anywhere in their files ([Note: Boxes] in
+    :mod:`executor.checkpoint.layout`). Kernels come first: what is no multiple of a cache line is left out.
+    """
+    num_params = {unit.name: unit.num_params for unit in units}
+    shifts, end_bytes = dict.fromkeys(num_params, 0), 0
+    for name in dict.fromkeys(written):
+        shift_bytes = end_bytes % _SECTOR_BYTES
+        shifts[name] = 0 if shift_bytes % ALIGNMENT_BYTES else shift_bytes
+        end_bytes += 4 * num_params[name]
+    return shifts
 
 
 def _parameters(unit: Unit, pieces: tuple[Piece, ...], shares: Mapping[str, Share]) -> tuple[ParameterState, ...]:

@@ -352,11 +352,22 @@ class Decisions(Frozen):
         return tuple(zip(self.piece_params(unit), self.units[unit.name].update, strict=True))
 
 
+SECTOR_PARAMS = 128
+"""Values in float32 that are 512 B, the smallest sector."""
+
+
 def subgroups(num_params: int, subgroup_params: int) -> tuple[int, ...]:
     """Return the sizes of the subgroups that some parameters are cut into: as few as may be, and as equal as can be.
 
-    A short one at the end would take a slot of a ring, and turn in its queue, for next to nothing.
+    A short one at the end would take a slot of a ring, and turn in its queue, for next to nothing. Where that makes
+    none longer than it may be, all but the last are whole sectors of a drive in float32: what comes behind one of them
+    in memory can then be transferred to and from files without a copy.
     """
     count = -(-num_params // subgroup_params)
-    size, longer = divmod(num_params, count) if count else (0, 0)
+    if count <= 1:
+        return (num_params,) * count
+    whole = -(-num_params // (count * SECTOR_PARAMS)) * SECTOR_PARAMS
+    if whole <= subgroup_params and (last := num_params - (count - 1) * whole) > 0:
+        return (*(whole,) * (count - 1), last)
+    size, longer = divmod(num_params, count)
     return (size + 1,) * longer + (size,) * (count - longer)

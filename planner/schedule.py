@@ -54,6 +54,7 @@ class Op(StrEnum):
     TOUCH = "touch"  # new host memory that a checkpoint is copied to: page faults
     SNAPSHOT = "snapshot"  # state that is checkpointed: device -> host
     WRITE = "write"  # a copy of it, or host-resident state itself: host -> storage
+    GATE = "gate"  # what is not written yet of state that is about to change is copied, or waited for
 
 
 class Phase(StrEnum):
@@ -82,6 +83,7 @@ class Lane(StrEnum):
     SNAPSHOT = "snapshot"  # copies of state for a checkpoint, and the thread that asks for them
     STAGING = "staging"  # threads that prepare host memory for them
     WRITE = "write"  # threads that write them to storage
+    GATE = "gate"  # waits for them before state changes
     ACTIVATION_IN = "activation-in"  # activations back to the device: never behind a parameter that waits for its slot
     ACTIVATION_OUT = "activation-out"
     NVME_READ = "nvme-read"  # parameters and activations from NVMe to the host

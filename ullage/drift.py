@@ -80,7 +80,7 @@ class DriftWatch:
             predicted_s = self._busy_s.get(lane, 0.0)
             measured_s = statistics.median(busy_s.get(lane, 0.0) for busy_s in seen_s)
             off_s = abs(measured_s - predicted_s)
-            if lane is Lane.SNAPSHOT:
+            if lane in {Lane.SNAPSHOT, Lane.GATE}:
                 continue  # checkpoints are no part of the prediction
             if lane not in self._told and off_s > max(THRESHOLD * predicted_s, MIN_SHARE * self._iteration_s):
                 self._told.add(lane)

@@ -23,6 +23,7 @@ LANE_WORDS = {
     Lane.SNAPSHOT: "copies for checkpoints",
     Lane.STAGING: "memory for checkpoints",
     Lane.WRITE: "writing checkpoints",
+    Lane.GATE: "waiting for checkpoints",
     Lane.ACTIVATION_IN: "copies of activations to the device",
     Lane.ACTIVATION_OUT: "copies of activations to the host",
     Lane.NVME_READ: "reading parameters and activations from NVMe",

@@ -2,16 +2,18 @@
 
 [Note: Lazy] A checkpoint begins between two iterations, and costs the training loop nothing then: what is only a
 number is kept by value, and that is all. Tensors are taken by tasks of the schedule ([Note: Snapshots] in
-:mod:`planner.lowering.snapshots`) during the next iteration, in chunks, into buffers that are hashed and written by
-threads of the flusher. An update waits for the snapshot of its own piece, so nothing is torn, and a snapshot waits for
-a free buffer, so memory is bounded. When the last piece has been taken another thread makes the files durable and the
-checkpoint known. Whatever fails costs the checkpoint, never the training.
+:mod:`planner.lowering.snapshots`) during the next iteration: those of a device are copied, in chunks, into buffers that
+are hashed and written by threads of the flusher, and those in host memory are lent to these. An update waits until its
+own piece is copied, or written, so nothing is torn; a copy waits for a free buffer, so memory is bounded. When the last
+piece has been taken another thread makes the files durable and the checkpoint known. Whatever fails costs the
+checkpoint, never the training.
 
 [Note: Parts] Every rank writes its own files into one folder, and what it has written into a file ``part-<rank>.json``,
 which appears at once, by a rename. Rank 0 waits for all of them. The ranks need no other connection, and no collective
 of a background thread can meet one of training.
 """
 
+import contextlib
 import dataclasses
 import json
 import queue
@@ -21,8 +23,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
+import numpy as np
+
 from executor.checkpoint.files import CheckpointError
-from executor.checkpoint.flusher import Flusher, yield_cores
+from executor.checkpoint.flusher import Flusher, Work, yield_cores
 from executor.checkpoint.layout import ITEM_BYTES, Box, Entry, boxes, layout
 from executor.checkpoint.manifest import Manifest, Part
 from executor.checkpoint.store import Draft, JoinedDraft, Store
@@ -71,7 +75,10 @@ class Source(Protocol):
         ...
 
     def tensors(self, key: Key) -> Sequence[Any]:
-        """Return them, at rest: flat float32 tensors as bytes, which are sliced and given to ``copy``."""
+        """Return them, at rest: flat float32 tensors as bytes, which are sliced and given to ``copy``.
+
+        Those that are arrays are lent.
+        """
         ...
 
     @property
@@ -102,7 +109,7 @@ class Outcome:
         step: of the checkpoint.
         path: its folder; ``None`` if it failed, or this is not rank 0.
         error: why it failed, or could not take the place of older ones; ``None`` if all is well.
-        blocked_s: how long snapshots waited for buffers.
+        blocked_s: how long copies waited for buffers, and changes for what was lent.
         latency_s: from its beginning until it was durable.
     """
 
@@ -148,6 +155,7 @@ class CheckpointEngine:
         self._boxes = _boxes_of(source)
         self._entries = files_of(source, self._member.rank)
         self._captures: dict[int, _Capture] = {}  # that are being taken, by turn
+        self._loans: dict[Key, tuple[_Capture, list[Work]]] = {}  # of pieces that have not changed since
         self._lock = threading.Condition()  # guards what follows
         self._num_open = 0
         self._work: queue.SimpleQueue[_Capture | None] = queue.SimpleQueue()
@@ -188,7 +196,7 @@ class CheckpointEngine:
         self._captures[turn] = _Capture(step, text, list(self._source.slices), time.monotonic())
 
     def take(self, key: Key, turn: int) -> None:
-        """Take a piece, if a checkpoint is made in this turn; it may change afterwards.
+        """Take a piece, if a checkpoint is made in this turn; it may change once it is released.
 
         Pieces come in the order of the source. Nothing is raised: a failure ends the checkpoint.
         """
@@ -209,11 +217,23 @@ class CheckpointEngine:
             del self._captures[turn]
             self._work.put(capture)
 
+    def release(self, key: Key) -> None:
+        """Wait until a piece may change. Nothing is raised: a failure ends the checkpoint."""
+        if key not in self._loans:
+            return
+        capture, loans = self._loans[key]
+        begin_s = time.monotonic()
+        with contextlib.suppress(CheckpointError):  # its files have failed with it
+            self._flusher.settle(loans)
+        capture.blocked_s += time.monotonic() - begin_s
+        self._loans.pop(key, None)  # now: others may wait for the same
+
     def take_rest(self) -> None:
-        """Take what has not been taken, while nothing is under way. Nothing is raised; see ``tell``."""
+        """Take what has not been taken, while nothing is under way, and release all. Nothing is raised."""
         for turn, capture in sorted(self._captures.items()):
             while capture.left:
                 self.take(capture.left[0], turn)
+        self._release_all()
 
     def wait(self) -> None:
         """Wait until all checkpoints have ended of which everything is taken."""
@@ -221,13 +241,18 @@ class CheckpointEngine:
             self._lock.wait_for(lambda: not self._num_open)
 
     def close(self) -> None:
-        """Give up what has not been taken, and end the thread after what it has. Closing twice is allowed."""
+        """Give up what has not been taken, release all, and end the thread after the rest. Closing twice is allowed."""
         while self._captures:
             _, capture = self._captures.popitem()
             capture.error = capture.error or CheckpointError("training ended before all of it was taken")
             self._work.put(capture)
+        self._release_all()
         self._work.put(None)
         self._thread.join()
+
+    def _release_all(self) -> None:
+        for key in list(self._loans):
+            self.release(key)
 
     def _open(self, capture: "_Capture") -> None:
         """Make the files, when the first piece is taken: the training loop does not wait for that."""
@@ -244,6 +269,8 @@ class CheckpointEngine:
             capture.writers[path] = ShardWriter(self._flusher, capture.draft.folder, path, made)
 
     def _append(self, capture: "_Capture", key: Key) -> None:
+        loans: list[Work] = []
+        self._loans[key] = capture, loans  # first, as what is lent before a failure is lent too
         for state, values in zip(self._source.keys, self._source.tensors(key), strict=True):
             for piece in self._source.slices[key]:
                 for index, box in enumerate(self._boxes[piece.name]):
@@ -251,7 +278,11 @@ class CheckpointEngine:
                     if start < stop:
                         offset = piece.offset - piece.start
                         held = values[_VALUE_BYTES * (offset + start) : _VALUE_BYTES * (offset + stop)]
-                        capture.writers[_path(state, self._member.rank, index)].append(held, self._source.copy)
+                        writer = capture.writers[_path(state, self._member.rank, index)]
+                        if isinstance(held, np.ndarray):
+                            loans += writer.lend(held)
+                        else:
+                            writer.append(held, self._source.copy)
 
     def _run(self) -> None:
         yield_cores()

@@ -1,17 +1,20 @@
-"""Threads that hash and write what is in a bounded number of buffers.
+"""Threads that hash and write what is in a bounded number of buffers, or in memory that is lent to them.
 
 They call nothing but xxh3 and ``pwrite`` for long, both of which let go of Python's interpreter lock: training, which
 launches kernels from Python, is not held up by them.
+
+[Note: Loans] State in host memory is not copied: its owner lends it, goes on, and settles the loan before it changes
+what it has lent. By then it is written, as a rule. What no thread has begun with is copied where a buffer is free, the
+last first, while the threads write the first; for the rest the owner waits.
 """
 
+import collections
 import dataclasses
 import mmap
 import os
-import queue
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Self, final
 
 import numpy as np
@@ -21,7 +24,7 @@ import xxhash
 from executor.checkpoint.files import CheckpointError, Files, write_all
 from executor.direct import in_blocks
 
-CHUNK_BYTES: Final = 8 << 20
+CHUNK_BYTES: Final = 4 << 20
 """Bytes of one write: smaller ones are slower past the page cache, and larger ones only take memory."""
 
 _LEAST_PRIORITY: Final = 19  # of "nice"
@@ -51,17 +54,6 @@ def ring_of(num_buffers: int, chunk_bytes: int = CHUNK_BYTES) -> Buffer:
     return ring
 
 
-@dataclasses.dataclass(slots=True)
-class _Work:
-    fd: int
-    buffer: Buffer
-    length: int  # of what is in it
-    skip: int  # bytes at its beginning that are hashed, and not written
-    offset: int  # in the file, of its first byte
-    keep: Callable[[str], None]
-    done: "Pending"
-
-
 @final
 class Pending:
     """What is under way for one file, and what went wrong with it."""
@@ -71,9 +63,36 @@ class Pending:
         self.failure: OSError | None = None
 
 
+@dataclasses.dataclass(eq=False, slots=True)
+class Work:
+    """Bytes that are to be hashed and written.
+
+    Attributes:
+        done: of their file.
+        fd: of the file.
+        data: where they are: a buffer of the ring, or what is lent.
+        length: how many they are; what is written is rounded up to whole blocks, with zeros.
+        offset: in the file, of the first.
+        keep: is called with the checksum, in the thread that writes.
+        skip: bytes at the beginning that are hashed and not written, whole blocks.
+        is_lent: whether ``data`` is somebody else's, and may not change yet.
+        is_queued: whether no thread has begun with it.
+    """
+
+    done: Pending
+    fd: int
+    data: Buffer
+    length: int
+    offset: int
+    keep: Callable[[str], None]
+    skip: int = 0
+    is_lent: bool = False
+    is_queued: bool = False
+
+
 @final
 class Flusher:
-    """Threads that write what is in a ring of buffers.
+    """Threads that write what is in a ring of buffers, or lent.
 
     Args:
         files: what writes.
@@ -89,7 +108,9 @@ class Flusher:
         self._patience_s = patience_s
         self._changed = threading.Condition()  # guards all below
         self._free = list(ring)
-        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._queue: collections.deque[Work] = collections.deque()
+        self._num_ended = 0
+        self._is_closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"checkpoint {i}", daemon=True) for i in range(num_threads)
         ]
@@ -115,23 +136,48 @@ class Flusher:
             self._free.append(buffer)
             self._changed.notify_all()
 
-    def submit(
-        self, done: Pending, fd: int, buffer: Buffer, length: int, offset: int, keep: Callable[[str], None], skip: int
-    ) -> None:
-        """Hash the first ``length`` bytes of a buffer, write all but the first ``skip``, and free it.
-
-        Args:
-            done: of the file.
-            fd: of the file.
-            buffer: taken from here.
-            length: bytes in it; what is written is rounded up to whole blocks, with zeros.
-            offset: in the file, of the buffer's first byte.
-            keep: is called with the checksum, in the thread that writes.
-            skip: bytes, whole blocks.
-        """
+    def submit(self, work: Work) -> None:
+        """Hash and write something, after what was submitted before; then free its buffer."""
         with self._changed:
-            done.num_open += 1
-        self._work.put(_Work(fd, buffer, length, skip, offset, keep, done))
+            work.done.num_open += 1
+            work.is_queued = True
+            self._queue.append(work)
+            self._changed.notify_all()
+
+    def settle(self, loans: Sequence[Work]) -> None:
+        """Wait until nobody reads what was lent, see [Note: Loans].
+
+        Raises:
+            CheckpointError: nothing has ended for too long; their files have failed then, and what is lent may change.
+        """
+
+        def copied() -> Work | None:
+            return next((loan for loan in reversed(loans) if loan.is_lent and loan.is_queued and self._free), None)
+
+        with self._changed:
+            try:
+                while any(loan.is_lent for loan in loans):
+                    self._wait(lambda: copied() is not None or not any(loan.is_lent for loan in loans), "write")
+                    if (loan := copied()) is not None:
+                        self._copy(loan)
+            except CheckpointError as error:
+                for loan in loans:
+                    loan.done.failure = loan.done.failure or error
+                raise
+
+    def _copy(self, loan: Work) -> None:
+        """Move what is lent into a buffer, without the lock meanwhile."""
+        buffer = self._free.pop()
+        self._queue.remove(loan)
+        loan.is_queued = False
+        self._changed.release()
+        try:
+            np.copyto(buffer[: loan.length], loan.data[: loan.length])
+        finally:
+            self._changed.acquire()
+        loan.data, loan.is_lent, loan.is_queued = buffer, False, True
+        self._queue.appendleft(loan)  # a buffer is worth more than memory that was lent
+        self._changed.notify_all()
 
     def wait(self, done: Pending) -> None:
         """Wait until all that was submitted for a file is written.
@@ -146,8 +192,9 @@ class Flusher:
 
     def close(self) -> None:
         """End the threads, after what they have. Closing twice is allowed."""
-        for _ in self._threads:
-            self._work.put(None)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
         for thread in self._threads:
             thread.join(self._patience_s)
 
@@ -159,20 +206,22 @@ class Flusher:
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         """Wait as long as something ends from time to time."""
-        deadline_s = time.monotonic() + self._patience_s
+        num_ended = -1
+
+        def goes_on() -> bool:
+            return ready() or self._num_ended > num_ended
+
         while not ready():
-            before = len(self._free)
-            if not self._changed.wait(max(deadline_s - time.monotonic(), 0)):
+            num_ended = self._num_ended
+            if not self._changed.wait_for(goes_on, self._patience_s):
                 raise CheckpointError(
                     f"no {what} has ended for {self._patience_s:g} s: the drive does not keep up, or does not answer; "
                     "this checkpoint is given up"
                 )
-            if len(self._free) > before:
-                deadline_s = time.monotonic() + self._patience_s
 
     def _run(self) -> None:
         yield_cores()
-        while (work := self._work.get()) is not None:
+        while (work := self._next()) is not None:
             failure: OSError | None = None
             try:
                 if work.done.failure is None:
@@ -182,12 +231,26 @@ class Flusher:
             with self._changed:
                 work.done.failure = work.done.failure or failure
                 work.done.num_open -= 1
-                self._free.append(work.buffer)
+                self._num_ended += 1
+                if not work.is_lent:
+                    self._free.append(work.data)
+                work.is_lent = False
                 self._changed.notify_all()
 
-    def _flush(self, work: _Work) -> None:
-        work.keep(checksum(work.buffer[: work.length]))
+    def _next(self) -> Work | None:
+        """Wait for something to do; ``None``: there will be nothing more."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._queue) or self._is_closed)
+            if not self._queue:
+                return None
+            work = self._queue.popleft()
+            work.is_queued = False
+            return work
+
+    def _flush(self, work: Work) -> None:
+        work.keep(checksum(work.data[: work.length]))
         end = in_blocks(work.length)
-        work.buffer[work.length : end] = 0
+        if end > work.length:
+            work.data[work.length : end] = 0
         if end > work.skip:
-            write_all(self.files, work.fd, work.buffer[work.skip : end].data, work.offset + work.skip)
+            write_all(self.files, work.fd, work.data[work.skip : end].data, work.offset + work.skip)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, final
 
-from executor.direct import BLOCK_BYTES, go_direct, in_blocks
+from executor.direct import BLOCK_BYTES, alignment_bytes, in_blocks
 
 
 class Opened(Protocol):
@@ -18,6 +18,11 @@ class Opened(Protocol):
     @property
     def num_bytes(self) -> int:
         """Its length."""
+        ...
+
+    @property
+    def alignment_bytes(self) -> int:
+        """Addresses of parts that are read into are multiples of this."""
         ...
 
     def read(self, parts: Sequence[memoryview], offset: int) -> int:
@@ -62,7 +67,7 @@ class LocalFile:
         if not stat.S_ISREG(found.st_mode):
             self.close()
             raise OSError(errno.EINVAL, "it is no plain file")
-        go_direct(self._fd, probes=False)
+        self.alignment_bytes = alignment_bytes(self._fd, writes=False)
 
     def read(self, parts: Sequence[memoryview], offset: int) -> int:
         """See :class:`Opened`; whole blocks are asked for."""

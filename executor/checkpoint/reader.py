@@ -2,10 +2,10 @@
 
 [Note: Read ahead] Who reads says all that is wanted at once. It is read file by file and chunk by chunk, each chunk
 once, by a few threads, of which some read while others hash; where values go changes nothing of that. A chunk is read
-in one call, straight to where its values are wanted as far as these have the same place within a block in the file and
-in memory, which transfers past the page cache ask for; the rest goes through a buffer. Each thread has one, of a chunk:
-that is all the memory that reading takes. What has been read is hashed where it is, so that what is there afterwards is
-what was checked.
+in one call, straight to where its values are wanted, unless they share a block of the file with others, or the drive
+cannot transfer to where they go; the rest passes through a buffer. Each thread has one, of a chunk: that is all the
+memory that reading takes. What has been read is hashed where it is, so that what is there afterwards is what was
+checked.
 """
 
 import dataclasses
@@ -165,11 +165,11 @@ class _Target:
         """Return where a range within the chunk goes."""
         return self.out[first - self.at : last - self.at]
 
-    def direct(self) -> tuple[int, int]:
+    def direct(self, alignment_bytes: int) -> tuple[int, int]:
         """Return the range within the chunk, whole blocks, that can be read to where it goes; it may be empty."""
         first = in_blocks(self.at)
         last = self.stop // BLOCK_BYTES * BLOCK_BYTES
-        is_aligned = (self.out.ctypes.data - self.at) % BLOCK_BYTES == 0
+        is_aligned = (self.out.ctypes.data - self.at) % alignment_bytes == 0
         return (first, last) if is_aligned and last - first >= _LEAST_DIRECT_BYTES else (0, 0)
 
 
@@ -244,11 +244,10 @@ class _File:
         """
         start = chunk * self.record.chunk_bytes
         length = min(self.record.chunk_bytes, self.record.num_bytes - start)
-        parts, copies = _cut(buffer[: in_blocks(length)], targets)
+        file = self._open()
+        parts, copies = _cut(buffer[: in_blocks(length)], targets, file.alignment_bytes)
         try:
-            fill(self._open(), [part.data for part in parts], start, length)
-        except DamagedError:
-            raise
+            fill(file, [part.data for part in parts], start, length)
         except OSError as error:
             raise DamagedError(f"{self._path}: {error.strerror} at {start:,} B") from error
         digest = xxhash.xxh3_64()
@@ -288,7 +287,9 @@ class _File:
             return self._file
 
 
-def _cut(buffer: Buffer, targets: Sequence[_Target]) -> tuple[list[Buffer], list[tuple[Buffer, Buffer]]]:
+def _cut(
+    buffer: Buffer, targets: Sequence[_Target], alignment_bytes: int
+) -> tuple[list[Buffer], list[tuple[Buffer, Buffer]]]:
     """Return where a chunk is read to, part by part, and what is copied to where once it is there.
 
     The parts are places of values where that is possible, and ``buffer`` between them.
@@ -297,7 +298,7 @@ def _cut(buffer: Buffer, targets: Sequence[_Target]) -> tuple[list[Buffer], list
     ordered = sorted(targets, key=lambda target: target.at)
     apart = all(one.stop <= other.at for one, other in itertools.pairwise(ordered))  # else two want the same values
     for target in ordered:
-        first, last = target.direct() if apart else (0, 0)
+        first, last = target.direct(alignment_bytes) if apart else (0, 0)
         if first < last:
             parts += [buffer[end:first], target.part(first, last)]
             end = last

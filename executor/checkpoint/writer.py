@@ -9,10 +9,10 @@ from typing import Any, final
 import numpy as np
 
 from executor.checkpoint.files import CheckpointError, write_all
-from executor.checkpoint.flusher import Buffer, Flusher, Pending
+from executor.checkpoint.flusher import Buffer, Flusher, Pending, Work
 from executor.checkpoint.layout import Layout
 from executor.checkpoint.manifest import FileRecord
-from executor.direct import NO_ROOM, go_direct, in_blocks
+from executor.direct import NO_ROOM, alignment_bytes, in_blocks
 
 CopyChunk = Callable[[Buffer, Any], None]
 """Copies bytes into a part of a buffer."""
@@ -23,6 +23,7 @@ class ShardWriter:
     """A file that is being written.
 
     Values are given in the order of the layout. What has been given may change at once: it is in a buffer, or written.
+    What has been lent may change when the loan has been settled ([Note: Loans] in :mod:`executor.checkpoint.flusher`).
 
     Args:
         flusher: writes.
@@ -48,7 +49,7 @@ class ShardWriter:
         try:
             self._fd = self._files.create(self._full_path)
             self._files.allocate(self._fd, in_blocks(layout.num_bytes))
-            go_direct(self._fd, probes=False)
+            self._alignment_bytes = alignment_bytes(self._fd, writes=True)
         except OSError as error:
             self.abandon()
             raise self._error(error) from error
@@ -66,6 +67,28 @@ class ShardWriter:
         """
         self._put(values, copy)
 
+    def lend(self, values: Buffer) -> list[Work]:
+        """Write the next bytes from where they are, if transfers can begin there, and copies of the rest.
+
+        Returns:
+            What is lent: :meth:`Flusher.settle` it before values change.
+
+        Raises:
+            CheckpointError: some write has failed, or none has ended for too long.
+        """
+        chunk_bytes, loans = self._flusher.chunk_bytes, []
+        while len(values):
+            room = chunk_bytes - self._end % chunk_bytes
+            if room == chunk_bytes <= len(values) and values.ctypes.data % self._alignment_bytes == 0:
+                if self._done.failure is not None:
+                    raise self._error(self._done.failure)
+                self._end += chunk_bytes
+                loans.append(self._submit(values[:chunk_bytes], is_lent=True))
+            else:
+                self._put(values[:room], np.copyto)
+            values = values[room:]
+        return loans
+
     def finish(self) -> FileRecord:
         """Make the file whole and durable, the header last; return what the manifest says of it.
 
@@ -73,8 +96,7 @@ class ShardWriter:
             CheckpointError: something could not be written.
         """
         assert self._end == self.layout.num_bytes, f"{self.path}: {self._end} of {self.layout.num_bytes} bytes came"
-        if self._buffer is not None:
-            self._submit()
+        self._submit_buffer()
         try:
             self._flusher.wait(self._done)
             self._write_header()
@@ -122,20 +144,25 @@ class ShardWriter:
             values = values[count:]
             self._end += count
             if self._end % chunk_bytes == 0:
-                self._submit()
+                self._submit_buffer()
 
-    def _submit(self) -> None:
-        """Have the buffer written, but for the header."""
-        assert self._buffer is not None
+    def _submit_buffer(self) -> None:
+        if self._buffer is not None:
+            self._submit(self._buffer)
+            self._buffer = None
+
+    def _submit(self, data: Buffer, *, is_lent: bool = False) -> Work:
+        """Have the last chunk written, but for the header."""
         assert self._fd is not None
         chunk = (self._end - 1) // self._flusher.chunk_bytes
         offset = chunk * self._flusher.chunk_bytes
         skip = min(max(len(self.layout.header) - offset, 0), self._flusher.chunk_bytes)
         keep = self._checksums.__setitem__
-        self._flusher.submit(
-            self._done, self._fd, self._buffer, self._end - offset, offset, lambda digits: keep(chunk, digits), skip
+        work = Work(
+            self._done, self._fd, data, self._end - offset, offset, lambda digits: keep(chunk, digits), skip, is_lent
         )
-        self._buffer = None
+        self._flusher.submit(work)
+        return work
 
     def _write_header(self) -> None:
         """Write it from memory of its own: who waited for a buffer here could keep others from giving theirs back."""

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from plans import staying
 from test_numerics import mixed, plans
 from together import saved
-from training import Task, assert_same, batches, decide, delay, prepare, reference, uniform
+from training import Task, assert_same, batches, decide, delay, prepare, reference, uniform, units_of
 
 import executor.snapshots
-from executor.checkpoint import Checkpoint, CheckpointError, Files, Store, Wanted, reader
+from executor.checkpoint import Checkpoint, CheckpointError, Files, ShardWriter, Store, Wanted, reader
 from executor.restoring import restore
 from executor.saving import Checkpoints
 from planner.lowering.snapshots import snapshots
@@ -291,6 +291,25 @@ def test_only_one_is_taken_at_a_time(tmp_path):
         assert json.loads((tmp_path / "saved/step-00000000/manifest.json").read_text())["step"] == 0
 
 
+def test_state_on_the_host_is_written_from_where_it_is(tmp_path, monkeypatch):
+    """Whatever the sizes of units, all whole chunks of a piece are lent (if the file system takes whole sectors)."""
+    lent = []
+    plain = ShardWriter.lend
+
+    def lend(self, values):
+        loans = plain(self, values)
+        lent.append((len(values), len(loans), self._alignment_bytes))
+        return loans
+
+    monkeypatch.setattr(ShardWriter, "lend", lend)
+    task = Task("gpt2")
+    sizes = [unit.num_params for unit in units_of(task)]
+    assert any(4 * size % 512 for size in sizes)
+    run(task, decide(task, uniform("host", "cpu"), subgroup_params=3000), tmp_path / "saved", every=4)
+    assert sum(size for size, _, _ in lent) == 12 * sum(sizes)
+    assert all(num_loans >= size // 4096 - 1 for size, num_loans, aligned in lent if aligned <= 512)
+
+
 def test_every_piece_has_one_snapshot_between_two_changes():
     assert snapshots.__doc__
     task = Task("llama")
@@ -299,9 +318,17 @@ def test_every_piece_has_one_snapshot_between_two_changes():
         tasks = session.schedule.tasks
         taken = {(t.unit, t.piece): t for t in tasks if t.op is Op.SNAPSHOT}
         updates = {(t.unit, t.piece): t for t in tasks if t.op is Op.UPDATE and t.num_params}
+        gates = {(t.unit, t.piece): t for t in tasks if t.op is Op.GATE}
         stores = {(t.unit, t.piece): t for t in tasks if t.op in {Op.STORE, Op.SWAP_OUT}}
         assert taken.keys() == updates.keys()
         for key, snapshot in taken.items():
             change = stores.get(key, updates[key])
             assert snapshot.after_previous == (change.index,)
-            assert snapshot.index in change.after
+            gate = gates.get(key)
+            place = session.decisions.units[key[0]].update[key[1]]
+            assert (gate is not None) == (place in {"cpu", "stream"})
+            if gate is None:
+                assert snapshot.index in change.after
+            else:  # the gate opens at the deadline, and not before
+                assert set(gate.after) == {snapshot.index, *change.after} - {gate.index}
+                assert gate.index in change.after

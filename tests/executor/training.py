@@ -119,8 +119,8 @@ def model_units(family: str, dtype: torch.dtype = torch.bfloat16, **degrees: int
     return units(build_graph(config, Batch(MICRO_BATCH, SEQ_LEN, dtype.itemsize, **degrees)))
 
 
-def units_of(task: "Task", decisions: Decisions):
-    degrees = {name: getattr(decisions, name) for name in DEGREES}
+def units_of(task: "Task", decisions: Decisions | None = None):
+    degrees = {name: getattr(decisions, name, 1) for name in DEGREES}
     return model_units(task.family, task.dtype, **degrees)
 
 
