@@ -1,8 +1,8 @@
 """Checkpoints of training under a plan: everything that it needs to go on as if it had not stopped."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, final
 
 from executor.chance import rng_state
@@ -13,10 +13,12 @@ from executor.checkpoint import (
     DamagedError,
     Files,
     Flusher,
+    Level,
+    Levels,
     Outcome,
-    Store,
 )
-from executor.checkpoint.store import step_of
+from executor.checkpoint.opening import Folder
+from executor.checkpoint.retention import candidates, parse_name
 from executor.prepare import OffloadedOptimizer
 from executor.restoring import restore
 
@@ -28,13 +30,13 @@ class Resumed:
     """What training goes on from.
 
     Attributes:
-        path: folder of the checkpoint; ``None`` if there was none, and training begins at the beginning.
+        path: where the checkpoint is; ``None`` if there was none, and training begins at the beginning.
         step: iterations behind it.
         refused: why newer checkpoints were passed over.
         extra: what it has beside the model and the optimizer.
     """
 
-    path: Path | None = None
+    path: Folder | None = None
     step: int = 0
     refused: tuple[str, ...] = ()
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -46,22 +48,20 @@ class Checkpoints:
 
     Args:
         optimizer: what ``prepare`` returned, for a session with room for checkpoints.
-        folder: where checkpoints go; all ranks give the same, on a file system that they share.
-        keep: the newest that stay, at least two.
-        tell: is called with how each one ended, in another thread.
-        files: what writes.
+        levels: where they go, fastest first. Training writes to the first, a folder that all ranks share; each further
+            one gets its checkpoints from the one above, of the steps that are multiples of its interval.
+        tell: is called with how each one ended on each level, in another thread.
+        files: what writes into folders.
 
     Raises:
-        ValueError: the session was made without room for checkpoints.
-        CheckpointError: the folder cannot be used.
+        ValueError: the session was made without room for checkpoints, or the levels do not fit together.
+        CheckpointError: a place cannot be used, has no room, or is not shared by all nodes.
     """
 
     def __init__(
         self,
         optimizer: OffloadedOptimizer,
-        folder: Path,
-        *,
-        keep: int = 2,
+        *levels: Level,
         tell: Callable[[Outcome], None] = lambda _outcome: None,
         files: Files | None = None,
     ) -> None:
@@ -69,14 +69,21 @@ class Checkpoints:
         self._session = session = optimizer.session
         if session.snapshots is None:
             raise ValueError("the session has no room for checkpoints; give it checkpoint_buffer_bytes")
-        self.store = Store(folder, files)
-        self._flusher = Flusher(self.store.files, session.snapshots.ring, patience_s=_PATIENCE_S)
         member = session.member()
+        self._rank = member.rank
+        several_nodes = member.size > int(os.environ.get("LOCAL_WORLD_SIZE") or member.size)
+        self.levels = Levels(levels, tell, files=files, is_first=member.rank == 0, several_nodes=several_nodes)
+        store = self.levels.fastest
+        self._flusher = Flusher(store.files, session.snapshots.ring, patience_s=_PATIENCE_S)
         self._engine = CheckpointEngine(
-            session.snapshots, self.store, self._flusher, keep=keep, member=member, tell=tell
+            session.snapshots, store, self._flusher, keep=levels[0].keep, member=member, tell=self.levels.made
         )
         session.snapshots.engine = self._engine
-        self._rank = member.rank
+        try:
+            self.levels.check_room(round(session.mean(self._engine.num_bytes) * member.size))
+        except CheckpointError:
+            self.close()
+            raise
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Begin a checkpoint between two iterations; it is taken during the next one, and written beside training.
@@ -113,6 +120,13 @@ class Checkpoints:
         self._session.synchronize()
         self._engine.take_rest()
 
+    def bring_down(self, patience_s: float) -> None:
+        """Bring the newest checkpoint to all levels, and wait for that, but not for long; after :meth:`finish`.
+
+        What does not come there in time, or until Ctrl-C, is given up and told.
+        """
+        self.levels.bring_down(patience_s)
+
     def resume(self) -> Resumed:
         """Bring back the newest checkpoint that is whole, see :func:`restore`; all ranks do so together.
 
@@ -121,8 +135,9 @@ class Checkpoints:
         Raises:
             CheckpointError: it is of another model or optimizer, or none is whole: the model's weights are lost then.
         """
-        refused: list[str] = []
-        for path in self._candidates():
+        there, refused = candidates(self.levels.stores) if self._rank == 0 else ([], [])
+        path = None
+        for path in self._of_first(there):
             failure, extra = None, {}
             try:
                 with Checkpoint(path) as checkpoint:
@@ -132,25 +147,32 @@ class Checkpoints:
             if not self._session.mean(float(failure is not None)):
                 return Resumed(path, checkpoint.manifest.step, tuple(refused), extra)
             refused.append(failure or f"{path}: another rank cannot read its part")
-        if refused:
+        if path is not None:
             raise CheckpointError(
-                f"no checkpoint in {self.store.root} is whole: {'; '.join(refused)}; bring one back from elsewhere, or "
-                "begin again in another folder"
+                f"no checkpoint is whole: {'; '.join(refused)}; bring one back from elsewhere, or begin again in "
+                "another place"
             )
-        return Resumed()
+        return Resumed(refused=tuple(refused))
 
-    def _candidates(self) -> Iterator[Path]:
-        """Yield the folders of checkpoints that rank 0 sees, newest first; all ranks do so together."""
-        steps = iter([step_of(path) for path in self.store.folders()] if self._rank == 0 else ())
-        while (step := self._session.of_first(next(steps, -1))) >= 0:
-            yield self.store.folder(step)
+    def _of_first(self, there: Sequence[tuple[int, Folder]]) -> Iterator[Folder]:
+        """Yield the checkpoints that rank 0 has found; all ranks do so together."""
+        found = iter([(level, *(parse_name(folder.name) or (0, 0))) for level, folder in there])
+        while True:
+            level, step, nonce = (self._session.of_first(value) for value in next(found, (-1, 0, 0)))
+            if level < 0:
+                return
+            yield self.levels.stores[level].folder(step, nonce)
 
     def close(self) -> None:
-        """Give up what has not been taken, wait for the rest, and end the threads. Closing twice is allowed."""
+        """Give up what has not been taken or is on its way to other levels, wait for the rest, and end the threads.
+
+        Closing twice is allowed.
+        """
         self._engine.close()
         if self._session.snapshots is not None:
             self._session.snapshots.engine = None
         self._flusher.close()
+        self.levels.close()
 
     def __enter__(self) -> Self:
         return self

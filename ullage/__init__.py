@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from executor.checkpoint import Level as Level
     from executor.optimizer.reference import Lion as Lion
     from executor.restoring import restore as restore
     from executor.saving import Checkpoints as Checkpoints
@@ -17,14 +18,16 @@ if TYPE_CHECKING:
     from planner.planning import Request as Request
     from planner.planning import make_plan as plan
     from ullage.capture import capture_module as capture_module
+    from ullage.keeping import CheckpointOptions as CheckpointOptions
+    from ullage.keeping import memory_folder as memory_folder
     from ullage.simulation import simulate as simulate
-    from ullage.training import CheckpointOptions as CheckpointOptions
     from ullage.training import Trainer as Trainer
     from ullage.training import prepare as prepare
 
 _ORIGINS = {
-    "CheckpointOptions": ("ullage.training", "CheckpointOptions"),
+    "CheckpointOptions": ("ullage.keeping", "CheckpointOptions"),
     "Checkpoints": ("executor.saving", "Checkpoints"),
+    "Level": ("executor.checkpoint", "Level"),
     "Lion": ("executor.optimizer.reference", "Lion"),
     "Plan": ("planner.plan", "Plan"),
     "Request": ("planner.planning", "Request"),
@@ -32,6 +35,7 @@ _ORIGINS = {
     "capture_module": ("ullage.capture", "capture_module"),
     "load_plan": ("planner.plan", "load_plan"),
     "load_profile": ("hwprofiles.registry", "load_profile"),
+    "memory_folder": ("ullage.keeping", "memory_folder"),
     "plan": ("planner.planning", "make_plan"),
     "prepare": ("ullage.training", "prepare"),
     "resolve_model": ("planner.models.registry", "resolve_model"),
@@ -42,6 +46,7 @@ _ORIGINS = {
 __all__ = [
     "CheckpointOptions",
     "Checkpoints",
+    "Level",
     "Lion",
     "Plan",
     "Request",
@@ -49,6 +54,7 @@ __all__ = [
     "capture_module",
     "load_plan",
     "load_profile",
+    "memory_folder",
     "plan",
     "prepare",
     "resolve_model",

@@ -42,6 +42,15 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def positive_ints(text: str) -> tuple[int, ...]:
+    """Return whole numbers from 1 on, as in ``10,100``.
+
+    Raises:
+        argparse.ArgumentTypeError: one of them is not one.
+    """
+    return tuple(positive_int(part) for part in text.split(","))
+
+
 def non_negative_int(text: str) -> int:
     """Return a whole number from 0 on.
 

@@ -22,13 +22,15 @@ from ullage.drift import NUM_RECORDED, DriftWatch
 from ullage.feeds import check_takes_data
 from ullage.formatting import si
 from ullage.interruption import InterruptedTrainingError, Interruption
+from ullage.keeping import CheckpointOptions, whereabouts
+from ullage.levels import levels_of
 from ullage.options import ExecuteOptions
 from ullage.processes import Process
 from ullage.replanning import Replanned
 from ullage.runs import RunRecord, rows, save_run
 from ullage.simulation import simulate
 from ullage.text import Tokens, read_text, read_tokens
-from ullage.training import CheckpointOptions, Step, Trainer, check_machine, check_replans
+from ullage.training import Step, Trainer, check_machine, check_replans
 
 # What warms up (first touches, compiled kernels) is not measured, nor is the iteration whose memory is metered.
 _FIRST_STEADY = 3
@@ -57,8 +59,8 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         CheckpointError: checkpoints cannot be made in their folder, or that to go on from is of another model.
         InterruptedTrainingError: a signal ended training, which is in a checkpoint.
     """
-    if options.resume and options.checkpoint_dir is None:
-        raise ValueError("--resume needs --checkpoint-dir DIR, the folder that the checkpoints are in")
+    if options.resume and not options.checkpoint_places:
+        raise ValueError("--resume needs --checkpoint-dir PLACE, where the checkpoints are")
     if options.num_iterations < MIN_ITERATIONS:
         raise ValueError(f"{options.num_iterations} iterations are too few to measure; run at least {MIN_ITERATIONS}")
     if options.replan and options.num_iterations < REPLAN_AFTER + MIN_ITERATIONS:
@@ -84,27 +86,25 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         storage_dir=storage,
         compile_blocks=options.compile_blocks,
         cores=options.cores,
-        checkpoints=_checkpoints(options),
+        checkpoints=_checkpoints(plan, options),
     ) as trainer:
         trained = _train(options, trainer)
-        trainer.close(give_back=False)
     if process.is_first and trained.record is not None:
         _write(options, trained.record, trained.replanned)
-    if options.checkpoint_dir is not None:
+    if options.checkpoint_places:
         _tell_of_checkpoints(options, trainer, trained)
     return trained.record
 
 
-def _checkpoints(options: ExecuteOptions) -> CheckpointOptions | None:
-    if options.checkpoint_dir is None:
+def _checkpoints(plan: Plan, options: ExecuteOptions) -> CheckpointOptions | None:
+    if not options.checkpoint_places:
         return None
-    return CheckpointOptions(options.checkpoint_dir, options.checkpoint_every, options.keep)
+    return CheckpointOptions(levels_of(plan, options.checkpoint_places, options.checkpoint_every, options.keep))
 
 
 def _tell_of_checkpoints(options: ExecuteOptions, trainer: Trainer, trained: "_Trained") -> None:
     """Say where the last checkpoint is, and end as the signal wants if one has ended training."""
-    made = [outcome for outcome in trainer.outcomes if outcome.error is None]
-    where = f"checkpoint of step {made[-1].step} in {made[-1].path}" if made and made[-1].path else "no new checkpoint"
+    where = whereabouts(trainer.outcomes)
     if trained.signal is not None:
         raise InterruptedTrainingError(
             f"interrupted after iteration {trainer.iteration}; {where}; go on with --resume", trained.signal
@@ -131,7 +131,10 @@ class _Trained:
 
 
 def _train(options: ExecuteOptions, trainer: Trainer) -> _Trained:
-    """Train with a cosine schedule with warm-up, and change the plan on the way if that is asked for and pays."""
+    """Train with a cosine schedule with warm-up, and change the plan on the way if that is asked for and pays.
+
+    The trainer is closed in the end; signals are heard until then.
+    """
 
     def factor(iteration: int) -> float:
         warm_up = min((iteration + 1) / _WARMUP_ITERATIONS, 1.0)
@@ -163,17 +166,19 @@ def _train(options: ExecuteOptions, trainer: Trainer) -> _Trained:
                 watch = _watch(trainer.plan)
             if interruption is not None and trainer.session.mean(float(interruption.signal is not None)):
                 break  # all ranks, after the same iteration
-    record = _record(options, trainer, losses) if trainer.session.iteration >= MIN_ITERATIONS else None
+        record = _record(options, trainer, losses) if trainer.session.iteration >= MIN_ITERATIONS else None
+        ended_by = None if interruption is None else interruption.signal
+        trainer.close(give_back=False)
     if record is not None and replanned is not None and replanned.switched:
         record = record.model_copy(update={"before": before})
-    return _Trained(record, replanned, None if interruption is None else interruption.signal)
+    return _Trained(record, replanned, ended_by)
 
 
 def _interruption(
     options: ExecuteOptions, warn: Callable[[str], None]
 ) -> contextlib.AbstractContextManager[Interruption | None]:
     """Without checkpoints there is nothing to end in order for."""
-    return contextlib.nullcontext() if options.checkpoint_dir is None else Interruption(warn)
+    return Interruption(warn) if options.checkpoint_places else contextlib.nullcontext()
 
 
 def _resume(options: ExecuteOptions, trainer: Trainer, warn: Callable[[str], None]) -> None:
@@ -181,7 +186,7 @@ def _resume(options: ExecuteOptions, trainer: Trainer, warn: Callable[[str], Non
     for reason in found.refused:
         warn(f"warning: passed over: {reason}")
     if found.path is None:
-        warn(f"no checkpoint in {options.checkpoint_dir}: training begins at the beginning")
+        warn(f"no checkpoint in {' or '.join(options.checkpoint_places)}: training begins at the beginning")
     elif found.step >= options.num_iterations:
         raise ValueError(
             f"{found.path} has all of {options.num_iterations} iterations already; ask for more with --iterations"

@@ -56,4 +56,4 @@ class Interruption:
             self._restore()
             raise KeyboardInterrupt
         self.signal, self._first_s = number, time.monotonic()
-        self._tell("ending after this iteration, with a checkpoint; once more to end at once")
+        self._tell("ending after this iteration, with a checkpoint in all places; once more to end at once")

@@ -26,10 +26,10 @@ class ExecuteOptions:
         compile_blocks: whether ``torch.compile`` fuses kernels of the repeated blocks.
         cores: what this machine's ranks divide, ``auto`` or ``free``; see :class:`ullage.training.Settings`.
         replan: plan again after some iterations, by what was measured, and change to a faster plan.
-        checkpoint_dir: where checkpoints go; ``None``: none are made.
-        checkpoint_every: iterations from one to the next.
-        keep: the newest checkpoints that stay.
-        resume: go on from the newest checkpoint there, if there is one.
+        checkpoint_places: where checkpoints go, fastest first; empty: none are made. See :mod:`ullage.levels`.
+        checkpoint_every: iterations from one to the next, for each place or all.
+        keep: the newest checkpoints that stay, for each place or all.
+        resume: go on from the newest checkpoint that is in any place, if there is one.
         json: print JSON instead of tables.
         device: ``host`` (threads), ``cuda``, or ``auto``: what the plan was made for.
     """
@@ -46,9 +46,9 @@ class ExecuteOptions:
     compile_blocks: bool = False
     cores: tuple[int, ...] | Literal["auto", "free"] = "auto"
     replan: bool = False
-    checkpoint_dir: Path | None = None
-    checkpoint_every: int = 100
-    keep: int = 2
+    checkpoint_places: tuple[str, ...] = ()
+    checkpoint_every: tuple[int, ...] = ()
+    keep: tuple[int, ...] = (2,)
     resume: bool = False
     json: bool = False
     device: Literal["auto", "host", "cuda"] = "auto"

@@ -9,25 +9,25 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, Self, TypedDict, Unpack, final
+from typing import Any, Final, Literal, Self, TypedDict, Unpack, final
 
 import torch
 from torch import nn
 
-from executor.checkpoint import CheckpointError, Outcome
+from executor.checkpoint import Outcome
+from executor.checkpoint.levels import check_levels
 from executor.cores import Choice
 from executor.optimizer.table import stock_of
 from executor.options import SessionOptions
 from executor.prepare import OffloadedOptimizer, Way, prepare_session
-from executor.saving import Checkpoints, Resumed
+from executor.saving import Resumed
 from executor.session import Session
 from hwprofiles.allocator import keep_freed_memory
-from planner.models import to_hf_config_dict
-from planner.models.captured import CapturedModel
 from planner.optimizers import Optimizer
 from planner.plan import Plan, PlanError
 from planner.schedule import Tier
 from ullage.feeds import Feed, feed_of
+from ullage.keeping import CheckpointOptions, Keeper, Stateful
 from ullage.processes import Process, ranks_per_node
 from ullage.replanning import Replanned, replan
 from ullage.shortage import check_device, explaining
@@ -114,35 +114,6 @@ class Step:
     measured_s: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CheckpointOptions:
-    """Which checkpoints a trainer makes.
-
-    Attributes:
-        folder: where; all ranks share it.
-        every: iterations from one to the next; one more is made at the end.
-        keep: the newest that stay, at least two.
-        buffer_bytes: host memory for what is taken and not written yet.
-    """
-
-    folder: Path
-    every: int = 100
-    keep: int = 2
-    buffer_bytes: int = 64 << 20
-
-
-class Stateful(Protocol):
-    """Anything that goes into a checkpoint beside the model and the optimizer."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return its state: numbers, strings, lists and dictionaries."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Take over what :meth:`state_dict` returned."""
-        ...
-
-
 @final
 class Trainer:
     """Trains a plan's model on tokens, one iteration after another; what is done between them is the caller's.
@@ -169,7 +140,8 @@ class Trainer:
         process: this process among those of the plan.
         stateful: what else goes into checkpoints, by name: anything with ``state_dict()``, of plain numbers and lists,
             and ``load_state_dict()``. LR schedulers belong here.
-        outcomes: how the checkpoints of this process have ended so far.
+        outcomes: how the checkpoints of this process have ended so far, on every level.
+        keeper: makes them; ``None``: nobody does.
 
     Raises:
         PlanError: the plan was made for another kind of machine, or for another number of processes.
@@ -197,9 +169,10 @@ class Trainer:
         self.plan = plan
         self.stateful: dict[str, Stateful] = {}
         self.outcomes: list[Outcome] = []
-        self._saving = checkpoints
-        self._saved_at = 0  # iteration whose state is known to be in a checkpoint, or was given
+        self.keeper: Keeper | None = None
         if checkpoints is not None:
+            check_levels(checkpoints.levels)
+            self.keeper = Keeper(plan, checkpoints, self.stateful, self.outcomes)
             settings = {"checkpoint_buffer_bytes": checkpoints.buffer_bytes, **settings}
         self._settings = settings
         self.process = Process.of(plan)
@@ -209,7 +182,8 @@ class Trainer:
         with explaining(plan):
             model, optimizer = _make(plan, model, optimizer, self._feed, self.process, lr=lr, seed=seed)
             self.model, self.optimizer = prepare(model, optimizer, plan, **settings)
-        self._checkpoints = self._open_checkpoints()
+        if self.keeper is not None:
+            self.keeper.open(self.optimizer)
         if self.process.data_rank:  # ranks that share layers must drop out the same
             torch.manual_seed(seed + self.process.data_rank)  # of what is left to chance in training (dropout)
 
@@ -244,22 +218,12 @@ class Trainer:
 
         Raises:
             ValueError: the trainer makes no checkpoints.
-            CheckpointError: it is of another model or optimizer, or none is whole.
+            CheckpointError: it is of another model or optimizer.
         """
-        if self._checkpoints is None:
-            raise ValueError("there is no folder of checkpoints to go on from; give the trainer checkpoints=")
-        found = self._checkpoints.resume()
-        if found.path is None:
-            return found
-        saved = found.extra.get("stateful", {})
-        for name, held in self.stateful.items():
-            if name not in saved:
-                raise CheckpointError(
-                    f"{found.path} has no {name}; it has {', '.join(saved) or 'nothing of that kind'}"
-                )
-            held.load_state_dict(saved[name])
-        self._feed.position = found.extra.get("position", 0)
-        self._iteration = self._saved_at = found.step
+        if self.keeper is None or not self.keeper.is_open:
+            raise ValueError("there is no place of checkpoints to go on from; give the trainer checkpoints=")
+        found = self.keeper.resume(self._feed)
+        self._iteration = found.step
         return found
 
     def save(self) -> None:
@@ -268,20 +232,9 @@ class Trainer:
         Raises:
             ValueError: the trainer makes no checkpoints.
         """
-        if self._checkpoints is None:
-            raise ValueError("there is no folder for checkpoints; give the trainer checkpoints=")
-        if self._saved_at == self._iteration and self._iteration:
-            return
-        model = self.plan.model
-        config = None if isinstance(model, CapturedModel) else to_hf_config_dict(model)
-        extra = {
-            "position": self.position,
-            "stateful": {name: held.state_dict() for name, held in self.stateful.items()},
-            "config": config,
-            "plan": self.plan.digest(),
-        }
-        self._checkpoints.save(self._iteration, extra)
-        self._saved_at = self._iteration
+        if self.keeper is None or not self.keeper.is_open:
+            raise ValueError("there is no place for checkpoints; give the trainer checkpoints=")
+        self.keeper.save(self.plan, self._iteration, self.position)
 
     def replan(self) -> Replanned:
         """Plan again by what was measured, and change to the new plan if it is faster; between two iterations.
@@ -303,21 +256,26 @@ class Trainer:
         if found.after is None or not found.is_faster:
             return found
         way = Way(found.after.units(), found.after.decisions, _session_options(found.after, self._settings))
-        self._close_checkpoints()
+        if self.keeper is not None:
+            self.keeper.close(waits=True, brings_down=False)
         with explaining(found.after):
             file_bytes = self.optimizer.change(way, way.options.storage_dir or Path(tempfile.gettempdir()))
         self.plan = found.after
-        self._checkpoints = self._open_checkpoints()
+        if self.keeper is not None:
+            self.keeper.open(self.optimizer)
         return dataclasses.replace(found, switched=True, file_bytes=file_bytes)
 
     def close(self, *, give_back: bool = True) -> None:
         """End training. See :meth:`executor.session.Session.close`.
 
-        If checkpoints are made, one of the last iteration is, and is waited for.
+        If checkpoints are made, one of the last iteration is, and is waited for until it has come to all levels, for as
+        long as the options say, or until Ctrl-C; see :attr:`outcomes`.
         """
-        if self._checkpoints is not None and not self.session.failed:
-            self.save()
-        self._close_checkpoints()
+        if self.keeper is not None and self.keeper.is_open:
+            has_state = not self.session.failed
+            if has_state:
+                self.save()
+            self.keeper.close(waits=has_state, brings_down=has_state)
         self.session.close(give_back=give_back)
 
     def __enter__(self) -> Self:
@@ -327,25 +285,12 @@ class Trainer:
         if error is None:
             self.close()
             return
-        if self._checkpoints is not None:
-            self._checkpoints.close()
+        if self.keeper is not None:
+            self.keeper.close(waits=False, brings_down=False)
         self.session.__exit__(kind, error, traceback)
 
-    def _open_checkpoints(self) -> Checkpoints | None:
-        saving = self._saving
-        if saving is None:
-            return None
-        return Checkpoints(self.optimizer, saving.folder, keep=saving.keep, tell=self.outcomes.append)
-
-    def _close_checkpoints(self) -> None:
-        if self._checkpoints is not None:
-            if not self.session.failed:
-                self._checkpoints.finish()
-            self._checkpoints.close()
-            self._checkpoints = None
-
     def _step(self) -> Step:
-        if self._saving is not None and self._iteration and self._iteration % self._saving.every == 0:
+        if self.keeper is not None and self.keeper.is_due(self._iteration):
             self.save()  # not right behind the iteration: schedulers have been stepped since
         begin_s = time.perf_counter()
         iteration, session = self._iteration, self.session

@@ -145,7 +145,7 @@ def bandwidths(training: Training, checkpoints: ullage.Checkpoints, folder: Path
         start_s = time.perf_counter()
         checkpoints.save(training.step)
         checkpoints.take_rest()
-        while not (path := checkpoints.store.folder(training.step)).exists():
+        while not (path := checkpoints.levels.fastest.folder(training.step)).exists():
             time.sleep(1e-3)
         write_s = time.perf_counter() - start_s
         checkpoints.finish()  # retention reads it again
@@ -194,7 +194,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         outcomes: list[Any] = []
-        checkpoints = ullage.Checkpoints(training.optimizer, folder / "ours", tell=outcomes.append)
+        checkpoints = ullage.Checkpoints(training.optimizer, ullage.Level(folder / "ours"), tell=outcomes.append)
         for _ in range(3):
             training.iterate()
         state = training.state()

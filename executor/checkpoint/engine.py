@@ -29,6 +29,7 @@ from executor.checkpoint.files import CheckpointError
 from executor.checkpoint.flusher import Flusher, Work, yield_cores
 from executor.checkpoint.layout import ITEM_BYTES, Box, Entry, boxes, layout
 from executor.checkpoint.manifest import Manifest, Part
+from executor.checkpoint.opening import Folder
 from executor.checkpoint.store import Draft, JoinedDraft, Store
 from executor.checkpoint.writer import CopyChunk, ShardWriter
 
@@ -111,13 +112,15 @@ class Outcome:
         error: why it failed, or could not take the place of older ones; ``None`` if all is well.
         blocked_s: how long copies waited for buffers, and changes for what was lent.
         latency_s: from its beginning until it was durable.
+        level: where, by its index, fastest first.
     """
 
     step: int
-    path: Path | None
+    path: Folder | None
     error: str | None
     blocked_s: float
     latency_s: float
+    level: int = 0
 
 
 @final

@@ -6,10 +6,16 @@ import mmap
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol, final
 
+from executor.checkpoint.files import CheckpointError
+from executor.checkpoint.urls import UrlFile, UrlPath
 from executor.direct import BLOCK_BYTES, alignment_bytes, in_blocks
+
+Folder = Path | UrlPath
+"""Where a checkpoint is: in a folder, or at a URL."""
 
 
 class Opened(Protocol):
@@ -113,13 +119,36 @@ def _rest(parts: Sequence[memoryview], done: int) -> Iterator[memoryview]:
         done = max(done - len(part), 0)
 
 
-def read_whole(folder: Path, path: str, most_bytes: int) -> bytes:
+def modified(path: Folder) -> datetime:
+    """Return when a file was written, in UTC.
+
+    Raises:
+        CheckpointError: it cannot be found.
+    """
+    if isinstance(path, UrlPath):
+        return path.modified().astimezone(UTC)
+    try:
+        return datetime.fromtimestamp(path.stat().st_mtime, UTC)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+
+
+def open_file(folder: Folder, path: str) -> Opened:
+    """Open a file within a folder.
+
+    Raises:
+        OSError: there is none, or it cannot be reached.
+    """
+    return UrlFile(folder / path) if isinstance(folder, UrlPath) else LocalFile(folder, path)
+
+
+def read_whole(folder: Folder, path: str, most_bytes: int) -> bytes:
     """Return all of a file that is not long.
 
     Raises:
         OSError: there is none, or it is longer than ``most_bytes``.
     """
-    file = LocalFile(folder, path)
+    file = open_file(folder, path)
     try:
         if file.num_bytes > most_bytes:
             raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} B")

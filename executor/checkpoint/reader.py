@@ -8,6 +8,7 @@ memory that reading takes. What has been read is hashed where it is, so that wha
 checked.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import mmap
@@ -15,7 +16,6 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Final, Self, final
 
 import numpy as np
@@ -25,7 +25,7 @@ from executor.checkpoint.files import CheckpointError, DamagedError
 from executor.checkpoint.flusher import Buffer
 from executor.checkpoint.layout import ITEM_BYTES
 from executor.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
-from executor.checkpoint.opening import LocalFile, Opened, fill, read_whole
+from executor.checkpoint.opening import Folder, Opened, fill, open_file, read_whole
 from executor.direct import BLOCK_BYTES, in_blocks
 
 NUM_READERS: Final = 8
@@ -54,24 +54,20 @@ class Wanted:
 
 @final
 class Checkpoint:
-    """A checkpoint in a folder; every chunk is checked when it is read, see [Note: Read ahead].
+    """A checkpoint in a folder or at a URL; every chunk is checked when it is read, see [Note: Read ahead].
 
     Args:
         folder: of the checkpoint.
+        manifest: what it shall have; left out, what it says itself.
 
     Raises:
         DamagedError: there is none, or its manifest is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Folder, manifest: Manifest | None = None) -> None:
         self.folder = folder
         self._readers: _Readers | None = None
-        try:
-            self.manifest = Manifest.read(read_whole(folder, MANIFEST_NAME, MAX_MANIFEST_BYTES))
-        except DamagedError as error:
-            raise DamagedError(f"{folder}: {error}") from None
-        except OSError as error:
-            raise DamagedError(f"{folder}: {MANIFEST_NAME}: {error.strerror}") from error
+        self.manifest = manifest or _manifest(folder)
 
     @property
     def num_bytes(self) -> int:
@@ -86,6 +82,17 @@ class Checkpoint:
         """
         files = range(first, len(self.manifest.files), every)
         self._read({file: {i: [] for i in range(len(self.manifest.files[file].checksums))} for file in files})
+
+    def chunks(self, record: FileRecord) -> Iterator[Buffer]:
+        """Read all of a file, and yield chunk after chunk; each is there until the next one is asked for.
+
+        Raises:
+            DamagedError: as :meth:`verify`.
+        """
+        buffer = _buffer(in_blocks(record.buffer_bytes))
+        with contextlib.closing(_File(self.folder, record, len(record.checksums))) as file:
+            for chunk in range(len(record.checksums)):
+                yield buffer[: file.load(chunk, buffer, ())]
 
     def read(self, wanted: Iterable[Wanted]) -> None:
         """Read values; after an error what is where they go is undefined.
@@ -185,7 +192,7 @@ class _Readers:
         self._pool = ThreadPoolExecutor(NUM_READERS - 1, "checkpoint read")
         self._buffers: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         for _ in range(NUM_READERS):
-            self._buffers.put(np.frombuffer(mmap.mmap(-1, buffer_bytes), np.uint8))
+            self._buffers.put(_buffer(buffer_bytes))
 
     def run(self, tasks: Sequence[_Task]) -> None:
         """Read chunks, begun in this order; raise the first failure in this order."""
@@ -228,7 +235,7 @@ class _Readers:
 class _File:
     """A file of which so many chunks are wanted, open from the first one to the last."""
 
-    def __init__(self, folder: Path, record: FileRecord, num_chunks: int) -> None:
+    def __init__(self, folder: Folder, record: FileRecord, num_chunks: int) -> None:
         self.record = record
         self._folder = folder
         self._path = folder / record.path
@@ -236,8 +243,11 @@ class _File:
         self._lock = threading.Lock()
         self._file: Opened | None = None
 
-    def load(self, chunk: int, buffer: Buffer, targets: Sequence[_Target]) -> None:
+    def load(self, chunk: int, buffer: Buffer, targets: Sequence[_Target]) -> int:
         """Read a chunk, check it, and put its values where they go, by way of ``buffer`` where they cannot do without.
+
+        Returns:
+            Its length.
 
         Raises:
             DamagedError: it is not what was written.
@@ -249,7 +259,7 @@ class _File:
         try:
             fill(file, [part.data for part in parts], start, length)
         except OSError as error:
-            raise DamagedError(f"{self._path}: {error.strerror} at {start:,} B") from error
+            raise _damaged(self._path, error, f" at {start:,} B") from error
         digest = xxhash.xxh3_64()
         left = length
         for part in parts:
@@ -263,6 +273,7 @@ class _File:
             self._left -= 1
             if not self._left:
                 self._close()
+        return length
 
     def close(self) -> None:
         """Close it, if it is open."""
@@ -278,9 +289,9 @@ class _File:
         with self._lock:
             if self._file is None:
                 try:
-                    self._file = LocalFile(self._folder, self.record.path)
+                    self._file = open_file(self._folder, self.record.path)
                 except OSError as error:
-                    raise DamagedError(f"{self._path}: {error.strerror}") from error
+                    raise _damaged(self._path, error) from error
                 size = self._file.num_bytes
                 if size != self.record.num_bytes:
                     raise DamagedError(f"{self._path} has {size:,} B, but was written with {self.record.num_bytes:,}")
@@ -306,3 +317,23 @@ def _cut(
             first = last = target.stop
         copies += [(target.part(a, b), buffer[a:b]) for a, b in ((target.at, first), (last, target.stop)) if a < b]
     return [part for part in (*parts, buffer[end:]) if len(part)], copies
+
+
+def _manifest(folder: Folder) -> Manifest:
+    try:
+        return Manifest.read(read_whole(folder, MANIFEST_NAME, MAX_MANIFEST_BYTES))
+    except DamagedError as error:
+        raise DamagedError(f"{folder}: {error}") from None
+    except OSError as error:
+        raise _damaged(f"{folder}: {MANIFEST_NAME}", error) from error
+
+
+def _damaged(what: object, error: OSError, where: str = "") -> DamagedError:
+    """Return what to raise for something that cannot be read."""
+    if isinstance(error, CheckpointError):  # of a driver, and says all
+        return DamagedError(str(error))
+    return DamagedError(f"{what}: {error.strerror}{where}")
+
+
+def _buffer(num_bytes: int) -> Buffer:
+    return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: how one comes to be there whole, which one to go on from, and which may go.
+"""A folder of checkpoints, and how one comes to be there whole.
 
 A checkpoint is written in a folder ``tmp-...``, every file synced, the manifest last, then the folder, which then gets
 its name, ``step-00000012``, and the name is synced too. Only then is it acknowledged. So whatever has that name and a
@@ -6,42 +6,30 @@ manifest that matches its own digest was whole when it was written; what happene
 """
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import itertools
 import json
 import os
-import re
 import secrets
 import time
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
 from typing import Any, Final, final
 
-from executor.checkpoint.files import CheckpointError, DamagedError, Files, remove_tree, write_all
-from executor.checkpoint.manifest import MANIFEST_NAME, Manifest, Part
-from executor.checkpoint.reader import Checkpoint
+import numpy as np
 
-LEAST_KEPT: Final = 2
-"""Checkpoints that retention leaves at least: each read again and found whole."""
+from executor.checkpoint.files import CheckpointError, Files, remove_tree, write_all
+from executor.checkpoint.flusher import Buffer, Flusher, ring_of
+from executor.checkpoint.layout import Layout
+from executor.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, Part
+from executor.checkpoint.opening import Folder
+from executor.checkpoint.retention import AbstractStore, checkpoint_name, in_use, is_whole, parse_name
+from executor.checkpoint.writer import ShardWriter
 
-_NAME = re.compile(r"step-(\d{8,})")
+_NUM_BUFFERS: Final = 3  # of a copy: one is read, one hashed and one written
 _POLL_S: Final = 0.02
 _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Found:
-    """What is there to go on from.
-
-    Attributes:
-        checkpoint: the newest that is whole; ``None`` if there is none.
-        refused: why each newer one was passed over.
-    """
-
-    checkpoint: Checkpoint | None
-    refused: tuple[str, ...]
 
 
 @final
@@ -101,7 +89,7 @@ class Draft:
         Raises:
             CheckpointError: it cannot be, or there is a whole one of this step; nothing is acknowledged then.
         """
-        final_path = self._root / _named(self.step)
+        final_path = self._root / checkpoint_name(self.step)
         try:
             self._write(manifest.to_json())
             for folder in (*(self.folder / name for name in self._folders), self.folder):
@@ -136,10 +124,8 @@ class Draft:
         except OSError as error:
             if error.errno not in _TAKEN:
                 raise
-            if _is_whole(path):
-                raise CheckpointError(
-                    f"{path} is there already, and whole; another run writes here: give every run a folder of its own"
-                ) from error
+            if is_whole(path):
+                raise CheckpointError(in_use(path)) from error
             _put_aside(self._files, path)
             self._files.rename(self.folder, path)
 
@@ -190,7 +176,7 @@ def draft_folder(root: Path, step: int, nonce: str) -> Path:
 
 
 @final
-class Store:
+class Store(AbstractStore):
     """A folder of checkpoints.
 
     Args:
@@ -202,9 +188,9 @@ class Store:
     """
 
     def __init__(self, root: Path, files: Files | None = None) -> None:
+        super().__init__(str(root))
         self.root = root
         self.files = files or Files()
-        self._whole: set[str] = set()  # read again, and found so
         if not root.is_dir():
             try:
                 root.parent.mkdir(parents=True, exist_ok=True)
@@ -222,62 +208,30 @@ class Store:
         """
         return Draft(self.files, self.root, step, folders, nonce)
 
-    def folder(self, step: int) -> Path:
-        """Return the folder of a step's checkpoint."""
-        return self.root / _named(step)
+    def begin_copy(self, manifest: Manifest) -> "FolderCopy":
+        """See :class:`AbstractStore`."""
+        parents = {str(parent) for record in manifest.files for parent in PurePosixPath(record.path).parents}
+        return FolderCopy(self.files, self.begin(manifest.step, sorted(parents - {"."})))
 
-    def folders(self) -> list[Path]:
-        """Return the folders of all checkpoints, newest first, whole or not."""
-        return sorted((path for path in self.root.iterdir() if _NAME.fullmatch(path.name)), key=step_of, reverse=True)
+    def folder(self, step: int, nonce: int = 0) -> Path:
+        """See :class:`AbstractStore`."""
+        return self.root / checkpoint_name(step, nonce)
 
-    def newest(self, use: Callable[[Checkpoint], None] = Checkpoint.verify) -> Found:
-        """Return the newest checkpoint that is whole, and why newer ones are not.
-
-        Args:
-            use: reads of it what is needed, which checks that; left out, every byte is read.
-
-        Raises:
-            What ``use`` does, but :class:`DamagedError`.
-        """
-        refused = []
-        for path in self.folders():
-            try:
-                checkpoint = Checkpoint(path)
-                with checkpoint:
-                    use(checkpoint)
-            except DamagedError as error:
-                refused.append(str(error))
-            else:
-                return Found(checkpoint, tuple(refused))
-        return Found(None, tuple(refused))
-
-    def prune(self, keep: int = LEAST_KEPT) -> list[Path]:
-        """Remove all checkpoints but the newest ``keep`` that are whole, and what writers that died have left.
-
-        At least :data:`LEAST_KEPT` stay. What is newer than those and damaged stays too, for who wants to know why.
-
-        Returns:
-            What was removed.
-
-        Raises:
-            CheckpointError: something could not be removed.
-        """
-        kept, removed = 0, []
+    def folders(self) -> list[Folder]:
+        """See :class:`AbstractStore`."""
         try:
-            self._sweep()
-            for path in self.folders():
-                if kept >= max(keep, LEAST_KEPT):
-                    with contextlib.suppress(FileNotFoundError):  # somebody else was faster
-                        _put_aside(self.files, path)
-                        removed.append(path)
-                elif path.name in self._whole or _is_whole(path):
-                    self._whole.add(path.name)
-                    kept += 1
+            named = [(parse_name(path.name), path) for path in self.root.iterdir()]
         except OSError as error:
-            raise CheckpointError(f"{error.filename or self.root}: {error.strerror}; remove it by hand") from error
-        return removed
+            raise CheckpointError(f"{self.root}: {error.strerror}") from error
+        found = [(parsed, path) for parsed, path in named if parsed is not None]
+        return [path for _, path in sorted(found, reverse=True)]
 
-    def _sweep(self) -> None:
+    def _remove(self, folder: Folder) -> None:
+        assert isinstance(folder, Path)
+        with contextlib.suppress(FileNotFoundError):
+            _put_aside(self.files, folder)
+
+    def _sweep(self, last: int) -> None:  # noqa: ARG002 - locks tell which writers live
         for path in self.root.glob("tmp-*"):
             try:
                 lock = _locked(path)
@@ -289,22 +243,41 @@ class Store:
                 os.close(lock)
 
 
-def step_of(folder: Path) -> int:
-    """Return the step of a checkpoint by its folder's name."""
-    return int(folder.name.removeprefix("step-"))
+@final
+class FolderCopy:
+    """See :class:`executor.checkpoint.retention.Copy`."""
 
+    def __init__(self, files: Files, draft: Draft) -> None:
+        self._files = files
+        self._draft = draft
+        self.folder = draft.folder
 
-def _named(step: int) -> str:
-    return f"step-{step:08d}"
+    def write(self, record: FileRecord, chunks: Iterator[Buffer]) -> None:
+        """See :class:`executor.checkpoint.retention.Copy`. The file is written as an engine writes it, header last."""
+        with Flusher(self._files, ring_of(_NUM_BUFFERS, record.chunk_bytes)) as flusher:
+            data = next(chunks).tobytes()
+            while len(data) < (header_bytes := 8 + int.from_bytes(data[:8], "little")):
+                data += next(chunks).tobytes()
+            layout = Layout((), data[:header_bytes], (), record.num_bytes)
+            writer = ShardWriter(flusher, self.folder, record.path, layout)
+            try:
+                writer.append(np.frombuffer(data, np.uint8)[header_bytes:])
+                for values in chunks:
+                    writer.append(values)
+                written = writer.finish()
+            except BaseException:
+                writer.abandon()
+                raise
+        if written != record:
+            raise CheckpointError(f"{self.folder / record.path}: what was written is not what was read")
 
+    def commit(self, manifest: Manifest) -> Path:
+        """See :class:`executor.checkpoint.retention.Copy`."""
+        return self._draft.commit(manifest)
 
-def _is_whole(path: Path) -> bool:
-    try:
-        with Checkpoint(path) as checkpoint:
-            checkpoint.verify()
-    except DamagedError:
-        return False
-    return True
+    def abandon(self) -> None:
+        """See :class:`executor.checkpoint.retention.Copy`."""
+        self._draft.abandon()
 
 
 def _put_aside(files: Files, path: Path) -> None:

@@ -15,7 +15,7 @@ from together import saved
 from training import Task, assert_same, batches, decide, delay, prepare, reference, uniform, units_of
 
 import executor.snapshots
-from executor.checkpoint import Checkpoint, CheckpointError, Files, ShardWriter, Store, Wanted, reader
+from executor.checkpoint import Checkpoint, CheckpointError, Files, Level, ShardWriter, Store, Wanted, reader
 from executor.restoring import restore
 from executor.saving import Checkpoints
 from planner.lowering.snapshots import snapshots
@@ -38,7 +38,7 @@ def run(task, decisions, folder, *, start=0, stop=None, every=1, delays=None, fi
     model, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=ROOM, **(options or {}))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.iterations)
     torch.manual_seed(11)
-    with optimizer.session, Checkpoints(optimizer, folder, keep=100, tell=outcomes.append, files=files) as saved:
+    with optimizer.session, Checkpoints(optimizer, Level(folder, keep=100), tell=outcomes.append, files=files) as saved:
         if delays is not None:
             delay(optimizer.session, delays)
         if start:
@@ -210,7 +210,7 @@ def resumed(task, decisions, folder, monkeypatch):
         plain(file, chunk, *given)
 
     _, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=ROOM)
-    with optimizer.session as session, Checkpoints(optimizer, folder) as saved:
+    with optimizer.session as session, Checkpoints(optimizer, Level(folder)) as saved:
         found = saved.resume()
         state = optimizer.state_dict()["state"]
         weights = {n: w.clone() for n, w in session.full_parameters().items()}
@@ -258,9 +258,7 @@ def test_what_is_damaged_is_passed_over_and_everything_is_read_once(tmp_path, mo
         assert "exp_avg_sq-00000.safetensors is damaged between" in found.refused[1]
     shutil.rmtree(folder / "step-00000001")
     shutil.rmtree(folder / "step-00000002")
-    with pytest.raises(
-        CheckpointError, match=r"no checkpoint in .* is whole: .*step-00000004.*; .*exp_avg_sq.*begin again"
-    ):
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*step-00000004.*; .*exp_avg_sq.*begin again"):
         resumed(task, decisions, folder, monkeypatch)
     monkeypatch.setattr(executor.snapshots, "CHUNK_BYTES", 4096)
     assert resumed(task, decisions, tmp_path / "none", monkeypatch)[0].path is None
@@ -269,7 +267,7 @@ def test_what_is_damaged_is_passed_over_and_everything_is_read_once(tmp_path, mo
 def test_buffers_are_in_the_ledger(tmp_path):
     task = Task("gpt2")
     _, optimizer = prepare(task, decide(task, mixed), checkpoint_buffer_bytes=9 * 4096)
-    with optimizer.session, Checkpoints(optimizer, tmp_path / "saved"):
+    with optimizer.session, Checkpoints(optimizer, Level(tmp_path / "saved")):
         assert optimizer.session.memory()[Tier.HOST].static_bytes[MemoryClass.CHECKPOINT] == 10 * 4096
 
 
@@ -277,13 +275,13 @@ def test_a_session_without_room_is_told(tmp_path):
     task = Task("gpt2")
     _, optimizer = prepare(task, decide(task, mixed))
     with optimizer.session, pytest.raises(ValueError, match="no room for checkpoints"):
-        Checkpoints(optimizer, tmp_path / "saved")
+        Checkpoints(optimizer, Level(tmp_path / "saved"))
 
 
 def test_only_one_is_taken_at_a_time(tmp_path):
     task = Task("gpt2")
     _, optimizer = prepare(task, decide(task, mixed), checkpoint_buffer_bytes=ROOM)
-    with optimizer.session, Checkpoints(optimizer, tmp_path / "saved") as saved:
+    with optimizer.session, Checkpoints(optimizer, Level(tmp_path / "saved")) as saved:
         saved.save(0)
         with pytest.raises(CheckpointError, match="of step 0 was begun here already"):
             saved.save(1)

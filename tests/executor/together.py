@@ -30,7 +30,7 @@ from training import (
     weights,
 )
 
-from executor.checkpoint import Checkpoint
+from executor.checkpoint import Checkpoint, Level
 from executor.restoring import restore
 from executor.saving import Checkpoints
 from planner.decisions import Decisions
@@ -150,7 +150,7 @@ def saved(rank: int, _size: int, task: Task, decisions: Decisions, folder, start
     """
     model, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=1)
     outcomes = []
-    with optimizer.session, Checkpoints(optimizer, folder, keep=100, tell=outcomes.append) as checkpoints:
+    with optimizer.session, Checkpoints(optimizer, Level(folder, keep=100), tell=outcomes.append) as checkpoints:
         if start:
             with Checkpoint((source or folder) / f"step-{start:08d}") as checkpoint:
                 restore(optimizer, checkpoint)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ullage
+from executor.checkpoint import Level
 from hwprofiles.registry import load_profile
 from planner.decisions import Place, UnitDecision
 from planner.models import resolve_model
@@ -14,10 +15,10 @@ from planner.plan import Plan, PlanError
 from planner.planning import Request, make_plan, prepare
 from planner.search import Scorer
 from ullage.cli import main
+from ullage.keeping import CheckpointOptions
 from ullage.replanning import MARGIN, Replanned, replan
 from ullage.runs import load_run
 from ullage.simulation import simulate
-from ullage.training import CheckpointOptions
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def test_a_better_plan_takes_over_and_training_is_the_same(
 def test_a_trainer_goes_on_with_its_scheduler_and_its_place_in_the_data(bad: Plan, tmp_path: Path) -> None:
     """And with its checkpoints: those of the new plan too are gone on from under any other."""
     found = []
-    saving = CheckpointOptions(tmp_path / "checkpoints", every=4)
+    saving = CheckpointOptions([Level(tmp_path / "checkpoints", every=4)])
     storage = tmp_path / "storage"
     for replans in (False, True):
         checkpoints = saving if replans else None

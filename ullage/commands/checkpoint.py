@@ -1,13 +1,14 @@
 """``ullage checkpoint``: look after checkpoints."""
 
 import argparse
-from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from executor.checkpoint import Checkpoint, CheckpointError, Store
-from executor.checkpoint.store import LEAST_KEPT
+from executor.checkpoint import Checkpoint, CheckpointError, checkpoint_at, store_at
+from executor.checkpoint.manifest import MANIFEST_NAME
+from executor.checkpoint.opening import Folder, modified
+from executor.checkpoint.places import located
+from executor.checkpoint.retention import LEAST_KEPT, parse_name
 from ullage.arguments import positive_int
 from ullage.commands import Subparsers, command_parser
 from ullage.console import console, write_json
@@ -22,17 +23,18 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "checkpoint",
         run,
-        "Look after the checkpoints that `ullage execute --checkpoint-dir DIR` makes: list them, check every byte of\n"
-        "them, export weights for transformers, and remove all but the newest.",
+        "Look after the checkpoints that `ullage execute --checkpoint-dir PLACE` makes: list them, check every byte,\n"
+        "export weights for transformers, and remove all but the newest. A place is a folder, or a URL of fsspec.",
         """
         ullage checkpoint ls checkpoints/
         ullage checkpoint verify checkpoints/
         ullage checkpoint export checkpoints/ --output-dir my-model/
         ullage checkpoint prune checkpoints/ --keep 3
+        ullage checkpoint ls s3://bucket/run-7
         """,
     )
     parser.add_argument("action", choices=("ls", "verify", "export", "prune"), metavar="ls|verify|export|prune")
-    parser.add_argument("path", type=Path, metavar="DIR", help="a folder of checkpoints; for verify and export, or one")
+    parser.add_argument("place", metavar="PLACE", help="where checkpoints are; for verify and export, or one of them")
     parser.add_argument("--to", choices=("hf",), default="hf", help="export: weights as transformers reads them (hf)")
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help="export: a new folder for them")
     parser.add_argument(
@@ -50,20 +52,20 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do it."""
-    if not args.path.is_dir():
-        raise CheckpointError(f"{args.path} is no folder; give the --checkpoint-dir of a run")
+    path = located(args.place)
+    if isinstance(path, Path) and not path.is_dir():
+        raise CheckpointError(f"{path} is no folder; give a --checkpoint-dir of a run")
     return int({"ls": _list, "verify": _verify, "export": _export, "prune": _prune}[args.action](args))
 
 
 def _list(args: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
-    for path in Store(args.path).folders():
+    for path in store_at(args.place).folders():
         try:
             checkpoint = Checkpoint(path)
         except CheckpointError as error:
             found.append({"path": str(path), "step": None, "damaged": str(error)})
             continue
-        time = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
         found.append(
             {
                 "path": str(path),
@@ -71,7 +73,7 @@ def _list(args: argparse.Namespace) -> int:
                 "num_bytes": checkpoint.num_bytes,
                 "num_tensors": len(checkpoint.manifest.tensors),
                 "num_ranks": len(checkpoint.manifest.extra["ranks"]),
-                "written": time,
+                "written": modified(path / MANIFEST_NAME).isoformat(timespec="seconds"),
             }
         )
     if args.json:
@@ -85,13 +87,13 @@ def _list(args: argparse.Namespace) -> int:
             f"tensors of {entry['num_ranks']} rank(s), {entry['written']}"
         )
     if not found:
-        _say(f"no checkpoints in {args.path}")
+        _say(f"no checkpoints in {args.place}")
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
     results: list[dict[str, Any]] = []
-    for path in _chosen(args.path):
+    for path in _chosen(args.place):
         try:
             with Checkpoint(path) as checkpoint:
                 checkpoint.verify()
@@ -118,13 +120,13 @@ def _export(args: argparse.Namespace) -> int:
         nonlocal count
         count = export_hf(checkpoint, args.output_dir, args.dtype)
 
-    if _is_one(args.path):
-        with Checkpoint(args.path) as checkpoint:
+    if _is_one(args.place):
+        with checkpoint_at(args.place) as checkpoint:
             export(checkpoint)
     else:
-        found = Store(args.path).newest(export)
+        found = store_at(args.place).newest(export)
         if found.checkpoint is None:
-            raise CheckpointError(f"{args.path} has no whole checkpoint; see `ullage checkpoint verify {args.path}`")
+            raise CheckpointError(f"{args.place} has no whole checkpoint; see `ullage checkpoint verify {args.place}`")
         checkpoint = found.checkpoint
     facts = {"path": str(checkpoint.folder), "output_dir": str(args.output_dir), "num_tensors": count}
     if args.json:
@@ -135,7 +137,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    removed = [str(path) for path in Store(args.path).prune(args.keep)]
+    removed = [str(path) for path in store_at(args.place).prune(args.keep)]
     if args.json:
         write_json({"removed": removed})
     else:
@@ -143,12 +145,12 @@ def _prune(args: argparse.Namespace) -> int:
     return 0
 
 
-def _chosen(path: Path) -> Iterator[Path]:
-    return iter([path]) if _is_one(path) else iter(Store(path).folders())
+def _chosen(place: str) -> list[Folder]:
+    return [located(place)] if _is_one(place) else store_at(place).folders()
 
 
-def _is_one(path: Path) -> bool:
-    return path.name.startswith("step-")
+def _is_one(place: str) -> bool:
+    return parse_name(place.rstrip("/").rpartition("/")[2]) is not None
 
 
 def _say(line: str) -> None:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from planner.plan import load_plan
-from ullage.arguments import cores, non_negative_int, positive_float, positive_int
+from ullage.arguments import cores, non_negative_int, positive_float, positive_int, positive_ints
 from ullage.commands import Subparsers, command_parser
 from ullage.options import TOKEN_DTYPES, ExecuteOptions
 
@@ -27,6 +27,7 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage execute plan.json --iterations 1000 --replan --compile
         ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints --checkpoint-every 10
         ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints --resume
+        ullage execute plan.json --checkpoint-dir memory --checkpoint-dir s3://bucket/run --checkpoint-every 10,100
         ullage execute plan.json --tokens corpus.bin --token-dtype uint16 --data-position 8000
         """,
     )
@@ -91,28 +92,33 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--checkpoint-dir",
-        type=Path,
-        metavar="DIR",
-        help="make checkpoints there beside training, and one at the end or when interrupted (all ranks share it)",
+        action="append",
+        default=[],
+        metavar="PLACE",
+        help="make checkpoints there beside training, and one at the end or when interrupted: a folder that all ranks "
+        "share, or memory (of this node, which outlives the process). May be repeated, fastest first: each further "
+        "place, a folder or a URL of fsspec, gets its checkpoints from the one before, in the background",
     )
     parser.add_argument(
         "--checkpoint-every",
-        type=positive_int,
+        type=positive_ints,
         default=defaults.checkpoint_every,
-        metavar="N",
-        help=f"iterations from one checkpoint to the next ({defaults.checkpoint_every})",
+        metavar="N[,N...]",
+        help="iterations from one checkpoint to the next, for each place a multiple of the one before, or one for all "
+        "(100)",
     )
     parser.add_argument(
         "--keep",
-        type=positive_int,
+        type=positive_ints,
         default=defaults.keep,
-        metavar="N",
-        help=f"the newest checkpoints that stay, at least 2 ({defaults.keep})",
+        metavar="N[,N...]",
+        help=f"the newest checkpoints that stay, at least 2, for each place or one for all ({defaults.keep[0]})",
     )
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the newest whole checkpoint in --checkpoint-dir, made under whatever plan, up to --iterations",
+        help="go on from the newest whole checkpoint in any --checkpoint-dir, made under whatever plan, up to "
+        "--iterations",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
@@ -138,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
         compile_blocks=args.compile,
         cores=args.cores,
         replan=args.replan,
-        checkpoint_dir=args.checkpoint_dir,
+        checkpoint_places=tuple(args.checkpoint_dir),
         checkpoint_every=args.checkpoint_every,
         keep=args.keep,
         resume=args.resume,

@@ -1,0 +1,156 @@
+"""Checkpoints on several levels: the fastest place gets them from training, each slower one from the one above."""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, final
+
+from executor.checkpoint.engine import Outcome
+from executor.checkpoint.files import CheckpointError, Files
+from executor.checkpoint.places import check_reachable, check_room, store_at
+from executor.checkpoint.promotion import Offer, Promoter
+from executor.checkpoint.retention import LEAST_KEPT, AbstractStore
+from executor.checkpoint.store import Store
+
+DEFAULT_EVERY: Final = 100
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Level:
+    """A place where checkpoints are, and how often.
+
+    Attributes:
+        place: a folder, or a URL that ``fsspec`` knows.
+        every: iterations from one to the next, a multiple of those of the level above; the last one of all comes too.
+        keep: the newest that stay, at least two.
+    """
+
+    place: str | Path
+    every: int = DEFAULT_EVERY
+    keep: int = LEAST_KEPT
+
+
+def check_levels(levels: Sequence[Level]) -> None:
+    """Check that levels fit together.
+
+    Raises:
+        ValueError: there are none, a place is there twice, or an interval is no multiple of the one above.
+    """
+    if not levels:
+        raise ValueError("there is no place for checkpoints; give at least one level")
+    for above, level in itertools.pairwise(levels):
+        if level.every % above.every:
+            raise ValueError(
+                f"{level.place} gets its checkpoints from {above.place}, which has one every {above.every} iterations, "
+                f"so {level.every} is no interval for it; give a multiple, such as "
+                f"{-(-level.every // above.every) * above.every}"
+            )
+    places = [str(level.place).rstrip("/") for level in levels]
+    if len(set(places)) < len(places):
+        raise ValueError(f"{', '.join(places)}: a place is there twice; give each level a place of its own")
+
+
+@final
+class Levels:
+    """The places of a run's checkpoints, and what is on its way between them.
+
+    Args:
+        levels: fastest first; the first is a folder.
+        tell: is called with how each checkpoint ended on each level, in some thread.
+        files: what writes into folders.
+        is_first: whether this is the rank that copies; the others only read.
+        several_nodes: whether ranks are on several.
+
+    Attributes:
+        levels: the same.
+        stores: their places, in the same order.
+
+    Raises:
+        ValueError: the levels do not fit together.
+        CheckpointError: a place cannot be used.
+    """
+
+    def __init__(
+        self,
+        levels: Sequence[Level],
+        tell: Callable[[Outcome], None],
+        *,
+        files: Files | None = None,
+        is_first: bool = True,
+        several_nodes: bool = False,
+    ) -> None:
+        check_levels(levels)
+        self.levels = tuple(levels)
+        self.stores: tuple[AbstractStore, ...] = tuple(store_at(level.place, files) for level in levels)
+        if not isinstance(self.stores[0], Store):
+            raise CheckpointError(
+                f"{self.stores[0].place} is no folder, and training writes into folders only: give one before it, of "
+                "which it gets its checkpoints"
+            )
+        for store in self.stores if several_nodes else ():
+            check_reachable(store)
+        self._tell = tell
+        self._newest: Offer | None = None
+        self._promoters = [
+            Promoter(index, self.stores[index], levels[index].keep, tell, self._passing(index + 1))
+            for index in (range(1, len(levels)) if is_first else ())
+        ]
+
+    @property
+    def fastest(self) -> Store:
+        """Where training writes."""
+        store = self.stores[0]
+        assert isinstance(store, Store)
+        return store
+
+    def made(self, outcome: Outcome) -> None:
+        """Say how a checkpoint of training ended, and offer it to the levels below."""
+        self._tell(outcome)
+        if outcome.path is not None and outcome.error is None:
+            self._newest = Offer(outcome.step, outcome.path, self.fastest, always=False, begin_s=time.monotonic())
+            self._offer(1, self._newest)
+
+    def check_room(self, num_bytes: int) -> None:
+        """Check that every folder has room: for what stays, what is written, and what the level below still reads.
+
+        Args:
+            num_bytes: of a checkpoint.
+
+        Raises:
+            CheckpointError: one has not.
+        """
+        for index, (level, store) in enumerate(zip(self.levels, self.stores, strict=True)):
+            is_read = index + 1 < len(self.levels)
+            check_room(store, max(level.keep, LEAST_KEPT) + 1 + is_read, num_bytes)
+
+    def bring_down(self, patience_s: float) -> None:
+        """Bring the newest checkpoint to all levels, and wait for that, but not for long.
+
+        What did not come there in time, or until Ctrl-C, is given up and told.
+        """
+        if self._newest is None or not self._promoters:
+            return
+        deadline_s = time.monotonic() + patience_s
+        self._offer(1, dataclasses.replace(self._newest, always=True))
+        try:
+            came = all(promoter.wait(deadline_s) for promoter in self._promoters)
+            why = f"not within {patience_s:g} s after training"
+        except KeyboardInterrupt:
+            came, why = False, "given up when training was interrupted again"
+        if not came:
+            self.close(why)
+
+    def close(self, why: str = "training ended before") -> None:
+        """Give up what is on its way, for a reason. Closing twice is allowed."""
+        for promoter in self._promoters:
+            promoter.close(why)
+
+    def _passing(self, index: int) -> Callable[[Offer], None]:
+        return lambda offer: self._offer(index, offer)
+
+    def _offer(self, index: int, offer: Offer) -> None:
+        """Offer a checkpoint to a level, if it is its turn; levels below then get it from there."""
+        if index <= len(self._promoters) and (offer.always or offer.step % self.levels[index].every == 0):
+            self._promoters[index - 1].offer(offer)

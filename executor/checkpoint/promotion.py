@@ -1,0 +1,208 @@
+"""Checkpoints on their way from one place to another, in the background.
+
+[Note: Promotion] A copy is not believed: every chunk is checked when it is read, hashed again just before it is written
+by the protocol of its place, and read again there before it gets its name. While it is read retention leaves it where
+it is. One is on its way to a place at a time, and one more waits: a newer one takes the place of that which waits,
+which is then not copied. Whatever fails costs that checkpoint in that place, and nothing else.
+"""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Final, final
+
+from executor.checkpoint.engine import Outcome
+from executor.checkpoint.files import CheckpointError
+from executor.checkpoint.flusher import Buffer, yield_cores
+from executor.checkpoint.manifest import FileRecord
+from executor.checkpoint.opening import Folder
+from executor.checkpoint.reader import Checkpoint
+from executor.checkpoint.retention import AbstractStore, in_use, step_of
+
+_END_S: Final = 10.0  # for a thread to notice that it shall end; a place that hangs is not waited for
+
+
+def promote(source: Checkpoint, store: AbstractStore, check: Callable[[], None] = lambda: None) -> Folder:
+    """Copy a checkpoint to another place; return where it is then, read again and whole.
+
+    Args:
+        source: the checkpoint.
+        store: the place. If it has the very same checkpoint already that is all.
+        check: is called before every chunk, and ends the copy if it raises.
+
+    Raises:
+        CheckpointError: the source is damaged, the place cannot be written, or it has another checkpoint of that step.
+            Nothing of it is left there then.
+    """
+    manifest = source.manifest
+    for folder in store.folders():
+        if step_of(folder) == manifest.step and _is_there(folder, source, check):
+            return folder
+    copy = store.begin_copy(manifest)
+    try:
+        for record in manifest.files:
+            copy.write(record, _chunks(source, record, check))
+        _verify(Checkpoint(copy.folder, manifest), check)
+        return copy.commit(manifest)
+    except BaseException:
+        copy.abandon()
+        raise
+
+
+def _is_there(folder: Folder, source: Checkpoint, check: Callable[[], None]) -> bool:
+    try:
+        there = Checkpoint(folder)
+        _verify(there, check)
+    except CheckpointError:  # damaged, or that of ``check``, which then comes again
+        check()
+        return False
+    if there.manifest.digest != source.manifest.digest:
+        raise CheckpointError(in_use(folder))
+    return True
+
+
+def _verify(checkpoint: Checkpoint, check: Callable[[], None]) -> None:
+    for record in checkpoint.manifest.files:
+        for _ in _chunks(checkpoint, record, check):
+            pass
+
+
+def _chunks(checkpoint: Checkpoint, record: FileRecord, check: Callable[[], None]) -> Iterator[Buffer]:
+    for chunk in checkpoint.chunks(record):
+        check()
+        yield chunk
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Offer:
+    """A checkpoint that is there to be copied.
+
+    Attributes:
+        step: of it.
+        folder: where it is.
+        store: whose that is.
+        always: whether levels get it whose interval has not come.
+        begin_s: when it was first offered.
+    """
+
+    step: int
+    folder: Folder
+    store: AbstractStore
+    always: bool
+    begin_s: float
+
+
+@final
+class Promoter:
+    """Brings checkpoints to one level, in a thread of least priority. See [Note: Promotion].
+
+    Args:
+        level: index of the level.
+        store: its place.
+        keep: how many stay there, see :meth:`AbstractStore.prune`.
+        tell: is called with how each one ended, in some thread.
+        pass_on: is called with what the level below can have: from here, or, if it has not come here, from where it is.
+    """
+
+    def __init__(
+        self,
+        level: int,
+        store: AbstractStore,
+        keep: int,
+        tell: Callable[[Outcome], None],
+        pass_on: Callable[[Offer], None],
+    ) -> None:
+        self._level = level
+        self._store = store
+        self._keep = keep
+        self._tell = tell
+        self._pass_on = pass_on
+        self._last: Offer | None = None  # that came here
+        self._changed = threading.Condition()  # guards what follows
+        self._under_way: Offer | None = None
+        self._waiting: Offer | None = None
+        self._end: str | None = None  # why nothing is copied any more
+        self._thread = threading.Thread(target=self._run, name=f"checkpoint level {level}", daemon=True)
+        self._thread.start()
+
+    def offer(self, offer: Offer) -> None:
+        """Copy a checkpoint, when that under way has ended, unless a newer one comes before."""
+        with self._changed:
+            overtaken, self._waiting = self._waiting, offer
+            self._changed.notify_all()
+        if overtaken is not None and overtaken.step != offer.step:
+            self._fail(
+                overtaken,
+                f"step {offer.step} came before it was its turn: the level does not keep up; give it a longer interval",
+            )
+            self._pass_on(overtaken)
+
+    def wait(self, deadline_s: float) -> bool:
+        """Wait until nothing is under way, or ``time.monotonic()`` is ``deadline_s``; return whether nothing is."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._under_way is None and self._waiting is None, max(deadline_s - time.monotonic(), 0)
+            )
+
+    def close(self, why: str) -> None:
+        """Give up what is under way, for a reason, and end the thread. Closing twice is allowed."""
+        with self._changed:
+            self._end = self._end or why
+            self._changed.notify_all()
+        self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        yield_cores()
+        while (offer := self._next()) is not None:
+            try:
+                self._pass_on(self._treat(offer))
+            finally:
+                with self._changed:
+                    self._under_way = None
+                    self._changed.notify_all()
+
+    def _treat(self, offer: Offer) -> Offer:
+        """Copy a checkpoint, say how that ended, and return what the level below can have."""
+        try:
+            folder = self._bring(offer)
+        except Exception as error:  # noqa: BLE001 - of a driver, too: nothing else may end for it
+            self._fail(offer, str(error) or type(error).__name__)
+            return offer
+        outcome = Outcome(offer.step, folder, None, 0.0, time.monotonic() - offer.begin_s, self._level)
+        self._tell(outcome)
+        try:
+            self._store.prune(self._keep)
+        except OSError as error:
+            self._tell(dataclasses.replace(outcome, error=f"older ones could not be removed: {error}"))
+        self._last = dataclasses.replace(offer, folder=folder, store=self._store)
+        return self._last
+
+    def _next(self) -> Offer | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is not None or self._end is not None)
+            self._under_way, self._waiting = self._waiting, None
+            return self._under_way
+
+    def _bring(self, offer: Offer) -> Folder:
+        if self._last is not None and self._last.step == offer.step:
+            return self._last.folder
+        self._check()
+        with offer.store.held(offer.folder):
+            if offer.folder not in offer.store.folders():
+                raise CheckpointError(
+                    f"{offer.folder} made room for newer ones before it was its turn: keep more there, or give this "
+                    "level a longer interval"
+                )
+            with Checkpoint(offer.folder) as source:
+                folder = promote(source, self._store, self._check)
+        self._store.trust(folder)
+        return folder
+
+    def _check(self) -> None:
+        if self._end is not None:
+            raise CheckpointError(self._end)
+
+    def _fail(self, offer: Offer, why: str) -> None:
+        latency_s = time.monotonic() - offer.begin_s
+        self._tell(Outcome(offer.step, None, f"not in {self._store.place}: {why}", 0.0, latency_s, self._level))
