@@ -14,7 +14,8 @@ from executor.optimizer import WorkerTeam
 from executor.optimizer.table import Rule
 from executor.pieces import Piece
 from executor.snapshots import Snapshots
-from executor.state import Arrived, ModelState, ParameterState, StateSlot, UnitState
+from executor.state import ModelState
+from executor.units import Arrived, ParameterState, StateSlot, UnitState
 from planner.decisions import Decisions, Place
 from planner.schedule import Lane, Op, Task
 

@@ -15,7 +15,8 @@ import torch
 from executor.backend import Backend
 from executor.gradients import GradientError
 from executor.ranks import Ranks
-from executor.state import Arrived, ModelState, ParameterState, Pile, UnitState
+from executor.state import ModelState
+from executor.units import Arrived, ParameterState, Pile, UnitState
 from planner.decisions import Decisions
 from planner.schedule import Op, Schedule, Task
 

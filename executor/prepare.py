@@ -16,7 +16,8 @@ from executor.options import SessionOptions
 from executor.parallel.shares import Share
 from executor.pieces import Part
 from executor.session import Session
-from executor.state import ParameterState, UnitState, write_weights
+from executor.state import write_weights
+from executor.units import ParameterState, UnitState
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 

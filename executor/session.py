@@ -38,7 +38,8 @@ from executor.pieces import Piece
 from executor.progress import Progress
 from executor.ranks import Ranks
 from executor.snapshots import Snapshots
-from executor.state import ModelState, ParameterState, UnitState
+from executor.state import ModelState
+from executor.units import ParameterState, UnitState
 from executor.user_gradients import UserGradients
 from executor.weights import Weights
 from planner.decisions import Decisions, Place

@@ -6,7 +6,7 @@ from typing import final
 import torch
 
 from executor.gradients import GradientError, OffloadedGradient
-from executor.state import ParameterState
+from executor.units import ParameterState
 from planner.decisions import Decisions
 
 

@@ -8,7 +8,8 @@ import torch
 from executor.actions import Actions
 from executor.parallel.shares import whole_of
 from executor.ranks import Ranks
-from executor.state import ModelState, ParameterState, UnitState
+from executor.state import ModelState
+from executor.units import ParameterState, UnitState
 
 _NEVER = -1
 
