@@ -22,7 +22,7 @@ from executor.checkpoint.flusher import Buffer
 from executor.parallel.shares import assemble, whole_name
 from executor.pieces import Piece
 from executor.prepare import OffloadedOptimizer
-from executor.state import ParameterState, UnitState
+from executor.units import ParameterState, UnitState
 from planner.decisions import Place
 
 STAGED_BYTES: Final = 256 << 20

@@ -29,7 +29,7 @@ from planner.decisions import Place
 from planner.schedule import Op
 
 CHANGES = frozenset({Op.UPDATE, Op.STORE, Op.SWAP_OUT})
-MOST_S = 1e-3  # that anything is late
+MOST_S, LATE_S = 1e-3, 3e-3  # that anything is late, and that some things always are
 NUM_LOOKED_AT = {"pieces": 0, "checkpoints": 0}
 
 
@@ -153,8 +153,8 @@ def iterations(task, model, optimizer, seen):
         yield step
 
 
-def looked_at(task, decisions, folder, seed, slow_snapshots_s=0.0):
-    """Train with a checkpoint after every iteration.
+def looked_at(task, decisions, folder, seed, late=frozenset()):
+    """Train with a checkpoint after every iteration; some tasks come late.
 
     Returns losses and weights, what has changed between being taken and being allowed to, and what checkpoints have
     otherwise than training without any has it.
@@ -170,8 +170,7 @@ def looked_at(task, decisions, folder, seed, slow_snapshots_s=0.0):
         with optimizer.session, Checkpoints(optimizer, level, tell=outcomes.append, files=files) as saved:
             oracle = Oracle(optimizer.session)
             delay(optimizer.session, seed)
-            if slow_snapshots_s:
-                behind(optimizer.session, slow_snapshots_s)
+            come_late(optimizer.session, late)
             for step in iterations(task, model, optimizer, seen):
                 saved.save(step)
             saved.finish()
@@ -182,13 +181,12 @@ def looked_at(task, decisions, folder, seed, slow_snapshots_s=0.0):
     return (seen, final), oracle.torn, wrong
 
 
-def behind(session, seconds):
-    """Let every snapshot come so late that only a gate can keep changes from coming before it."""
+def come_late(session, ops):
+    """Let tasks come so late that only dependencies can keep others from coming before them."""
     perform = session._machine._perform
 
     def late(task, iteration):
-        if task.op is Op.SNAPSHOT:
-            time.sleep(seconds)
+        time.sleep(LATE_S * (task.op in ops))
         perform(task, iteration)
 
     session._machine._perform = late
@@ -228,27 +226,40 @@ def without_gates(program):
 
 
 plain_snapshots = planner.lowering.snapshots
+
+
+def before_updates(program):
+    """Take state, and wait for no update that may still be under way."""
+    plain_snapshots(program)
+    for draft in program.drafts.values():
+        if draft.op is Op.SNAPSHOT:
+            draft.after_previous.clear()
+
+
 NO_GATES = (planner.lowering, "snapshots", without_gates)
 GATES_DO_NOT_WAIT = (CheckpointEngine, "release", lambda _self, _key: None)  # of what is lent; other state is copied
+TOO_EARLY = (planner.lowering, "snapshots", before_updates)
+SNAPSHOTS = frozenset({Op.SNAPSHOT})
 
 
 @pytest.mark.parametrize(
-    ("places", "broken"),
+    ("places", "broken", "late"),
     [
-        (("gpu", "gpu"), NO_GATES),
-        (("host", "cpu"), NO_GATES),
-        (("host", "cpu"), GATES_DO_NOT_WAIT),
-        (("host", "stream"), GATES_DO_NOT_WAIT),
-        (("nvme", "nvme"), NO_GATES),
+        (("gpu", "gpu"), NO_GATES, SNAPSHOTS),
+        (("host", "cpu"), NO_GATES, SNAPSHOTS),
+        (("host", "cpu"), GATES_DO_NOT_WAIT, SNAPSHOTS),
+        (("host", "stream"), GATES_DO_NOT_WAIT, SNAPSHOTS),
+        (("nvme", "nvme"), NO_GATES, SNAPSHOTS),
+        (("host", "cpu"), TOO_EARLY, CHANGES),
     ],
-    ids=["device", "host", "host, written in place", "streamed", "nvme"],
+    ids=["device", "host", "host, written in place", "streamed", "nvme", "too early"],
 )
-def test_a_gate_that_is_missing_is_seen(places, broken, tmp_path, monkeypatch):
+def test_what_is_missing_in_the_schedule_is_seen(places, broken, late, tmp_path, monkeypatch):
     """The oracle is worth something: it sees what gates prevent, for each place of state."""
     task = Task("gpt2", iterations=2)
-    decisions = decide(task, uniform(*places), subgroup_params=3000)
+    decisions = decide(task, uniform(*places), subgroup_params=3000, overlap_next_forward=True)
     monkeypatch.setattr(*broken)
-    _, torn, wrong = looked_at(task, decisions, tmp_path, 1, slow_snapshots_s=2e-3)
+    _, torn, wrong = looked_at(task, decisions, tmp_path, 1, late)
     assert torn or wrong
 
 
