@@ -174,7 +174,7 @@ class CheckpointEngine:
         return sum(entry.num_bytes for entries in self._entries.values() for entry in entries)
 
     def begin(self, step: int, turn: int, extra: Mapping[str, Any]) -> None:
-        """Begin the checkpoint of a step, between two iterations.
+        """Begin the checkpoint of a step, between two iterations; it is given up at once while an earlier one hangs.
 
         Args:
             step: iterations of training that it has.
@@ -197,9 +197,15 @@ class CheckpointEngine:
                 f"what goes into a checkpoint beside tensors has to be plain JSON (finite numbers, text, lists, "
                 f"dictionaries): {error}"
             ) from error
-        self._captures[turn] = capture = _Capture(step, text, list(self._source.slices), time.monotonic())
+        capture = _Capture(step, text, list(self._source.slices), time.monotonic())
         with self._lock:
-            self._open_ones.append(capture)
+            hangs = bool(self._open_ones) and capture.begin_s - self._open_ones[0].begin_s > self._longest_s
+            if not hangs:
+                self._open_ones.append(capture)
+                self._captures[turn] = capture
+        if hangs:  # what it would write could not be made known either, and would fill the drive
+            capture.error = no_answer(self._longest_s)
+            self._tell(self._outcome(capture, None))
 
     def take(self, key: Key, turn: int) -> None:
         """Take a piece, if a checkpoint is made in this turn; it may change once it is released.

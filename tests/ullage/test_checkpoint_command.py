@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from executor.checkpoint import Store
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
 from planner.planning import Request, make_plan
@@ -32,7 +35,7 @@ def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def execute(plan_path: Path, folder: Path, *more: str) -> subprocess.Popen[str]:
+def execute(plan_path: Path, folder: Path, *more: str, command: Sequence[str] = COMMAND) -> subprocess.Popen[str]:
     args = [
         "--iterations",
         str(NUM_ITERATIONS),
@@ -43,7 +46,7 @@ def execute(plan_path: Path, folder: Path, *more: str) -> subprocess.Popen[str]:
         "--keep",
         "9",
     ]
-    command = [*COMMAND, str(plan_path), *args, "--output-dir", str(folder.with_suffix(".out")), *more]
+    command = [*command, str(plan_path), *args, "--output-dir", str(folder.with_suffix(".out")), *more]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -99,6 +102,44 @@ def test_a_run_that_is_ended_goes_on_as_if_it_had_not_been(
     expected, found = state(whole, NUM_ITERATIONS), state(folder, NUM_ITERATIONS)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+HANGS = """
+import sys, threading, executor.saving, executor.checkpoint.engine
+from executor.checkpoint import CheckpointEngine, Files
+from ullage.cli import main
+executor.saving._PATIENCE_S = executor.checkpoint.engine._END_S = 0.5
+executor.checkpoint.engine.SLOWEST_BYTES_PER_S = 1e9
+CheckpointEngine.__init__.__kwdefaults__["patience_s"] = 0.5
+plain, done = Files.OPERATION, []
+def hang(*args):
+    done.append(args)
+    return plain(*args) if len(done) < 40 else threading.Event().wait()
+Files.OPERATION = hang
+sys.exit(main(["execute", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize("operation", ["write", "sync"])
+def test_a_run_whose_drive_hangs_goes_on_and_ends_when_it_is_asked_to(
+    operation: str, plan_path: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    command = [sys.executable, "-c", HANGS.replace("OPERATION", operation)]
+    process = execute(plan_path, folder, "--iterations", "100000", command=command)
+    watchdog = threading.Timer(100, process.kill)
+    watchdog.start()
+    wait_for(folder, 1, process)
+    assert process.stderr is not None
+    for line in process.stderr:  # until the drive hangs, and training goes on
+        if "nothing has ended for" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    _, err = finished(process)
+    watchdog.cancel()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "interrupted after iteration" in " ".join(err.split())
+    assert Store(folder).newest().checkpoint is not None
 
 
 def test_the_command_lists_verifies_exports_and_prunes(
