@@ -8,7 +8,8 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from saving import save, step_of
 
-from executor.checkpoint import Checkpoint, CheckpointError, Store
+from executor.checkpoint import Checkpoint, CheckpointError, Part, Store
+from executor.checkpoint.store import JoinedDraft
 
 FILES = ("model/values.safetensors", "optimizer/values.safetensors", "manifest.json")
 
@@ -94,6 +95,26 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(store):
     path.write_text(json.dumps(data))
     with pytest.raises(CheckpointError, match=r"should match pattern .* at files.0.path"):
         Checkpoint(path.parent)
+
+
+def test_a_flipped_bit_in_what_another_rank_hands_in_is_found(tmp_path):
+    """Nothing has been acknowledged yet: the checkpoint is given up, before its manifest vouches for anything."""
+    store = Store(tmp_path / "store")
+    draft = store.begin(1)
+    other = JoinedDraft(store.root, 1, (), draft.folder.name.rpartition("-")[2], 1.0)
+    part = Part(files=(), tensors={})
+    other.hand_in(1, part, {"rng": 7})
+    path = draft.folder / "part-1.json"
+    whole = path.read_bytes()
+    for position in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << (position % 8)
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"part-1.json is not what its rank has written"):
+            draft.collect(2, part, {}, 1.0)
+    path.write_bytes(whole)
+    assert draft.collect(2, part, {}, 1.0) == ([part, part], [{}, {"rng": 7}])
+    draft.abandon()
 
 
 def test_nothing_whole_is_told_with_the_reasons(store):

@@ -18,6 +18,7 @@ import executor.snapshots
 from executor.checkpoint import Checkpoint, CheckpointError, Files, Level, ShardWriter, Store, Wanted, reader
 from executor.restoring import restore
 from executor.saving import Checkpoints
+from planner.decisions import Place
 from planner.lowering.snapshots import snapshots
 from planner.schedule import MemoryClass, Op, Tier
 
@@ -121,14 +122,22 @@ def test_experts_apart_go_on_in_one_unit_and_back(tmp_path):
 RANKS = {
     "layers": {"tensor_parallel": 2},
     "layers and experts": {"tensor_parallel": 2, "data_parallel": 2, "expert_parallel": 2, "zero_stage": 3},
+    "all, from shards": {"data_parallel": 3, "zero_stage": 3},
+    "weights, not state": {"data_parallel": 2, "zero_stage": 1},
 }
+
+
+def resident(unit, count):
+    """Return decisions for ranks that have all weights, and state of their own shards."""
+    return "gpu", "keep", [Place.GPU if (len(unit.name) + i) % 2 else Place.CPU for i in range(count)]
 
 
 @pytest.mark.parametrize("degrees", RANKS.values(), ids=RANKS)
 def test_what_ranks_share_goes_on_on_any_ranks(processes, degrees, tmp_path):
     """All state is the same, whoever has which part of it; so is training, on ranks of the same degrees."""
     task = Task("mixtral-shared", iterations=2)
-    there, alone, other = (decide(task, staying, **of) for of in (degrees, {}, {"tensor_parallel": 2}))
+    choose = resident if degrees.get("zero_stage") == 1 else staying
+    there, alone, other = (decide(task, choose, **of) for of in (degrees, {}, {"tensor_parallel": 2}))
     ends = {end for _, _, end in processes.call(there.num_devices, saved, task, there, tmp_path)}
     assert len(ends) == 1
     for plan in (there, alone, other):
