@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -35,10 +36,12 @@ def newest(store):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_anywhere_is_found_and_the_one_before_is_taken(store, name):
+@pytest.mark.parametrize("count", [60, pytest.param(5000, marks=pytest.mark.torture)], ids=["some", "many"])
+def test_a_flipped_bit_anywhere_is_found_and_the_one_before_is_taken(store, capsys, name, count):
     path = newest(store) / name
     whole = path.read_bytes()
-    for position in np.linspace(0, len(whole) - 1, 60).astype(int):
+    positions = np.unique(np.linspace(0, len(whole) - 1, count).astype(int))  # header, pads and values
+    for position in positions:
         damaged = bytearray(whole)
         damaged[position] ^= 1 << (position % 8)
         path.write_bytes(damaged)
@@ -49,6 +52,8 @@ def test_a_flipped_bit_anywhere_is_found_and_the_one_before_is_taken(store, name
         assert path.name in found.refused[0]
     path.write_bytes(whole)
     assert step_of(store) == 2
+    with capsys.disabled():
+        sys.stdout.write(f"\n{len(positions)} flipped bits of {name} found\n")
 
 
 @pytest.mark.parametrize("name", FILES)
