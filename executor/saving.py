@@ -79,11 +79,13 @@ class Checkpoints:
             session.snapshots, store, self._flusher, keep=levels[0].keep, member=member, tell=self.levels.made
         )
         session.snapshots.engine = self._engine
-        try:
-            self.levels.check_room(round(session.mean(self._engine.num_bytes) * member.size))
-        except CheckpointError:
-            self.close()
-            raise
+        num_bytes = round(session.mean(self._engine.num_bytes) * member.size)
+        if member.rank == 0:
+            try:
+                self.levels.check_room(num_bytes)
+            except CheckpointError:
+                self.close()
+                raise
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Begin a checkpoint between two iterations; it is taken during the next one, and written beside training.

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from hwprofiles.profile import HardwareProfile
 from planner.bounds.proof import Certificate
+from planner.checkpoints.chosen import CheckpointPlan
 from planner.choices import Asked, batch_of
 from planner.decisions import Decisions, Frozen
 from planner.graph import Unit, build_graph, units
@@ -57,6 +58,7 @@ class Plan(Frozen):
         engines: what engine policies would take.
         certificate: how fast any schedule could be at best, and what proves it.
         num_simulations: schedules that the search simulated.
+        checkpoints: when to make them, and at which levels; ``None`` if that was not asked.
         model_digest, hardware_digest: SHA-256 of the model and of the profile: two plans may be of the same.
         content_digest: SHA-256 of everything else, so that a change by hand is noticed.
     """
@@ -73,6 +75,7 @@ class Plan(Frozen):
     engines: tuple[EngineRow, ...]
     certificate: Certificate
     num_simulations: int
+    checkpoints: CheckpointPlan | None = None
     model_digest: str = ""
     hardware_digest: str = ""
     content_digest: str = ""

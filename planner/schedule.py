@@ -36,7 +36,7 @@ class Op(StrEnum):
     LOAD = "load"  # optimizer state and gradient: host -> device
     STORE = "store"  # optimizer state: device -> host
     UPLOAD = "upload"  # updated parameters: host -> device
-    READ = "read"  # parameters: NVMe -> host
+    READ = "read"  # parameters, or state that is checkpointed: NVMe -> host
     SPILL = "spill"  # gradients: host -> NVMe
     SWAP_IN = "swap-in"  # optimizer state, and the gradient if it was spilled: NVMe -> host
     SWAP_OUT = "swap-out"  # optimizer state, and updated parameters that live there: host -> NVMe
@@ -54,6 +54,8 @@ class Op(StrEnum):
     TOUCH = "touch"  # new host memory that a checkpoint is copied to: page faults
     SNAPSHOT = "snapshot"  # state that is checkpointed: device -> host
     WRITE = "write"  # a copy of it, or host-resident state itself: host -> storage
+    PROMOTE = "promote"  # a whole checkpoint: storage -> slower storage
+    VERIFY = "verify"  # it is read again there
     GATE = "gate"  # what is not written yet of state that is about to change is copied, or waited for
 
 
@@ -83,6 +85,7 @@ class Lane(StrEnum):
     SNAPSHOT = "snapshot"  # copies of state for a checkpoint, and the thread that asks for them
     STAGING = "staging"  # threads that prepare host memory for them
     WRITE = "write"  # threads that write them to storage
+    PROMOTION = "promotion"  # the thread that brings checkpoints to slower storage
     GATE = "gate"  # waits for them before state changes
     ACTIVATION_IN = "activation-in"  # activations back to the device: never behind a parameter that waits for its slot
     ACTIVATION_OUT = "activation-out"

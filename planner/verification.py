@@ -1,8 +1,11 @@
 """Checking a plan without trusting who made it: memory and time by simulation, the bound by exact arithmetic."""
 
 import dataclasses
+import math
+from typing import Any
 
 from planner.bounds.certificate import CertificateError, check
+from planner.checkpoints.choosing import CheckpointsError, choose_checkpoints
 from planner.costs import CostModel
 from planner.decisions import Decisions
 from planner.plan import Plan
@@ -55,6 +58,7 @@ def verify(plan: Plan) -> Verified:
     stated_s = plan.prediction.iteration_s
     if abs(found.iteration_s - stated_s) > _RELATIVE * stated_s:
         raise CertificateError(f"the plan states {stated_s!r} s per iteration, but it takes {found.iteration_s!r} s")
+    _check_checkpoints(plan)
     rivals = variants(job_of(plan), plan.asked)
     own = next((rival for rival in rivals if _chosen(rival, decisions)), None)
     if own is None:
@@ -63,6 +67,31 @@ def verify(plan: Plan) -> Verified:
     proofs = plan.certificate.proofs
     count = sum(len(proof.multipliers) for proof in proofs) + len(plan.certificate.placement)
     return Verified(found, len(proofs), count)
+
+
+def _check_checkpoints(plan: Plan) -> None:
+    """Choose the checkpoints of a plan again, and compare."""
+    if plan.checkpoints is None:
+        return
+    try:
+        found = choose_checkpoints(plan, plan.checkpoints.asked)
+    except CheckpointsError as error:
+        raise CertificateError(f"the plan states checkpoints that cannot be made: {error}") from error
+    if differs := _difference(plan.checkpoints.model_dump(mode="json"), found.model_dump(mode="json"), "checkpoints"):
+        raise CertificateError(f"the plan states {differs}")
+
+
+def _difference(stated: Any, found: Any, name: str) -> str | None:
+    """Return in words where two JSON documents differ first, in more than the last digits of a number."""
+    if isinstance(stated, dict) and isinstance(found, dict) and stated.keys() == found.keys():
+        parts = ((stated[key], found[key], f"{name}.{key}") for key in stated)
+    elif isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
+        parts = ((a, b, f"{name}[{i}]") for i, (a, b) in enumerate(zip(stated, found, strict=True)))
+    else:
+        numbers = isinstance(stated, float) and isinstance(found, float)
+        same = math.isclose(stated, found, rel_tol=_RELATIVE) if numbers else stated == found
+        return None if same else f"{name} {stated}, but it is {found}"
+    return next((words for part in parts if (words := _difference(*part))), None)
 
 
 def job_of(plan: Plan) -> Job:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from planner.planning import make_plan as plan
     from ullage.capture import capture_module as capture_module
     from ullage.keeping import CheckpointOptions as CheckpointOptions
-    from ullage.keeping import memory_folder as memory_folder
+    from ullage.levels import memory_folder as memory_folder
     from ullage.simulation import simulate as simulate
     from ullage.training import Trainer as Trainer
     from ullage.training import prepare as prepare
@@ -35,7 +35,7 @@ _ORIGINS = {
     "capture_module": ("ullage.capture", "capture_module"),
     "load_plan": ("planner.plan", "load_plan"),
     "load_profile": ("hwprofiles.registry", "load_profile"),
-    "memory_folder": ("ullage.keeping", "memory_folder"),
+    "memory_folder": ("ullage.levels", "memory_folder"),
     "plan": ("planner.planning", "make_plan"),
     "prepare": ("ullage.training", "prepare"),
     "resolve_model": ("planner.models.registry", "resolve_model"),

@@ -12,6 +12,8 @@ _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 Cores = tuple[int, ...] | Literal["auto", "free"]
 
 _CORES = re.compile(r"(\d+)(?:-(\d+))?")
+_TIME_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_TIME = re.compile(r"(\d+\.?\d*|\.\d+)\s*([smhd]?)")
 _SIZE = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*(|b|[kmgt]i?b)", re.IGNORECASE)
 
 
@@ -105,3 +107,32 @@ def input_shape(text: str) -> CapturedInput:
         return CapturedInput.read(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def seconds(text: str) -> float:
+    """Return the seconds that ``90s``, ``10m``, ``6h`` or ``30d`` mean; a number alone is seconds.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no time, or not above 0.
+    """
+    found = _TIME.fullmatch(text.strip())
+    value = float(found[1]) * _TIME_UNITS[found[2]] if found else 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time above 0; give 90s, 10m, 6h or 30d")
+    return value
+
+
+def fraction(text: str) -> float:
+    """Return what ``1%`` or ``0.01`` mean.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not between 0 and 1.
+    """
+    number = text.strip().removesuffix("%")
+    try:
+        value = float(number) / (100 if text.strip().endswith("%") else 1)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1; give 1% or 0.01")
+    return value

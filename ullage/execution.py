@@ -23,7 +23,7 @@ from ullage.feeds import check_takes_data
 from ullage.formatting import si
 from ullage.interruption import InterruptedTrainingError, Interruption
 from ullage.keeping import CheckpointOptions, whereabouts
-from ullage.levels import levels_of
+from ullage.levels import buffer_bytes, levels_of
 from ullage.options import ExecuteOptions
 from ullage.processes import Process
 from ullage.replanning import Replanned
@@ -99,7 +99,8 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
 def _checkpoints(plan: Plan, options: ExecuteOptions) -> CheckpointOptions | None:
     if not options.checkpoint_places:
         return None
-    return CheckpointOptions(levels_of(plan, options.checkpoint_places, options.checkpoint_every, options.keep))
+    levels = levels_of(plan, options.checkpoint_places, options.checkpoint_every, options.keep)
+    return CheckpointOptions(levels, buffer_bytes(plan))
 
 
 def _tell_of_checkpoints(options: ExecuteOptions, trainer: Trainer, trained: "_Trained") -> None:

@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from planner.schedule import Lane
 
 _PREFIXES = {-3: "n", -2: "µ", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P", 6: "E"}
+_MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
+_YEAR_S = 365.25 * _DAY_S
+_THOUSAND_YEARS_S = 1000 * _YEAR_S
+_LONG_UNITS = ((_YEAR_S, "years"), (_DAY_S, "d"), (_HOUR_S, "h"), (_MINUTE_S, "min"))
+_FEWEST = 1.5  # of a unit, before a smaller one is told
 _BARS = "▁▂▃▄▅▆▇█"
 
 LANE_WORDS = {
@@ -23,6 +28,7 @@ LANE_WORDS = {
     Lane.SNAPSHOT: "copies for checkpoints",
     Lane.STAGING: "memory for checkpoints",
     Lane.WRITE: "writing checkpoints",
+    Lane.PROMOTION: "bringing checkpoints to slower storage",
     Lane.GATE: "waiting for checkpoints",
     Lane.ACTIVATION_IN: "copies of activations to the device",
     Lane.ACTIVATION_OUT: "copies of activations to the host",
@@ -64,3 +70,14 @@ def binds(critical_s: dict[str, float], period_s: float) -> str:
     shares = sorted(((seconds / period_s, lane) for lane, seconds in critical_s.items()), reverse=True)
     parts = [f"{LANE_WORDS[Lane(lane)]} {percent(share)}" for share, lane in shares if share >= 0.01]
     return ", ".join(parts) or "nothing"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in the unit that people would use: ``45.0 s``, ``12.5 min``, ``3.01 h``, ``2.5 d``."""
+    if seconds < _MINUTE_S:
+        return si(seconds, "s")
+    if seconds >= _THOUSAND_YEARS_S:
+        return "more than 1000 years"
+    found = (pair for pair in _LONG_UNITS if seconds >= _FEWEST * pair[0])
+    unit_s, word = next(found, _LONG_UNITS[-1])
+    return f"{seconds / unit_s:.3g} {word}"

@@ -1,23 +1,18 @@
 """A trainer's checkpoints: on which levels, what they have beside the model, and going on from them."""
 
 import dataclasses
-import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import Any, Protocol, final
 
 from executor.checkpoint import CheckpointError, Level, Outcome, store_at
 from executor.prepare import OffloadedOptimizer
 from executor.saving import Checkpoints, Resumed
+from planner.checkpoints.policy import LEAST_BUFFER_BYTES
 from planner.models import to_hf_config_dict
 from planner.models.captured import CapturedModel
 from planner.plan import Plan
 from ullage.feeds import Feed
-
-MEMORY: Final = "memory"
-"""Short for :func:`memory_folder`."""
-
-_MEMORY_ROOT: Final = Path("/dev/shm")  # noqa: S108 - shared memory is what is meant
+from ullage.levels import MEMORY, memory_folder
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +28,7 @@ class CheckpointOptions:
     """
 
     levels: Sequence[Level]
-    buffer_bytes: int = 64 << 20
+    buffer_bytes: int = LEAST_BUFFER_BYTES
     patience_s: float = 600.0
 
 
@@ -47,25 +42,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
         """Take over what :meth:`state_dict` returned."""
         ...
-
-
-def memory_folder(plan: Plan) -> Path:
-    """Return a folder for checkpoints in the host memory of this node, which only this user can read.
-
-    What is there outlives the process, but not the node, and takes memory until it is removed.
-
-    Raises:
-        CheckpointError: it cannot be made, or is somebody else's.
-    """
-    folder = _MEMORY_ROOT / f"ullage-{os.getuid()}-{plan.digest()[:12]}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        owner = folder.stat().st_uid
-    except OSError as error:
-        raise CheckpointError(f"{folder}: {error.strerror}; give a folder instead of {MEMORY}") from error
-    if owner != os.getuid():
-        raise CheckpointError(f"{folder} belongs to user {owner}; remove it, or give a folder instead of {MEMORY}")
-    return folder
 
 
 @final

@@ -14,6 +14,7 @@ from planner.plan import EngineRow, Plan
 from planner.planning import describe
 from planner.prediction import TierMemory
 from planner.schedule import Lane, MemoryClass, Tier
+from ullage.checkpoint_screen import checkpoints_screen
 from ullage.console import console, facts, table
 from ullage.formatting import binds, percent, si
 from ullage.processes import launch_line, ranks_per_node
@@ -34,6 +35,10 @@ def plan_screen(plan: Plan, path: Path, *, default_hardware: bool) -> None:
     out.print(memory_table(plan.prediction.memory))
     out.print()
     out.print(_engine_table(plan))
+    if plan.checkpoints is not None:
+        for part in checkpoints_screen(plan.checkpoints):
+            out.print()
+            out.print(part)
     for warning in plan.prediction.warnings:
         out.print(f"warning: {warning}", markup=False, soft_wrap=True)
     if not plan.prediction.converged:

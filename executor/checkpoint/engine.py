@@ -170,8 +170,8 @@ class CheckpointEngine:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of values that this rank writes for a checkpoint."""
-        return sum(entry.num_bytes for entries in self._entries.values() for entry in entries)
+        """Bytes of the files that this rank writes for a checkpoint."""
+        return sum(layout(tuple(entries)).num_bytes for entries in self._entries.values())
 
     def begin(self, step: int, turn: int, extra: Mapping[str, Any]) -> None:
         """Begin the checkpoint of a step, between two iterations; it is given up at once while an earlier one hangs.

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final, final
 
 from executor.checkpoint.engine import Outcome
-from executor.checkpoint.files import CheckpointError, Files
-from executor.checkpoint.places import check_reachable, check_room, store_at
+from executor.checkpoint.files import Files
+from executor.checkpoint.places import check_reachable, check_room, is_remote, store_at
 from executor.checkpoint.promotion import Offer, Promoter
 from executor.checkpoint.retention import LEAST_KEPT, AbstractStore
 from executor.checkpoint.store import Store
@@ -36,10 +36,16 @@ def check_levels(levels: Sequence[Level]) -> None:
     """Check that levels fit together.
 
     Raises:
-        ValueError: there are none, a place is there twice, or an interval is no multiple of the one above.
+        ValueError: there are none, the first is no folder, a place is there twice, or an interval is no multiple of the
+            one above.
     """
     if not levels:
         raise ValueError("there is no place for checkpoints; give at least one level")
+    if is_remote(levels[0].place):
+        raise ValueError(
+            f"{levels[0].place} is no folder, and training writes into folders only; give one before it, of which it "
+            "gets its checkpoints"
+        )
     for above, level in itertools.pairwise(levels):
         if level.every % above.every:
             raise ValueError(
@@ -84,11 +90,6 @@ class Levels:
         check_levels(levels)
         self.levels = tuple(levels)
         self.stores: tuple[AbstractStore, ...] = tuple(store_at(level.place, files) for level in levels)
-        if not isinstance(self.stores[0], Store):
-            raise CheckpointError(
-                f"{self.stores[0].place} is no folder, and training writes into folders only: give one before it, of "
-                "which it gets its checkpoints"
-            )
         for store in self.stores if several_nodes else ():
             check_reachable(store)
         self._tell = tell
@@ -142,7 +143,7 @@ class Levels:
         if not came:
             self.close(why)
 
-    def close(self, why: str = "training ended before") -> None:
+    def close(self, why: str = "still on its way when checkpoints were closed") -> None:
         """Give up what is on its way, for a reason. Closing twice is allowed."""
         for promoter in self._promoters:
             promoter.close(why)

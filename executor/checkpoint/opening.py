@@ -119,14 +119,15 @@ def _rest(parts: Sequence[memoryview], done: int) -> Iterator[memoryview]:
         done = max(done - len(part), 0)
 
 
-def modified(path: Folder) -> datetime:
-    """Return when a file was written, in UTC.
+def modified(path: Folder) -> datetime | None:
+    """Return when a file was written, in UTC; ``None`` if that is not known.
 
     Raises:
         CheckpointError: it cannot be found.
     """
     if isinstance(path, UrlPath):
-        return path.modified().astimezone(UTC)
+        written = path.modified()
+        return written and written.astimezone(UTC)
     try:
         return datetime.fromtimestamp(path.stat().st_mtime, UTC)
     except OSError as error:

@@ -1,5 +1,6 @@
 """Where checkpoints can be: a folder, of whatever file system, or a URL; and what that is good for."""
 
+import contextlib
 import shutil
 import urllib.parse
 from pathlib import Path
@@ -16,7 +17,13 @@ from hwprofiles.calibrate.machine import available_memory_bytes
 
 _MEMORY: Final = frozenset({"tmpfs", "ramfs"})
 _OF_ONE_NODE: Final = _MEMORY | {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "xfs", "zfs"}
+_FOLDER_URL: Final = "file://"
 _MOUNTS: Final = Path("/proc/self/mounts")
+
+
+def is_remote(place: str | Path) -> bool:
+    """Return whether a place is a URL, and not that of a folder."""
+    return "://" in str(place) and not str(place).startswith(_FOLDER_URL)
 
 
 def located(place: str | Path) -> Folder:
@@ -26,9 +33,9 @@ def located(place: str | Path) -> Folder:
         CheckpointError: a URL that nothing here can reach.
     """
     text = str(place)
-    if text.startswith("file://"):
+    if text.startswith(_FOLDER_URL):
         return Path(urllib.parse.unquote(urllib.parse.urlsplit(text).path))
-    return UrlPath.at(text) if "://" in text else Path(text)
+    return UrlPath.at(text) if is_remote(text) else Path(text)
 
 
 def store_at(place: str | Path, files: Files | None = None) -> AbstractStore:
@@ -70,12 +77,12 @@ def check_reachable(store: AbstractStore) -> None:
         what = "memory" if kind in _MEMORY else f"a drive ({kind})"
         raise CheckpointError(
             f"{store.place} is {what} of one node, but the ranks are on several: give a folder on a file system that "
-            "they share, first, and URLs"
+            "all nodes share, and after it such folders or URLs"
         )
 
 
 def check_room(store: AbstractStore, num_checkpoints: int, num_bytes: int) -> None:
-    """Check that a folder has room for checkpoints, in place of those that are there.
+    """Check that a folder has room for checkpoints, in place of those that are there, and of what dead writers left.
 
     Args:
         store: the place; of a URL nothing is known.
@@ -87,6 +94,8 @@ def check_room(store: AbstractStore, num_checkpoints: int, num_bytes: int) -> No
     """
     if not isinstance(store, Store):
         return
+    with contextlib.suppress(OSError):  # told when it is written to
+        store.sweep()
     free_bytes = shutil.disk_usage(store.root).free
     is_memory = file_system(store.root) in _MEMORY
     if is_memory:

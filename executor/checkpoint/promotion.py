@@ -151,6 +151,8 @@ class Promoter:
             self._end = self._end or why
             self._changed.notify_all()
         self._thread.join(_END_S)
+        if self._thread.is_alive() and self._under_way is not None:
+            self._fail(self._under_way, f"{why}; the place has not answered for {_END_S:g} s")
 
     def _run(self) -> None:
         yield_cores()

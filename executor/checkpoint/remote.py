@@ -4,7 +4,7 @@
 files come first, are read again, and then comes the manifest. A reader looks at nothing without one, so what was
 interrupted is never taken, and what two processes send is never mixed. It is removed in the opposite order. What a
 process has left that died cannot be told from what another one still sends: it is swept as retention would sweep it,
-once enough that are whole have its own step or a later one.
+once enough that are whole have its own step or a later one. So are parts of files that never became any, on S3.
 """
 
 import contextlib
@@ -54,10 +54,15 @@ class RemoteStore(AbstractStore):
             (self.root / folder.name / path).remove()
 
     def _sweep(self, last: int) -> None:
+        def is_dead(path: str) -> bool:
+            parsed = parse_name(path.partition("/")[0])
+            return parsed is not None and parsed[0] <= last
+
         for name, files in self._files().items():
-            parsed = parse_name(name)
-            if MANIFEST_NAME not in files and parsed is not None and parsed[0] <= last:
+            if MANIFEST_NAME not in files and is_dead(name):
                 self._remove(self.root / name)
+        with contextlib.suppress(CheckpointError):  # it takes a right of its own, and costs little
+            self.root.abort_uploads(is_dead)
 
     def _files(self) -> dict[str, list[str]]:
         """Return the files of every checkpoint, whole or not."""

@@ -245,12 +245,8 @@ class Store(AbstractStore):
         found = [(parsed, path) for parsed, path in named if parsed is not None]
         return [path for _, path in sorted(found, reverse=True)]
 
-    def _remove(self, folder: Folder) -> None:
-        assert isinstance(folder, Path)
-        with contextlib.suppress(FileNotFoundError):
-            _put_aside(self.files, folder)
-
-    def _sweep(self, last: int) -> None:  # noqa: ARG002 - locks tell which writers live
+    def sweep(self) -> None:
+        """Remove what writers have left that died; their locks tell."""
         for path in self.root.glob("tmp-*"):
             try:
                 lock = _locked(path)
@@ -260,6 +256,14 @@ class Store(AbstractStore):
                 remove_tree(self.files, path)
             finally:
                 os.close(lock)
+
+    def _remove(self, folder: Folder) -> None:
+        assert isinstance(folder, Path)
+        with contextlib.suppress(FileNotFoundError):
+            _put_aside(self.files, folder)
+
+    def _sweep(self, last: int) -> None:  # noqa: ARG002 - of others it is not known whether they died
+        self.sweep()
 
 
 @final

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, Final, Self, final
 
@@ -94,11 +94,27 @@ class UrlPath:
             begin = len(self.path) + 1
             return {path[begin:]: int(info["size"]) for path, info in found.items() if info["type"] == "file"}
 
-    def modified(self) -> datetime:
-        """Return when a file was written."""
-        with reaching(self):
+    def modified(self) -> datetime | None:
+        """Return when a file was written; ``None`` if the driver does not say."""
+        with reaching(self), contextlib.suppress(NotImplementedError):
             found: datetime = self.system.modified(self.path)
             return found
+        return None
+
+    def abort_uploads(self, is_dead: Callable[[str], bool]) -> None:
+        """Give up files below that were begun and never ended, where a driver shows them: S3 keeps their parts.
+
+        Args:
+            is_dead: whether nobody writes a file any more, by its path.
+        """
+        if not hasattr(self.system, "list_multipart_uploads"):
+            return
+        bucket, _, folder = self.path.partition("/")
+        begin = f"{folder}/" if folder else ""
+        with reaching(self):
+            for upload in self.system.list_multipart_uploads(bucket):
+                if (key := upload["Key"]).startswith(begin) and is_dead(key.removeprefix(begin)):
+                    self.system.abort_mpu(bucket, key, upload["UploadId"])
 
     def remove(self) -> None:
         """Remove a file that may be gone already."""
@@ -127,7 +143,7 @@ class UrlFile:
         """Read from a byte on into ``parts``, one behind the other, and return how many there were."""
         end = min(offset + sum(map(len, parts)), self.num_bytes)
         with reaching(self._path):
-            found = memoryview(self._path.system.cat_file(self._path.path, offset, end))
+            found = memoryview(self._path.system.cat_file(self._path.path, start=offset, end=end))
         done = 0
         for part in parts:
             values = found[done : done + len(part)]

@@ -12,7 +12,7 @@ from pydantic import model_validator
 
 from hwprofiles.profile import HardwareProfile
 from planner.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict
-from planner.checkpoints import CheckpointCosts, RunTimes, Shard, policy, times, with_checkpoints
+from planner.checkpoints import CheckpointCosts, RunTimes, Shard, coarse, policy, times, with_checkpoints
 from planner.costs import CostModel, Price, Resource
 from planner.decisions import BF16
 from planner.schedule import Lane, Op, Phase, Schedule, Task, Tier
@@ -119,6 +119,7 @@ class CheckpointCase(Case):
         engine = policy(checkpoint.engine)
         state = [Shard(round(checkpoint.bytes_total_gb * _GB / self.gpus), Tier.GPU, schedule.tasks[-1].index)]
         buffer_bytes = round(checkpoint.host_buffer_gb_per_node * _GB * self.nodes / self.gpus)
+        engine, _ = coarse(engine, state, buffer_bytes)
         try:
             made = with_checkpoints(
                 schedule,

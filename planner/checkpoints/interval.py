@@ -6,6 +6,15 @@ long it takes to be written: the *latency* delays what a failure can fall back t
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Values = float | npt.NDArray[np.float64]
+
+_NEXT_TO_NOTHING: Final = 1e-300  # progress that a slower level can still be computed with
 
 
 def young_s(cost_s: float, mtbf_s: float) -> float:
@@ -49,39 +58,71 @@ def waste(interval_s: float, cost_s: float, mtbf_s: float, *, latency_s: float =
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Interval:
-    """How often to checkpoint.
+class Protection:
+    """What one level of checkpoints costs, and saves.
 
     Attributes:
-        every: iterations from one checkpoint to the next.
-        interval_s: the training time that this is.
-        bound: what decided it: the ``waste`` that is least, one ``iteration``, or the ``drain`` of what is in flight.
+        cost_s: that one checkpoint at this level adds to training.
+        latency_s: from a checkpoint's state to its being safe here.
+        restart_s: from a failure to training again from here.
+        failures_per_s: of the kinds that this level survives and no faster one that is used does.
     """
 
-    every: int
-    interval_s: float
-    bound: str
+    cost_s: float
+    latency_s: float
+    restart_s: float
+    failures_per_s: float
 
 
-def choose(cost_s: float, latency_s: float, iteration_s: float, mtbf_s: float, *, in_flight: int = 1) -> Interval:
-    """Return the least wasteful whole number of iterations that storage can keep up with.
+def expected_waste(levels: Sequence[Protection], work_s: Sequence[Values]) -> Values:
+    """Return the fraction of time that is not progress, under failures at exponential times.
+
+    With one level it is exact. A life of mean length ``M`` begins with a restart; of every period ``P = T + o`` that
+    ends, and is safe, before it does, ``T`` of training is kept. So much is kept of a life in the mean::
+
+        sum over n >= 1 of T * Pr(life >= R + L + n P)  =  T exp(-(R + L) / M) / (exp(P / M) - 1)
+
+    A slower level sees training that progresses at the rate that faster ones leave of it, so that formulas nest; and
+    what is on its way there is lost with the process that brings it, so that a failure of a faster kind in those ``L``
+    seconds makes it wait for the next one. To first order the result is the sum of every level's :func:`waste`.
 
     Args:
-        cost_s: that one checkpoint adds to the critical path.
-        latency_s: until one is written; of so many ``in_flight`` at once, one must end in every interval.
-        iteration_s: of training without checkpoints.
-        mtbf_s: mean time between failures.
-        in_flight: checkpoints that may be under way.
+        levels: fastest first.
+        work_s: training time between two checkpoints of each, every one a multiple of the one before; numbers or
+            arrays that broadcast.
+
+    Returns:
+        Between 0 and 1, and 1 where nothing is ever kept.
     """
-    _check(latency_s=latency_s, iteration_s=iteration_s, in_flight=in_flight)
-    bounds = {"waste": daly_s(cost_s, mtbf_s), "iteration": iteration_s, "drain": latency_s / in_flight}
-    bound = max(bounds, key=lambda name: bounds[name])
-    exact = bounds[bound] / iteration_s
-    # Waste is flat about its minimum, so the nearest number will do; of a drain there is no rounding down.
-    every = max(math.ceil(exact - 1e-9) if bound == "drain" else round(exact), 1)
-    if every * iteration_s < bounds["drain"]:
-        every += 1
-    return Interval(every, every * iteration_s, bound)
+    progress: Values = 1.0  # per second
+    others_per_s = 0.0  # failures of faster kinds
+    with np.errstate(over="ignore"):
+        for level, between_s in zip(levels, work_s, strict=True):
+            period_s = np.float64(between_s / progress + level.cost_s)
+            rate = level.failures_per_s
+            latency_s = level.latency_s - np.expm1(-others_per_s * level.latency_s) * period_s
+            if rate:
+                kept = np.exp(-rate * (latency_s + level.restart_s)) / np.expm1(rate * period_s)
+                progress = np.maximum(rate * between_s * kept, _NEXT_TO_NOTHING)
+            else:
+                progress = between_s / period_s
+            others_per_s += rate
+    return 1 - progress
+
+
+def overhead(levels: Sequence[Protection], work_s: Sequence[Values]) -> Values:
+    """Return what checkpoints add to training, as a fraction of it; arguments as above."""
+    return sum((level.cost_s / between_s for level, between_s in zip(levels, work_s, strict=True)), start=0.0)
+
+
+def most_lost_s(levels: Sequence[Protection], work_s: Sequence[Values]) -> Values:
+    """Return the most that one failure can lose: a period, and what was not safe yet; arguments as above."""
+    longest: Values = 0.0
+    for number, (level, between_s) in enumerate(zip(levels, work_s, strict=True)):
+        if level.failures_per_s:
+            added = overhead(levels[: number + 1], work_s[: number + 1])
+            longest = np.maximum(longest, between_s * (1 + added) + level.latency_s)
+    return longest
 
 
 def _check(**values: float) -> None:

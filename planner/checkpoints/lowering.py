@@ -6,6 +6,11 @@ from there; state on the host is written from where it is, or cloned first by en
 not happen earlier waits in the schedule like anything else: the next iteration (an engine that blocks), the next update
 of a piece (its gate), a copy into host memory that is still to be written (a full buffer). So how long training was
 blocked is read off the timeline: nothing here is a formula of time.
+
+[Note: As executed] What is executed has one snapshot for each piece ([Note: Snapshots] in
+:mod:`planner.lowering.snapshots`), which takes as long as the ring and the drive make it. Nobody knows that time before
+it has run, so it is predicted here by what happens inside: chunks that are copied and written. Pieces, their order, and
+what waits for what are the same, and so is how long training is blocked, to within what the ring holds.
 """
 
 import dataclasses
@@ -13,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from planner.checkpoints.policy import BlocksUntil, CheckpointPolicy, Gate, Staging
-from planner.optimizers import OPTIMIZERS, Optimizer
+from planner.checkpoints.state import Shard
 from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
 
 _TASKS_PER_CHUNK = 3  # memory is touched, copied to, written: no engine does more
@@ -21,24 +26,7 @@ _TASKS_PER_CHUNK = 3  # memory is touched, copied to, written: no engine does mo
 _CLONE_PASSES = 2
 # Of one checkpoint, and of a run: more would say nothing new, and take for ever.
 _MAX_CHUNKS, _MAX_TASKS = 10_000, 300_000
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Shard:
-    """One piece of a rank's state.
-
-    Attributes:
-        num_bytes: that are saved of it.
-        tier: where it lives: ``gpu`` or ``host``.
-        changed_by: index of the task of an iteration that changes it.
-        unit, piece: what it is the state of; see :class:`planner.schedule.Task`.
-    """
-
-    num_bytes: int
-    tier: Tier
-    changed_by: int
-    unit: str = ""
-    piece: int = -1
+_NOTHING = Shard(0, Tier.HOST, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,36 +46,6 @@ class Run:
     num_checkpoints: int
 
 
-def state_of(schedule: Schedule, *, num_replicas: int = 1, optimizer: Optimizer = "adamw") -> tuple[Shard, ...]:
-    """Return the optimizer state that an iteration's updates change, in their order: fp32 master and buffers.
-
-    Weights in 16 bits are casts of the master, and not saved. State that is streamed through the device lives on the
-    host, and changes when it is stored back.
-
-    Args:
-        schedule: one iteration.
-        num_replicas: ranks that hold the same state (data parallelism that shards nothing); each saves its part.
-        optimizer: whose state it is.
-
-    Raises:
-        ValueError: some of it lives on NVMe, from where it would have to be read first.
-    """
-    if swapped := next((task for task in schedule.tasks if task.op is Op.SWAP_OUT), None):
-        raise ValueError(
-            f"optimizer state of {swapped.unit} lives on nvme, and checkpoints are only lowered for what is on the "
-            "device or the host; place it there"
-        )
-    stored = {(task.unit, task.piece): task.index for task in schedule.tasks if task.op is Op.STORE}
-    shards = []
-    for task in schedule.tasks:
-        if task.op is Op.UPDATE and task.num_params:
-            store = stored.get((task.unit, task.piece))
-            tier = Tier.GPU if store is None and task.lane is Lane.GPU_UPDATE else Tier.HOST
-            num_bytes = -(-OPTIMIZERS[optimizer].state_bytes_per_param * task.num_params // num_replicas)
-            shards.append(Shard(num_bytes, tier, task.index if store is None else store, task.unit, task.piece))
-    return tuple(shards)
-
-
 def with_checkpoints(
     schedule: Schedule,
     policy: CheckpointPolicy,
@@ -96,6 +54,7 @@ def with_checkpoints(
     num_iterations: int,
     every: int,
     buffer_bytes: int,
+    first: int | None = None,
 ) -> Run:
     """Return the schedule of a run with a checkpoint after every so many iterations; see [Note: Checkpoint tasks].
 
@@ -106,15 +65,11 @@ def with_checkpoints(
         num_iterations: of the run.
         every: iterations from one checkpoint to the next.
         buffer_bytes: host memory of one rank for copies that are not written yet.
+        first: the iteration after which the first one is made; by default ``every``.
 
     Raises:
         ValueError: a number is not positive, a piece of state does not belong to the schedule, or that is a pipeline.
     """
-    if schedule.num_stages > 1:
-        raise ValueError(
-            f"the schedule has {schedule.num_stages} pipeline stages, and checkpoints are only lowered for one: "
-            "give the phases of the iteration instead"
-        )
     for name, value in (("num_iterations", num_iterations), ("every", every), ("buffer_bytes", buffer_bytes)):
         if value < 1:
             raise ValueError(f"{name} is {value}; a run with checkpoints needs at least 1")
@@ -125,7 +80,8 @@ def with_checkpoints(
                 f"the schedule has tasks 0 to {len(schedule.tasks) - 1}, and sizes cannot be negative"
             )
     builder = _Builder(schedule, policy, tuple(state), buffer_bytes)
-    num_checkpoints = num_iterations // every
+    made_after = range(every if first is None else first, num_iterations + 1, every)
+    num_checkpoints = len(made_after)
     num_tasks = num_iterations * len(schedule.tasks) + num_checkpoints * builder.num_chunks * _TASKS_PER_CHUNK
     if num_tasks > _MAX_TASKS:
         raise ValueError(
@@ -135,8 +91,30 @@ def with_checkpoints(
         )
     for iteration in range(1, num_iterations + 1):
         builder.iterate()
-        if iteration % every == 0:
+        if iteration in made_after:
             builder.checkpoint()
+    return builder.run()
+
+
+def with_promotion(schedule: Schedule, policy: CheckpointPolicy, num_bytes: int, *, num_iterations: int) -> Run:
+    """Return the schedule of a run in which a checkpoint goes to slower storage, from its second iteration on.
+
+    It is read and written, and then read again, beside training, which waits for nothing of it.
+
+    Args:
+        schedule: one iteration without checkpoints.
+        policy: the engine.
+        num_bytes: of one rank's share of the checkpoint.
+        num_iterations: of the run.
+
+    Raises:
+        ValueError: the schedule is a pipeline.
+    """
+    builder = _Builder(schedule, policy, (), 1)
+    builder.iterate()
+    builder.promote(num_bytes)
+    for _ in range(num_iterations - 1):
+        builder.iterate()
     return builder.run()
 
 
@@ -146,6 +124,7 @@ class _Waits:
 
     block: tuple[int, ...] = ()  # the training loop
     gates: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # tasks that change state
+    late: bool = False  # they wait for tasks of their own, which copy what is left of state on the host
 
 
 class _Builder:
@@ -154,7 +133,15 @@ class _Builder:
     def __init__(
         self, schedule: Schedule, policy: CheckpointPolicy, state: tuple[Shard, ...], buffer_bytes: int
     ) -> None:
+        if schedule.num_stages > 1:
+            raise ValueError(
+                f"the schedule has {schedule.num_stages} pipeline stages, and checkpoints are only lowered for one: "
+                "give the phases of the iteration instead"
+            )
         self._one = schedule
+        # Fields of an iteration's tasks that are the same in all: dataclasses.replace takes several times as long.
+        names = {field.name for field in dataclasses.fields(Task)} - {"index", "after", "after_previous"}
+        self._same = [{name: getattr(task, name) for name in sorted(names)} for task in schedule.tasks]
         self._policy = policy
         # A chunk must leave room for another one, or copies and writes would alternate.
         chunk_bytes = min(policy.chunk_bytes, max(buffer_bytes // 2, 1)) if policy.bounded else policy.chunk_bytes
@@ -171,7 +158,8 @@ class _Builder:
         self._origin: list[int] = []
         self._checkpoint: list[int] = []
         self._buffers: list[Buffer] = [buffer for buffer in schedule.buffers if buffer.first is None]
-        self._start: int | None = None  # index of the latest iteration's first task
+        self._where: list[int] = []  # indices of the latest iteration's tasks
+        self._on_host = frozenset(shard.changed_by for shard in state if shard.tier is Tier.HOST)
         self._waits = _Waits()
         self._last_writes: list[int] = []  # of each checkpoint
         # The training loop is on these lanes: it stands where the first task of an iteration waits, and it is done
@@ -183,68 +171,95 @@ class _Builder:
 
     def iterate(self) -> None:
         """Append one iteration."""
-        previous, start = self._start, len(self._tasks)
+        previous, waits = self._where, self._waits
+        where: list[int] = []
         for task in self._one.tasks:
-            after = [start + i for i in task.after]
-            if previous is not None:
-                after += [previous + i for i in task.after_previous]
+            after = [where[i] for i in task.after]
+            gates = waits.gates.get(task.index, ())
+            if waits.late and task.index in self._on_host:
+                gates = (self._add(Lane.GATE, Op.GATE, (*after, *gates), number=len(self._last_writes) - 1),)
+            after += gates
+            if previous:
+                after += [previous[i] for i in task.after_previous]
             if task.index in self._firsts:
-                after += self._waits.block
-            after += self._waits.gates.get(task.index, ())
-            self._append(dataclasses.replace(task, after=_unique(after), after_previous=()), task.index, -1)
-        self._hold(previous, start)
-        self._start, self._waits = start, _Waits()
+                after += waits.block
+            where.append(len(self._tasks))
+            now = Task(index=where[-1], after=_unique(after), **self._same[task.index])
+            self._append(now, task.index, -1)
+        self._hold(previous, where)
+        self._where, self._waits = where, _Waits()
 
-    def _hold(self, previous: int | None, start: int | None) -> None:
+    def _hold(self, previous: Sequence[int], where: Sequence[int]) -> None:
         """Add the buffers of an iteration, and those that the previous one handed over to it (or to the end)."""
         for buffer in self._one.buffers:
             if buffer.first is None or buffer.last is None:
                 continue
             if buffer.last >= buffer.first:
-                if start is not None:
-                    self._buffers.append(_moved(buffer, start + buffer.first, start + buffer.last))
-            elif previous is not None:
-                last = len(self._tasks) - 1 if start is None else start + buffer.last
-                self._buffers.append(_moved(buffer, previous + buffer.first, last))
+                if where:
+                    self._buffers.append(_moved(buffer, where[buffer.first], where[buffer.last]))
+            elif previous:
+                last = where[buffer.last] if where else len(self._tasks) - 1
+                self._buffers.append(_moved(buffer, previous[buffer.first], last))
 
     def checkpoint(self) -> None:
         """Append a checkpoint of the state after the latest iteration."""
-        assert self._start is not None, "a checkpoint follows an iteration"
+        assert self._where, "a checkpoint follows an iteration"
         policy, number = self._policy, len(self._last_writes)
-        called = tuple(self._start + i for i in self._lasts)
+        called = tuple(self._where[i] for i in self._lasts)
         if policy.in_flight is not None and number >= policy.in_flight:
             called = (*called, self._last_writes[number - policy.in_flight])
         copies: list[int | None] = []
         writes: list[int] = []
+        safe: list[tuple[int, ...]] = []  # of each chunk, what its next change waits for
         if policy.writes_after_staging:
             copies = [self._copy(chunk, called) for chunk in self._chunks]
             created = self._add(Lane.WRITE, Op.CREATE, (*called, *(i for i in copies[-1:] if i is not None)))
         else:
-            # The caller creates the files, and then goes on to copy, or leaves both to others.
+            # The caller creates the files, and then goes on to copy, or leaves both to others, who wait for nothing but
+            # the state: see [Note: As executed].
             calls = policy.blocks_until is not BlocksUntil.NOTHING
+            if not calls:
+                called = tuple(self._source(chunk) for chunk in self._chunks[:1])
             created = self._add(Lane.SNAPSHOT if calls else Lane.STAGING, Op.CREATE, called)
-            called = (created,) if calls else called
+            called = (created,) if calls else ()
         for position, chunk in enumerate(self._chunks):
             if position == len(copies):  # not copied yet: then it is as soon as there is room, and written behind that
                 copies.append(self._copy(chunk, called))
-            writes.append(self._write(chunk, copies[position], created))
+            copy = copies[position]
+            if copy is None and policy.copies_late:
+                handed, writes_after = self._hand_over(chunk, created)
+                safe.append(handed)
+                writes.append(writes_after)
+            else:
+                writes.append(self._write(chunk, copy, created))
+                safe.append((writes[-1] if copy is None else copy,))
         self._last_writes.append(writes[-1] if writes else created)
-        safe = [write if copy is None else copy for copy, write in zip(copies, writes, strict=True)]
-        blocks = {BlocksUntil.CREATED: [created], BlocksUntil.STAGED: safe, BlocksUntil.WRITTEN: writes}
-        self._waits = _Waits(self._latest(blocks.get(policy.blocks_until, ())), self._gates(safe))
+        staged = [i for indices in safe for i in indices]
+        blocks = {BlocksUntil.CREATED: [created], BlocksUntil.STAGED: staged, BlocksUntil.WRITTEN: writes}
+        block = self._latest(blocks.get(policy.blocks_until, ()))
+        self._waits = _Waits(block, self._gates(safe), policy.copies_late)
+
+    def promote(self, num_bytes: int) -> None:
+        """Append that a checkpoint of the state after the latest iteration goes to slower storage."""
+        assert self._where, "a checkpoint follows an iteration"
+        chunk = Shard(num_bytes, Tier.HOST, 0)
+        called = tuple(self._where[i] for i in self._lasts)
+        promoted = self._add(Lane.PROMOTION, Op.PROMOTE, called, chunk)
+        self._last_writes.append(self._add(Lane.PROMOTION, Op.VERIFY, (promoted,), chunk))
 
     def _copy(self, chunk: Shard, called: tuple[int, ...]) -> int | None:
         """Copy a chunk to host memory, in the engine's way; ``None`` if it is written from where it is."""
-        staging, on_device = self._policy.staging, chunk.tier is Tier.GPU
+        staging, on_host = self._policy.staging, chunk.tier is Tier.HOST
+        op = Op.READ if chunk.tier is Tier.NVME else Op.SNAPSHOT
         ready = (*called, self._source(chunk))
         if staging is Staging.TRANSIENT:
-            return self._add(Lane.WRITE, Op.SNAPSHOT, ready, chunk, pinned=False) if on_device else None
+            return None if on_host else self._add(Lane.WRITE, op, ready, chunk, pinned=False)
         if staging is Staging.PINNED:
-            return self._add(Lane.SNAPSHOT, Op.SNAPSHOT, (*ready, *self._room(chunk)), chunk) if on_device else None
+            return None if on_host else self._add(Lane.SNAPSHOT, op, (*ready, *self._room(chunk)), chunk)
         pool = staging is Staging.FRESH_POOL
         touched = self._add(Lane.STAGING if pool else Lane.SNAPSHOT, Op.TOUCH, (*ready, *self._room(chunk)), chunk)
-        if on_device:
-            return self._add(Lane.SNAPSHOT, Op.SNAPSHOT, (touched,), chunk, pinned=False)
+        if not on_host:
+            return self._add(Lane.SNAPSHOT, op, (touched,), chunk, pinned=False)
         clone = dataclasses.replace(chunk, num_bytes=_CLONE_PASSES * chunk.num_bytes)
         return self._add(Lane.SNAPSHOT, Op.PASS, (touched,), clone)
 
@@ -263,44 +278,72 @@ class _Builder:
                 self._ring.take(write, chunk.num_bytes)
         return write
 
+    def _hand_over(self, chunk: Shard, created: int) -> tuple[tuple[int, ...], int]:
+        """Have a chunk on the host written from where it is, behind the copies of those before.
+
+        Returns what its gate waits for: that the thread of snapshots has come to it, and that what is not written then
+        has room to be copied; and its write.
+        """
+        handed = self._add(Lane.SNAPSHOT, Op.SNAPSHOT, (self._source(chunk),), dataclasses.replace(chunk, num_bytes=0))
+        room = self._room(chunk)
+        write = self._add(Lane.WRITE, Op.WRITE, (handed, created), chunk)
+        if self._ring:
+            self._ring.take(write, chunk.num_bytes)
+        return (handed, *room), write
+
     def _source(self, chunk: Shard) -> int:
         """Return the task after which a chunk is as it will be saved."""
-        assert self._start is not None, "a checkpoint follows an iteration"
-        return self._start + chunk.changed_by
+        return self._where[chunk.changed_by]
 
-    def _gates(self, safe: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    def _gates(self, safe: Sequence[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
         """Return what the tasks that change state wait for: copies, or writes of what is not copied."""
         policy = self._policy
         if policy.gate is Gate.NONE:
             return {}
         of_task: dict[int, list[int]] = {}
-        for chunk, index in zip(self._chunks, safe, strict=True):
-            of_task.setdefault(chunk.changed_by, []).append(index)
+        for chunk, indices in zip(self._chunks, safe, strict=True):
+            of_task.setdefault(chunk.changed_by, []).extend(indices)
         if policy.gate is Gate.UPDATE:
-            return dict.fromkeys(of_task, self._latest(safe))
+            return dict.fromkeys(of_task, self._latest(i for indices in safe for i in indices))
         return {task: self._latest(indices) for task, indices in of_task.items()}
 
     def _latest(self, indices: Iterable[int]) -> tuple[int, ...]:
         """Return the last of some tasks on each lane: the others end earlier."""
         return tuple({self._tasks[i].lane: i for i in sorted(indices)}.values())
 
-    def _add(self, lane: Lane, op: Op, after: Iterable[int], chunk: Shard | None = None, *, pinned: bool = True) -> int:
-        """Append one task of the checkpoint and return its index."""
-        task = Task(0, lane, op, Phase.UPDATE, after=_unique(after), pinned=pinned)
-        if chunk is not None:
-            task = dataclasses.replace(task, unit=chunk.unit, piece=chunk.piece, num_bytes=chunk.num_bytes)
-        return self._append(task, -1, len(self._last_writes))
+    def _add(
+        self,
+        lane: Lane,
+        op: Op,
+        after: Iterable[int],
+        chunk: Shard = _NOTHING,
+        *,
+        pinned: bool = True,
+        number: int | None = None,
+    ) -> int:
+        """Append one task of a checkpoint, by default of that which is being made, and return its index."""
+        task = Task(
+            len(self._tasks),
+            lane,
+            op,
+            Phase.UPDATE,
+            chunk.unit,
+            piece=chunk.piece,
+            num_bytes=chunk.num_bytes,
+            pinned=pinned,
+            after=_unique(after),
+        )
+        return self._append(task, -1, len(self._last_writes) if number is None else number)
 
     def _append(self, task: Task, origin: int, checkpoint: int) -> int:
-        index = len(self._tasks)
-        self._tasks.append(dataclasses.replace(task, index=index))
+        self._tasks.append(task)
         self._origin.append(origin)
         self._checkpoint.append(checkpoint)
-        return index
+        return task.index
 
     def run(self) -> Run:
         """Return all that was appended."""
-        self._hold(self._start, None)
+        self._hold(self._where, [])
         name = f"{self._one.description}, with checkpoints by {self._policy.name}"
         schedule = Schedule(tuple(self._tasks), tuple(self._buffers), name)
         return Run(schedule, tuple(self._origin), tuple(self._checkpoint), len(self._last_writes))

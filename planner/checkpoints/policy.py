@@ -3,9 +3,23 @@
 import dataclasses
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Final
 
-# One core's rate of xxh3 over what is written, from memory; measured on an EPYC Turin.
-HASH_BYTES_PER_S = 6.5e9
+from hwprofiles.quantity import Provenance, Quantity
+
+HASH_BYTES_PER_S: Final = Quantity(
+    value=6.5e9,
+    unit="bytes_per_s",
+    provenance=Provenance(origin="assumed", source="xxh3 of one core, from memory, as measured on an EPYC Turin"),
+)
+"""At which one thread makes checksums of what is in host memory."""
+
+
+CHUNK_BYTES: Final = 8 << 20
+"""That our engine copies, hashes and writes as one."""
+
+LEAST_BUFFER_BYTES: Final = 8 * CHUNK_BYTES
+"""Of each rank: less would make copies and writes wait for each other."""
 
 
 class BlocksUntil(StrEnum):
@@ -43,7 +57,7 @@ class CheckpointPolicy:
     """One checkpoint engine.
 
     State that already lives on the host is not copied by engines with a gate: it is written from where it is, and its
-    gate waits for that.
+    gate waits for that, or for what is left of it to be copied (``copies_late``).
 
     Attributes:
         name: what cases and commands call it.
@@ -56,6 +70,9 @@ class CheckpointPolicy:
         hashes: they hash what they write.
         writes_after_staging: nothing is written before everything is copied.
         holds_interpreter: they keep Python's interpreter lock meanwhile, so that training shares the interpreter.
+        copies_late: state on the host that is not written when its update comes is copied then, as far as the bounded
+            memory has room.
+        device_only: their code refuses state that is not on the device; simulated it can be all the same.
         in_flight: checkpoints that may be under way; one more waits until the oldest is written. ``None``: as many as
             the host memory holds.
         weight: of its copies and writes where they compete with training; see [Note: Fluid sharing].
@@ -74,6 +91,8 @@ class CheckpointPolicy:
     hashes: bool = False
     writes_after_staging: bool = False
     holds_interpreter: bool = False
+    copies_late: bool = False
+    device_only: bool = False
     in_flight: int | None = None
     weight: float = 1.0
 
@@ -129,16 +148,17 @@ POLICIES: Mapping[str, CheckpointPolicy] = {
         ),
         # DataStates-LLM (HPDC'24): the call lays out and creates the files; copies run beside the next forward and
         # backward into a pinned ring, one thread of C++ writes, and the next update waits for the last copy.
-        CheckpointPolicy("datastates", BlocksUntil.CREATED, Staging.PINNED, Gate.UPDATE, 256_000_000),
+        CheckpointPolicy("datastates", BlocksUntil.CREATED, Staging.PINNED, Gate.UPDATE, 256_000_000, device_only=True),
         # Ours: nothing is waited for but, for each piece, its own copy; copies yield to training; every byte is hashed.
         CheckpointPolicy(
             "ullage",
             BlocksUntil.NOTHING,
             Staging.PINNED,
             Gate.SHARD,
-            256_000_000,
+            CHUNK_BYTES,
             num_writers=2,
             hashes=True,
+            copies_late=True,
             weight=1 / 16,
         ),
     )

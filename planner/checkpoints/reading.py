@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from planner.checkpoints.lowering import Run
-from planner.schedule import Lane
+from planner.schedule import Lane, Op
 from planner.timeline import Timeline
 
 
@@ -45,7 +45,7 @@ def times(run: Run, timeline: Timeline) -> RunTimes:
             if mine and start_s[task.index] > ready_s:
                 last = max(mine, key=lambda i: (end_s[i], i))
                 waits[run.checkpoint[last]].append((ready_s, start_s[task.index]))
-        else:
+        elif task.op is not Op.GATE:
             begun_s.setdefault(number, others_s)
             written_s[number] = max(written_s[number], end_s[task.index])
         lane_end_s[task.lane] = end_s[task.index]

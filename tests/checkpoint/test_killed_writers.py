@@ -28,14 +28,14 @@ def num_operations(tmp_path):
     return files.num_operations
 
 
-def killed(root, number, phase):
-    """Train in a process that is killed on the way; return the last step that it acknowledged."""
+def killed(root, work):
+    """Do ``work(root, acknowledge)`` in a process that is killed on the way; return the last acknowledged step."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:  # nothing of pytest's may run here
         try:
             os.close(read)
-            train(root, KillingFiles(number, phase), lambda step: os.write(write, bytes([step])))
+            work(root, lambda step: os.write(write, bytes([step])))
         finally:
             os._exit(0)
     os.close(write)
@@ -47,7 +47,7 @@ def killed(root, number, phase):
 
 def check(root, number, phase, last):
     """One kill point: what is there afterwards, to this other process, is the last acknowledged step or a later one."""
-    acknowledged, was_killed = killed(root, number, phase)
+    acknowledged, was_killed = killed(root, lambda *to: train(to[0], KillingFiles(number, phase), to[1]))
     found = step_of(Store(root)) or 0
     assert found >= max(acknowledged, last), f"killed {phase} operation {number}"
     return found, was_killed

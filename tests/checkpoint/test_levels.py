@@ -12,6 +12,7 @@ from fsspec.registry import known_implementations
 from saving import TENSORS, save, step_of, values
 
 import executor.checkpoint.places
+import executor.checkpoint.promotion
 from executor.checkpoint import CheckpointError, Files, Level, Levels, Outcome, Wanted, promote, store_at
 from executor.checkpoint.levels import check_levels
 from executor.checkpoint.places import check_reachable, check_room, file_system
@@ -181,6 +182,16 @@ def test_the_end_is_waited_for_no_longer_than_was_said(tmp_path, monkeypatch, in
     assert why in run.failures()[0][2]
 
 
+def test_a_place_that_does_not_answer_is_told_and_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(executor.checkpoint.promotion, "_END_S", 0.2)
+    gate = Gate(tmp_path / "b")
+    run = Run(Level(tmp_path / "a", 1), Level(tmp_path / "b", 1), files=gate)
+    run.make(1)
+    run.levels.bring_down(0.1)
+    assert "not within 0.1 s after training; the place has not answered for 0.2 s" in run.failures()[0][2]
+    gate.opened.set()
+
+
 def test_the_newest_is_taken_wherever_it_is_and_why_others_are_not(tmp_path, url):
     run = Run(Level(tmp_path / "a", 1), Level(tmp_path / "b", 1), Level(url, 1))
     paced(run, 1, 2)
@@ -210,17 +221,19 @@ def test_levels_that_do_not_fit_are_refused(url):
         ([Level("a", 10), Level("b", 25)], r"b gets its .* every 10 iterations, so 25 is .*multiple, such as 30"),
         ([Level("a", 10), Level("b", 5)], "multiple, such as 10"),
         ([Level("a", 10), Level("a/", 10)], "a place is there twice"),
+        ([Level(url)], "is no folder, and training writes into folders only; give one before"),
     ):
         with pytest.raises(ValueError, match=message):
             check_levels(levels)
-    with pytest.raises(CheckpointError, match="is no folder, and training writes into folders only: give one before"):
-        Run(Level(url))
 
 
 def test_room_is_checked_for_what_is_there_at_once(tmp_path):
     store = store_at(tmp_path / "a")
     save(store, 1)
+    left = store.root / "tmp-00000002-0000beef"  # of a writer that died
+    left.mkdir()
     check_room(store, 3, 1000)
+    assert not left.exists()
     with pytest.raises(CheckpointError, match=r"3 checkpoints at once, of [1,0]+ B each, take .*keep fewer there"):
         check_room(store, 3, 10**15)
 

@@ -1,6 +1,6 @@
 """What is claimed of checkpoints, and which tests would turn red if it were not so.
 
-``make torture`` runs all of them in full and prints how much each has tried; ``make test`` runs a part of the long ones.
+``make torture`` runs all of them in full and prints how much each has tried; ``make test`` a part of the long ones.
 """
 
 import re

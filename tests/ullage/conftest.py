@@ -10,6 +10,8 @@ import pytest
 from planner.plan import Plan, load_plan
 from ullage.cli import main
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))  # objects.py
+
 TINY = {
     "model_type": "llama",
     "num_hidden_layers": 2,

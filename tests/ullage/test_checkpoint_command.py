@@ -2,14 +2,17 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
+import objects
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,10 +21,14 @@ from transformers import AutoModelForCausalLM
 from executor.checkpoint import Store
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
+from planner.plan import load_plan
 from planner.planning import Request, make_plan
 from ullage.cli import main
+from ullage.levels import memory_folder
 
-COMMAND = [sys.executable, "-m", "ullage", "execute"]
+# With an object store that processes share.
+START = "import sys, objects; from ullage.cli import main; sys.exit(main())"
+OBJECTS = Path(objects.__file__).parent
 NUM_ITERATIONS = 40
 
 
@@ -35,19 +42,15 @@ def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def execute(plan_path: Path, folder: Path, *more: str, command: Sequence[str] = COMMAND) -> subprocess.Popen[str]:
-    args = [
-        "--iterations",
-        str(NUM_ITERATIONS),
-        "--checkpoint-dir",
-        str(folder),
-        "--checkpoint-every",
-        "3",
-        "--keep",
-        "9",
-    ]
-    command = [*command, str(plan_path), *args, "--output-dir", str(folder.with_suffix(".out")), *more]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def execute(
+    plan_path: Path, folder: Path, *more: str, places: tuple[str, ...] = (), start: str = START
+) -> subprocess.Popen[str]:
+    args = ["--iterations", str(NUM_ITERATIONS), "--checkpoint-every", "3", "--keep", "9"]
+    for place in places or (str(folder),):
+        args += ["--checkpoint-dir", place]
+    args += ["--output-dir", str(folder.with_suffix(".out")), *more]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(OBJECTS)}
+    command = [sys.executable, "-c", start, "execute", str(plan_path), *args]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
@@ -57,7 +60,7 @@ def finished(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    path = folder / f"step-{step:08d}"
+    (path,) = folder.glob(f"step-{step:08d}*")
     return {
         f"{file.parent.name}/{name}": tensor
         for file in path.rglob("*.safetensors")
@@ -82,7 +85,16 @@ def whole(plan_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.fixture
+def memory(plan_path: Path) -> Iterator[Path]:
+    """The folder that `--checkpoint-dir memory` stands for."""
+    folder = memory_folder(load_plan(plan_path))
+    shutil.rmtree(folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_is_ended_goes_on_as_if_it_had_not_been(
     number: signal.Signals, whole: Path, plan_path: Path, tmp_path: Path
 ) -> None:
@@ -105,7 +117,7 @@ def test_a_run_that_is_ended_goes_on_as_if_it_had_not_been(
 
 
 HANGS = """
-import sys, threading, executor.saving, executor.checkpoint.engine
+import sys, threading, objects, executor.saving, executor.checkpoint.engine
 from executor.checkpoint import CheckpointEngine, Files
 from ullage.cli import main
 executor.saving._PATIENCE_S = executor.checkpoint.engine._END_S = 0.5
@@ -116,7 +128,7 @@ def hang(*args):
     done.append(args)
     return plain(*args) if len(done) < 40 else threading.Event().wait()
 Files.OPERATION = hang
-sys.exit(main(["execute", *sys.argv[1:]]))
+sys.exit(main())
 """
 
 
@@ -125,8 +137,7 @@ def test_a_run_whose_drive_hangs_goes_on_and_ends_when_it_is_asked_to(
     operation: str, plan_path: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoints"
-    command = [sys.executable, "-c", HANGS.replace("OPERATION", operation)]
-    process = execute(plan_path, folder, "--iterations", "100000", command=command)
+    process = execute(plan_path, folder, "--iterations", "100000", start=HANGS.replace("OPERATION", operation))
     watchdog = threading.Timer(100, process.kill)
     watchdog.start()
     wait_for(folder, 1, process)
@@ -140,6 +151,57 @@ def test_a_run_whose_drive_hangs_goes_on_and_ends_when_it_is_asked_to(
     assert process.returncode == 128 + signal.SIGTERM
     assert "interrupted after iteration" in " ".join(err.split())
     assert Store(folder).newest().checkpoint is not None
+
+
+def test_a_run_on_several_levels_goes_on_from_the_slowest_when_its_node_was_lost(
+    whole: Path, plan_path: Path, tmp_path: Path, memory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, folder = f"objects://{tmp_path}/bucket/run", tmp_path / "bucket" / "run"
+    places = ("memory", f"{tmp_path}/drive", url)
+    more = ("--checkpoint-every", "1,3,9", "--keep", "2,3,2")
+    process = execute(plan_path, tmp_path / "lost", *more, places=places)
+    wait_for(memory, 2, process)
+    process.send_signal(signal.SIGINT)
+    _, err = finished(process)
+    assert process.returncode == 130
+    found = re.search(
+        rf"checkpoint of step (\d+) in {memory}/step-(\S+) and {tmp_path}/drive/step-(\S+) and (\S+);", err
+    )
+    assert found is not None, err
+    last, where = int(found[1]), found[4]
+    assert 0 < last < NUM_ITERATIONS
+    assert where.startswith(f"{url}/step-{last:08d}-")
+    steps = [int(path.name[5:]) for path in (tmp_path / "drive").glob("step-*")]
+    assert len(steps) <= 3
+    assert all(step % 3 == 0 or step == last for step in steps), steps
+    for lost in (memory, tmp_path / "drive"):
+        shutil.rmtree(lost)
+    _, err = finished(execute(plan_path, tmp_path / "lost", *more, "--resume", places=places))
+    assert f"going on from {where}" in " ".join(err.split()), err
+    for place in (memory, tmp_path / "drive", folder):
+        expected, got = state(whole, NUM_ITERATIONS), state(place, NUM_ITERATIONS)
+        assert all(torch.equal(expected[name], got[name]) for name in expected)
+    assert main(["checkpoint", "ls", url, "--json"]) == 0
+    assert [entry["step"] for entry in json.loads(capsys.readouterr().out)] == [NUM_ITERATIONS, 36]
+    assert main(["checkpoint", "verify", url]) == 0
+    assert main(["checkpoint", "export", url, "--output-dir", str(tmp_path / "model")]) == 0
+    assert main(["checkpoint", "prune", url, "--json"]) == 0
+
+
+def test_a_second_signal_gives_up_what_is_on_its_way(plan_path: Path, tmp_path: Path) -> None:
+    places = (f"{tmp_path}/drive", f"objects://{tmp_path}/slow-5/run")  # seconds for each request
+    process = execute(plan_path, tmp_path / "run", "--iterations", "100000", places=places)
+    wait_for(tmp_path / "drive", 1, process)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(3.5)
+    process.send_signal(signal.SIGTERM)
+    _, err = finished(process)
+    assert process.returncode == 143
+    why = f"not in objects://{tmp_path}/slow-5/run: given up when training was interrupted again"
+    found = re.search(rf"checkpoint of step (\d+) in {tmp_path}/drive/step-\d+; {why}; go on with --resume", err)
+    assert found is not None, err
+    assert max(int(path.name[5:]) for path in (tmp_path / "drive").glob("step-*")) == int(found[1])
+    assert not list((tmp_path / "slow-5").rglob("manifest.json"))
 
 
 def test_the_command_lists_verifies_exports_and_prunes(
@@ -173,10 +235,25 @@ def test_the_command_lists_verifies_exports_and_prunes(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["checkpoint", "ls", "nowhere"], "nowhere is no folder; give the --checkpoint-dir of a run"),
+        (["checkpoint", "ls", "nowhere"], "nowhere is no folder; give a --checkpoint-dir of a run"),
         (["checkpoint", "export", "."], "export needs --output-dir DIR"),
         (["checkpoint", "export", ".", "--output-dir", "x"], ". has no whole checkpoint"),
-        (["execute", "PLAN", "--resume"], "--resume needs --checkpoint-dir DIR"),
+        (["checkpoint", "ls", "memory"], "memory has a folder for each plan; give the one that is meant: "),
+        (["checkpoint", "ls", "nonsense://x"], "nonsense://x: Protocol not known: nonsense; give a folder, or a URL"),
+        (["execute", "PLAN", "--resume"], "--resume needs --checkpoint-dir PLACE"),
+        (
+            ["execute", "PLAN", "--checkpoint-dir", "a", "--checkpoint-dir", "b", "--checkpoint-every", "10,25"],
+            "b gets its checkpoints from a, which has one every 10 iterations, so 25 is no interval for it; give a",
+        ),
+        (
+            ["execute", "PLAN", "--checkpoint-dir", "a", "--keep", "2,3"],
+            "--keep 2,3 has 2 numbers for 1 place(s) of --checkpoint-dir; give one for each, or one for all",
+        ),
+        (
+            ["execute", "PLAN", "--checkpoint-dir", "a", "--checkpoint-dir", "nonsense://x"],
+            "nonsense://x: Protocol not known: nonsense",
+        ),
+        (["execute", "PLAN", "--checkpoint-dir", "memory://x"], "memory://x is no folder, and training writes into"),
     ],
 )
 def test_bad_input_is_told_in_one_line(

@@ -41,7 +41,11 @@ FLAGS = {
     "explain": {"plan_file", "unit", "--all", "--json"},
     "calibrate": {"--quick", "--name", "--output", "--device-memory", "--json"}
     | {"--from-runs", "--profile", "--fit-on", "--parameters", "--bounds"},
-    "plan": {*REQUEST, "--budget", "--output", "--json"},
+    "plan": {
+        *(*REQUEST, "--budget", "--output", "--json"),
+        *("--mtbf", "--max-checkpoint-overhead", "--max-lost-work", "--restart", "--keep", "--checkpoint-buffer"),
+        *("--drive-writes-per-day", "--pfs-bandwidth", "--iterations"),
+    },
     "execute": {
         *("plan", "--iterations", "--text", "--tokens", "--token-dtype", "--data-position", "--seed", "--lr"),
         *("--output-dir", "--storage-dir", "--cores", "--compile", "--replan", "--json", "--device"),
@@ -182,6 +186,15 @@ BAD_INPUT = {
     "zero devices": (["plan", "--model", "gpt2", "--gpus", "0"], ["--gpus", "from 1 on"]),
     "sequence too long": (["plan", "--model", "gpt2", "--seq-len", "4096"], ["1024"]),
     "no model": (["plan"], ["--model"]),
+    "failures of no level": (["plan", "--model", "gpt2", "--mtbf", "disk=3h"], ["'disk=3h'", "memory=TIME"]),
+    "failures at no time": (["plan", "--model", "gpt2", "--mtbf", "soon"], ["'soon'", "6h"]),
+    "overhead of all": (["plan", "--model", "gpt2", "--mtbf", "6h", "--max-checkpoint-overhead", "120%"], ["1%"]),
+    "limits without failures": (["plan", "--model", "gpt2", "--max-lost-work", "9m"], ["without --mtbf", "--mtbf 6h"]),
+    "one checkpoint": (["plan", "--model", "gpt2", "--mtbf", "6h", "--keep", "1"], ["--keep 1", "at least 2"]),
+    "a second pfs": (
+        ["plan", "--model", "gpt2", "--hardware", "polaris-a100-40g", "--mtbf", "6h", "--pfs-bandwidth", "2GB"],
+        ["polaris-a100-40g has a pfs already"],
+    ),
     "abbreviated flag": (["plan", "--mod", "gpt2"], ["--model"]),
     "no plan": (["simulate", "{tmp}/none.json"], ["none.json", "ullage plan"]),
     "plan of another schema": (["simulate", "{schema}"], ["schema_version 99", "again"]),

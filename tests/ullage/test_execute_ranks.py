@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from hwprofiles.profile import Fabric, HardwareProfile
 from hwprofiles.quantity import Provenance, Quantity
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
+from planner.plan import load_plan
 from planner.planning import Request, make_plan
 from ullage.cli import main
+from ullage.levels import memory_folder
 from ullage.processes import launch_line
 from ullage.runs import load_run
 
@@ -91,22 +94,28 @@ def test_ctrl_c_ends_all(plan: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_sigterm_ends_all_with_one_checkpoint_which_they_go_on_from(plan: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    options = (str(plan), "--checkpoint-dir", str(folder), "--checkpoint-every", "2", "--output-dir", str(tmp_path))
+def test_sigterm_ends_all_with_one_checkpoint_on_all_levels_which_they_go_on_from(plan: Path, tmp_path: Path) -> None:
+    folder, memory = tmp_path / "checkpoints", memory_folder(load_plan(plan))
+    shutil.rmtree(memory)
+    places = ("--checkpoint-dir", "memory", "--checkpoint-dir", str(folder), "--checkpoint-every", "2,4")
+    options = (str(plan), *places, "--output-dir", str(tmp_path))
     process = launch(2, *options, "--iterations", "100000")
     while not list(folder.glob("step-*")):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGTERM)  # and torchrun sends it once more to its processes
     _, err = process.communicate(timeout=60)
-    assert re.search(r"interrupted after iteration \d+; checkpoint of step \d+ in", " ".join(err.split())), err
-    assert not list(folder.glob("tmp-*"))
     last = max(int(path.name[5:]) for path in folder.glob("step-*"))
+    step = f"step-{last:08d}"
+    said = f"checkpoint of step {last} in {memory}/{step} and {folder}/{step}; go on with --resume"
+    assert said in " ".join(err.split()), err
+    assert not list(folder.glob("tmp-*"))
+    shutil.rmtree(memory)  # the node was lost
     process = launch(2, *options, "--iterations", str(last + 7), "--resume")
     out, err = process.communicate(timeout=120)
+    shutil.rmtree(memory)
     assert process.returncode == 0, err
-    assert f"step-{last:08d}" in "".join(err.split()), err
+    assert f"going on from {folder}/{step}" in " ".join(err.split()), err
     assert f"checkpoint of step {last + 7} in" in " ".join(out.split())
 
 

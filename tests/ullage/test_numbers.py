@@ -1,13 +1,14 @@
 import argparse
 import math
+import re
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from planner.schedule import Lane
-from ullage.arguments import cores, parse_bytes, positive_float, positive_int
-from ullage.formatting import LANE_WORDS, binds, percent, si, signed_percent, sparkline
+from ullage.arguments import cores, fraction, parse_bytes, positive_float, positive_int, seconds
+from ullage.formatting import LANE_WORDS, binds, duration, percent, si, signed_percent, sparkline
 
 
 @pytest.mark.parametrize(
@@ -100,3 +101,44 @@ def test_cores(text: str, expected: object) -> None:
 def test_what_names_no_cores(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="give auto, free, or a list such as 0-31,64-95"):
         cores(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("90", 90.0), ("90s", 90.0), ("1.5m", 90.0), ("6h", 21600.0), (" 30 d", 2592000.0)]
+)
+def test_times(text: str, value: float) -> None:
+    assert seconds(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1h", "h", "6 hours", "1e9", "nan"])
+def test_no_times(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="give 90s, 10m, 6h or 30d"):
+        seconds(text)
+
+
+@pytest.mark.parametrize(("text", "value"), [("1%", 0.01), ("0.5 %", 0.005), ("0.02", 0.02)])
+def test_fractions(text: str, value: float) -> None:
+    assert fraction(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "%", "0", "100%", "1", "-1%", "nan"])
+def test_no_fractions(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=re.escape("give 1% or 0.01")):
+        fraction(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0032, "3.20 ms"),
+        (45.0, "45.0 s"),
+        (75.0, "1.25 min"),
+        (750.0, "12.5 min"),
+        (10_800.0, "3 h"),
+        (216_000.0, "2.5 d"),
+        (1e9, "31.7 years"),
+        (math.inf, "more than 1000 years"),
+    ],
+)
+def test_durations(value: float, text: str) -> None:
+    assert duration(value) == text

@@ -13,6 +13,8 @@ from hwprofiles.registry import load_profile
 from planner.models.parameters import num_parameters
 from planner.plan import load_plan
 from ullage.cli import main
+from ullage.formatting import duration
+from ullage.levels import MEMORY, buffer_bytes, intervals, levels_of
 from ullage.provenance import origin_shares
 from ullage.screens import mfu
 
@@ -144,3 +146,45 @@ def test_a_plan_for_several_devices_says_how_it_is_started(tiny_model, tmp_path,
     out = " ".join(capsys.readouterr().out.split())
     assert "not executed: 2 pipeline stages (--pipeline-parallel 1 plans none)" in out
     assert "torchrun" not in out
+
+
+def test_checkpoints_are_chosen_said_and_executed(plan_args, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    arguments = [*plan_args, "--mtbf", "memory=1h,nvme=6h", "--max-lost-work", "2h", "--iterations", "1000000"]
+    assert main([*arguments, "--output", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoints"] == json.loads(path.read_text())["checkpoints"]
+    assert main([*arguments, "--output", str(path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    plan = load_plan(path)
+    made = plan.checkpoints
+    assert made.asked.mtbf_s == {"memory": 3600, "nvme": 6 * 3600}
+    for each in made.levels:
+        assert f"{each.level} {each.every} it. =" in shown
+    assert f"lost {100 * made.waste:.1f} % of the time" in shown
+    assert f"the run of 1,000,000 iterations ({duration(made.work_s)}) is expected to take" in shown
+    assert f"without checkpoints {duration(made.without_s)}" in shown
+    assert "not used" in shown
+    assert "pfs: profile rtx-4090 has none" in shown
+    assert "restart: 60 s" in shown
+    assert main(["verify", str(path)]) == 0
+    places = [f"{tmp_path}/{each.level}" for each in made.levels]
+    assert intervals(plan, places) == tuple(each.every for each in made.levels)
+    assert [level.every for level in levels_of(plan, places, (), (2,))] == [each.every for each in made.levels]
+    assert levels_of(plan, places[:1], (7,), (2,))[0].every == 7
+    assert buffer_bytes(plan) == made.buffer_bytes
+    with pytest.raises(ValueError, match="give one place for each level, fastest first, or say --checkpoint-every"):
+        intervals(plan, [*places, "/more"])
+    durable = [each.level for each in made.levels if each.level != "memory"]
+    with pytest.raises(ValueError, match=f"but --checkpoint-dir gives .*{MEMORY}"):
+        intervals(plan, [*places[:-1], MEMORY])
+    assert durable == ["nvme"]
+
+
+def test_a_shared_file_system_can_be_asked_for(plan_args, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert main([*plan_args, "--mtbf", "pfs=1d", "--pfs-bandwidth", "2GB", "--output", str(path)]) == 0
+    assert load_plan(path).checkpoints.levels[-1].level == "pfs"
+    assert load_plan(path).hardware.pfs.write.provenance.source == "asked for with --pfs-bandwidth"
+    assert main([*plan_args, "--mtbf", "pfs=1d", "--output", str(tmp_path / "none.json")]) == 2
+    assert "profile rtx-4090 has none" in capsys.readouterr().err
+    assert not (tmp_path / "none.json").exists()

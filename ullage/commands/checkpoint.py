@@ -13,6 +13,7 @@ from ullage.arguments import positive_int
 from ullage.commands import Subparsers, command_parser
 from ullage.console import console, write_json
 from ullage.formatting import si
+from ullage.levels import MEMORY, memory_folders
 
 EXIT_FAILED = 1
 
@@ -52,6 +53,9 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do it."""
+    if args.place == MEMORY:
+        there = ", ".join(map(str, memory_folders())) or "there is none now"
+        raise CheckpointError(f"{MEMORY} has a folder for each plan; give the one that is meant: {there}")
     path = located(args.place)
     if isinstance(path, Path) and not path.is_dir():
         raise CheckpointError(f"{path} is no folder; give a --checkpoint-dir of a run")
@@ -63,6 +67,7 @@ def _list(args: argparse.Namespace) -> int:
     for path in store_at(args.place).folders():
         try:
             checkpoint = Checkpoint(path)
+            written = modified(path / MANIFEST_NAME)
         except CheckpointError as error:
             found.append({"path": str(path), "step": None, "damaged": str(error)})
             continue
@@ -73,7 +78,7 @@ def _list(args: argparse.Namespace) -> int:
                 "num_bytes": checkpoint.num_bytes,
                 "num_tensors": len(checkpoint.manifest.tensors),
                 "num_ranks": len(checkpoint.manifest.extra["ranks"]),
-                "written": modified(path / MANIFEST_NAME).isoformat(timespec="seconds"),
+                "written": written and written.isoformat(timespec="seconds"),
             }
         )
     if args.json:
@@ -84,7 +89,7 @@ def _list(args: argparse.Namespace) -> int:
             f"{entry['path']}: {entry['damaged']}"
             if "damaged" in entry
             else f"{entry['path']}: step {entry['step']}, {si(entry['num_bytes'], 'B')} in {entry['num_tensors']} "
-            f"tensors of {entry['num_ranks']} rank(s), {entry['written']}"
+            f"tensors of {entry['num_ranks']} rank(s)" + (f", {entry['written']}" if entry["written"] else "")
         )
     if not found:
         _say(f"no checkpoints in {args.place}")

@@ -105,7 +105,7 @@ def add_parser(subparsers: Subparsers) -> None:
         default=defaults.checkpoint_every,
         metavar="N[,N...]",
         help="iterations from one checkpoint to the next, for each place a multiple of the one before, or one for all "
-        "(100)",
+        "(the plan's, by ullage plan --mtbf; or 100)",
     )
     parser.add_argument(
         "--keep",

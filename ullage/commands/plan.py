@@ -2,16 +2,19 @@
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hwprofiles.files import write_whole
+from planner.checkpoints.choosing import protected
 from planner.planning import InfeasibleError, Request, make_plan
 from planner.remedies import what_would_fit
 from planner.search import Candidate
 from ullage.arguments import positive_float
 from ullage.commands import Subparsers, command_parser
+from ullage.failures import add_checkpoint_options, checkpoints_of, with_pfs
 from ullage.formatting import si
 from ullage.request import add_request_options, request_of
 
@@ -34,9 +37,12 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage plan --model opt-66b --hardware rtx4090-12ssd --storage nvme
         ullage plan --model opt-13b --hardware h100 --optimizer lion
         ullage plan --model my_package.models:make --input-shape 8x3x224x224 8:int64 --gpus 2
+        ullage plan --model opt-13b --gpus 8 --mtbf 6h --max-lost-work 30m
+        ullage plan --model opt-13b --gpus 8 --mtbf memory=2h,nvme=1d,pfs=30d --pfs-bandwidth 2GB
         """,
     )
     add_request_options(parser, model_required=True)
+    add_checkpoint_options(parser)
     parser.add_argument(
         "--budget",
         type=positive_float,
@@ -53,12 +59,16 @@ def run(args: argparse.Namespace) -> int:
     """Plan, print, write."""
     if not args.output.absolute().parent.is_dir():
         raise ValueError(f"--output {args.output}: there is no such folder; make it first")  # not after the search
-    request = request_of(args)
+    request, checkpoints = request_of(args), checkpoints_of(args)
+    if args.pfs_bandwidth is not None:
+        request = dataclasses.replace(request, hardware=with_pfs(request.hardware, args.pfs_bandwidth))
     try:
         with _progress() as progress:
             plan = make_plan(request, progress=progress, budget_s=args.budget)
     except InfeasibleError as error:
         raise InfeasibleError(f"{error}; {_remedies(request)}") from error
+    if checkpoints is not None:
+        plan = protected(plan, checkpoints)
     text = plan.to_json()
     if args.json:
         write_whole(args.output, text)

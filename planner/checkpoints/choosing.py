@@ -1,0 +1,351 @@
+"""When to make checkpoints: which levels, and at which intervals, for a plan and the failures that are expected.
+
+[Note: Choice of levels] Every set of levels that survives all failures is looked at. The fastest level of a set is
+written beside training, each other is filled from the one above. What either costs training, and how long it takes, is
+simulated; intervals then follow from :mod:`planner.checkpoints.nesting`. Where checkpoints come so close that they
+meet, the interval and its neighbours are simulated as they would be, and the least waste wins.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+
+from planner.checkpoints.chosen import (
+    Bound,
+    CheckpointLevel,
+    CheckpointPlan,
+    CheckpointsAsked,
+    EngineCheckpoints,
+)
+from planner.checkpoints.interval import Protection
+from planner.checkpoints.nesting import ContradictionError, Limits, Nested, nest, outcome
+from planner.checkpoints.policy import CHUNK_BYTES, HASH_BYTES_PER_S, LEAST_BUFFER_BYTES, POLICIES
+from planner.checkpoints.stores import LEVELS, Level, storage_of
+from planner.checkpoints.trial import OURS, Measured, Trial
+from planner.plan import Plan
+from planner.schedule import Tier
+
+_DAY_S = 86400.0
+_NOT_WORTH_MEMORY = 1e-4  # of the time
+
+
+class CheckpointsError(ValueError):
+    """Checkpoints cannot be made as asked: which limit binds, and what would help."""
+
+
+def choose_checkpoints(plan: Plan, asked: CheckpointsAsked, trial: Trial | None = None) -> CheckpointPlan:
+    """Return the levels and intervals that waste least time of a plan.
+
+    Args:
+        plan: what is trained, and where.
+        asked: failures and limits.
+        trial: of the plan, if several questions are asked about it: what was simulated for one serves the others.
+
+    Raises:
+        CheckpointsError: nothing survives the failures, or the limits contradict each other.
+        ValueError: the plan is a pipeline.
+    """
+    trial = trial or Trial(plan)
+    found: list[tuple[_Choice, tuple[Level, ...], Nested]] = []
+    errors: list[CheckpointsError] = []
+    for buffer_bytes in _buffers(trial, asked):
+        try:
+            choice = _Choice(plan, asked, trial, buffer_bytes)
+            found.append((choice, *choice.best()))
+        except CheckpointsError as error:
+            errors.append(error)
+    if not found:
+        raise errors[-1]
+    least = min(nested.waste for _, _, nested in found)
+    choice, levels, nested = next(each for each in found if each[-1].waste <= least + _NOT_WORTH_MEMORY)
+    return choice.made(levels, choice.confirmed(levels, nested))
+
+
+def protected(plan: Plan, asked: CheckpointsAsked) -> Plan:
+    """Return a plan with its checkpoints; see :func:`choose_checkpoints`."""
+    return plan.model_copy(update={"checkpoints": choose_checkpoints(plan, asked)}).sealed()
+
+
+def _buffers(trial: Trial, asked: CheckpointsAsked) -> list[int]:
+    """Return sizes of a rank's buffer to look at, smallest first: what is asked for, or up to all that it saves."""
+    if asked.buffer_bytes is not None:
+        return [asked.buffer_bytes]
+    most_bytes = trial.free_bytes(Tier.HOST) // trial.cost.ranks_per_node
+    wanted = {trial.shard_bytes >> 2, trial.shard_bytes + CHUNK_BYTES - 1}
+    larger = {min(size, most_bytes) // CHUNK_BYTES * CHUNK_BYTES for size in wanted}
+    return [LEAST_BUFFER_BYTES, *sorted(size for size in larger if size > LEAST_BUFFER_BYTES)]
+
+
+class _Choice:
+    """What is chosen with one size of buffer."""
+
+    def __init__(self, plan: Plan, asked: CheckpointsAsked, trial: Trial, buffer_bytes: int) -> None:
+        self._asked = asked
+        self._iteration_s = plan.prediction.iteration_s
+        self._profile = plan.hardware
+        self._trial = trial
+        self._buffer_bytes = buffer_bytes
+        cost = trial.cost
+        self._node_bytes = self._trial.shard_bytes * cost.ranks_per_node
+        self._all_bytes = self._trial.shard_bytes * cost.num_ranks
+        self._ring_bytes = buffer_bytes * cost.ranks_per_node
+        if (free_bytes := self._trial.free_bytes(Tier.HOST)) < self._ring_bytes:
+            raise CheckpointsError(
+                f"checkpoints need {_gb(self._ring_bytes)} of each host for what is not written yet, and the plan "
+                f"leaves {_gb(free_bytes)}; leave more of it free, or give less with --checkpoint-buffer"
+            )
+        self._left_out = {level: why for level in LEVELS if (why := self._why_not(level))}
+
+    def made(self, levels: tuple[Level, ...], chosen: Nested) -> CheckpointPlan:
+        """Return all that a plan says of a choice."""
+        left_out = self._left_out | {
+            level: "does not pay" for level in LEVELS if level not in {*levels, *self._left_out}
+        }
+        return CheckpointPlan(
+            asked=self._asked,
+            iteration_s=self._iteration_s,
+            size_bytes=self._all_bytes,
+            buffer_bytes=self._buffer_bytes,
+            node_buffer_bytes=self._ring_bytes,
+            levels=tuple(self._rows(levels, chosen)),
+            left_out=left_out,
+            waste=chosen.waste,
+            overhead=chosen.overhead,
+            most_lost_s=chosen.most_lost_s,
+            engines=tuple(self._engine(name) for name in POLICIES if name != OURS),
+            assumptions=tuple(self._assumptions(levels)),
+        )
+
+    # --- levels
+
+    def _why_not(self, level: Level) -> str | None:
+        """Return why a level cannot be used at all, if so."""
+        count, storage = self._asked.keep + 1, storage_of(self._trial.cost, level)
+        if level != "memory" and storage is None:
+            return f"profile {self._profile.name} has none"
+        free_bytes, size_bytes = {
+            "memory": (self._trial.free_bytes(Tier.HOST) - self._ring_bytes, self._node_bytes),
+            "nvme": (self._trial.free_bytes(Tier.NVME), self._node_bytes),
+            "pfs": (int(storage.capacity_bytes.value) if storage else 0, self._all_bytes),
+        }[level]
+        if count * size_bytes > free_bytes:
+            return (
+                f"{count} checkpoints of {_gb(size_bytes)} have no room in the {_gb(max(free_bytes, 0))} that are free"
+            )
+        if level == "nvme" and self._endured_s() == math.inf:
+            written = self._trial.written_bytes * _DAY_S / self._iteration_s
+            return f"training alone writes {_gb(written)} a day, as much as the drives endure or more"
+        return None
+
+    def _endured_s(self) -> float:
+        """Return the least seconds between checkpoints on the node's drives that these endure."""
+        nvme, per_day = self._profile.nvme, self._asked.drive_writes_per_day
+        if nvme is None or per_day is None:
+            return 0.0
+        rate = per_day * nvme.capacity_bytes.value / _DAY_S - self._trial.written_bytes / self._iteration_s
+        return self._node_bytes / rate if rate > 0 else math.inf
+
+    def _sets(self) -> Iterator[tuple[Level, ...]]:
+        """Yield all sets of levels that survive all failures, and of which the slowest survives some by itself."""
+        usable = [level for level in LEVELS if level not in self._left_out]
+        for count in range(1, len(usable) + 1):
+            for levels in itertools.combinations(usable, count):
+                served = self._rates(levels)
+                if served is not None and served[-1] > 0:
+                    yield levels
+
+    def _rates(self, levels: tuple[Level, ...]) -> list[float] | None:
+        """Return the failures per second that each level is there for; ``None`` if none survives some."""
+        rates = dict.fromkeys(levels, 0.0)
+        for kind, mtbf_s in self._asked.mtbf_s.items():
+            surviving = [level for level in levels if LEVELS.index(level) >= LEVELS.index(kind)]
+            if not surviving:
+                return None
+            rates[surviving[0]] += 1 / mtbf_s
+        return list(rates.values())
+
+    # --- what they cost
+
+    def _protections(self, levels: tuple[Level, ...], every: int | None = None) -> tuple[list[Protection], Limits]:
+        """Return what levels cost and save; of the fastest if its checkpoints are so many iterations apart."""
+        rates = self._rates(levels)
+        assert rates is not None, "only sets that survive everything are looked at"
+        found, least_s, latency_s = [], [], 0.0
+        for position, (level, rate) in enumerate(zip(levels, rates, strict=True)):
+            if position == 0:
+                measured = self._saved(level, every)
+                drained_s = measured.latency_s - measured.cost_s  # training waits for the rest of it anyway
+            else:
+                measured = self._trial.promoted(levels[position - 1], level)
+                drained_s = measured.latency_s
+            latency_s += measured.latency_s
+            restart_s = self._asked.restart_s + self._trial.restored_s(level)
+            found.append(Protection(measured.cost_s, latency_s, restart_s, rate))
+            least_s.append(max(drained_s, self._endured_s() if level == "nvme" else 0.0))
+        return found, Limits(tuple(least_s), self._asked.max_overhead, self._asked.max_lost_s)
+
+    def _saved(self, level: Level, every: int | None) -> Measured:
+        alone = self._trial.saved(level, self._buffer_bytes)
+        if every is None or every * self._iteration_s >= alone.latency_s:
+            return alone  # the one before is written when the next one begins
+        return self._trial.saved(level, self._buffer_bytes, every)
+
+    # --- the best
+
+    def best(self) -> tuple[tuple[Level, ...], Nested]:
+        """Return the set and the intervals that waste least, by what checkpoints cost by themselves.
+
+        Raises:
+            CheckpointsError: nothing survives the failures, or the limits contradict each other.
+        """
+        found: list[tuple[tuple[Level, ...], Nested]] = []
+        errors: list[ContradictionError] = []
+        for levels in self._sets():
+            protections, limits = self._protections(levels)
+            try:
+                found.append((levels, nest(protections, self._iteration_s, limits)))
+            except ContradictionError as error:
+                errors.append(error)
+        if found:
+            return min(found, key=lambda pair: pair[1].waste)
+        raise self._contradiction(errors) if errors else self._nothing_survives()
+
+    def confirmed(self, levels: tuple[Level, ...], nested: Nested) -> Nested:
+        """Simulate the intervals and their neighbours as they would be, and return the best of those.
+
+        Raises:
+            CheckpointsError: the limits are kept by none.
+        """
+        ratios = [b // a for a, b in itertools.pairwise(nested.every)]
+        found, errors = [], []
+        for first in _neighbours(nested.every[0]):
+            protections, limits = self._protections(levels, first)
+            every = tuple(itertools.accumulate([first, *ratios], lambda a, b: a * b))
+            try:
+                found.append(self._kept(every, protections, limits))
+            except ContradictionError as error:
+                errors.append(error)
+        if not found:
+            raise self._contradiction(errors)
+        return min(found, key=lambda each: each.waste)
+
+    def _kept(self, every: tuple[int, ...], protections: list[Protection], limits: Limits) -> Nested:
+        """Return what intervals lead to, if they keep the limits."""
+        work_s = [n * self._iteration_s for n in every]
+        made = outcome(protections, every, self._iteration_s)
+        few = limits.max_overhead is None or made.overhead <= limits.max_overhead * (1 + 1e-9)
+        little = limits.max_lost_s is None or made.most_lost_s <= limits.max_lost_s * (1 + 1e-9)
+        drained = all(work >= least * (1 - 1e-9) for work, least in zip(work_s, limits.least_s, strict=True))
+        if not (few and little and drained):
+            raise ContradictionError(made.overhead if little else None, made.most_lost_s if few else None)
+        return made
+
+    def _contradiction(self, errors: list[ContradictionError]) -> CheckpointsError:
+        overheads = [error.least_overhead for error in errors if error.least_overhead is not None]
+        losses_s = [error.least_lost_s for error in errors if error.least_lost_s is not None]
+        asked, ways = [], []
+        if self._asked.max_overhead is not None:
+            asked.append(f"--max-checkpoint-overhead {100 * self._asked.max_overhead:g}%")
+            ways += [f"allow {100 * min(overheads):.3g} % of overhead"] if overheads else []
+        if self._asked.max_lost_s is not None:
+            asked.append(f"--max-lost-work {self._asked.max_lost_s:g}s")
+            ways += [f"{'' if ways else 'allow '}{min(losses_s):.3g} s of lost work"] if losses_s else []
+        if not asked:
+            asked.append("an iteration between checkpoints")
+            ways.append("write to faster storage")
+        return CheckpointsError(f"no checkpoints keep {' and '.join(asked)}; {', or '.join(ways)}")
+
+    def _nothing_survives(self) -> CheckpointsError:
+        slowest = max(self._asked.mtbf_s, key=LEVELS.index)
+        needed = LEVELS[LEVELS.index(slowest) :]
+        reasons = "; ".join(f"{level}: {self._left_out[level]}" for level in needed if level in self._left_out)
+        return CheckpointsError(
+            f"no storage is left that survives what {slowest}={self._asked.mtbf_s[slowest]:.0f}s stands for "
+            f"({reasons}); make room, choose a profile that has it, or give --pfs-bandwidth"
+        )
+
+    # --- in words and rows
+
+    def _rows(self, levels: tuple[Level, ...], chosen: Nested) -> Iterable[CheckpointLevel]:
+        protections, limits = self._protections(levels, chosen.every[0])
+        for position, (level, every, each) in enumerate(zip(levels, chosen.every, protections, strict=True)):
+            size_bytes = self._all_bytes if level == "pfs" else self._node_bytes
+            yield CheckpointLevel(
+                level=level,
+                every=every,
+                bound=self._bound(position, levels, chosen, limits),
+                cost_s=each.cost_s,
+                latency_s=each.latency_s,
+                restart_s=each.restart_s,
+                mtbf_s=1 / each.failures_per_s if each.failures_per_s else None,
+                stored_bytes=(self._asked.keep + 1) * size_bytes,
+                written_bytes_per_day=size_bytes * _DAY_S * (1 - chosen.waste) / (every * self._iteration_s),
+            )
+
+    def _bound(self, position: int, levels: tuple[Level, ...], chosen: Nested, limits: Limits) -> Bound:
+        """Return what decided the interval of one of the levels."""
+        before = chosen.every[position - 1] if position else 1
+        fewer_s = (chosen.every[position] - before) * self._iteration_s
+        if fewer_s < limits.least_s[position] and limits.least_s[position] > self._iteration_s:
+            endured = levels[position] == "nvme" and self._endured_s() == limits.least_s[position]
+            return "endurance" if endured else "drain"
+        if chosen.every[position] == 1:
+            return "iteration"
+        protections, _ = self._protections(levels, chosen.every[0])
+        free = nest(protections, self._iteration_s, dataclasses.replace(limits, max_overhead=None, max_lost_s=None))
+        if limits.max_overhead is not None and free.overhead > limits.max_overhead:
+            return "overhead"
+        if limits.max_lost_s is not None and free.most_lost_s > limits.max_lost_s:
+            return "lost work"
+        return "waste"
+
+    def _engine(self, name: str) -> EngineCheckpoints:
+        """Return what another engine wastes at its own best interval, on the level that suits it best."""
+        rate = self._asked.failures_per_s
+        found: list[EngineCheckpoints] = []
+        reasons = [f"nothing survives ({why})" for why in self._left_out.values()]
+        for level in LEVELS[1:]:
+            if level in self._left_out or self._rates((level,)) is None:
+                continue
+            try:
+                measured = self._trial.saved_by(name, level)
+            except ValueError as error:
+                reasons.insert(0, str(error))
+                continue
+            restart_s = self._asked.restart_s + self._trial.restored_s(level)
+            protection = Protection(measured.cost_s, measured.latency_s, restart_s, rate)
+            nested = nest([protection], self._iteration_s, Limits((measured.latency_s - measured.cost_s,)))
+            found.append(
+                EngineCheckpoints(
+                    name=name,
+                    level=level,
+                    every=nested.every[0],
+                    cost_s=measured.cost_s,
+                    latency_s=measured.latency_s,
+                    waste=nested.waste,
+                )
+            )
+        if not found:
+            return EngineCheckpoints(name=name, why_not=reasons[0] if reasons else "it only writes to drives")
+        return min(found, key=lambda each: (each.waste, each.name))
+
+    def _assumptions(self, levels: tuple[Level, ...]) -> Iterator[str]:
+        yield f"restart: {self._asked.restart_s:g} s until state can be read"
+        yield f"checksums: {HASH_BYTES_PER_S.value / 1e9:g} GB/s per core ({HASH_BYTES_PER_S.provenance.source})"
+        if self._asked.drive_writes_per_day is None:
+            yield "drives endure whatever is written (--drive-writes-per-day says how much)"
+        yield "failures come at exponential times"
+        if len(levels) > 1:
+            yield "one thread of each node fills a slower level from the one above"
+        if levels[0] != "pfs" and self._all_bytes > self._node_bytes:
+            yield "several nodes that save to their own memory or drives are planned, and not executed so far"
+
+
+def _neighbours(every: int) -> list[int]:
+    """Return an interval, those next to it, and, where limits need it, longer ones."""
+    return sorted({n for n in (every - 1, every, every + 1, every + 2, 2 * every) if n >= 1})
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3g} GB"

@@ -1,0 +1,170 @@
+"""Which multiples of an iteration waste least, for several levels whose intervals nest."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.checkpoints.interval import Protection, Values, daly_s, expected_waste, most_lost_s, overhead
+
+Counts = npt.NDArray[np.int64]
+
+# Tried of each level at first: all numbers up to some, and from there on so many at equal ratios. Waste is flat about
+# its minimum, and what is found is improved step by step.
+_FIRST_TRIED, _MULTIPLES_TRIED = 160, 48
+_FAR: Final = 4  # times the optimum of one level: beyond, nothing is gained
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """What an interval has to keep.
+
+    Attributes:
+        least_s: training time between checkpoints of each level, at least: it is written by then, and drives last.
+        max_overhead: see :func:`planner.checkpoints.interval.overhead`; ``None``: any.
+        max_lost_s: see :func:`planner.checkpoints.interval.most_lost_s`; ``None``: any.
+    """
+
+    least_s: tuple[float, ...]
+    max_overhead: float | None = None
+    max_lost_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Nested:
+    """Intervals, and what they lead to.
+
+    Attributes:
+        every: iterations between two checkpoints of each level, fastest first; each a multiple of the one before.
+        waste, overhead, most_lost_s: see :mod:`planner.checkpoints.interval`.
+    """
+
+    every: tuple[int, ...]
+    waste: float
+    overhead: float
+    most_lost_s: float
+
+
+class ContradictionError(ValueError):
+    """No interval keeps all limits.
+
+    Attributes:
+        least_overhead: that the limit of lost work leaves; ``None`` if no interval keeps that one.
+        least_lost_s: that the limit of overhead leaves; ``None`` if no interval keeps that one.
+    """
+
+    def __init__(self, least_overhead: float | None, least_lost_s: float | None) -> None:
+        super().__init__("no interval between checkpoints keeps both its limit of overhead and that of lost work")
+        self.least_overhead = least_overhead
+        self.least_lost_s = least_lost_s
+
+
+def nest(levels: Sequence[Protection], iteration_s: float, limits: Limits) -> Nested:
+    """Return the intervals that waste least.
+
+    Args:
+        levels: fastest first; some failures need the last one.
+        iteration_s: of training without checkpoints.
+        limits: on the intervals.
+
+    Raises:
+        ContradictionError: none keeps the limits.
+    """
+    search = _Search(tuple(levels), iteration_s, limits)
+    every = search.best(search.grid())
+    while (better := search.best(search.around(every))) != every:
+        every = better
+    return outcome(levels, every, iteration_s)
+
+
+def outcome(levels: Sequence[Protection], every: tuple[int, ...], iteration_s: float) -> Nested:
+    """Return what intervals lead to."""
+    work_s = [n * iteration_s for n in every]
+    return Nested(
+        every,
+        float(expected_waste(levels, work_s)),
+        float(overhead(levels, work_s)),
+        float(most_lost_s(levels, work_s)),
+    )
+
+
+class _Search:
+    def __init__(self, levels: tuple[Protection, ...], iteration_s: float, limits: Limits) -> None:
+        assert levels[-1].failures_per_s > 0, "a level that no failure needs is of no use"
+        self._levels = levels
+        self._iteration_s = iteration_s
+        self._limits = limits
+        self._least = tuple(max(math.ceil(least_s / iteration_s - 1e-9), 1) for least_s in limits.least_s)
+
+    def grid(self) -> tuple[Counts, ...]:
+        """Return all to begin with: intervals of the fastest level, times multiples of the one before."""
+        first = np.union1d(_thinned(self._least[0], self._most, _FIRST_TRIED), self._at_limits())
+        multiples = _thinned(1, -(-self._most // self._least[0]), _MULTIPLES_TRIED)
+        return _cumulated(np.meshgrid(first, *[multiples] * (len(self._levels) - 1), indexing="ij"))
+
+    def _at_limits(self) -> Counts:
+        """Return the numbers next to which one level by itself comes to a limit."""
+        found = [self._least[0]]
+        for level in self._levels:
+            if self._limits.max_lost_s is not None:
+                found.append(math.floor((self._limits.max_lost_s - level.latency_s - level.cost_s) / self._iteration_s))
+            if self._limits.max_overhead:
+                found.append(math.ceil(level.cost_s / self._limits.max_overhead / self._iteration_s))
+        return np.array([n for n in found if n >= self._least[0]])
+
+    def around(self, every: tuple[int, ...]) -> tuple[Counts, ...]:
+        """Return neighbours: each number one or some percent more or less, and each one of the other ratios too."""
+        multiples = [every[0], *(b // a for a, b in itertools.pairwise(every))]
+        tried = []
+        for n in multiples:
+            near = {n, n - 1, n + 1, n - n // 16, n + n // 16, n // 2, n * 2}
+            tried.append(np.array(sorted(i for i in near if i >= 1)))
+        return _cumulated(np.meshgrid(*tried, indexing="ij"))
+
+    def best(self, tried: tuple[Counts, ...]) -> tuple[int, ...]:
+        """Return which of these wastes least."""
+        work_s: list[Values] = [counts * np.float64(self._iteration_s) for counts in tried]
+        allowed = np.logical_and.reduce([n >= least for n, least in zip(tried, self._least, strict=True)])
+        added, lost_s = overhead(self._levels, work_s), most_lost_s(self._levels, work_s)
+        few = allowed & self._within(added, self._limits.max_overhead)
+        little = allowed & self._within(lost_s, self._limits.max_lost_s)
+        if not (few & little).any():
+            raise ContradictionError(_least(added, little), _least(lost_s, few))
+        wasted = np.where(few & little, expected_waste(self._levels, work_s), np.inf)
+        found = int(np.argmin(wasted))
+        return tuple(int(counts[found]) for counts in tried)
+
+    @property
+    def _most(self) -> int:
+        """Iterations beyond which nothing is gained: far beyond the optimum, or what keeps the overhead down."""
+        cost_s = sum(level.cost_s for level in self._levels)
+        most_s = [least * self._iteration_s for least in self._least]
+        if cost_s > 0:
+            most_s += [_FAR * daly_s(cost_s, 1 / each.failures_per_s) for each in self._levels if each.failures_per_s]
+            if self._limits.max_overhead:
+                most_s.append(_FAR * cost_s / self._limits.max_overhead)
+        return math.ceil(max(most_s) / self._iteration_s)
+
+    @staticmethod
+    def _within(values: Values, limit: float | None) -> npt.NDArray[np.bool_]:
+        return np.asarray(values) <= (math.inf if limit is None else limit * (1 + 1e-9))
+
+
+def _thinned(least: int, most: int, count: int) -> Counts:
+    """Return whole numbers from the least to the most: all, if they are no more than so many."""
+    if most - least < count:
+        return np.arange(least, most + 1)
+    return np.unique(np.round(np.geomspace(least, most, count)).astype(np.int64))
+
+
+def _cumulated(multiples: Sequence[Counts]) -> tuple[Counts, ...]:
+    """Return intervals of all levels, from that of the first and multiples of it, flat."""
+    return tuple(np.multiply.accumulate([counts.ravel() for counts in multiples]))
+
+
+def _least(values: Values, kept: npt.NDArray[np.bool_]) -> float | None:
+    return float(np.broadcast_to(values, kept.shape)[kept].min()) if kept.any() else None

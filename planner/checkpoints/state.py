@@ -1,0 +1,65 @@
+"""What a checkpoint saves: the optimizer state of one rank, in the order of updates."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from planner.checkpoints.policy import CheckpointPolicy
+from planner.optimizers import OPTIMIZERS, Optimizer
+from planner.schedule import Lane, Op, Schedule, Tier
+
+_COARSE_CHUNKS = 400
+# Where what changes a piece is not its update: it is stored back, or written.
+_CHANGES = {Op.STORE: Tier.HOST, Op.SWAP_OUT: Tier.NVME}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shard:
+    """One piece of a rank's state.
+
+    Attributes:
+        num_bytes: that are saved of it.
+        tier: where it lives.
+        changed_by: index of the task of an iteration that changes it.
+        unit, piece: what it is the state of; see :class:`planner.schedule.Task`.
+    """
+
+    num_bytes: int
+    tier: Tier
+    changed_by: int
+    unit: str = ""
+    piece: int = -1
+
+
+def state_of(
+    schedule: Schedule, *, num_replicas: int | Mapping[str, int] = 1, optimizer: Optimizer = "adamw"
+) -> tuple[Shard, ...]:
+    """Return the optimizer state that an iteration's updates change, in their order: fp32 master and buffers.
+
+    Weights in 16 bits are casts of the master, and not saved. State that is streamed through the device lives on the
+    host, and changes when it is stored back; what is on NVMe changes when its new version has been written.
+
+    Args:
+        schedule: one iteration.
+        num_replicas: ranks that hold the same state (data parallelism that shards nothing), of each unit if they
+            differ; each saves its part.
+        optimizer: whose state it is.
+    """
+    changed = {(task.unit, task.piece): task for task in schedule.tasks if task.op in _CHANGES}
+    shards = []
+    for task in schedule.tasks:
+        if task.op is Op.UPDATE and task.num_params:
+            change = changed.get((task.unit, task.piece), task)
+            here = Tier.GPU if task.lane is Lane.GPU_UPDATE else Tier.HOST
+            replicas = num_replicas if isinstance(num_replicas, int) else num_replicas[task.unit]
+            num_bytes = -(-OPTIMIZERS[optimizer].state_bytes_per_param * task.num_params // replicas)
+            shards.append(Shard(num_bytes, _CHANGES.get(change.op, here), change.index, task.unit, task.piece))
+    return tuple(shards)
+
+
+def coarse(policy: CheckpointPolicy, state: Iterable[Shard], buffer_bytes: int) -> tuple[CheckpointPolicy, int]:
+    """Return the policy with chunks no smaller than a 400th of some state, and a buffer that has room for two.
+
+    A gate may then open early by the time that two chunks take to be written: by half a percent of a checkpoint's.
+    """
+    chunk_bytes = max(policy.chunk_bytes, -(-sum(shard.num_bytes for shard in state) // _COARSE_CHUNKS))
+    return dataclasses.replace(policy, chunk_bytes=chunk_bytes), max(buffer_bytes, 2 * chunk_bytes)

@@ -1,0 +1,146 @@
+"""Where checkpoints go, as one rank sees it while all ranks write or read at once."""
+
+import abc
+import dataclasses
+from typing import Final, Literal, final, get_args
+
+from hwprofiles.profile import Storage
+from planner.costs import CostModel, Resource
+
+Level = Literal["memory", "nvme", "pfs"]
+"""Memory of the node (survives a process), its drives (survive a loss of power), the file system that all nodes share
+(survives the node)."""
+
+LEVELS: Final[tuple[Level, ...]] = get_args(Level)
+"""Fastest first. What one survives all slower ones do."""
+
+Uses = tuple[tuple[Resource, float], ...]
+
+# Who copies host memory reads it and writes it, through caches.
+_COPY_PASSES = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traffic:
+    """What storage takes to read or write some bytes of one rank while all do, if nothing else holds them up.
+
+    Attributes:
+        duration_s: seconds.
+        core_s: seconds of cores in that time.
+        uses: amounts per second of what else is shared.
+    """
+
+    duration_s: float
+    core_s: float
+    uses: Uses
+
+
+class Store(abc.ABC):
+    """One level."""
+
+    @abc.abstractmethod
+    def write(self, num_bytes: int, num_threads: float) -> Traffic:
+        """Return what it takes to write so many bytes of one rank by so many threads of it."""
+
+    @abc.abstractmethod
+    def read(self, num_bytes: int, num_threads: float) -> Traffic:
+        """Return what it takes to read them."""
+
+    @abc.abstractmethod
+    def capacities(self) -> dict[Resource, float]:
+        """Return what one rank has of resources that only checkpoints use."""
+
+
+@final
+class MemoryStore(Store):
+    """Files in the node's memory.
+
+    A thread copies as fast as a core passes over memory; where it is known how fast a process gets new memory, writing
+    pays for that too.
+    """
+
+    def __init__(self, cost: CostModel) -> None:
+        host = cost.profile.host
+        self._capacity = cost.capacities()
+        self._thread_bytes_per_s = host.elementwise_bytes_per_s.value / host.num_optimizer_cores / _COPY_PASSES
+        self._fresh_s_per_byte = 1 / host.fresh_bytes_per_s.value if host.fresh_bytes_per_s else 0.0
+
+    def write(self, num_bytes: int, num_threads: float) -> Traffic:
+        """See :class:`Store`."""
+        return self._copy(num_bytes, num_threads, self._fresh_s_per_byte)
+
+    def read(self, num_bytes: int, num_threads: float) -> Traffic:
+        """See :class:`Store`."""
+        return self._copy(num_bytes, num_threads, 0.0)
+
+    def capacities(self) -> dict[Resource, float]:
+        """See :class:`Store`."""
+        return {}
+
+    def _copy(self, num_bytes: int, num_threads: float, more_s_per_byte: float) -> Traffic:
+        threads = min(num_threads, self._capacity[Resource.CORES])
+        least_s = _COPY_PASSES * num_bytes / self._capacity[Resource.DRAM]
+        duration_s = max(num_bytes / (threads * self._thread_bytes_per_s) + num_bytes * more_s_per_byte, least_s)
+        dram = min(_COPY_PASSES * num_bytes / duration_s, self._capacity[Resource.DRAM])
+        return Traffic(duration_s, threads * duration_s, ((Resource.DRAM, dram),))
+
+
+@final
+class DriveStore(Store):
+    """Drives of the node, or a file system that all nodes share.
+
+    Drives of the node are those that optimizer state and activations use too.
+    """
+
+    def __init__(self, cost: CostModel, storage: Storage, *, is_shared: bool) -> None:
+        self._storage = storage
+        self._is_shared = is_shared
+        self._num_ranks = cost.num_ranks
+        self._ranks_per_node = cost.ranks_per_node
+        self._capacity = cost.capacities()
+
+    def write(self, num_bytes: int, num_threads: float) -> Traffic:  # noqa: ARG002 - drives bound it, not threads
+        """See :class:`Store`: the slower of the node's disk or network, and the job's share."""
+        share_s = num_bytes / self._share_bytes_per_s()
+        duration_s = max(self._storage.write.time_s(num_bytes * self._ranks_per_node), share_s)
+        return self._traffic(num_bytes, duration_s, Resource.NVME_WRITE)
+
+    def read(self, num_bytes: int, num_threads: float) -> Traffic:  # noqa: ARG002 - drives bound it, not threads
+        """See :class:`Store`."""
+        duration_s = self._storage.read.time_s(num_bytes * self._ranks_per_node)
+        return self._traffic(num_bytes, duration_s, Resource.NVME_READ)
+
+    def capacities(self) -> dict[Resource, float]:
+        """See :class:`Store`."""
+        return {Resource.PFS: self._share_bytes_per_s()} if self._is_shared else {}
+
+    def _traffic(self, num_bytes: int, duration_s: float, direction: Resource) -> Traffic:
+        rate = num_bytes / duration_s if duration_s else 0.0
+        if self._is_shared:
+            return Traffic(duration_s, 0.0, ((Resource.PFS, min(rate, self._share_bytes_per_s())),))
+        both = min(rate, self._capacity[Resource.NVME])
+        return Traffic(duration_s, 0.0, ((direction, rate), (Resource.NVME, both)))
+
+    def _share_bytes_per_s(self) -> float:
+        """Return what one rank writes while all do."""
+        share = self._storage.write.best_rate_per_s() / self._ranks_per_node
+        job = self._storage.job_write_bytes_per_s
+        return share if job is None else min(share, job.value / self._num_ranks)
+
+
+def storage_of(cost: CostModel, level: Level) -> Storage | None:
+    """Return what the profile says of a level's storage; of memory nothing."""
+    return {"memory": None, "nvme": cost.profile.nvme, "pfs": cost.profile.pfs}[level]
+
+
+def store_of(cost: CostModel, level: Level) -> Store:
+    """Return a level.
+
+    Raises:
+        ValueError: the profile has no such storage.
+    """
+    if level == "memory":
+        return MemoryStore(cost)
+    if (storage := storage_of(cost, level)) is None:
+        raise ValueError(f"profile {cost.profile.name} has no {level}; add it to the profile or write elsewhere")
+    return DriveStore(cost, storage, is_shared=level == "pfs")

@@ -1,0 +1,210 @@
+"""What checkpoints cost a plan, by simulating its training with them."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Final
+
+from planner.checkpoints.costs import CheckpointCosts
+from planner.checkpoints.lowering import Run, with_checkpoints, with_promotion
+from planner.checkpoints.policy import CheckpointPolicy, policy
+from planner.checkpoints.reading import RunTimes, times
+from planner.checkpoints.state import coarse, state_of
+from planner.checkpoints.stores import Level, store_of
+from planner.costs import CostModel
+from planner.plan import Plan
+from planner.prediction import capacities
+from planner.schedule import Lane, Tier
+from planner.simulate.machine import run
+
+OURS: Final = "ullage"
+
+# Of training before the first checkpoint; after some, when it may have settled; and simulated at most.
+_WARM_UP, _FIRST_ITERATIONS, _MAX_TASKS = 2, 8, 20_000
+_AS_LONG = 1.1  # as writing seems to take: it takes longer beside training
+# Checkpoints at close intervals, to see what they do to one another.
+_IN_A_ROW = 3
+_WRITING_LANES = frozenset({Lane.NVME_WRITE, Lane.NVME_STATE_OUT})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """What one checkpoint took, in simulated seconds.
+
+    Attributes:
+        cost_s: that it added to training, interference included.
+        latency_s: until it was written.
+    """
+
+    cost_s: float
+    latency_s: float
+
+
+class Trial:
+    """A plan's training, with checkpoints or without.
+
+    Args:
+        plan: what is trained, and where.
+
+    Attributes:
+        cost: prices of training.
+        shard_bytes: that one rank saves.
+
+    Raises:
+        ValueError: the plan is a pipeline.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        decisions, units = plan.decisions, plan.units()
+        if decisions.pipeline_parallel > 1:
+            raise ValueError(
+                f"the plan has {decisions.pipeline_parallel} pipeline stages, and checkpoints are planned for one; ask "
+                "for --pipeline-parallel 1, or leave --mtbf out"
+            )
+        self.cost = CostModel.of(plan.hardware, units, decisions)
+        self._memory = plan.prediction.memory
+        self._iteration_s = plan.prediction.iteration_s
+        self._schedule = plan.schedule()
+        self._prices = self.cost.prices(self._schedule)
+        replicas = {unit.name: 1 if decisions.zero_stage else decisions.replicas(unit) for unit in units}
+        self._state = state_of(self._schedule, num_replicas=replicas, optimizer=decisions.optimizer)
+        self.shard_bytes = sum(shard.num_bytes for shard in self._state)
+        self._saved: dict[tuple[str, Level, int, int | None], Measured] = {}
+        self._promoted: dict[tuple[Level, Level], Measured] = {}
+        self._plain: dict[int, float] = {}
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that the ranks of one node write to its drives in every iteration of training."""
+        tasks = self._schedule.tasks
+        return self.cost.ranks_per_node * sum(task.num_bytes for task in tasks if task.lane in _WRITING_LANES)
+
+    def free_bytes(self, tier: Tier) -> int:
+        """Return what the plan leaves of one node's tier."""
+        if tier not in self._memory:
+            return capacities(self.cost)[tier]
+        return self._memory[tier].capacity_bytes - self._memory[tier].peak_bytes
+
+    def saved(self, level: Level, buffer_bytes: int, every: int | None = None) -> Measured:
+        """Return what a checkpoint of our engine costs.
+
+        Args:
+            level: where it goes.
+            buffer_bytes: of each rank, for what is copied and not yet written.
+            every: iterations from one to the next; ``None``: one by itself.
+
+        Raises:
+            ValueError: the profile lacks the level.
+        """
+        if every is not None and _IN_A_ROW * every * len(self._schedule.tasks) > _MAX_TASKS:
+            every = None  # they are as far apart as one by itself is looked at
+        return self._made(OURS, level, buffer_bytes, every)
+
+    def saved_by(self, engine: str, level: Level) -> Measured:
+        """Return what one checkpoint of another engine costs, which takes what host memory the plan leaves.
+
+        Raises:
+            ValueError: the profile lacks the level, or something that the engine needs.
+        """
+        if policy(engine).device_only and any(shard.tier is not Tier.GPU for shard in self._state):
+            raise ValueError("its code refuses state that is not on the device")
+        return self._made(engine, level, self._left_bytes(policy(engine)), None)
+
+    def _made(self, engine: str, level: Level, buffer_bytes: int, every: int | None) -> Measured:
+        key = engine, level, buffer_bytes, every
+        if key not in self._saved:
+            chosen, buffer_bytes = coarse(policy(engine), self._state, buffer_bytes)
+            costs = CheckpointCosts(self.cost, chosen, level)
+            build = functools.partial(self._checkpoints, chosen, buffer_bytes)
+            if every is None:
+                written_s = store_of(self.cost, level).write(self.shard_bytes, chosen.num_writers).duration_s
+                self._saved[key] = self._settled(lambda n: build(num_iterations=n, every=n), costs, written_s)
+            else:
+                number = _WARM_UP + every * _IN_A_ROW - 1
+                read = self._simulated(build(num_iterations=number, every=every), costs)
+                added_s = max(read.training_s - self._plain_s(number), 0.0)
+                self._saved[key] = Measured(added_s / _IN_A_ROW, max(read.latency_s))
+        return self._saved[key]
+
+    def promoted(self, above: Level, level: Level) -> Measured:
+        """Return what it costs that a checkpoint goes to a slower level, and how long that takes.
+
+        Raises:
+            ValueError: the profile lacks one of them.
+        """
+        if (above, level) not in self._promoted:
+            ours = policy(OURS)
+            threads = 1 / self.cost.ranks_per_node
+            stores = (
+                store_of(self.cost, above).read,
+                store_of(self.cost, level).write,
+                store_of(self.cost, level).read,
+            )
+            about_s = sum(way(self.shard_bytes, threads).duration_s for way in stores)
+            build = functools.partial(with_promotion, self._schedule, ours, self.shard_bytes)
+            costs = CheckpointCosts(self.cost, ours, level, above)
+            self._promoted[above, level] = self._settled(lambda n: build(num_iterations=n), costs, about_s)
+        return self._promoted[above, level]
+
+    def restored_s(self, level: Level) -> float:
+        """Return the seconds that it takes all ranks to read a checkpoint."""
+        return store_of(self.cost, level).read(self.shard_bytes, policy(OURS).num_writers).duration_s
+
+    def _checkpoints(self, chosen: CheckpointPolicy, buffer_bytes: int, *, num_iterations: int, every: int) -> Run:
+        return with_checkpoints(
+            self._schedule,
+            chosen,
+            self._state,
+            num_iterations=num_iterations,
+            every=every,
+            buffer_bytes=buffer_bytes,
+            first=_WARM_UP,
+        )
+
+    def _settled(self, build: Callable[[int], Run], costs: CheckpointCosts, about_s: float) -> Measured:
+        """Simulate runs with one checkpoint, until it is written before they end.
+
+        That takes about so long. If it takes too long, what it does to training from then on is taken to be as before.
+        """
+        most = max(_FIRST_ITERATIONS, _MAX_TASKS // len(self._schedule.tasks))
+        number = min(_FIRST_ITERATIONS + math.ceil(about_s / self._iteration_s), most)
+        while True:
+            read = self._simulated(build(number), costs)
+            rest_s = max(read.end_to_end_s - read.training_s, 0.0)
+            if not rest_s or number == most:
+                break
+            number = min(number + math.ceil(_AS_LONG * rest_s * number / read.training_s), most)
+        (blocked_s,), (latency_s,) = read.blocked_s, read.latency_s
+        added_s = max(read.training_s - self._plain_s(number), 0.0)
+        slowed_s = max(added_s - blocked_s, 0.0)
+        if rest_s < latency_s:
+            slowed_s *= latency_s / (latency_s - rest_s)
+        return Measured(min(added_s, blocked_s) + slowed_s, latency_s)
+
+    def _simulated(self, made: Run, costs: CheckpointCosts) -> RunTimes:
+        return times(made, run(made.schedule, costs.prices(made, self._prices), costs.capacities(), 1))
+
+    def _plain_s(self, num_iterations: int) -> float:
+        """Return the seconds that so many iterations take without checkpoints."""
+        if num_iterations not in self._plain:
+            timeline = run(self._schedule, self._prices, self.cost.capacities(), num_iterations)
+            self._plain[num_iterations] = float(timeline.end_s.max())
+        return self._plain[num_iterations]
+
+    def _left_bytes(self, chosen: CheckpointPolicy) -> int:
+        """Return the host memory of one rank that is left for an engine, as far as it is of use.
+
+        Raises:
+            ValueError: there is too little.
+        """
+        free_bytes = max(self.free_bytes(Tier.HOST), 0) // self.cost.ranks_per_node
+        needed_bytes = self.shard_bytes if chosen.writes_after_staging else 0
+        if chosen.bounded:  # two chunks, or copies and writes would alternate
+            needed_bytes = 2 * min(chosen.chunk_bytes, max((shard.num_bytes for shard in self._state), default=0))
+        if needed_bytes > free_bytes:
+            raise ValueError(
+                f"needs {needed_bytes * self.cost.ranks_per_node / 1e9:.3g} GB more of the host, which has "
+                f"{free_bytes * self.cost.ranks_per_node / 1e9:.3g} GB left"
+            )
+        return max(min(free_bytes, self.shard_bytes), 1)
