@@ -123,6 +123,7 @@ class Host(Frozen):
             ``None`` where it is not known.
         serialise_bytes_per_s: at which one thread turns tensors in host memory into a file of ``torch.save`` (pickle,
             a zip record with its CRC-32, buffered writes), if the disk keeps up; ``None`` where it is not known.
+        hash_bytes_per_s: at which one thread makes checksums (xxh3) of host memory; ``None`` where it is not known.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Host(Frozen):
     elementwise_bytes_per_s: BytesPerSecond
     fresh_bytes_per_s: BytesPerSecond | None = None
     serialise_bytes_per_s: BytesPerSecond | None = None
+    hash_bytes_per_s: BytesPerSecond | None = None
 
     @model_validator(mode="after")
     def _cores(self) -> Self:

@@ -24,6 +24,7 @@ from hwprofiles.calibrate.options import (
     Progress,
 )
 from hwprofiles.calibrate.sampling import quantity
+from hwprofiles.calibrate.saving import probe_saving
 from hwprofiles.calibrate.traffic import TrafficProbe, fewest_threads, optimizer_by_threads
 from hwprofiles.profile import Device, HardwareProfile, Host, Storage
 from hwprofiles.quantity import Quantity
@@ -46,6 +47,7 @@ _SHARES = {
     "copies": 4.0,
     "optimizer on the host": 2.5,
     "host memory": 1.0,
+    "checkpoints": 1.0,
     "all at once": 7.0,
     "between devices": 1.0,
 }
@@ -107,6 +109,7 @@ def calibrate(
         link = traffic.link(steps.begin("copies"))
         optimizer = traffic.optimizer(steps.begin("optimizer on the host"))
         passes = traffic.elementwise_bytes_per_s(steps.begin("host memory"))
+        saving = probe_saving(steps.begin("checkpoints"))
         dram, pairs = traffic.contention(compute.gemm_call(), steps.begin("all at once"))
         fabric = probe_fabric(num_devices, steps.begin("between devices"))
     places = [f"{backend.kind}{i}" for i in range(num_devices)]
@@ -124,6 +127,7 @@ def calibrate(
             num_optimizer_cores=optimizer_cores,
             optimizer_by_threads=by_threads,
             elementwise_bytes_per_s=passes,
+            **saving._asdict(),
         ),
         host_link=link,
         nvme=nvme,

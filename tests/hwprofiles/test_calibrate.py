@@ -412,3 +412,12 @@ def test_work_of_other_threads_is_timed_whole() -> None:
     with ThreadPoolExecutor(2) as pool:
         call = lambda: list(pool.map(time.sleep, [0.01, 0.02]))  # noqa: E731
         assert clock_of(2)(call, 3) >= 0.02
+
+
+def test_what_checkpoints_take_of_the_host_is_measured(calibrated):
+    host = calibrated.profile.host
+    rates = [host.hash_bytes_per_s, host.fresh_bytes_per_s, host.serialise_bytes_per_s]
+    assert all(rate.provenance.origin == "measured" and rate.provenance.num_samples >= 3 for rate in rates)
+    hashed, touched, serialised = (rate.value for rate in rates)
+    assert hashed > serialised, "a file of torch.save has its own checksum, and a copy"
+    assert 1e8 < touched < host.dram_bytes_per_s.value

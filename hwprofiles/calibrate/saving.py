@@ -1,0 +1,57 @@
+"""Probe of what the host does for checkpoints: checksums, new memory, and files of ``torch.save``."""
+
+import mmap
+from typing import IO, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import xxhash
+
+from hwprofiles.calibrate.sampling import Case, quantity, sample, wall_clock
+from hwprofiles.quantity import Quantity
+
+_NUM_BYTES = 2**28  # more than caches hold
+_PAGE_BYTES = 4096
+
+
+class SavingRates(NamedTuple):
+    """What one thread reaches, in bytes per second; see :class:`hwprofiles.profile.Host`."""
+
+    hash_bytes_per_s: Quantity
+    fresh_bytes_per_s: Quantity
+    serialise_bytes_per_s: Quantity
+
+
+class _Discarded:
+    """A file of which nothing is kept."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+
+def probe_saving(budget_s: float) -> SavingRates:
+    """Measure what one thread reaches over memory that is in no cache."""
+    values = torch.arange(_NUM_BYTES // 4, dtype=torch.float32)
+    data = values.numpy().data
+    calls = {
+        "xxh3 (64 bits) by one thread": lambda: xxhash.xxh3_64_intdigest(data),
+        "first touch of new pages by one thread": _touch,
+        "torch.save of one tensor to nowhere": lambda: torch.save({"values": values}, cast("IO[bytes]", _Discarded())),
+    }
+    found = [sample([Case(_NUM_BYTES, call)], wall_clock, budget_s / len(calls))[0] for call in calls.values()]
+    return SavingRates(
+        *(
+            quantity(_NUM_BYTES / one.median_s, "bytes_per_s", what, one.num_samples)
+            for what, one in zip(calls, found, strict=True)
+        )
+    )
+
+
+def _touch() -> None:
+    with mmap.mmap(-1, _NUM_BYTES) as memory:
+        pages = np.frombuffer(memory, np.uint8)
+        pages[::_PAGE_BYTES] = 1
+        del pages  # or the memory cannot be given back
