@@ -16,8 +16,8 @@ has no checkpoint; rounds begin at different ones.
 
 All of them end with ``fsync``, which none of the others does by itself: a checkpoint that the power can take is none.
 The others are given tensors that lie ready, which is more than a user of offloaded state has. What each has written is
-loaded once and compared bit by bit. Beside what was measured is what the simulator's policies predict, from rates of
-this machine that were measured just before.
+loaded once and compared bit by bit. Beside what was measured is what the simulator's policies predict, from a
+profile of this machine that is calibrated just before.
 """
 
 import argparse
@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,7 @@ from benchmarks.cpu.engines import Blocking, CheckFreq, Engine, Ours, Tensors, T
 from benchmarks.cpu.saving import Training, plan_for
 from benchmarks.peers.driver import machine
 from benchmarks.peers.jobs import Cell, Job
-from hwprofiles.calibrate.sampling import quantity
 from hwprofiles.files import write_whole
-from hwprofiles.profile import HardwareProfile
 from planner.cases.checkpoints import PhaseTimes, iteration
 from planner.checkpoints import CheckpointCosts, Shard, policy, times, with_checkpoints
 from planner.costs import CostModel
@@ -98,44 +96,10 @@ def check(engine: Engine, folder: Path, step: int) -> None:
     assert all(torch.equal(found[name], values) for name, values in expected.items()), type(engine).__name__
 
 
-class _Discarded:
-    """A file of which nothing is kept."""
-
-    def write(self, data: Any) -> int:
-        """Return the bytes of what is written."""
-        return len(data)
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-
-def with_rates(profile: HardwareProfile, state: Tensors) -> HardwareProfile:
-    """Return the profile with the rates that checkpoint engines depend on, measured here and now."""
-    num_bytes = num_bytes_of(state)
-
-    def rate(do: Callable[[], object]) -> float:
-        seconds = []
-        for _ in range(3):
-            start_s = time.perf_counter()
-            do()
-            seconds.append(time.perf_counter() - start_s)
-        return num_bytes / min(seconds)
-
-    fresh = rate(lambda: [torch.empty_like(tensor).zero_() for tensor in state.values()])
-    serialise = rate(lambda: torch.save(dict(state), _Discarded()))
-    update = {
-        "fresh_bytes_per_s": quantity(fresh, "bytes_per_s", "new tensors, zeroed", 3),
-        "serialise_bytes_per_s": quantity(serialise, "bytes_per_s", "torch.save to nowhere", 3),
-    }
-    return profile.model_copy(update={"host": profile.host.model_copy(update=update)})
-
-
 def predicted(
-    plan: ullage.Plan, profile: HardwareProfile, name: str, iteration_s: float, num_bytes: int, run: tuple[int, int]
+    plan: ullage.Plan, name: str, iteration_s: float, num_bytes: int, run: tuple[int, int]
 ) -> dict[str, float] | str:
     """Return what the simulator says of a run of (iterations, iterations from checkpoint to checkpoint), or why not."""
-    if profile.nvme is None:
-        return "no drive was measured"
     phases, whole = plan.prediction, iteration_s / plan.prediction.iteration_s
     known = PhaseTimes(
         forward=phases.forward_s * whole, backward=phases.backward_s * whole, update=max(phases.update_s * whole, 1e-6)
@@ -148,7 +112,7 @@ def predicted(
         made = with_checkpoints(
             schedule, engine, state, num_iterations=num_iterations, every=every, buffer_bytes=NUM_BUFFER_BYTES
         )
-        costs = CheckpointCosts(CostModel(profile, (), BF16, 1), engine, "nvme")
+        costs = CheckpointCosts(CostModel(plan.hardware, (), BF16, 1), engine, "nvme")
         read = times(made, simulate(made.schedule, costs.prices(made, training), costs.capacities(), 1))
     except ValueError as error:
         return str(error)
@@ -185,7 +149,6 @@ class Study:
         training.iterate()
         state = training.state()
         num_bytes = num_bytes_of(state)
-        profile = with_rates(plan.hardware, state)
         ours = Ours(training, self.folder)
         engines: dict[str, Engine] = {"torch.save": Blocking(state), "checkfreq": CheckFreq(state)}
         try:
@@ -212,7 +175,7 @@ class Study:
             self._row(name, every, found[name, every], plain_s, num_bytes)
             | {
                 "predicted": predicted(
-                    plan, profile, name, plain_s / self.num_iterations, num_bytes, (self.num_iterations, every)
+                    plan, name, plain_s / self.num_iterations, num_bytes, (self.num_iterations, every)
                 )
             }
             for name, every in runs[1:]
@@ -220,8 +183,6 @@ class Study:
         return {
             "num_bytes": num_bytes,
             "iteration_s": plain_s / self.num_iterations,
-            "fresh_bytes_per_s": profile.host.fresh_bytes_per_s and profile.host.fresh_bytes_per_s.value,
-            "serialise_bytes_per_s": profile.host.serialise_bytes_per_s and profile.host.serialise_bytes_per_s.value,
             "rows": rows,
         }
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from benchmarks.cpu.checkpoint_engines import check, num_bytes_of, predicted, report, with_rates
+from benchmarks.cpu.checkpoint_engines import check, num_bytes_of, predicted, report
 from benchmarks.cpu.engines import Blocking, CheckFreq
+from hwprofiles.calibrate.sampling import quantity
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
 from planner.planning import Request, make_plan
@@ -26,11 +27,12 @@ def test_a_checkpoint_is_compared_with_what_was_given(engine, tmp_path):
 def test_runs_are_predicted_and_told():
     """A blocking engine stops training at every checkpoint for as long as it writes, and ours for nothing."""
     profile = load_profile("epyc-turin-2c").with_device_memory(50_000_000)
+    rates = {key: quantity(1e9, "bytes_per_s", "made up", 1) for key in ("fresh_bytes_per_s", "serialise_bytes_per_s")}
+    profile = profile.model_copy(update={"host": profile.host.model_copy(update=rates)})
     model = resolve_model("demo-llama").model_copy(update={"num_layers": 1, "vocab_size": 512})
     plan = make_plan(Request(model, profile, seq_len=64))
-    rates = with_rates(profile, STATE)
     found = {
-        (name, every): predicted(plan, rates, name, 0.1, 100_000_000, (10, every))
+        (name, every): predicted(plan, name, 0.1, 100_000_000, (10, every))
         for name in ("torch.save", "checkfreq", "torchsnapshot", "ours")
         for every in (5, 1)
     }
