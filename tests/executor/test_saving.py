@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import staying
 from test_numerics import mixed, plans
-from together import saved
+from together import resumed, saved
 from training import Task, assert_same, batches, decide, delay, prepare, reference, uniform, units_of
 
 import executor.snapshots
@@ -148,6 +148,21 @@ def test_what_ranks_share_goes_on_on_any_ranks(processes, degrees, tmp_path):
     assert {end for _, _, end in again} == ends
 
 
+def test_what_one_rank_finds_damaged_all_pass_over(processes, tmp_path):
+    task = Task("gpt2", iterations=2)
+    decisions = decide(task, uniform("host", "cpu"), data_parallel=2, zero_stage=3)
+    expected = {end for _, _, end in processes.call(2, saved, task, decisions, tmp_path)}
+    whole = processes.call(2, resumed, task, decisions, tmp_path)
+    assert [(step, refused, digest) for _, step, refused, digest in whole] == [(2, (), *expected)] * 2
+    damaged = tmp_path / "step-00000002/optimizer/exp_avg-00001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x7f")
+    first, second = processes.call(2, resumed, task, decisions, tmp_path)
+    assert first[1] == second[1] == 1
+    assert first[3] == second[3] not in expected
+    assert "another rank cannot read its part" in first[2][0]
+    assert "exp_avg-00001.safetensors is damaged between" in second[2][0]
+
+
 def test_dropout_goes_on_with_the_same_random_numbers(tmp_path):
     task = Task("opt", torch.float32)
     seen, _, _ = run(task, decide(task, mixed), tmp_path / "saved")
@@ -210,7 +225,7 @@ def test_another_model_or_optimizer_is_refused(tmp_path):
         run(Task("gpt2-untied"), decide(Task("gpt2-untied"), mixed), tmp_path / "saved", start=1)
 
 
-def resumed(task, decisions, folder, monkeypatch):
+def resumed_here(task, decisions, folder, monkeypatch):
     """Return what a new session goes on from, its state, and the bytes that were read for that."""
     read = []
     monkeypatch.setattr(reader._File, "load", lambda file, *given, plain=reader._File.load: count(file, plain, *given))
@@ -241,12 +256,12 @@ def test_what_is_damaged_is_passed_over_and_everything_is_read_once(tmp_path, mo
     task, folder = Task("llama"), tmp_path / "saved"
     decisions = decide(task, uniform("host", "cpu"))
     run(task, decisions, folder, stop=3)
-    newest, state, num_bytes = resumed(task, decisions, folder, monkeypatch)
+    newest, state, num_bytes = resumed_here(task, decisions, folder, monkeypatch)
     assert newest.step == 3
     total_bytes = Checkpoint(folder / "step-00000003").num_bytes
     assert num_bytes <= total_bytes
     shutil.rmtree(folder / "step-00000003")
-    before, expected, _ = resumed(task, decisions, folder, monkeypatch)
+    before, expected, _ = resumed_here(task, decisions, folder, monkeypatch)
     assert before.step == 2
     assert not same_state(state, expected)
     run(task, decisions, folder, start=2, stop=3)
@@ -261,7 +276,7 @@ def test_what_is_damaged_is_passed_over_and_everything_is_read_once(tmp_path, mo
         decide(task, uniform("nvme", "nvme")),
         decide(task, uniform("gpu", "gpu")),
     ):
-        found, state, _ = resumed(task, plan, folder, monkeypatch)
+        found, state, _ = resumed_here(task, plan, folder, monkeypatch)
         assert (found.step, found.path) == (2, folder / "step-00000002")
         assert same_state(state, expected)
         assert "step-00000004: manifest.json: No such file" in found.refused[0]
@@ -269,9 +284,9 @@ def test_what_is_damaged_is_passed_over_and_everything_is_read_once(tmp_path, mo
     shutil.rmtree(folder / "step-00000001")
     shutil.rmtree(folder / "step-00000002")
     with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*step-00000004.*; .*exp_avg_sq.*begin again"):
-        resumed(task, decisions, folder, monkeypatch)
+        resumed_here(task, decisions, folder, monkeypatch)
     monkeypatch.setattr(executor.snapshots, "CHUNK_BYTES", 4096)
-    assert resumed(task, decisions, tmp_path / "none", monkeypatch)[0].path is None
+    assert resumed_here(task, decisions, tmp_path / "none", monkeypatch)[0].path is None
 
 
 def test_buffers_are_in_the_ledger(tmp_path):

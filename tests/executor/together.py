@@ -170,6 +170,14 @@ def saved(rank: int, _size: int, task: Task, decisions: Decisions, folder, start
     return begin, seen, end
 
 
+def resumed(rank: int, _size: int, task: Task, decisions: Decisions, folder):
+    """Go on from the newest checkpoint that is whole; return which, why not from others, and a digest of all state."""
+    _, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=1)
+    with optimizer.session, Checkpoints(optimizer, Level(folder)) as checkpoints:
+        found = checkpoints.resume()
+        return rank, found.step, found.refused, _digest(optimizer)
+
+
 def _digest(optimizer) -> str:
     """Return a digest of all weights and state, whole."""
     weights = optimizer.session.full_parameters()
