@@ -12,8 +12,9 @@ What is still under way at the end of a block is waited for, untimed.
 - torch.save: of all tensors into one file, with ``fsync``;
 - dcp: ``torch.distributed.checkpoint.save``; dcp_async: its ``async_save``.
 
-Then, with no training beside it, a checkpoint is written and read by us, and the same bytes by a loop of direct
-transfers of the same size by as many threads, in turns.
+Then, with no training beside it, a checkpoint is written by us, read and checked (*verify*), and brought back into
+training (*restore*), and the same bytes are written and read by a loop of direct transfers of the same size by as many
+threads, in turns.
 """
 
 import argparse
@@ -39,17 +40,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ullage
-from benchmarks.cpu.peers import calibrated, cells
+from benchmarks.cpu.peers import cells
+from benchmarks.cpu.saving import Training, plan_for, torch_save
 from benchmarks.peers.driver import machine
-from benchmarks.peers.jobs import Job, model_config
-from benchmarks.peers.training import adamw_options, loss_of, make_model, micro_batches
+from benchmarks.peers.jobs import Job
 from executor.checkpoint import Checkpoint
 from executor.checkpoint.files import Files, write_all
 from executor.checkpoint.flusher import CHUNK_BYTES
+from executor.checkpoint.reader import NUM_READERS
 from executor.direct import go_direct
-from hwprofiles.allocator import keep_freed_memory
 from hwprofiles.files import write_whole
-from planner.decisions import Precision
 
 OUTPUT = Path(__file__).parents[1] / "results" / "cpu_checkpoint.json"
 ITERATIONS_OF_A_BLOCK = 3
@@ -58,52 +58,12 @@ Save = Callable[[Path], Callable[[], None]]
 """Begins to save into a new folder, and returns what waits for the end."""
 
 
-class Training:
-    """Our training, an iteration at a time."""
-
-    def __init__(self, plan: ullage.Plan, job: Job) -> None:
-        torch.set_num_threads(job.num_threads)
-        keep_freed_memory()
-        self._model = make_model(job.cell, "cpu")
-        optimizer = torch.optim.AdamW(self._model.parameters(), **adamw_options(job))
-        self._model, self.optimizer = ullage.prepare(self._model, optimizer, plan, checkpoint_buffer_bytes=64 << 20)
-        torch.set_num_threads(job.num_threads)
-        self._batches = micro_batches(job)
-        self.step = 0
-
-    def iterate(self) -> None:
-        """Train one iteration."""
-        for tokens in next(self._batches):
-            loss_of(self._model, tokens).backward()  # type: ignore[no-untyped-call]
-        self.optimizer.clip_grad_norm_(1.0)
-        self.optimizer.step()
-        self.step += 1
-
-
-def plan_for(job: Job) -> ullage.Plan:
-    """Plan what is trained, for this machine as it is measured now."""
-    cell = job.cell
-    profile = calibrated(job.num_threads).with_device_memory(int(cell.device_memory_bytes or 0))
-    return ullage.plan(
-        ullage.Request(
-            model_config(cell.model),
-            profile,
-            seq_len=cell.seq_len,
-            micro_batch=cell.micro_batch,
-            precision=Precision(weights=cell.dtype),
-        )
-    )
-
-
 def engines(state: dict[str, Any]) -> dict[str, Save]:
     """Return how others save a state."""
 
-    def torch_save(folder: Path) -> Callable[[], None]:
+    def blocking(folder: Path) -> Callable[[], None]:
         folder.mkdir()
-        with (folder / "state.pt").open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
+        torch_save(state, folder / "state.pt")
         return lambda: None
 
     def dcp_save(folder: Path) -> Callable[[], None]:
@@ -114,7 +74,7 @@ def engines(state: dict[str, Any]) -> dict[str, Save]:
         future = dcp.async_save(state, checkpoint_id=str(folder), no_dist=True)
         return lambda: _wait_for(future)
 
-    return {"torch.save": torch_save, "dcp": dcp_save, "dcp_async": dcp_async}
+    return {"torch.save": blocking, "dcp": dcp_save, "dcp_async": dcp_async}
 
 
 def _wait_for(future: Any) -> None:
@@ -154,24 +114,32 @@ def raw_write(path: Path, num_bytes: int) -> float:
 
 
 def raw_read(path: Path, num_bytes: int) -> float:
-    """Read so many bytes past the page cache, one after another as we do; return bytes/s."""
-    with mmap.mmap(-1, CHUNK_BYTES) as memory:
-        data = memoryview(memory)
-        start_s = time.perf_counter()
-        fd = os.open(path, os.O_RDONLY)
-        go_direct(fd, probes=False)
-        for at in range(0, num_bytes, CHUNK_BYTES):
-            os.preadv(fd, [data], at)
-        os.close(fd)
-        took_s = time.perf_counter() - start_s
-        data.release()
-    return num_bytes / took_s
+    """Read so many bytes past the page cache by as many threads as we do, each into one buffer; return bytes/s."""
+
+    def read(first: int) -> None:
+        for at in range(first * CHUNK_BYTES, num_bytes, NUM_READERS * CHUNK_BYTES):
+            os.preadv(fd, [buffers[first]], at)
+
+    memory = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(NUM_READERS)]
+    buffers = [memoryview(one) for one in memory]
+    start_s = time.perf_counter()
+    fd = os.open(path, os.O_RDONLY)
+    go_direct(fd, probes=False)
+    with concurrent.futures.ThreadPoolExecutor(NUM_READERS) as pool:
+        list(pool.map(read, range(NUM_READERS)))
+    os.close(fd)
+    return num_bytes / (time.perf_counter() - start_s)
 
 
 def bandwidths(training: Training, checkpoints: ullage.Checkpoints, folder: Path, num_rounds: int) -> dict[str, float]:
-    """Return rates of writing and reading a checkpoint, ours and raw, and the medians of their ratios."""
-    rounds = []
-    for _ in range(num_rounds):
+    """Return rates of writing and reading a checkpoint, ours and raw, and the medians of their ratios.
+
+    *verify* reads and checks every byte; *restore* brings it back into training, checking all of it on the way. In each
+    round they and the raw loops are paired, in turns, with nothing else under way.
+    """
+    rounds: list[dict[str, float]] = []
+    raw = folder / "raw"
+    for number in range(num_rounds):
         training.iterate()
         checkpoints.finish()
         start_s = time.perf_counter()
@@ -180,22 +148,34 @@ def bandwidths(training: Training, checkpoints: ullage.Checkpoints, folder: Path
         while not (path := checkpoints.levels.fastest.folder(training.step)).exists():
             time.sleep(1e-3)
         write_s = time.perf_counter() - start_s
+        checkpoints.finish()  # retention reads it again
         with Checkpoint(path) as checkpoint:
-            num_bytes = checkpoint.num_bytes // CHUNK_BYTES * CHUNK_BYTES
-            start_s = time.perf_counter()
-            checkpoint.verify()
-            read_s = time.perf_counter() - start_s
-        checkpoints.finish()
-        raw = folder / "raw"
-        found = {"ours_write": checkpoint.num_bytes / write_s, "ours_read": checkpoint.num_bytes / read_s}
-        rounds.append(found | {"raw_write": raw_write(raw, num_bytes), "raw_read": raw_read(raw, num_bytes)})
+            num_bytes = checkpoint.num_bytes
+        whole_bytes = num_bytes // CHUNK_BYTES * CHUNK_BYTES
+        found = {"ours_write": num_bytes / write_s, "raw_write": raw_write(raw, whole_bytes)}
+        ways: list[tuple[str, Callable[[], float]]] = [
+            ("verify", lambda path=path: rate_of(path, Checkpoint.verify)),  # type: ignore[misc]
+            ("restore", lambda path=path: rate_of(path, lambda c: ullage.restore(training.optimizer, c))),  # type: ignore[misc]
+            ("raw_read", lambda whole_bytes=whole_bytes: raw_read(raw, whole_bytes)),  # type: ignore[misc]
+        ]
+        for name, measure in (*ways[number % 3 :], *ways[: number % 3]):
+            found[name] = measure()
+        rounds.append(found)
         raw.unlink()
     medians = {f"{name}_bytes_per_s": statistics.median(r[name] for r in rounds) for name in rounds[0]}
+    pairs = {"write": ("ours_write", "raw_write"), "verify": ("verify", "raw_read"), "restore": ("restore", "raw_read")}
     ratios = {
-        f"{way}_of_raw": statistics.median(r[f"ours_{way}"] / r[f"raw_{way}"] for r in rounds)
-        for way in ("write", "read")
+        f"{way}_of_raw": statistics.median(r[ours] / r[bare] for r in rounds) for way, (ours, bare) in pairs.items()
     }
-    return medians | ratios
+    return {"checkpoint_bytes": num_bytes, "num_readers": NUM_READERS, **medians, **ratios}
+
+
+def rate_of(path: Path, read: Callable[[Checkpoint], object]) -> float:
+    """Return the bytes/s at which a checkpoint is read in some way, from opening it on."""
+    start_s = time.perf_counter()
+    with Checkpoint(path) as checkpoint:
+        read(checkpoint)
+    return checkpoint.num_bytes / (time.perf_counter() - start_s)
 
 
 def main() -> None:
@@ -217,11 +197,7 @@ def main() -> None:
         checkpoints = ullage.Checkpoints(training.optimizer, ullage.Level(folder / "ours"), tell=outcomes.append)
         for _ in range(3):
             training.iterate()
-        state = {
-            f"{number}.{key}": value.clone()
-            for number, entry in training.optimizer.state_dict()["state"].items()
-            for key, value in entry.items()
-        }
+        state = training.state()
 
         def ours() -> Callable[[], None]:
             checkpoints.save(training.step)
