@@ -11,7 +11,7 @@ from executor.checkpoint.engine import Outcome
 from executor.checkpoint.files import Files
 from executor.checkpoint.places import check_reachable, check_room, is_remote, store_at
 from executor.checkpoint.promotion import Offer, Promoter
-from executor.checkpoint.retention import LEAST_KEPT, AbstractStore, Found, newest_of
+from executor.checkpoint.retention import LEAST_KEPT, AbstractStore
 from executor.checkpoint.store import Store
 
 DEFAULT_EVERY: Final = 100
@@ -115,10 +115,6 @@ class Levels:
         if outcome.path is not None and outcome.error is None:
             self._newest = Offer(outcome.step, outcome.path, self.fastest, always=False, begin_s=time.monotonic())
             self._offer(1, self._newest)
-
-    def newest(self) -> Found:
-        """Return the newest checkpoint that is whole, wherever it is, and why newer ones are not."""
-        return newest_of(self.stores)
 
     def check_room(self, num_bytes: int) -> None:
         """Check that every folder has room: for what stays, what is written, and what the level below still reads.

@@ -13,9 +13,10 @@ from saving import TENSORS, save, step_of, values
 
 import executor.checkpoint.places
 import executor.checkpoint.promotion
-from executor.checkpoint import CheckpointError, Files, Level, Levels, Outcome, promote, store_at
+from executor.checkpoint import CheckpointError, Files, Level, Levels, Outcome, Wanted, promote, store_at
 from executor.checkpoint.levels import check_levels
 from executor.checkpoint.places import check_reachable, check_room, file_system
+from executor.checkpoint.retention import newest_of
 
 S = 10.0
 SHARED = Path("/dev") / "shm"
@@ -90,7 +91,7 @@ def test_every_value_comes_whatever_the_size_of_a_chunk(tmp_path, url):
         with again:
             for name in TENSORS:
                 found = np.empty_like(values(name, 3))
-                again.read(name, 0, found.view(np.uint8))
+                again.read([Wanted(name, 0, found.view(np.uint8))])
                 assert np.array_equal(found, values(name, 3))
         assert promote(store.newest().checkpoint, there) == folder, "it is there already"
         assert len(there.folders()) == 1
@@ -195,16 +196,16 @@ def test_the_newest_is_taken_wherever_it_is_and_why_others_are_not(tmp_path, url
     run = Run(Level(tmp_path / "a", 1), Level(tmp_path / "b", 1), Level(url, 1))
     paced(run, 1, 2)
     run.levels.close()
-    found = run.levels.newest()
+    found = newest_of(run.levels.stores)
     assert (found.level, found.checkpoint.manifest.step, found.refused) == (0, 2, ())
     for level, place in ((1, "a"), (2, "b")):
         damage(tmp_path / place / "step-00000002")
-        found = run.levels.newest()
+        found = newest_of(run.levels.stores)
         assert (found.level, found.checkpoint.manifest.step, len(found.refused)) == (level, 2, level)
         assert f"{tmp_path / place}/step-00000002" in found.refused[-1]
     fs = run.levels.stores[2].root.system
     fs.rm_file(run.levels.stores[2].folders()[0].path + "/manifest.json")
-    found = run.levels.newest()
+    found = newest_of(run.levels.stores)
     assert (found.level, found.checkpoint.manifest.step, len(found.refused)) == (0, 1, 2), "the fastest of equals"
 
 
