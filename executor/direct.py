@@ -41,20 +41,22 @@ def go_direct(fd: int, *, probes: bool = True) -> bool:
     return True
 
 
-def alignment_bytes(fd: int) -> int:
+def alignment_bytes(fd: int, *, writes: bool) -> int:
     """Leave the page cache out if that is possible, and return what addresses of memory are to be multiples of.
 
     A drive may take any address of whole words, or need that of a sector, and the file system may ask for more; 1 where
     transfers go through the page cache.
 
     Args:
-        fd: of a file whose first block is going to be written.
+        fd: of a file.
+        writes: whether its first block is going to be written, which is tried; else the file is read.
     """
-    if not go_direct(fd):
+    if not go_direct(fd, probes=writes):
         return 1
+    transfer = os.pwritev if writes else os.preadv
     with mmap.mmap(-1, 2 * BLOCK_BYTES) as pages, memoryview(pages) as memory:
         for found in (_WORD_BYTES, _SECTOR_BYTES):
-            with contextlib.suppress(OSError):
-                os.pwrite(fd, memory[found : found + BLOCK_BYTES], 0)
+            with contextlib.suppress(OSError), memory[found : found + BLOCK_BYTES] as block:
+                transfer(fd, [block], 0)
                 return found
     return BLOCK_BYTES

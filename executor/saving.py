@@ -1,32 +1,45 @@
 """Checkpoints of training under a plan: everything that it needs to go on as if it had not stopped."""
 
-import base64
-import contextlib
+import dataclasses
 import os
-import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, final
 
-import numpy as np
-import torch
-
+from executor.chance import rng_state
 from executor.checkpoint import (
     Checkpoint,
     CheckpointEngine,
     CheckpointError,
+    DamagedError,
     Files,
     Flusher,
     Level,
     Levels,
     Outcome,
 )
-from executor.checkpoint.engine import MASTER
 from executor.checkpoint.opening import Folder
-from executor.checkpoint.retention import parse_name
-from executor.parallel.shares import assemble, whole_name
+from executor.checkpoint.retention import candidates, parse_name
 from executor.prepare import OffloadedOptimizer
+from executor.restoring import restore
 
 _PATIENCE_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resumed:
+    """What training goes on from.
+
+    Attributes:
+        path: where the checkpoint is; ``None`` if there was none, and training begins at the beginning.
+        step: iterations behind it.
+        refused: why newer checkpoints were passed over.
+        extra: what it has beside the model and the optimizer.
+    """
+
+    path: Folder | None = None
+    step: int = 0
+    refused: tuple[str, ...] = ()
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @final
@@ -116,20 +129,41 @@ class Checkpoints:
         """
         self.levels.bring_down(patience_s)
 
-    def newest(self) -> tuple[Folder | None, tuple[str, ...]]:
-        """Return where the newest checkpoint is that is whole, and why newer ones are not.
+    def resume(self) -> Resumed:
+        """Bring back the newest checkpoint that is whole, see :func:`restore`; all ranks do so together.
 
-        Rank 0 reads all of it, and the others take its word.
+        It is read once: what is found to be damaged on the way, by any rank, is passed over.
+
+        Raises:
+            CheckpointError: it is of another model or optimizer, or none is whole: the model's weights are lost then.
         """
-        level, step, nonce = -1, 0, 0
-        refused: tuple[str, ...] = ()
-        if self._rank == 0:
-            found = self.levels.newest()
-            refused = found.refused
-            if found.checkpoint is not None:
-                level, (step, nonce) = found.level, parse_name(found.checkpoint.folder.name) or (0, 0)
-        level, step, nonce = (self._session.of_first(value) for value in (level, step, nonce))
-        return (None if level < 0 else self.levels.stores[level].folder(step, nonce)), refused
+        there, refused = candidates(self.levels.stores) if self._rank == 0 else ([], [])
+        path = None
+        for path in self._of_first(there):
+            failure, extra = None, {}
+            try:
+                with Checkpoint(path) as checkpoint:
+                    extra = restore(self._optimizer, checkpoint)
+            except DamagedError as error:
+                failure = str(error)
+            if not self._session.mean(float(failure is not None)):
+                return Resumed(path, checkpoint.manifest.step, tuple(refused), extra)
+            refused.append(failure or f"{path}: another rank cannot read its part")
+        if path is not None:
+            raise CheckpointError(
+                f"no checkpoint is whole: {'; '.join(refused)}; bring one back from elsewhere, or begin again in "
+                "another place"
+            )
+        return Resumed(refused=tuple(refused))
+
+    def _of_first(self, there: Sequence[tuple[int, Folder]]) -> Iterator[Folder]:
+        """Yield the checkpoints that rank 0 has found; all ranks do so together."""
+        found = iter([(level, *(parse_name(folder.name) or (0, 0))) for level, folder in there])
+        while True:
+            level, step, nonce = (self._session.of_first(value) for value in next(found, (-1, 0, 0)))
+            if level < 0:
+                return
+            yield self.levels.stores[level].folder(step, nonce)
 
     def close(self) -> None:
         """Give up what has not been taken or is on its way to other levels, wait for the rest, and end the threads.
@@ -147,98 +181,3 @@ class Checkpoints:
 
     def __exit__(self, *_exc_info: object) -> None:
         self.close()
-
-
-def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Set weights, state, step counts, groups and random numbers to what they were; return this rank's ``extra``.
-
-    Whatever plan, number of ranks and tiers it was made under: every rank reads what it needs.
-
-    Raises:
-        CheckpointError: it is of another model or optimizer, or damaged.
-    """
-    session = optimizer.session
-    of_ranks = checkpoint.manifest.extra["ranks"]
-    member = session.member()
-    extra: dict[str, Any] = of_ranks[member.rank if member.rank < len(of_ranks) else 0]
-    stock = optimizer.entry.stock.__name__
-    if extra["optimizer"] != stock or len(extra["groups"]) != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"{checkpoint.folder} has the state of {extra['optimizer']} with {len(extra['groups'])} group(s), but the "
-            f"optimizer is {stock} with {len(optimizer.param_groups)}; make it as it was when it was saved"
-        )
-    group_of = {session.name_of(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    left = {parameter.share.name for _, parameter in session.parameters()}
-    for unit in {id(unit): unit for unit, _ in session.parameters()}.values():
-        shares = [parameter.share for parameter in unit.parameters if parameter.share.name in left]
-        left.difference_update(share.name for share in shares)  # others may have rows of the same
-        entries = {}
-        for share in shares:
-            values = {
-                state: _read(checkpoint, share.name, state, share.whole_shape)
-                for state in (MASTER, *optimizer.entry.buffers)
-            }
-            step = torch.tensor(float(extra["steps"][share.name]))
-            entries[share.name] = ({"step": step, **values}, group_of.get(share.name, {}))
-        optimizer.write_states(entries)
-    for group, saved in zip(optimizer.param_groups, extra["groups"], strict=True):
-        for key, value in saved.items():
-            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-    if len(of_ranks) == member.size:
-        set_rng_state(extra["rng"])
-    return extra
-
-
-def _read(checkpoint: Checkpoint, name: str, state: str, shape: torch.Size) -> torch.Tensor:
-    """Return a whole tensor, from whatever shares of it were saved."""
-    tensor = name if state == MASTER else f"{state}.{name}"
-    parts = {}
-    for own, record in checkpoint.manifest.tensors.items():
-        if whole_name(own) == tensor:
-            if own == tensor and record.shape != tuple(shape):
-                raise CheckpointError(
-                    f"{checkpoint.folder}: {tensor} has shape {record.shape}, but {tuple(shape)} in the model; the "
-                    "checkpoint is of another model"
-                )
-            parts[own] = torch.empty(record.shape, dtype=torch.float32)
-            checkpoint.read(own, 0, parts[own].reshape(-1).numpy().view(np.uint8))
-    whole = torch.empty(shape, dtype=torch.float32)
-    try:
-        assemble(tensor, parts, whole)
-    except (ValueError, RuntimeError) as error:  # torch: shapes that do not fit
-        raise CheckpointError(f"{checkpoint.folder}: {error}; the checkpoint is of another model") from error
-    return whole
-
-
-def rng_state() -> dict[str, Any]:
-    """Return the state of all random numbers that training may use, as plain JSON."""
-    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - what users' code may use
-    version, internal, gauss = random.getstate()
-    state = {
-        "torch": _text(torch.get_rng_state()),
-        "python": [version, list(internal), gauss],
-        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = _text(torch.cuda.get_rng_state())
-    return state
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Set what :func:`rng_state` returned."""
-    torch.set_rng_state(_tensor(state["torch"]))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))  # noqa: NPY002
-    if "cuda" in state and torch.cuda.is_available():
-        with contextlib.suppress(RuntimeError):  # another kind of device
-            torch.cuda.set_rng_state(_tensor(state["cuda"]))
-
-
-def _text(values: torch.Tensor) -> str:
-    return base64.b64encode(values.numpy().tobytes()).decode()
-
-
-def _tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

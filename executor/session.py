@@ -388,12 +388,12 @@ class Session:
         return self._parameters
 
     def state_of(
-        self, unit: UnitState, piece: Piece, *, writes: bool = False
+        self, unit: UnitState, piece: Piece, *, reads: bool = True, writes: bool = False
     ) -> contextlib.AbstractContextManager[tuple[torch.Tensor, ...]]:
-        """Have the state of a piece at rest, master copy first; ``writes`` says that it will be changed."""
+        """Have the state of a piece at rest, master copy first, to be read or, all of it if not both, to be changed."""
         if piece.place is Place.NVME:
             assert self._state.stored is not None
-            return self._state.stored.at_rest((unit.name, piece.index), writes=writes)
+            return self._state.stored.at_rest((unit.name, piece.index), reads=reads, writes=writes)
         return contextlib.nullcontext(unit.state(piece))
 
     def collected(self, shard: torch.Tensor, unit: UnitState) -> torch.Tensor:

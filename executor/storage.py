@@ -339,11 +339,17 @@ class StoredState:
         del self._held[key]
 
     @contextlib.contextmanager
-    def at_rest(self, key: Key, *, writes: bool = False) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Have the state of a piece between iterations, and write it afterwards if it is said to change."""
+    def at_rest(self, key: Key, *, reads: bool = True, writes: bool = False) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Have the state of a piece between iterations, and write it afterwards if it is said to change.
+
+        It is zero if it is not read first.
+        """
         assert not self._held, "buffers are in use"
         layout, buffer = self._layouts[key], self._ring[0]
-        self._read(key, buffer[layout.state_start : layout.record_bytes], layout.state_start)
+        if reads:
+            self._read(key, buffer[layout.state_start : layout.record_bytes], layout.state_start)
+        else:
+            buffer.zero_()
         yield self._tensors(key, buffer)
         if writes:
             self._write_at_rest(key)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from executor.checkpoint import Level as Level
     from executor.optimizer.reference import Lion as Lion
+    from executor.restoring import restore as restore
     from executor.saving import Checkpoints as Checkpoints
-    from executor.saving import restore as restore
     from hwprofiles.registry import load_profile as load_profile
     from planner.models.registry import resolve_model as resolve_model
     from planner.plan import Plan as Plan
@@ -39,7 +39,7 @@ _ORIGINS = {
     "plan": ("planner.planning", "make_plan"),
     "prepare": ("ullage.training", "prepare"),
     "resolve_model": ("planner.models.registry", "resolve_model"),
-    "restore": ("executor.saving", "restore"),
+    "restore": ("executor.restoring", "restore"),
     "simulate": ("ullage.simulation", "simulate"),
 }
 

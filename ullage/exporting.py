@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from executor.checkpoint import Checkpoint
+from executor.checkpoint import Checkpoint, Wanted
 from executor.checkpoint.engine import MODEL_FOLDER
+from executor.checkpoint.layout import ITEM_BYTES
 from hwprofiles.files import write_whole
 
 MAX_SHARD_BYTES: Final = 5_000_000_000
+_READ_BYTES: Final = 256 << 20  # of values in float32 at once, unless one tensor has more
 DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -24,7 +26,7 @@ def export_hf(
 ) -> int:
     """Write a checkpoint's weights as ``transformers`` reads them; return their number.
 
-    Every value is checked as it is read, and the folder appears whole or not at all.
+    Every value is checked as it is read, once, and the folder appears whole or not at all.
 
     Args:
         checkpoint: of any number of ranks.
@@ -33,7 +35,7 @@ def export_hf(
         max_shard_bytes: most bytes of one file, unless one tensor has more.
 
     Raises:
-        CheckpointError: it is damaged.
+        DamagedError: its weights are damaged.
         ValueError: the folder is there.
         OSError: it cannot be written.
     """
@@ -48,7 +50,10 @@ def export_hf(
         index: dict[str, str] = {}
         for number, held in enumerate(shards, 1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-            tensors = {name: _read(checkpoint, name).to(DTYPES[dtype]) for name in held}
+            tensors: dict[str, torch.Tensor] = {}
+            for names_read in _shards(checkpoint, held, ITEM_BYTES["F32"], _READ_BYTES):
+                read = _read(checkpoint, names_read)
+                tensors |= {name: values.to(DTYPES[dtype]) for name, values in read.items()}
             save_file(tensors, new / file, metadata={"format": "pt"})
             index |= dict.fromkeys(held, file)
         if len(shards) > 1:
@@ -87,10 +92,10 @@ def _shards(checkpoint: Checkpoint, names: list[str], item_bytes: int, most_byte
 
 
 def _num_values(checkpoint: Checkpoint, name: str) -> int:
-    return checkpoint.manifest.tensors[name].fragments[-1].stop
+    return checkpoint.manifest.tensors[name].num_values
 
 
-def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    values = torch.empty(checkpoint.manifest.tensors[name].shape)
-    checkpoint.read(name, 0, values.reshape(-1).numpy().view(np.uint8))
-    return values
+def _read(checkpoint: Checkpoint, names: list[str]) -> dict[str, torch.Tensor]:
+    found = {name: torch.empty(checkpoint.manifest.tensors[name].shape) for name in names}
+    checkpoint.read(Wanted(name, 0, values.reshape(-1).numpy().view(np.uint8)) for name, values in found.items())
+    return found

@@ -4,10 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol, final
 
-from executor.checkpoint import Checkpoint, CheckpointError, Level, Outcome, store_at
-from executor.checkpoint.opening import Folder
+from executor.checkpoint import CheckpointError, Level, Outcome, store_at
 from executor.prepare import OffloadedOptimizer
-from executor.saving import Checkpoints, restore
+from executor.saving import Checkpoints, Resumed
 from planner.checkpoints.policy import LEAST_BUFFER_BYTES
 from planner.models import to_hf_config_dict
 from planner.models.captured import CapturedModel
@@ -31,21 +30,6 @@ class CheckpointOptions:
     levels: Sequence[Level]
     buffer_bytes: int = LEAST_BUFFER_BYTES
     patience_s: float = 600.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Resumed:
-    """What training has gone on from.
-
-    Attributes:
-        path: where the checkpoint is; ``None`` if there was none, and training begins at the beginning.
-        step: iterations behind it.
-        refused: why newer checkpoints were passed over.
-    """
-
-    path: Folder | None
-    step: int
-    refused: tuple[str, ...]
 
 
 class Stateful(Protocol):
@@ -120,22 +104,22 @@ class Keeper:
         self._checkpoints.save(iteration, extra)
         self._saved_at = iteration
 
-    def resume(self, optimizer: OffloadedOptimizer, feed: Feed) -> Resumed:
+    def resume(self, feed: Feed) -> Resumed:
         """Go on from the newest checkpoint that is whole, wherever it is. See :meth:`ullage.Trainer.resume`."""
         assert self._checkpoints is not None
-        path, refused = self._checkpoints.newest()
-        if path is None:
-            return Resumed(None, 0, refused)
-        with Checkpoint(path) as checkpoint:
-            extra = restore(optimizer, checkpoint)
-        saved = extra.get("stateful", {})
+        found = self._checkpoints.resume()
+        if found.path is None:
+            return found
+        saved = found.extra.get("stateful", {})
         for name, held in self._stateful.items():
             if name not in saved:
-                raise CheckpointError(f"{path} has no {name}; it has {', '.join(saved) or 'nothing of that kind'}")
+                raise CheckpointError(
+                    f"{found.path} has no {name}; it has {', '.join(saved) or 'nothing of that kind'}"
+                )
             held.load_state_dict(saved[name])
-        feed.position = extra.get("position", 0)
-        self._saved_at = checkpoint.manifest.step
-        return Resumed(path, self._saved_at, refused)
+        feed.position = found.extra.get("position", 0)
+        self._saved_at = found.step
+        return found
 
     def close(self, *, waits: bool, brings_down: bool) -> None:
         """End. Closing twice is allowed.

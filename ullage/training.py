@@ -20,13 +20,14 @@ from executor.cores import Choice
 from executor.optimizer.table import stock_of
 from executor.options import SessionOptions
 from executor.prepare import OffloadedOptimizer, Way, prepare_session
+from executor.saving import Resumed
 from executor.session import Session
 from hwprofiles.allocator import keep_freed_memory
 from planner.optimizers import Optimizer
 from planner.plan import Plan, PlanError
 from planner.schedule import Tier
 from ullage.feeds import Feed, feed_of
-from ullage.keeping import CheckpointOptions, Keeper, Resumed, Stateful
+from ullage.keeping import CheckpointOptions, Keeper, Stateful
 from ullage.processes import Process, ranks_per_node
 from ullage.replanning import Replanned, replan
 from ullage.shortage import check_device, explaining
@@ -221,7 +222,7 @@ class Trainer:
         """
         if self.keeper is None or not self.keeper.is_open:
             raise ValueError("there is no place of checkpoints to go on from; give the trainer checkpoints=")
-        found = self.keeper.resume(self.optimizer, self._feed)
+        found = self.keeper.resume(self._feed)
         self._iteration = found.step
         return found
 

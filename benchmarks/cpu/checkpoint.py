@@ -12,8 +12,12 @@ What is still under way at the end of a block is waited for, untimed.
 - torch.save: of all tensors into one file, with ``fsync``;
 - dcp: ``torch.distributed.checkpoint.save``; dcp_async: its ``async_save``.
 
-Then, with no training beside it, a checkpoint is written and read by us, and the same bytes by a loop of direct
-transfers of the same size by as many threads, in turns.
+Then training goes on with a checkpoint at every iteration, in turns with none, and how much longer iterations take is
+compared with what the simulator predicts.
+
+Then, with no training beside it, a checkpoint is written by us, read and checked (*verify*), and brought back into
+training (*restore*), and the same bytes are written and read by a loop of direct transfers of the same size by as many
+threads, in turns.
 """
 
 import argparse
@@ -39,71 +43,32 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ullage
-from benchmarks.cpu.peers import calibrated, cells
+from benchmarks.cpu.peers import cells
+from benchmarks.cpu.saving import BUFFER_BYTES, Training, plan_for, torch_save
 from benchmarks.peers.driver import machine
-from benchmarks.peers.jobs import Job, model_config
-from benchmarks.peers.training import adamw_options, loss_of, make_model, micro_batches
+from benchmarks.peers.jobs import Job
 from executor.checkpoint import Checkpoint
 from executor.checkpoint.files import Files, write_all
 from executor.checkpoint.flusher import CHUNK_BYTES
+from executor.checkpoint.reader import NUM_READERS
 from executor.direct import go_direct
-from hwprofiles.allocator import keep_freed_memory
 from hwprofiles.files import write_whole
-from planner.decisions import Precision
+from planner.checkpoints.trial import Trial
 
 OUTPUT = Path(__file__).parents[1] / "results" / "cpu_checkpoint.json"
 ITERATIONS_OF_A_BLOCK = 3
+ITERATIONS_IN_A_ROW = 6
 NUM_THREADS = 2  # that write
 Save = Callable[[Path], Callable[[], None]]
 """Begins to save into a new folder, and returns what waits for the end."""
 
 
-class Training:
-    """Our training, an iteration at a time."""
-
-    def __init__(self, plan: ullage.Plan, job: Job) -> None:
-        torch.set_num_threads(job.num_threads)
-        keep_freed_memory()
-        self._model = make_model(job.cell, "cpu")
-        optimizer = torch.optim.AdamW(self._model.parameters(), **adamw_options(job))
-        self._model, self.optimizer = ullage.prepare(self._model, optimizer, plan, checkpoint_buffer_bytes=64 << 20)
-        torch.set_num_threads(job.num_threads)
-        self._batches = micro_batches(job)
-        self.step = 0
-
-    def iterate(self) -> None:
-        """Train one iteration."""
-        for tokens in next(self._batches):
-            loss_of(self._model, tokens).backward()  # type: ignore[no-untyped-call]
-        self.optimizer.clip_grad_norm_(1.0)
-        self.optimizer.step()
-        self.step += 1
-
-
-def plan_for(job: Job) -> ullage.Plan:
-    """Plan what is trained, for this machine as it is measured now."""
-    cell = job.cell
-    profile = calibrated(job.num_threads).with_device_memory(int(cell.device_memory_bytes or 0))
-    return ullage.plan(
-        ullage.Request(
-            model_config(cell.model),
-            profile,
-            seq_len=cell.seq_len,
-            micro_batch=cell.micro_batch,
-            precision=Precision(weights=cell.dtype),
-        )
-    )
-
-
 def engines(state: dict[str, Any]) -> dict[str, Save]:
     """Return how others save a state."""
 
-    def torch_save(folder: Path) -> Callable[[], None]:
+    def blocking(folder: Path) -> Callable[[], None]:
         folder.mkdir()
-        with (folder / "state.pt").open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
+        torch_save(state, folder / "state.pt")
         return lambda: None
 
     def dcp_save(folder: Path) -> Callable[[], None]:
@@ -114,7 +79,7 @@ def engines(state: dict[str, Any]) -> dict[str, Save]:
         future = dcp.async_save(state, checkpoint_id=str(folder), no_dist=True)
         return lambda: _wait_for(future)
 
-    return {"torch.save": torch_save, "dcp": dcp_save, "dcp_async": dcp_async}
+    return {"torch.save": blocking, "dcp": dcp_save, "dcp_async": dcp_async}
 
 
 def _wait_for(future: Any) -> None:
@@ -135,43 +100,77 @@ def block(training: Training, begin: Callable[[], Callable[[], None]]) -> dict[s
     return {"blocked_s": blocked_s, "block_s": block_s}
 
 
-def raw_write(path: Path, num_bytes: int) -> float:
-    """Write so many bytes past the page cache, and sync; return bytes/s."""
-    with mmap.mmap(-1, CHUNK_BYTES) as memory:
-        memory[:] = os.urandom(CHUNK_BYTES)
-        data = memoryview(memory)
+def slow_down(
+    training: Training, checkpoints: ullage.Checkpoints, plan: ullage.Plan, num_rounds: int
+) -> dict[str, Any]:
+    """Return how much longer an iteration takes if each has a checkpoint: measured in turns with none, and predicted.
+
+    The prediction is the simulator's, from rates of the machine that were measured before: nothing here was fitted.
+    """
+
+    def iteration_s(*, saves: bool) -> float:
+        checkpoints.finish()
         start_s = time.perf_counter()
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.posix_fallocate(fd, 0, num_bytes)
-        go_direct(fd, probes=False)
-        with concurrent.futures.ThreadPoolExecutor(NUM_THREADS) as pool:
-            list(pool.map(lambda at: write_all(Files(), fd, data, at), range(0, num_bytes, CHUNK_BYTES)))
-        os.fsync(fd)
-        os.close(fd)
-        took_s = time.perf_counter() - start_s
-        data.release()
-    return num_bytes / took_s
+        for _ in range(ITERATIONS_IN_A_ROW):
+            training.iterate()
+            if saves:
+                checkpoints.save(training.step)
+        training.optimizer.session.synchronize()
+        return (time.perf_counter() - start_s) / ITERATIONS_IN_A_ROW
+
+    measured = [(iteration_s(saves=True), iteration_s(saves=False)) for _ in range(num_rounds)]
+    plain_s = plan.prediction.iteration_s
+    predicted = 1 + Trial(plan).saved("nvme", BUFFER_BYTES, every=1).cost_s / plain_s
+    ratio = statistics.median(saving / plain for saving, plain in measured)
+    return {
+        "every_iteration_measured": ratio,
+        "every_iteration_predicted": predicted,
+        "every_iteration_error": predicted / ratio - 1,
+    }
+
+
+def raw_write(path: Path, data: memoryview) -> float:
+    """Write so many bytes past the page cache, from memory that is in no cache either, and sync; return bytes/s."""
+    start_s = time.perf_counter()
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    os.posix_fallocate(fd, 0, len(data))
+    go_direct(fd, probes=False)
+    with concurrent.futures.ThreadPoolExecutor(NUM_THREADS) as pool:
+        chunks = range(0, len(data), CHUNK_BYTES)
+        list(pool.map(lambda at: write_all(Files(), fd, data[at : at + CHUNK_BYTES], at), chunks))
+    os.fsync(fd)
+    os.close(fd)
+    return len(data) / (time.perf_counter() - start_s)
 
 
 def raw_read(path: Path, num_bytes: int) -> float:
-    """Read so many bytes past the page cache, one after another as we do; return bytes/s."""
-    with mmap.mmap(-1, CHUNK_BYTES) as memory:
-        data = memoryview(memory)
-        start_s = time.perf_counter()
-        fd = os.open(path, os.O_RDONLY)
-        go_direct(fd, probes=False)
-        for at in range(0, num_bytes, CHUNK_BYTES):
-            os.preadv(fd, [data], at)
-        os.close(fd)
-        took_s = time.perf_counter() - start_s
-        data.release()
-    return num_bytes / took_s
+    """Read so many bytes past the page cache by as many threads as we do, each into one buffer; return bytes/s."""
+
+    def read(first: int) -> None:
+        for at in range(first * CHUNK_BYTES, num_bytes, NUM_READERS * CHUNK_BYTES):
+            os.preadv(fd, [buffers[first]], at)
+
+    memory = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(NUM_READERS)]
+    buffers = [memoryview(one) for one in memory]
+    start_s = time.perf_counter()
+    fd = os.open(path, os.O_RDONLY)
+    go_direct(fd, probes=False)
+    with concurrent.futures.ThreadPoolExecutor(NUM_READERS) as pool:
+        list(pool.map(read, range(NUM_READERS)))
+    os.close(fd)
+    return num_bytes / (time.perf_counter() - start_s)
 
 
 def bandwidths(training: Training, checkpoints: ullage.Checkpoints, folder: Path, num_rounds: int) -> dict[str, float]:
-    """Return rates of writing and reading a checkpoint, ours and raw, and the medians of their ratios."""
-    rounds = []
-    for _ in range(num_rounds):
+    """Return rates of writing and reading a checkpoint, ours and raw, and the medians of their ratios.
+
+    *verify* reads and checks every byte; *restore* brings it back into training, checking all of it on the way. In each
+    round they and the raw loops are paired, in turns, with nothing else under way.
+    """
+    rounds: list[dict[str, float]] = []
+    raw = folder / "raw"
+    memory = memoryview(mmap.mmap(-1, CHUNK_BYTES))
+    for number in range(num_rounds):
         training.iterate()
         checkpoints.finish()
         start_s = time.perf_counter()
@@ -180,22 +179,38 @@ def bandwidths(training: Training, checkpoints: ullage.Checkpoints, folder: Path
         while not (path := checkpoints.levels.fastest.folder(training.step)).exists():
             time.sleep(1e-3)
         write_s = time.perf_counter() - start_s
+        checkpoints.finish()  # retention reads it again
         with Checkpoint(path) as checkpoint:
-            num_bytes = checkpoint.num_bytes // CHUNK_BYTES * CHUNK_BYTES
-            start_s = time.perf_counter()
-            checkpoint.verify()
-            read_s = time.perf_counter() - start_s
-        checkpoints.finish()
-        raw = folder / "raw"
-        found = {"ours_write": checkpoint.num_bytes / write_s, "ours_read": checkpoint.num_bytes / read_s}
-        rounds.append(found | {"raw_write": raw_write(raw, num_bytes), "raw_read": raw_read(raw, num_bytes)})
+            num_bytes = checkpoint.num_bytes
+        whole_bytes = num_bytes // CHUNK_BYTES * CHUNK_BYTES
+        if len(memory) < whole_bytes:
+            memory = memoryview(mmap.mmap(-1, whole_bytes))
+            for at in range(0, whole_bytes, CHUNK_BYTES):
+                memory[at : at + CHUNK_BYTES] = os.urandom(CHUNK_BYTES)
+        found = {"ours_write": num_bytes / write_s, "raw_write": raw_write(raw, memory[:whole_bytes])}
+        ways: list[tuple[str, Callable[[], float]]] = [
+            ("verify", lambda path=path: rate_of(path, Checkpoint.verify)),  # type: ignore[misc]
+            ("restore", lambda path=path: rate_of(path, lambda c: ullage.restore(training.optimizer, c))),  # type: ignore[misc]
+            ("raw_read", lambda whole_bytes=whole_bytes: raw_read(raw, whole_bytes)),  # type: ignore[misc]
+        ]
+        for name, measure in (*ways[number % 3 :], *ways[: number % 3]):
+            found[name] = measure()
+        rounds.append(found)
         raw.unlink()
     medians = {f"{name}_bytes_per_s": statistics.median(r[name] for r in rounds) for name in rounds[0]}
+    pairs = {"write": ("ours_write", "raw_write"), "verify": ("verify", "raw_read"), "restore": ("restore", "raw_read")}
     ratios = {
-        f"{way}_of_raw": statistics.median(r[f"ours_{way}"] / r[f"raw_{way}"] for r in rounds)
-        for way in ("write", "read")
+        f"{way}_of_raw": statistics.median(r[ours] / r[bare] for r in rounds) for way, (ours, bare) in pairs.items()
     }
-    return medians | ratios
+    return {"checkpoint_bytes": num_bytes, "num_readers": NUM_READERS, **medians, **ratios}
+
+
+def rate_of(path: Path, read: Callable[[Checkpoint], object]) -> float:
+    """Return the bytes/s at which a checkpoint is read in some way, from opening it on."""
+    start_s = time.perf_counter()
+    with Checkpoint(path) as checkpoint:
+        read(checkpoint)
+    return checkpoint.num_bytes / (time.perf_counter() - start_s)
 
 
 def main() -> None:
@@ -210,18 +225,15 @@ def main() -> None:
     logging.disable(logging.WARNING)
     load = os.getloadavg()[0]
     job = Job(cells(2, quick=True)[0], "ours", num_threads=1, num_warm_up=0, num_timed=10**6)
-    training = Training(plan_for(job), job)
+    plan = plan_for(job)
+    training = Training(plan, job)
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         outcomes: list[Any] = []
         checkpoints = ullage.Checkpoints(training.optimizer, ullage.Level(folder / "ours"), tell=outcomes.append)
         for _ in range(3):
             training.iterate()
-        state = {
-            f"{number}.{key}": value.clone()
-            for number, entry in training.optimizer.state_dict()["state"].items()
-            for key, value in entry.items()
-        }
+        state = training.state()
 
         def ours() -> Callable[[], None]:
             checkpoints.save(training.step)
@@ -244,6 +256,7 @@ def main() -> None:
                 f"round {number}: " + ", ".join(f"{w} {f['block_s']:.2f} s" for w, f in found.items()) + "\n"
             )
         assert all(outcome.error is None for outcome in outcomes), outcomes
+        slower = slow_down(training, checkpoints, plan, args.rounds)
         drive = bandwidths(training, checkpoints, folder, args.rounds)
         checkpoints.close()
     result = {
@@ -255,6 +268,7 @@ def main() -> None:
         "num_bytes": sum(value.numel() * value.element_size() for value in state.values()),
         "iteration_s": statistics.median(r["none"]["block_s"] for r in rounds) / ITERATIONS_OF_A_BLOCK,
         **summary(rounds),
+        **slower,
         **drive,
     }
     write_whole(args.output, json.dumps(result, indent=1) + "\n")

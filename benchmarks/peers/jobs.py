@@ -18,9 +18,12 @@ COSINE_ITERATIONS = 40  # of the schedule, however few are run: every run of a c
 _LLAMA = {"model_type": "llama", "max_position_embeddings": 4096, "tie_word_embeddings": True}
 # Sizes that no preset has: for two cores, and for tests.
 MODELS: dict[str, dict[str, Any]] = {
-    "llama-79m": _LLAMA
-    | {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 4096}
-    | {"num_attention_heads": 12, "num_key_value_heads": 4},
+    **{
+        f"llama-{millions}m": _LLAMA
+        | {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": num_layers, "vocab_size": 4096}
+        | {"num_attention_heads": 12, "num_key_value_heads": 4}
+        for millions, num_layers in ((22, 3), (41, 6), (79, 12))
+    },
     "llama-tiny": _LLAMA
     | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 256}
     | {"num_attention_heads": 4, "num_key_value_heads": 2},

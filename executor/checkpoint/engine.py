@@ -30,6 +30,7 @@ from executor.checkpoint.flusher import Flusher, Work, yield_cores
 from executor.checkpoint.layout import ITEM_BYTES, Box, Entry, boxes, layout
 from executor.checkpoint.manifest import Manifest, Part
 from executor.checkpoint.opening import Folder
+from executor.checkpoint.patience import SLOWEST_BYTES_PER_S, InTime, no_answer
 from executor.checkpoint.store import Draft, JoinedDraft, Store
 from executor.checkpoint.writer import CopyChunk, ShardWriter
 
@@ -38,6 +39,7 @@ OPTIMIZER_FOLDER: Final = "optimizer"
 MASTER: Final = "master"
 """The first tensor of every piece's state: the weights, in float32."""
 
+_END_S: Final = 10.0  # for the thread to end once all that it had has; what hangs is not waited for
 _VALUE_BYTES: Final = ITEM_BYTES["F32"]
 
 Key = tuple[str, int]
@@ -155,12 +157,13 @@ class CheckpointEngine:
         self._member = member or Member()
         self._patience_s = patience_s
         self._tell = tell
+        self._in_time = InTime()
         self._boxes = _boxes_of(source)
         self._entries = files_of(source, self._member.rank)
         self._captures: dict[int, _Capture] = {}  # that are being taken, by turn
         self._loans: dict[Key, tuple[_Capture, list[Work]]] = {}  # of pieces that have not changed since
         self._lock = threading.Condition()  # guards what follows
-        self._num_open = 0
+        self._open_ones: list[_Capture] = []
         self._work: queue.SimpleQueue[_Capture | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="checkpoint commit", daemon=True)
         self._thread.start()
@@ -171,7 +174,7 @@ class CheckpointEngine:
         return sum(layout(tuple(entries)).num_bytes for entries in self._entries.values())
 
     def begin(self, step: int, turn: int, extra: Mapping[str, Any]) -> None:
-        """Begin the checkpoint of a step, between two iterations.
+        """Begin the checkpoint of a step, between two iterations; it is given up at once while an earlier one hangs.
 
         Args:
             step: iterations of training that it has.
@@ -194,9 +197,15 @@ class CheckpointEngine:
                 f"what goes into a checkpoint beside tensors has to be plain JSON (finite numbers, text, lists, "
                 f"dictionaries): {error}"
             ) from error
+        capture = _Capture(step, text, list(self._source.slices), time.monotonic())
         with self._lock:
-            self._num_open += 1
-        self._captures[turn] = _Capture(step, text, list(self._source.slices), time.monotonic())
+            hangs = bool(self._open_ones) and capture.begin_s - self._open_ones[0].begin_s > self._longest_s
+            if not hangs:
+                self._open_ones.append(capture)
+                self._captures[turn] = capture
+        if hangs:  # what it would write could not be made known either, and would fill the drive
+            capture.error = no_answer(self._longest_s)
+            self._tell(self._outcome(capture, None))
 
     def take(self, key: Key, turn: int) -> None:
         """Take a piece, if a checkpoint is made in this turn; it may change once it is released.
@@ -239,9 +248,24 @@ class CheckpointEngine:
         self._release_all()
 
     def wait(self) -> None:
-        """Wait until all checkpoints have ended of which everything is taken."""
+        """Wait until all checkpoints have ended of which everything is taken; what hangs for long is given up."""
         with self._lock:
-            self._lock.wait_for(lambda: not self._num_open)
+            while self._open_ones:
+                before = list(self._open_ones), self._flusher.num_ended
+                ended = self._lock.wait_for(lambda: not self._open_ones, self._longest_s)
+                if not ended and before == (self._open_ones, self._flusher.num_ended):
+                    lost, self._open_ones = self._open_ones, []
+                    break
+            else:
+                return
+        for capture in lost:
+            capture.error = no_answer(self._longest_s)
+            self._tell(self._outcome(capture, None))
+
+    @property
+    def _longest_s(self) -> float:
+        """Longest time from one sign of life to the next: other ranks are waited for, or all of the page cache."""
+        return self._patience_s + self._flusher.patience_s + self.num_bytes / SLOWEST_BYTES_PER_S
 
     def close(self) -> None:
         """Give up what has not been taken, release all, and end the thread after the rest. Closing twice is allowed."""
@@ -251,7 +275,8 @@ class CheckpointEngine:
             self._work.put(capture)
         self._release_all()
         self._work.put(None)
-        self._thread.join()
+        self.wait()
+        self._thread.join(_END_S)
 
     def _release_all(self) -> None:
         for key in list(self._loans):
@@ -261,15 +286,28 @@ class CheckpointEngine:
         """Make the files, when the first piece is taken: the training loop does not wait for that."""
         if capture.draft is not None:
             return
+        patience_s = self._flusher.patience_s + (self._patience_s if self._member.rank else 0.0)
+        capture.draft, capture.writers = self._in_time.do(lambda: self._opened(capture.step), _abandon, patience_s)
+
+    def _opened(self, step: int) -> "_Opened":
         folders = (MODEL_FOLDER, OPTIMIZER_FOLDER)
         rank, nonce = self._member.rank, self._member.nonce
+        draft: Draft | JoinedDraft
         if rank == 0:
-            capture.draft = self._store.begin(capture.step, folders, nonce)
+            draft = self._store.begin(step, folders, nonce)
         else:
-            capture.draft = JoinedDraft(self._store.root, capture.step, folders, nonce, self._patience_s)
-        for path, entries in self._entries.items():
-            made = layout(tuple(entries))
-            capture.writers[path] = ShardWriter(self._flusher, capture.draft.folder, path, made)
+            draft = JoinedDraft(self._store.root, step, folders, nonce, self._patience_s)
+        writers: dict[str, ShardWriter] = {}
+        try:
+            for path, entries in self._entries.items():
+                made = layout(tuple(entries))
+                writers[path] = ShardWriter(self._flusher, draft.folder, path, made)
+        except OSError as error:
+            _abandon((draft, writers))
+            if isinstance(draft, JoinedDraft):
+                draft.refuse(rank, str(error))
+            raise
+        return draft, writers
 
     def _append(self, capture: "_Capture", key: Key) -> None:
         loans: list[Work] = []
@@ -294,7 +332,8 @@ class CheckpointEngine:
                 self._end(capture)
             finally:
                 with self._lock:
-                    self._num_open -= 1
+                    if capture in self._open_ones:
+                        self._open_ones.remove(capture)
                     self._lock.notify_all()
 
     def _end(self, capture: "_Capture") -> None:
@@ -306,14 +345,20 @@ class CheckpointEngine:
         except OSError as error:
             capture.error = error
             self._give_up(capture)
-        reason = None if capture.error is None else str(capture.error)
-        outcome = Outcome(capture.step, path, reason, capture.blocked_s, time.monotonic() - capture.begin_s)
+        with self._lock:
+            if capture not in self._open_ones:
+                return  # it has been given up, and that was told
+        outcome = self._outcome(capture, path)
         self._tell(outcome)
         if path is not None:
             try:
                 self._store.prune(self._keep)
             except OSError as error:
                 self._tell(dataclasses.replace(outcome, error=f"older ones could not be removed: {error}"))
+
+    def _outcome(self, capture: "_Capture", path: Path | None) -> Outcome:
+        reason = None if capture.error is None else str(capture.error)
+        return Outcome(capture.step, path, reason, capture.blocked_s, time.monotonic() - capture.begin_s)
 
     def _finish(self, capture: "_Capture") -> Path | None:
         assert capture.draft is not None
@@ -326,15 +371,24 @@ class CheckpointEngine:
         return capture.draft.commit(Manifest.of(capture.step, parts, {"ranks": extras}))
 
     def _give_up(self, capture: "_Capture") -> None:
-        for writer in capture.writers.values():
-            writer.abandon()
+        if capture.draft is not None:
+            _abandon((capture.draft, capture.writers))
         if isinstance(capture.draft, JoinedDraft):
             capture.draft.refuse(self._member.rank, str(capture.error))
-        elif capture.draft is not None:
-            capture.draft.abandon()
 
 
-@dataclasses.dataclass(slots=True)
+_Opened = tuple[Draft | JoinedDraft, dict[str, ShardWriter]]
+
+
+def _abandon(opened: _Opened) -> None:
+    draft, writers = opened
+    for writer in writers.values():
+        writer.abandon()
+    if isinstance(draft, Draft):
+        draft.abandon()
+
+
+@dataclasses.dataclass(eq=False, slots=True)
 class _Capture:
     step: int
     extra: str

@@ -20,6 +20,10 @@ class CheckpointError(OSError):
     """A checkpoint cannot be written, or none can be read; the message says where, why, and what to do."""
 
 
+class DamagedError(CheckpointError):
+    """What is there of a checkpoint is not what was written; another one may be whole."""
+
+
 class Files:
     """The operating system's own files."""
 

@@ -14,6 +14,7 @@ import mmap
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Self, final
 
@@ -22,6 +23,7 @@ import numpy.typing as npt
 import xxhash
 
 from executor.checkpoint.files import CheckpointError, Files, write_all
+from executor.checkpoint.patience import no_answer
 from executor.direct import in_blocks
 
 CHUNK_BYTES: Final = 4 << 20
@@ -99,23 +101,33 @@ class Flusher:
         ring: uint8 ``[num_buffers, chunk_bytes]``, whole blocks: see :func:`ring_of`.
         num_threads: that write at once.
         patience_s: longest wait for a buffer or a write; a drive that does not answer must not stop training.
+
+    Attributes:
+        files, patience_s: the same.
+        chunk_bytes: of each buffer.
     """
 
     def __init__(self, files: Files, ring: Buffer, num_threads: int = 2, patience_s: float = 60.0) -> None:
         assert ring.shape[1] == in_blocks(ring.shape[1])
         self.files = files
         self.chunk_bytes = ring.shape[1]
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         self._changed = threading.Condition()  # guards all below
         self._free = list(ring)
         self._queue: collections.deque[Work] = collections.deque()
         self._num_ended = 0
+        self._hung_at = -1  # what it was when nothing had ended for too long
         self._is_closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"checkpoint {i}", daemon=True) for i in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def num_ended(self) -> int:
+        """Writes that have ended so far: while this grows the drive answers."""
+        return self._num_ended
 
     def take(self, done: Pending) -> Buffer:
         """Return a free buffer; waits until there is one.
@@ -124,7 +136,7 @@ class Flusher:
             CheckpointError: a write of the same file has failed, or none has ended for too long.
         """
         with self._changed:
-            self._wait(lambda: bool(self._free) or done.failure is not None, "buffer")
+            self._wait(lambda: bool(self._free) or done.failure is not None)
             if done.failure is not None:
                 raise done.failure
             buffer: Buffer = self._free.pop()
@@ -157,7 +169,7 @@ class Flusher:
         with self._changed:
             try:
                 while any(loan.is_lent for loan in loans):
-                    self._wait(lambda: copied() is not None or not any(loan.is_lent for loan in loans), "write")
+                    self._wait(lambda: copied() is not None or not any(loan.is_lent for loan in loans))
                     if (loan := copied()) is not None:
                         self._copy(loan)
             except CheckpointError as error:
@@ -186,7 +198,7 @@ class Flusher:
             CheckpointError: some of it could not be, or none has ended for too long.
         """
         with self._changed:
-            self._wait(lambda: not done.num_open, "write")
+            self._wait(lambda: not done.num_open)
             if done.failure is not None:
                 raise done.failure
 
@@ -195,8 +207,9 @@ class Flusher:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+            deadline_s = time.monotonic() + (0.0 if self._hung_at == self._num_ended else self.patience_s)
         for thread in self._threads:
-            thread.join(self._patience_s)
+            thread.join(max(deadline_s - time.monotonic(), 0))
 
     def __enter__(self) -> Self:
         return self
@@ -204,8 +217,8 @@ class Flusher:
     def __exit__(self, *_exc_info: object) -> None:
         self.close()
 
-    def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait as long as something ends from time to time."""
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        """Wait as long as something ends from time to time; not at all while nothing has since it was last too long."""
         num_ended = -1
 
         def goes_on() -> bool:
@@ -213,11 +226,10 @@ class Flusher:
 
         while not ready():
             num_ended = self._num_ended
-            if not self._changed.wait_for(goes_on, self._patience_s):
-                raise CheckpointError(
-                    f"no {what} has ended for {self._patience_s:g} s: the drive does not keep up, or does not answer; "
-                    "this checkpoint is given up"
-                )
+            hangs = self._hung_at == num_ended
+            if not self._changed.wait_for(goes_on, 0.0 if hangs else self.patience_s):
+                self._hung_at = num_ended
+                raise no_answer(self.patience_s)
 
     def _run(self) -> None:
         yield_cores()

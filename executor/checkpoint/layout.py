@@ -15,11 +15,13 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Final, Literal
 
 from executor.direct import in_blocks
 
-ITEM_BYTES: Final = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "U8": 1}
+Dtype = Literal["F64", "F32", "BF16", "F16", "I64", "U8"]
+
+ITEM_BYTES: Final[Mapping[Dtype, int]] = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "U8": 1}
 """Bytes of one value, by the format's names of types."""
 
 _SHARDING_KEY: Final = "DCP_SHARDING_INFO"  # what torch.distributed.checkpoint reads
@@ -78,7 +80,7 @@ class Entry:
     """
 
     name: str
-    dtype: str
+    dtype: Dtype
     shape: tuple[int, ...]
     box: Box
 

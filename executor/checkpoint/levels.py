@@ -11,7 +11,7 @@ from executor.checkpoint.engine import Outcome
 from executor.checkpoint.files import Files
 from executor.checkpoint.places import check_reachable, check_room, is_remote, store_at
 from executor.checkpoint.promotion import Offer, Promoter
-from executor.checkpoint.retention import LEAST_KEPT, AbstractStore, Found, newest_of
+from executor.checkpoint.retention import LEAST_KEPT, AbstractStore
 from executor.checkpoint.store import Store
 
 DEFAULT_EVERY: Final = 100
@@ -36,8 +36,8 @@ def check_levels(levels: Sequence[Level]) -> None:
     """Check that levels fit together.
 
     Raises:
-        ValueError: there are none, the first is no folder, a place is there twice, or an interval is no multiple of the
-            one above.
+        ValueError: there are none, the first is no folder, a place is there twice, or an interval is less than one
+            iteration, or no multiple of the one above.
     """
     if not levels:
         raise ValueError("there is no place for checkpoints; give at least one level")
@@ -46,6 +46,9 @@ def check_levels(levels: Sequence[Level]) -> None:
             f"{levels[0].place} is no folder, and training writes into folders only; give one before it, of which it "
             "gets its checkpoints"
         )
+    for level in levels:
+        if level.every < 1:
+            raise ValueError(f"{level.place} has a checkpoint every {level.every} iterations; give 1 or more")
     for above, level in itertools.pairwise(levels):
         if level.every % above.every:
             raise ValueError(
@@ -112,10 +115,6 @@ class Levels:
         if outcome.path is not None and outcome.error is None:
             self._newest = Offer(outcome.step, outcome.path, self.fastest, always=False, begin_s=time.monotonic())
             self._offer(1, self._newest)
-
-    def newest(self) -> Found:
-        """Return the newest checkpoint that is whole, wherever it is, and why newer ones are not."""
-        return newest_of(self.stores)
 
     def check_room(self, num_bytes: int) -> None:
         """Check that every folder has room: for what stays, what is written, and what the level below still reads.

@@ -1,6 +1,7 @@
 """The one file that says what a checkpoint is: plain JSON, with a checksum of every byte of all others."""
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -8,18 +9,22 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from executor.checkpoint.files import CheckpointError
-from executor.checkpoint.layout import Layout
+from executor.checkpoint.files import CheckpointError, DamagedError
+from executor.checkpoint.layout import ITEM_BYTES, Dtype, Layout
+from executor.direct import BLOCK_BYTES
 
 MANIFEST_NAME: Final = "manifest.json"
 VERSION: Final = 1
+MAX_CHUNK_BYTES: Final = 64 << 20  # who reads has room for some
+MAX_DIMENSIONS: Final = 32
+MAX_VALUES: Final = 1 << 62
 
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=1 << 62)]
 
 
 class FileRecord(_Frozen):
@@ -33,9 +38,14 @@ class FileRecord(_Frozen):
     """
 
     path: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*$")]
-    num_bytes: Count
-    chunk_bytes: Annotated[int, Field(ge=1)]
+    num_bytes: Annotated[int, Field(ge=1)]
+    chunk_bytes: Annotated[int, Field(ge=BLOCK_BYTES, le=MAX_CHUNK_BYTES, multiple_of=BLOCK_BYTES)]
     checksums: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")], ...]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Most bytes of a chunk."""
+        return min(self.chunk_bytes, self.num_bytes)
 
 
 class Fragment(_Frozen):
@@ -62,9 +72,14 @@ class TensorRecord(_Frozen):
         fragments: in order; together they are all values, each once.
     """
 
-    dtype: str
-    shape: tuple[Count, ...]
+    dtype: Dtype
+    shape: Annotated[tuple[Count, ...], Field(max_length=MAX_DIMENSIONS)]
     fragments: tuple[Fragment, ...]
+
+    @property
+    def num_values(self) -> int:
+        """Values of all of it."""
+        return math.prod(self.shape)
 
 
 class Part(_Frozen):
@@ -135,19 +150,26 @@ class Manifest(_Frozen):
 
     @classmethod
     def read(cls, text: bytes) -> Self:
-        """Read one.
+        """Read one, which may be anything.
+
+        Whatever it says can be followed: values are within their files, and no two tensors have the same bytes, so that
+        what it asks for is no more than what is there.
 
         Raises:
-            CheckpointError: it is damaged, or of another version.
+            DamagedError: it is damaged, or of another version.
         """
         try:
             made = cls.model_validate_json(text)
+            digest = made._digest()
         except ValidationError as error:
             first = error.errors()[0]
-            raise CheckpointError(f"{MANIFEST_NAME}: {first['msg']} at {'.'.join(map(str, first['loc']))}") from None
-        if made.digest != made._digest():
-            raise CheckpointError(f"{MANIFEST_NAME} does not match its own digest")
+            raise DamagedError(f"{MANIFEST_NAME}: {first['msg']} at {'.'.join(map(str, first['loc']))}") from None
+        except ValueError as error:  # what JSON has no word for
+            raise DamagedError(f"{MANIFEST_NAME}: {error}") from None
+        if made.digest != digest:
+            raise DamagedError(f"{MANIFEST_NAME} does not match its own digest")
         made._check_whole()
+        made._check_within()
         return made
 
     def to_json(self) -> bytes:
@@ -165,8 +187,25 @@ class Manifest(_Frozen):
         for name, record in self.tensors.items():
             end = 0
             for fragment in record.fragments:
-                if fragment.start != end or fragment.file >= len(self.files):
-                    raise CheckpointError(f"{name}: values {end} to {fragment.start} are missing, or there twice")
+                if not fragment.start == end <= fragment.stop or fragment.file >= len(self.files):
+                    raise DamagedError(f"{name}: values {end} to {fragment.start} are missing, or there twice")
                 end = fragment.stop
-            if end != math.prod(record.shape):
-                raise CheckpointError(f"{name} has {math.prod(record.shape):,} values, of which {end:,} are there")
+            if end != record.num_values:
+                raise DamagedError(f"{name} has {record.num_values:,} values, of which {end:,} are there")
+
+    def _check_within(self) -> None:
+        if len({file.path for file in self.files}) < len(self.files):
+            raise DamagedError(f"{MANIFEST_NAME} has one file twice")
+        held: list[list[tuple[int, int]]] = [[] for _ in self.files]
+        for name, record in self.tensors.items():
+            if math.prod(max(extent, 1) for extent in record.shape) > MAX_VALUES:
+                raise DamagedError(f"{MANIFEST_NAME}: {name} has shape {record.shape}, which no tensor has")
+            for fragment in record.fragments:
+                num_bytes = (fragment.stop - fragment.start) * ITEM_BYTES[record.dtype]
+                held[fragment.file].append((fragment.offset, fragment.offset + num_bytes))
+        for file, ranges in zip(self.files, held, strict=True):
+            ordered = [(0, 0), *sorted(ranges), (file.num_bytes, file.num_bytes)]
+            if any(begin < end for (_, end), (begin, _) in itertools.pairwise(ordered)):
+                raise DamagedError(f"{MANIFEST_NAME}: values overlap in {file.path}, or go beyond its end")
+            if len(file.checksums) != -(-file.num_bytes // file.chunk_bytes):
+                raise DamagedError(f"{MANIFEST_NAME}: {file.path} has checksums of another length")

@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
-from executor.checkpoint.files import CheckpointError
+from executor.checkpoint.files import CheckpointError, DamagedError
 from executor.checkpoint.flusher import Buffer
 from executor.checkpoint.manifest import FileRecord, Manifest
 from executor.checkpoint.opening import Folder
@@ -107,9 +107,9 @@ class AbstractStore(abc.ABC):
     def _sweep(self, last: int) -> None:
         """Remove what writers have left that died; of steps up to ``last`` if it cannot be known whether they did."""
 
-    def newest(self) -> "Found":
-        """Return the newest checkpoint that is whole, every byte of it checked, and why newer ones are not."""
-        return newest_of([self])
+    def newest(self, use: Callable[[Checkpoint], None] = Checkpoint.verify) -> "Found":
+        """Return the newest checkpoint that is whole, and why newer ones are not. See :func:`newest_of`."""
+        return newest_of([self], use)
 
     def trust(self, folder: Folder) -> None:
         """Take it as known that a checkpoint is whole: it was just read."""
@@ -175,8 +175,30 @@ class Found:
     level: int = 0
 
 
-def newest_of(stores: Sequence[AbstractStore]) -> Found:
-    """Return the newest checkpoint of several places that is whole; of equals, that of the first place."""
+def newest_of(stores: Sequence[AbstractStore], use: Callable[[Checkpoint], None] = Checkpoint.verify) -> Found:
+    """Return the newest checkpoint of several places that is whole; of equals, that of the first place.
+
+    Args:
+        stores: the places.
+        use: reads of it what is needed, which checks that; left out, every byte is read.
+
+    Raises:
+        What ``use`` does, but :class:`DamagedError`.
+    """
+    there, refused = candidates(stores)
+    for level, folder in there:
+        try:
+            with Checkpoint(folder) as checkpoint:
+                use(checkpoint)
+        except DamagedError as error:
+            refused.append(str(error))
+        else:
+            return Found(checkpoint, tuple(refused), level)
+    return Found(None, tuple(refused))
+
+
+def candidates(stores: Sequence[AbstractStore]) -> tuple[list[tuple[int, Folder]], list[str]]:
+    """Return all checkpoints of several places, each with its place's index, newest first, and what is out of reach."""
     refused: list[str] = []
     there: list[tuple[int, int, Folder]] = []
     for level, store in enumerate(stores):
@@ -184,16 +206,7 @@ def newest_of(stores: Sequence[AbstractStore]) -> Found:
             there += [(-step_of(folder), level, folder) for folder in store.folders()]
         except OSError as error:
             refused.append(str(error))
-    for _, level, folder in sorted(there, key=lambda one: one[:2]):
-        try:
-            checkpoint = Checkpoint(folder)
-            checkpoint.verify()
-        except CheckpointError as error:
-            refused.append(str(error))
-        else:
-            stores[level].trust(folder)
-            return Found(checkpoint, tuple(refused), level)
-    return Found(None, tuple(refused))
+    return [(level, folder) for _, level, folder in sorted(there, key=lambda one: one[:2])], refused
 
 
 def step_of(folder: Folder) -> int:
@@ -206,7 +219,8 @@ def step_of(folder: Folder) -> int:
 def is_whole(folder: Folder) -> bool:
     """Return whether a checkpoint is whole, every byte of it checked."""
     try:
-        Checkpoint(folder).verify()
-    except CheckpointError:
+        with Checkpoint(folder) as checkpoint:
+            checkpoint.verify()
+    except DamagedError:
         return False
     return True

@@ -8,6 +8,7 @@ manifest that matches its own digest was whole when it was written; what happene
 import contextlib
 import errno
 import fcntl
+import hashlib
 import itertools
 import json
 import os
@@ -75,7 +76,7 @@ class Draft:
                 if time.monotonic() > deadline_s:
                     raise CheckpointError(f"{self.folder}: rank {rank} has not written its part in {patience_s:g} s")
                 time.sleep(_POLL_S)
-            handed = json.loads(path.read_bytes())
+            handed = _handed(path)
             if "error" in handed:
                 raise CheckpointError(f"rank {rank}: {handed['error']}")
             parts.append(Part.model_validate(handed["part"]))
@@ -166,8 +167,26 @@ class JoinedDraft:
     def _tell(self, rank: int, data: dict[str, Any]) -> None:
         path = self.folder / f"part-{rank}.json"
         new = path.with_suffix(".new")
-        new.write_text(json.dumps(data), encoding="utf-8")
+        text = json.dumps(data)
+        new.write_text(f"{_digest(text)} {text}", encoding="utf-8")
         new.rename(path)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _handed(path: Path) -> dict[str, Any]:
+    """Return what another rank has told.
+
+    Raises:
+        CheckpointError: it is not that: the manifest would vouch for it.
+    """
+    digest, _, text = path.read_bytes().decode(errors="replace").partition(" ")
+    if digest != _digest(text):
+        raise CheckpointError(f"{path} is not what its rank has written; this checkpoint is given up")
+    handed: dict[str, Any] = json.loads(text)
+    return handed
 
 
 def draft_folder(root: Path, step: int, nonce: str) -> Path:

@@ -7,14 +7,11 @@ import contextlib
 import dataclasses
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
-from typing import Any, Self, final
-
-import numpy as np
+from typing import Any, Final, Self, final
 
 from executor.checkpoint.files import CheckpointError
-from executor.checkpoint.flusher import Buffer
 
 
 @contextlib.contextmanager
@@ -86,16 +83,16 @@ class UrlPath:
             content: bytes = self.system.cat_file(self.path)
             return content
 
-    def files(self) -> dict[str, int]:
-        """Return the paths of all files below, and their bytes; none if there is nothing."""
+    def files(self) -> list[str]:
+        """Return the paths of all files below."""
         with reaching(self):
             self.system.invalidate_cache()
             try:
                 found = self.system.find(self.path, detail=True)
             except FileNotFoundError:
-                return {}
+                return []
             begin = len(self.path) + 1
-            return {path[begin:]: int(info["size"]) for path, info in found.items() if info["type"] == "file"}
+            return [path[begin:] for path, info in found.items() if info["type"] == "file"]
 
     def modified(self) -> datetime | None:
         """Return when a file was written; ``None`` if the driver does not say."""
@@ -131,7 +128,10 @@ class UrlFile:
 
     Attributes:
         num_bytes: its length.
+        alignment_bytes: values are copied to anywhere.
     """
+
+    alignment_bytes: Final = 1
 
     def __init__(self, path: UrlPath) -> None:
         self._path = path
@@ -139,13 +139,17 @@ class UrlFile:
             path.system.invalidate_cache()
             self.num_bytes = int(path.system.size(path.path))
 
-    def read(self, out: Buffer, offset: int) -> int:
-        """Read from a byte on, and return how many there were. See :class:`executor.checkpoint.opening.Opened`."""
-        end = min(offset + len(out), self.num_bytes)
+    def read(self, parts: Sequence[memoryview], offset: int) -> int:
+        """Read from a byte on into ``parts``, one behind the other, and return how many there were."""
+        end = min(offset + sum(map(len, parts)), self.num_bytes)
         with reaching(self._path):
-            found = self._path.system.cat_file(self._path.path, start=offset, end=end)  # by name: others have more
-            np.copyto(out[: end - offset], np.frombuffer(found, np.uint8))
-        return end - offset
+            found = memoryview(self._path.system.cat_file(self._path.path, start=offset, end=end))
+        done = 0
+        for part in parts:
+            values = found[done : done + len(part)]
+            part[: len(values)] = values
+            done += len(values)
+        return done
 
     def close(self) -> None:
         """Do nothing: ranges are requests of their own."""

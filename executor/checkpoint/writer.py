@@ -49,7 +49,7 @@ class ShardWriter:
         try:
             self._fd = self._files.create(self._full_path)
             self._files.allocate(self._fd, in_blocks(layout.num_bytes))
-            self._alignment_bytes = alignment_bytes(self._fd)
+            self._alignment_bytes = alignment_bytes(self._fd, writes=True)
         except OSError as error:
             self.abandon()
             raise self._error(error) from error

@@ -7,7 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
-from executor.checkpoint import Entry, Files, Flusher, Manifest, Part, ShardWriter, Store, boxes, layout, ring_of
+from executor.checkpoint import (
+    Entry,
+    Files,
+    Flusher,
+    Manifest,
+    Part,
+    ShardWriter,
+    Store,
+    Wanted,
+    boxes,
+    layout,
+    ring_of,
+)
 
 CHUNK_BYTES = 4096
 FOLDERS = ("model", "optimizer")
@@ -58,11 +70,10 @@ def step_of(store: Store) -> int | None:
     with checkpoint:
         assert checkpoint.manifest.extra == {"seed": step}
         assert set(checkpoint.manifest.tensors) == set(TENSORS)
+        found = {name: np.empty(int(np.prod(shape)), np.float32) for name, shape in TENSORS.items()}
+        checkpoint.read(Wanted(name, 0, of.view(np.uint8)) for name, of in found.items())
         for name in TENSORS:
-            expected = values(name, step)
-            found = np.empty_like(expected)
-            checkpoint.read(name, 0, found.view(np.uint8))
-            assert np.array_equal(found, expected), f"{name} is not that of step {step}"
+            assert np.array_equal(found[name], values(name, step)), f"{name} is not that of step {step}"
     return step
 
 

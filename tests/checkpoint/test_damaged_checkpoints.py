@@ -2,13 +2,15 @@
 
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
 from safetensors import SafetensorError, safe_open
 from saving import save, step_of
 
-from executor.checkpoint import Checkpoint, CheckpointError, Store
+from executor.checkpoint import Checkpoint, CheckpointError, Part, Store
+from executor.checkpoint.store import JoinedDraft
 
 FILES = ("model/values.safetensors", "optimizer/values.safetensors", "manifest.json")
 
@@ -34,10 +36,12 @@ def newest(store):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_anywhere_is_found_and_the_one_before_is_taken(store, name):
+@pytest.mark.parametrize("count", [60, pytest.param(5000, marks=pytest.mark.torture)], ids=["some", "many"])
+def test_a_flipped_bit_anywhere_is_found_and_the_one_before_is_taken(store, capsys, name, count):
     path = newest(store) / name
     whole = path.read_bytes()
-    for position in np.linspace(0, len(whole) - 1, 60).astype(int):
+    positions = np.unique(np.linspace(0, len(whole) - 1, count).astype(int))  # header, pads and values
+    for position in positions:
         damaged = bytearray(whole)
         damaged[position] ^= 1 << (position % 8)
         path.write_bytes(damaged)
@@ -48,6 +52,8 @@ def test_a_flipped_bit_anywhere_is_found_and_the_one_before_is_taken(store, name
         assert path.name in found.refused[0]
     path.write_bytes(whole)
     assert step_of(store) == 2
+    with capsys.disabled():
+        sys.stdout.write(f"\n{len(positions)} flipped bits of {name} found\n")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -94,6 +100,26 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(store):
     path.write_text(json.dumps(data))
     with pytest.raises(CheckpointError, match=r"should match pattern .* at files.0.path"):
         Checkpoint(path.parent)
+
+
+def test_a_flipped_bit_in_what_another_rank_hands_in_is_found(tmp_path):
+    """Nothing has been acknowledged yet: the checkpoint is given up, before its manifest vouches for anything."""
+    store = Store(tmp_path / "store")
+    draft = store.begin(1)
+    other = JoinedDraft(store.root, 1, (), draft.folder.name.rpartition("-")[2], 1.0)
+    part = Part(files=(), tensors={})
+    other.hand_in(1, part, {"rng": 7})
+    path = draft.folder / "part-1.json"
+    whole = path.read_bytes()
+    for position in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << (position % 8)
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"part-1.json is not what its rank has written"):
+            draft.collect(2, part, {}, 1.0)
+    path.write_bytes(whole)
+    assert draft.collect(2, part, {}, 1.0) == ([part, part], [{}, {"rng": 7}])
+    draft.abandon()
 
 
 def test_nothing_whole_is_told_with_the_reasons(store):

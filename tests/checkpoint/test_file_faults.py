@@ -1,6 +1,7 @@
 """Every operation fails, or writes less than it was asked to: one clear error, and what was there before is there."""
 
 import errno
+import sys
 import time
 
 import numpy as np
@@ -59,9 +60,9 @@ def chosen(tmp_path, count):
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(None, marks=pytest.mark.torture)], ids=["some", "all"])
-def test_a_failing_operation_costs_one_checkpoint_at_most(tmp_path, count):
-    num_failures = 0
-    for i, (number, error, after) in enumerate(chosen(tmp_path, count)):
+def test_a_failing_operation_costs_one_checkpoint_at_most(tmp_path, capsys, count):
+    num_failures, tried = 0, chosen(tmp_path, count)
+    for i, (number, error, after) in enumerate(tried):
         failures, operation = check(tmp_path / f"{i}", number, error, after)
         if error is None:
             assert not failures, "a write that was cut short goes on"
@@ -69,6 +70,10 @@ def test_a_failing_operation_costs_one_checkpoint_at_most(tmp_path, count):
             assert failures, operation
             num_failures += 1
     assert num_failures
+    with capsys.disabled():
+        sys.stdout.write(
+            f"\n{len(tried)} faults of operations survived, {num_failures} of them errors that were told\n"
+        )
 
 
 def test_a_full_drive_is_told_before_anything_is_written(tmp_path):

@@ -13,9 +13,10 @@ from saving import TENSORS, save, step_of, values
 
 import executor.checkpoint.places
 import executor.checkpoint.promotion
-from executor.checkpoint import CheckpointError, Files, Level, Levels, Outcome, promote, store_at
+from executor.checkpoint import CheckpointError, Files, Level, Levels, Outcome, Wanted, promote, store_at
 from executor.checkpoint.levels import check_levels
 from executor.checkpoint.places import check_reachable, check_room, file_system
+from executor.checkpoint.retention import newest_of
 
 S = 10.0
 SHARED = Path("/dev") / "shm"
@@ -90,7 +91,7 @@ def test_every_value_comes_whatever_the_size_of_a_chunk(tmp_path, url):
         with again:
             for name in TENSORS:
                 found = np.empty_like(values(name, 3))
-                again.read(name, 0, found.view(np.uint8))
+                again.read([Wanted(name, 0, found.view(np.uint8))])
                 assert np.array_equal(found, values(name, 3))
         assert promote(store.newest().checkpoint, there) == folder, "it is there already"
         assert len(there.folders()) == 1
@@ -195,16 +196,16 @@ def test_the_newest_is_taken_wherever_it_is_and_why_others_are_not(tmp_path, url
     run = Run(Level(tmp_path / "a", 1), Level(tmp_path / "b", 1), Level(url, 1))
     paced(run, 1, 2)
     run.levels.close()
-    found = run.levels.newest()
+    found = newest_of(run.levels.stores)
     assert (found.level, found.checkpoint.manifest.step, found.refused) == (0, 2, ())
     for level, place in ((1, "a"), (2, "b")):
         damage(tmp_path / place / "step-00000002")
-        found = run.levels.newest()
+        found = newest_of(run.levels.stores)
         assert (found.level, found.checkpoint.manifest.step, len(found.refused)) == (level, 2, level)
         assert f"{tmp_path / place}/step-00000002" in found.refused[-1]
     fs = run.levels.stores[2].root.system
     fs.rm_file(run.levels.stores[2].folders()[0].path + "/manifest.json")
-    found = run.levels.newest()
+    found = newest_of(run.levels.stores)
     assert (found.level, found.checkpoint.manifest.step, len(found.refused)) == (0, 1, 2), "the fastest of equals"
 
 
@@ -219,6 +220,7 @@ def test_levels_that_do_not_fit_are_refused(url):
         ([], "no place for checkpoints"),
         ([Level("a", 10), Level("b", 25)], r"b gets its .* every 10 iterations, so 25 is .*multiple, such as 30"),
         ([Level("a", 10), Level("b", 5)], "multiple, such as 10"),
+        ([Level("a", 0)], "a has a checkpoint every 0 iterations; give 1 or more"),
         ([Level("a", 10), Level("a/", 10)], "a place is there twice"),
         ([Level(url)], "is no folder, and training writes into folders only; give one before"),
     ):
@@ -250,6 +252,8 @@ def test_places_of_one_node_are_refused_on_several(tmp_path, url, monkeypatch):
     check_reachable(store_at(url))
     with pytest.raises(CheckpointError, match=r"is memory of one node, but the ranks are on several: give a folder on"):
         check_reachable(store_at(SHARED / tmp_path.name))
+    with pytest.raises(CheckpointError, match=r"take [\d,]+ B of host memory, but"):
+        check_room(store_at(SHARED / tmp_path.name), 3, 10**15)
     (SHARED / tmp_path.name).rmdir()
 
 

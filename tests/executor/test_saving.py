@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import staying
 from test_numerics import mixed, plans
-from together import saved
+from together import resumed, saved
 from training import Task, assert_same, batches, decide, delay, prepare, reference, uniform, units_of
 
 import executor.snapshots
-from executor.checkpoint import Checkpoint, CheckpointError, Files, Level, ShardWriter, Store
-from executor.saving import Checkpoints, restore
+from executor.checkpoint import Checkpoint, CheckpointError, Files, Level, ShardWriter, Store, Wanted, reader
+from executor.restoring import restore
+from executor.saving import Checkpoints
+from planner.decisions import Place
 from planner.lowering.snapshots import snapshots
 from planner.schedule import MemoryClass, Op, Tier
 
@@ -121,14 +123,22 @@ def test_experts_apart_go_on_in_one_unit_and_back(tmp_path):
 RANKS = {
     "layers": {"tensor_parallel": 2},
     "layers and experts": {"tensor_parallel": 2, "data_parallel": 2, "expert_parallel": 2, "zero_stage": 3},
+    "all, from shards": {"data_parallel": 3, "zero_stage": 3},
+    "weights, not state": {"data_parallel": 2, "zero_stage": 1},
 }
+
+
+def resident(unit, count):
+    """Return decisions for ranks that have all weights, and state of their own shards."""
+    return "gpu", "keep", [Place.GPU if (len(unit.name) + i) % 2 else Place.CPU for i in range(count)]
 
 
 @pytest.mark.parametrize("degrees", RANKS.values(), ids=RANKS)
 def test_what_ranks_share_goes_on_on_any_ranks(processes, degrees, tmp_path):
     """All state is the same, whoever has which part of it; so is training, on ranks of the same degrees."""
     task = Task("mixtral-shared", iterations=2)
-    there, alone, other = (decide(task, staying, **of) for of in (degrees, {}, {"tensor_parallel": 2}))
+    choose = resident if degrees.get("zero_stage") == 1 else staying
+    there, alone, other = (decide(task, choose, **of) for of in (degrees, {}, {"tensor_parallel": 2}))
     ends = {end for _, _, end in processes.call(there.num_devices, saved, task, there, tmp_path)}
     assert len(ends) == 1
     for plan in (there, alone, other):
@@ -136,6 +146,21 @@ def test_what_ranks_share_goes_on_on_any_ranks(processes, degrees, tmp_path):
         assert {begin for begin, _, _ in found} == ends
     again = processes.call(there.num_devices, saved, task, there, tmp_path / "again", 1, tmp_path)
     assert {end for _, _, end in again} == ends
+
+
+def test_what_one_rank_finds_damaged_all_pass_over(processes, tmp_path):
+    task = Task("gpt2", iterations=2)
+    decisions = decide(task, uniform("host", "cpu"), data_parallel=2, zero_stage=3)
+    expected = {end for _, _, end in processes.call(2, saved, task, decisions, tmp_path)}
+    whole = processes.call(2, resumed, task, decisions, tmp_path)
+    assert [(step, refused, digest) for _, step, refused, digest in whole] == [(2, (), *expected)] * 2
+    damaged = tmp_path / "step-00000002/optimizer/exp_avg-00001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x7f")
+    first, second = processes.call(2, resumed, task, decisions, tmp_path)
+    assert first[1] == second[1] == 1
+    assert first[3] == second[3] not in expected
+    assert "another rank cannot read its part" in first[2][0]
+    assert "exp_avg-00001.safetensors is damaged between" in second[2][0]
 
 
 def test_dropout_goes_on_with_the_same_random_numbers(tmp_path):
@@ -172,9 +197,8 @@ def _tensors(folder, step):
 
 def _values(folder, step, name):
     with Checkpoint(folder / f"step-{step:08d}") as checkpoint:
-        size = checkpoint.manifest.tensors[name].fragments[-1].stop
-        out = torch.empty(size)
-        checkpoint.read(name, 0, out.numpy().view("uint8"))
+        out = torch.empty(checkpoint.manifest.tensors[name].num_values)
+        checkpoint.read([Wanted(name, 0, out.numpy().view("uint8"))])
     return out.numpy().tobytes()
 
 
@@ -199,6 +223,70 @@ def test_another_model_or_optimizer_is_refused(tmp_path):
         run(Task("gpt2", optimizer="sgd"), decide(Task("gpt2", optimizer="sgd"), mixed), tmp_path / "saved", start=1)
     with pytest.raises(CheckpointError, match=r"the checkpoint is of another model|KeyError"):
         run(Task("gpt2-untied"), decide(Task("gpt2-untied"), mixed), tmp_path / "saved", start=1)
+
+
+def resumed_here(task, decisions, folder, monkeypatch):
+    """Return what a new session goes on from, its state, and the bytes that were read for that."""
+    read = []
+    monkeypatch.setattr(reader._File, "load", lambda file, *given, plain=reader._File.load: count(file, plain, *given))
+
+    def count(file, plain, chunk, *given):
+        read.append(min(file.record.chunk_bytes, file.record.num_bytes - chunk * file.record.chunk_bytes))
+        plain(file, chunk, *given)
+
+    _, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=ROOM)
+    with optimizer.session as session, Checkpoints(optimizer, Level(folder)) as saved:
+        found = saved.resume()
+        state = optimizer.state_dict()["state"]
+        weights = {n: w.clone() for n, w in session.full_parameters().items()}
+    monkeypatch.undo()
+    monkeypatch.setattr(executor.snapshots, "CHUNK_BYTES", 4096)
+    return found, (state, weights), sum(read)
+
+
+def same_state(one, other):
+    (state, weights), (others, other_weights) = one, other
+    return all(torch.equal(weights[n], other_weights[n]) for n in weights) and all(
+        torch.equal(values, others[number][key]) for number, entry in state.items() for key, values in entry.items()
+    )
+
+
+def test_what_is_damaged_is_passed_over_and_everything_is_read_once(tmp_path, monkeypatch):
+    """What was restored of the damaged one is gone when the one before is back."""
+    task, folder = Task("llama"), tmp_path / "saved"
+    decisions = decide(task, uniform("host", "cpu"))
+    run(task, decisions, folder, stop=3)
+    newest, state, num_bytes = resumed_here(task, decisions, folder, monkeypatch)
+    assert newest.step == 3
+    total_bytes = Checkpoint(folder / "step-00000003").num_bytes
+    assert num_bytes <= total_bytes
+    shutil.rmtree(folder / "step-00000003")
+    before, expected, _ = resumed_here(task, decisions, folder, monkeypatch)
+    assert before.step == 2
+    assert not same_state(state, expected)
+    run(task, decisions, folder, start=2, stop=3)
+    (folder / "step-00000004").mkdir()
+    damaged = folder / "step-00000003/optimizer/exp_avg_sq-00000.safetensors"
+    with damaged.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x80")
+    for plan in (
+        decisions,
+        decide(task, mixed),
+        decide(task, uniform("nvme", "nvme")),
+        decide(task, uniform("gpu", "gpu")),
+    ):
+        found, state, _ = resumed_here(task, plan, folder, monkeypatch)
+        assert (found.step, found.path) == (2, folder / "step-00000002")
+        assert same_state(state, expected)
+        assert "step-00000004: manifest.json: No such file" in found.refused[0]
+        assert "exp_avg_sq-00000.safetensors is damaged between" in found.refused[1]
+    shutil.rmtree(folder / "step-00000001")
+    shutil.rmtree(folder / "step-00000002")
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*step-00000004.*; .*exp_avg_sq.*begin again"):
+        resumed_here(task, decisions, folder, monkeypatch)
+    monkeypatch.setattr(executor.snapshots, "CHUNK_BYTES", 4096)
+    assert resumed_here(task, decisions, tmp_path / "none", monkeypatch)[0].path is None
 
 
 def test_buffers_are_in_the_ledger(tmp_path):

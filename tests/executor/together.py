@@ -31,7 +31,8 @@ from training import (
 )
 
 from executor.checkpoint import Checkpoint, Level
-from executor.saving import Checkpoints, restore
+from executor.restoring import restore
+from executor.saving import Checkpoints
 from planner.decisions import Decisions
 from planner.schedule import Op
 
@@ -167,6 +168,14 @@ def saved(rank: int, _size: int, task: Task, decisions: Decisions, folder, start
         end = _digest(optimizer)
     assert all(outcome.error is None for outcome in outcomes), outcomes
     return begin, seen, end
+
+
+def resumed(rank: int, _size: int, task: Task, decisions: Decisions, folder):
+    """Go on from the newest checkpoint that is whole; return which, why not from others, and a digest of all state."""
+    _, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=1)
+    with optimizer.session, Checkpoints(optimizer, Level(folder)) as checkpoints:
+        found = checkpoints.resume()
+        return rank, found.step, found.refused, _digest(optimizer)
 
 
 def _digest(optimizer) -> str:

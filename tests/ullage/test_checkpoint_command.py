@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from executor.checkpoint import Store
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
 from planner.plan import load_plan
@@ -40,13 +42,15 @@ def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def execute(plan_path: Path, folder: Path, *more: str, places: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+def execute(
+    plan_path: Path, folder: Path, *more: str, places: tuple[str, ...] = (), start: str = START
+) -> subprocess.Popen[str]:
     args = ["--iterations", str(NUM_ITERATIONS), "--checkpoint-every", "3", "--keep", "9"]
     for place in places or (str(folder),):
         args += ["--checkpoint-dir", place]
     args += ["--output-dir", str(folder.with_suffix(".out")), *more]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(OBJECTS)}
-    command = [sys.executable, "-c", START, "execute", str(plan_path), *args]
+    command = [sys.executable, "-c", start, "execute", str(plan_path), *args]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
@@ -110,6 +114,40 @@ def test_a_run_that_is_ended_goes_on_as_if_it_had_not_been(
     expected, found = state(whole, NUM_ITERATIONS), state(folder, NUM_ITERATIONS)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+HANGS = """
+import sys, threading, objects, executor.saving, executor.checkpoint.engine
+from executor.checkpoint import CheckpointEngine, Files
+from ullage.cli import main
+executor.saving._PATIENCE_S = executor.checkpoint.engine._END_S = 0.5
+executor.checkpoint.engine.SLOWEST_BYTES_PER_S = 1e9
+CheckpointEngine.__init__.__kwdefaults__["patience_s"] = 0.5
+plain, done = Files.sync, []
+def hang(*args):
+    done.append(args)
+    return plain(*args) if len(done) < 40 else threading.Event().wait()
+Files.sync = hang
+sys.exit(main())
+"""
+
+
+def test_a_run_whose_drive_hangs_goes_on_and_ends_when_it_is_asked_to(plan_path: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    process = execute(plan_path, folder, "--iterations", "100000", start=HANGS)
+    watchdog = threading.Timer(100, process.kill)
+    watchdog.start()
+    wait_for(folder, 1, process)
+    assert process.stderr is not None
+    for line in process.stderr:  # until the drive hangs, and training goes on
+        if "nothing has ended for" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    _, err = finished(process)
+    watchdog.cancel()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "interrupted after iteration" in " ".join(err.split())
+    assert Store(folder).newest().checkpoint is not None
 
 
 def test_a_run_on_several_levels_goes_on_from_the_slowest_when_its_node_was_lost(

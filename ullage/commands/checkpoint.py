@@ -117,13 +117,22 @@ def _verify(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     if args.output_dir is None:
         raise ValueError("export needs --output-dir DIR, a new folder for the weights")
-    checkpoint = checkpoint_at(args.place) if _is_one(args.place) else store_at(args.place).newest().checkpoint
-    if checkpoint is None:
-        raise CheckpointError(f"{args.place} has no whole checkpoint; see `ullage checkpoint verify {args.place}`")
     from ullage.exporting import export_hf  # noqa: PLC0415 - torch takes seconds
 
-    with checkpoint:
+    count = 0
+
+    def export(checkpoint: Checkpoint) -> None:
+        nonlocal count
         count = export_hf(checkpoint, args.output_dir, args.dtype)
+
+    if _is_one(args.place):
+        with checkpoint_at(args.place) as checkpoint:
+            export(checkpoint)
+    else:
+        found = store_at(args.place).newest(export)
+        if found.checkpoint is None:
+            raise CheckpointError(f"{args.place} has no whole checkpoint; see `ullage checkpoint verify {args.place}`")
+        checkpoint = found.checkpoint
     facts = {"path": str(checkpoint.folder), "output_dir": str(args.output_dir), "num_tensors": count}
     if args.json:
         write_json(facts)

@@ -1,0 +1,69 @@
+"""Waiting for a drive, but not for ever."""
+
+import threading
+from collections.abc import Callable
+from typing import Final, TypeVar, final
+
+from executor.checkpoint.files import CheckpointError
+
+SLOWEST_BYTES_PER_S: Final = 10e6
+"""A drive that is slower than this, all in all, is taken for one that does not answer."""
+
+_T = TypeVar("_T")
+
+
+def no_answer(patience_s: float) -> CheckpointError:
+    """Return what to raise when nothing has ended for so long."""
+    return CheckpointError(
+        f"nothing has ended for {patience_s:g} s: the drive does not keep up, or does not answer; this checkpoint is "
+        "given up"
+    )
+
+
+@final
+class InTime:
+    """Does things that may hang, one at a time, in threads of their own. While one hangs others fail at once."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    def do(self, do: Callable[[], _T], undo: Callable[[_T], None], patience_s: float) -> _T:
+        """Return what ``do`` returns.
+
+        Args:
+            do: what may hang.
+            undo: is called with the result if that comes too late.
+            patience_s: longest wait.
+
+        Raises:
+            CheckpointError: it took too long, or an earlier one still hangs.
+            OSError: whatever ``do`` raises.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            raise no_answer(patience_s)
+        found: list[_T | OSError] = []
+        lock = threading.Lock()  # guards found, and whether it comes too late
+        too_late = False
+
+        def work() -> None:
+            try:
+                result: _T | OSError = do()
+            except OSError as error:
+                result = error
+            with lock:
+                if not too_late:
+                    found.append(result)
+                    return
+            if not isinstance(result, OSError):
+                undo(result)
+
+        self._thread = threading.Thread(target=work, name="checkpoint open", daemon=True)
+        self._thread.start()
+        self._thread.join(patience_s)
+        with lock:
+            if not found:
+                too_late = True
+                raise no_answer(patience_s)
+        if isinstance(found[0], OSError):
+            raise found[0]
+        return found[0]

@@ -1,0 +1,84 @@
+"""A drive that does not answer, at any operation, for ever: training waits for it no longer than was said, and goes on.
+
+Nobody can stop a system call that hangs. What can be had is that training, its end, and its threads do without it.
+"""
+
+import threading
+import time
+
+import pytest
+from test_immutability import iterations
+from test_numerics import mixed
+from training import Task, assert_same, decide, prepare, reference
+
+import executor.saving
+import executor.snapshots
+from executor.checkpoint import CheckpointEngine, Files, Level, Store
+from executor.saving import Checkpoints
+
+PATIENCE_S = 0.2
+BOUND_S = 30.0
+"""Far more than all waits together, on the busiest machine, and less than for ever."""
+
+
+class HangingFiles(Files):
+    """Files of which one operation never returns once it is told to hang, until the test is over."""
+
+    def __init__(self) -> None:
+        self.hangs = False
+        self.over = threading.Event()
+        self.num_hung = 0
+
+
+def _hanging(name):
+    def method(self, *args):
+        if self.hangs and name == self.name:
+            self.num_hung += 1
+            self.over.wait()
+        return getattr(Files, name)(self, *args)
+
+    return method
+
+
+OPERATIONS = [name for name in vars(Files) if not name.startswith("_")]
+for operation in OPERATIONS:
+    setattr(HangingFiles, operation, _hanging(operation))
+
+
+@pytest.fixture
+def files(request):
+    made = HangingFiles()
+    made.name = request.param
+    yield made
+    made.over.set()
+
+
+@pytest.mark.parametrize("files", OPERATIONS, indirect=True, ids=OPERATIONS)
+def test_training_does_without_a_drive_that_hangs(files, tmp_path, monkeypatch):
+    """The first checkpoint is made, the drive hangs from the second on, and ends with training."""
+    monkeypatch.setattr(executor.snapshots, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(executor.saving, "_PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(executor.checkpoint.engine, "_END_S", PATIENCE_S)
+    monkeypatch.setitem(CheckpointEngine.__init__.__kwdefaults__, "patience_s", PATIENCE_S)
+    task = Task("gpt2")
+    outcomes, seen = [], []
+    begin_s = time.monotonic()
+    model, optimizer = prepare(task, decide(task, mixed), checkpoint_buffer_bytes=4 * 4096)
+    level = Level(tmp_path / "saved", keep=2)
+    with optimizer.session, Checkpoints(optimizer, level, tell=outcomes.append, files=files) as saved:
+        for step in iterations(task, model, optimizer, seen):
+            saved.save(step)
+            if step == 1:
+                saved.finish()
+                assert [outcome.error for outcome in outcomes] == [None]
+                files.hangs = True
+        saved.finish()
+        final = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
+    assert time.monotonic() - begin_s < BOUND_S
+    assert_same((seen, final), reference(task))
+    made = {outcome.step for outcome in outcomes if outcome.error is None}
+    assert {outcome.step for outcome in outcomes} == set(range(1, task.iterations + 1)), "each is told how it ended"
+    assert all("nothing has ended for" in outcome.error for outcome in outcomes if outcome.error is not None)
+    if files.num_hung:
+        assert made < set(range(1, task.iterations + 1))
+    assert Store(tmp_path / "saved").newest().checkpoint.manifest.step >= max(made)
