@@ -156,10 +156,7 @@ def _train(options: ExecuteOptions, trainer: Trainer) -> _Trained:
             tell(step)
             for drift in watch.after(trainer.session, trainer.session.iteration - 1):
                 warn(str(drift))
-            for outcome in trainer.outcomes[num_told:]:
-                num_told += 1
-                if outcome.error is not None:
-                    warn(f"warning: checkpoint of step {outcome.step}: {outcome.error}")
+            num_told = _warn_of_checkpoints(trainer, num_told, warn)
             if options.replan and len(losses) == REPLAN_AFTER:
                 before = _record(options, trainer, losses)
                 replanned = trainer.replan()
@@ -170,9 +167,19 @@ def _train(options: ExecuteOptions, trainer: Trainer) -> _Trained:
         record = _record(options, trainer, losses) if trainer.session.iteration >= MIN_ITERATIONS else None
         ended_by = None if interruption is None else interruption.signal
         trainer.close(give_back=False)
+        _warn_of_checkpoints(trainer, num_told, warn, but=trainer.iteration)
     if record is not None and replanned is not None and replanned.switched:
         record = record.model_copy(update={"before": before})
     return _Trained(record, replanned, ended_by)
+
+
+def _warn_of_checkpoints(trainer: Trainer, num_told: int, warn: Callable[[str], None], but: int | None = None) -> int:
+    """Say which checkpoints have failed since so many had ended, ``but`` that of one step; return how many have now."""
+    outcomes = trainer.outcomes[num_told:]
+    for outcome in outcomes:
+        if outcome.error is not None and outcome.step != but:
+            warn(f"warning: checkpoint of step {outcome.step}: {outcome.error}")
+    return num_told + len(outcomes)
 
 
 def _interruption(

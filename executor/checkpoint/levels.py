@@ -36,8 +36,8 @@ def check_levels(levels: Sequence[Level]) -> None:
     """Check that levels fit together.
 
     Raises:
-        ValueError: there are none, the first is no folder, a place is there twice, or an interval is no multiple of the
-            one above.
+        ValueError: there are none, the first is no folder, a place is there twice, or an interval is less than one
+            iteration, or no multiple of the one above.
     """
     if not levels:
         raise ValueError("there is no place for checkpoints; give at least one level")
@@ -46,6 +46,9 @@ def check_levels(levels: Sequence[Level]) -> None:
             f"{levels[0].place} is no folder, and training writes into folders only; give one before it, of which it "
             "gets its checkpoints"
         )
+    for level in levels:
+        if level.every < 1:
+            raise ValueError(f"{level.place} has a checkpoint every {level.every} iterations; give 1 or more")
     for above, level in itertools.pairwise(levels):
         if level.every % above.every:
             raise ValueError(

@@ -83,16 +83,16 @@ class UrlPath:
             content: bytes = self.system.cat_file(self.path)
             return content
 
-    def files(self) -> dict[str, int]:
-        """Return the paths of all files below, and their bytes; none if there is nothing."""
+    def files(self) -> list[str]:
+        """Return the paths of all files below."""
         with reaching(self):
             self.system.invalidate_cache()
             try:
                 found = self.system.find(self.path, detail=True)
             except FileNotFoundError:
-                return {}
+                return []
             begin = len(self.path) + 1
-            return {path[begin:]: int(info["size"]) for path, info in found.items() if info["type"] == "file"}
+            return [path[begin:] for path, info in found.items() if info["type"] == "file"]
 
     def modified(self) -> datetime | None:
         """Return when a file was written; ``None`` if the driver does not say."""

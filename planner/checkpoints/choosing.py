@@ -18,9 +18,10 @@ from planner.checkpoints.chosen import (
     CheckpointsAsked,
     EngineCheckpoints,
 )
+from planner.checkpoints.costs import hash_bytes_per_s
 from planner.checkpoints.interval import Protection
 from planner.checkpoints.nesting import ContradictionError, Limits, Nested, nest, outcome
-from planner.checkpoints.policy import CHUNK_BYTES, HASH_BYTES_PER_S, LEAST_BUFFER_BYTES, POLICIES
+from planner.checkpoints.policy import CHUNK_BYTES, LEAST_BUFFER_BYTES, POLICIES
 from planner.checkpoints.stores import LEVELS, Level, storage_of
 from planner.checkpoints.trial import OURS, Measured, Trial
 from planner.plan import Plan
@@ -92,8 +93,8 @@ class _Choice:
         self._ring_bytes = buffer_bytes * cost.ranks_per_node
         if (free_bytes := self._trial.free_bytes(Tier.HOST)) < self._ring_bytes:
             raise CheckpointsError(
-                f"checkpoints need {_gb(self._ring_bytes)} of each host for what is not written yet, and the plan "
-                f"leaves {_gb(free_bytes)}; leave more of it free, or give less with --checkpoint-buffer"
+                f"checkpoints need {_size(self._ring_bytes)} of each host for what is not written yet, and the plan "
+                f"leaves {_size(free_bytes)}; leave more of it free, or give less with --checkpoint-buffer"
             )
         self._left_out = {level: why for level in LEVELS if (why := self._why_not(level))}
 
@@ -130,12 +131,11 @@ class _Choice:
             "pfs": (int(storage.capacity_bytes.value) if storage else 0, self._all_bytes),
         }[level]
         if count * size_bytes > free_bytes:
-            return (
-                f"{count} checkpoints of {_gb(size_bytes)} have no room in the {_gb(max(free_bytes, 0))} that are free"
-            )
+            free = _size(max(free_bytes, 0))
+            return f"{count} checkpoints of {_size(size_bytes)} have no room in the {free} that are free"
         if level == "nvme" and self._endured_s() == math.inf:
             written = self._trial.written_bytes * _DAY_S / self._iteration_s
-            return f"training alone writes {_gb(written)} a day, as much as the drives endure or more"
+            return f"training alone writes {_size(written)} a day, as much as the drives endure or more"
         return None
 
     def _endured_s(self) -> float:
@@ -332,7 +332,8 @@ class _Choice:
 
     def _assumptions(self, levels: tuple[Level, ...]) -> Iterator[str]:
         yield f"restart: {self._asked.restart_s:g} s until state can be read"
-        yield f"checksums: {HASH_BYTES_PER_S.value / 1e9:g} GB/s per core ({HASH_BYTES_PER_S.provenance.source})"
+        hashing = hash_bytes_per_s(self._profile.host)
+        yield f"checksums: {hashing.value / 1e9:.3g} GB/s per core ({hashing.provenance.source})"
         if self._asked.drive_writes_per_day is None:
             yield "drives endure whatever is written (--drive-writes-per-day says how much)"
         yield "failures come at exponential times"
@@ -347,5 +348,5 @@ def _neighbours(every: int) -> list[int]:
     return sorted({n for n in (every - 1, every, every + 1, every + 2, 2 * every) if n >= 1})
 
 
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.3g} GB"
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e12:.3g} TB" if num_bytes >= 1e12 else f"{num_bytes / 1e9:.3g} GB"

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
+from hwprofiles.profile import Host
 from hwprofiles.quantity import Quantity
 from planner.checkpoints.lowering import Run
 from planner.checkpoints.policy import HASH_BYTES_PER_S, CheckpointPolicy
@@ -18,6 +19,11 @@ from planner.schedule import Lane, Op, Task
 
 # What is hashed and written from memory is read by a core, and by the drive.
 _HASHED_PASSES = 2
+
+
+def hash_bytes_per_s(host: Host) -> Quantity:
+    """Return the rate at which one thread makes checksums: the profile's, or what is assumed."""
+    return host.hash_bytes_per_s or HASH_BYTES_PER_S
 
 
 class CheckpointCosts:
@@ -120,8 +126,8 @@ class CheckpointCosts:
 
     def _hashed(self, num_bytes: int) -> Traffic:
         """Return what it takes a core to hash so many bytes."""
-        core_s = num_bytes / HASH_BYTES_PER_S.value
-        return Traffic(core_s, core_s, ((Resource.DRAM, _HASHED_PASSES * HASH_BYTES_PER_S.value),))
+        rate = hash_bytes_per_s(self._cost.profile.host).value
+        return Traffic(num_bytes / rate, num_bytes / rate, ((Resource.DRAM, _HASHED_PASSES * rate),))
 
     def _shared(self, duration_s: float, parts: Iterable[Traffic]) -> Price:
         """Price what takes so long together; no demand is more than there is."""

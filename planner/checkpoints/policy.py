@@ -12,7 +12,7 @@ HASH_BYTES_PER_S: Final = Quantity(
     unit="bytes_per_s",
     provenance=Provenance(origin="assumed", source="xxh3 of one core, from memory, as measured on an EPYC Turin"),
 )
-"""At which one thread makes checksums of what is in host memory."""
+"""At which one thread makes checksums of what is in host memory, where a profile does not say."""
 
 
 CHUNK_BYTES: Final = 8 << 20

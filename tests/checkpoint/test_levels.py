@@ -220,6 +220,7 @@ def test_levels_that_do_not_fit_are_refused(url):
         ([], "no place for checkpoints"),
         ([Level("a", 10), Level("b", 25)], r"b gets its .* every 10 iterations, so 25 is .*multiple, such as 30"),
         ([Level("a", 10), Level("b", 5)], "multiple, such as 10"),
+        ([Level("a", 0)], "a has a checkpoint every 0 iterations; give 1 or more"),
         ([Level("a", 10), Level("a/", 10)], "a place is there twice"),
         ([Level(url)], "is no folder, and training writes into folders only; give one before"),
     ):
@@ -251,6 +252,8 @@ def test_places_of_one_node_are_refused_on_several(tmp_path, url, monkeypatch):
     check_reachable(store_at(url))
     with pytest.raises(CheckpointError, match=r"is memory of one node, but the ranks are on several: give a folder on"):
         check_reachable(store_at(SHARED / tmp_path.name))
+    with pytest.raises(CheckpointError, match=r"take [\d,]+ B of host memory, but"):
+        check_room(store_at(SHARED / tmp_path.name), 3, 10**15)
     (SHARED / tmp_path.name).rmdir()
 
 

@@ -259,7 +259,22 @@ def test_what_came_otherwise_than_it_was_sent_does_not_count(tmp_path, monkeypat
     lower = store_at(f"objects://{tmp_path}/objects/run")
     with pytest.raises(CheckpointError, match="is damaged between"):
         promote(source, lower)
-    assert not lower.root.files()
+    assert lower.root.files() == []
+
+
+def test_what_changes_in_memory_between_reading_and_writing_is_found(tmp_path):
+    source = Checkpoint(save(Store(tmp_path / "upper"), 1))
+    record = source.manifest.files[0]
+
+    def chunks():
+        for number, chunk in enumerate(source.chunks(record)):
+            chunk[-1] ^= number == 1
+            yield chunk
+
+    copy = Store(tmp_path / "lower").begin_copy(source.manifest)
+    with pytest.raises(CheckpointError, match="what was written is not what was read"):
+        copy.write(record, chunks())
+    copy.abandon()
 
 
 def test_an_upload_that_was_interrupted_is_never_taken_and_swept_when_enough_are_there(tmp_path):

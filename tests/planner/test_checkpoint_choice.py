@@ -246,11 +246,21 @@ def test_filling_a_slower_level_competes_with_training_for_drives():
         drives = 1 / nvme.write.best_rate_per_s() + 1 / nvme.read.best_rate_per_s()
         found = each.promoted("memory", "nvme")
         if interferes:
-            assert found.latency_s > 1.02 * size * (passes + drives)
+            assert found.latency_s > 1.3 * size * (passes + drives)
             assert found.cost_s > 0.002 * found.latency_s
         else:
-            assert found.latency_s == pytest.approx(size * (passes + drives), rel=0.02)
+            assert 0.98 < found.latency_s / (size * (passes + drives)) < 1.2  # training uses cores and DRAM too
             assert found.cost_s < 0.001 * found.latency_s
+
+
+def test_checksums_are_made_at_the_rate_of_the_profile():
+    plan = planned("rtx-4090", "gpt2", 1)
+    rate = plan.hardware.host.dram_bytes_per_s.model_copy(update={"value": 1e8})
+    host = plan.hardware.host.model_copy(update={"hash_bytes_per_s": rate})
+    slow = plan.model_copy(update={"hardware": plan.hardware.model_copy(update={"host": host})})
+    made = choose_checkpoints(slow, CheckpointsAsked(mtbf_s={"nvme": DAY}))
+    assert made.levels[-1].latency_s >= made.size_bytes / 2e8  # by two threads
+    assert any(words.startswith("checksums: 0.1 GB/s per core") for words in made.assumptions)
 
 
 def test_ours_wastes_less_than_other_engines_at_their_best():
