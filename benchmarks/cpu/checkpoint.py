@@ -12,6 +12,9 @@ What is still under way at the end of a block is waited for, untimed.
 - torch.save: of all tensors into one file, with ``fsync``;
 - dcp: ``torch.distributed.checkpoint.save``; dcp_async: its ``async_save``.
 
+Then training goes on with a checkpoint at every iteration, in turns with none, and how much longer iterations take is
+compared with what the simulator predicts.
+
 Then, with no training beside it, a checkpoint is written by us, read and checked (*verify*), and brought back into
 training (*restore*), and the same bytes are written and read by a loop of direct transfers of the same size by as many
 threads, in turns.
@@ -41,7 +44,7 @@ import torch.distributed.checkpoint as dcp
 
 import ullage
 from benchmarks.cpu.peers import cells
-from benchmarks.cpu.saving import Training, plan_for, torch_save
+from benchmarks.cpu.saving import BUFFER_BYTES, Training, plan_for, torch_save
 from benchmarks.peers.driver import machine
 from benchmarks.peers.jobs import Job
 from executor.checkpoint import Checkpoint
@@ -50,9 +53,11 @@ from executor.checkpoint.flusher import CHUNK_BYTES
 from executor.checkpoint.reader import NUM_READERS
 from executor.direct import go_direct
 from hwprofiles.files import write_whole
+from planner.checkpoints.trial import Trial
 
 OUTPUT = Path(__file__).parents[1] / "results" / "cpu_checkpoint.json"
 ITERATIONS_OF_A_BLOCK = 3
+ITERATIONS_IN_A_ROW = 6
 NUM_THREADS = 2  # that write
 Save = Callable[[Path], Callable[[], None]]
 """Begins to save into a new folder, and returns what waits for the end."""
@@ -95,22 +100,47 @@ def block(training: Training, begin: Callable[[], Callable[[], None]]) -> dict[s
     return {"blocked_s": blocked_s, "block_s": block_s}
 
 
-def raw_write(path: Path, num_bytes: int) -> float:
-    """Write so many bytes past the page cache, and sync; return bytes/s."""
-    with mmap.mmap(-1, CHUNK_BYTES) as memory:
-        memory[:] = os.urandom(CHUNK_BYTES)
-        data = memoryview(memory)
+def slow_down(
+    training: Training, checkpoints: ullage.Checkpoints, plan: ullage.Plan, num_rounds: int
+) -> dict[str, Any]:
+    """Return how much longer an iteration takes if each has a checkpoint: measured in turns with none, and predicted.
+
+    The prediction is the simulator's, from rates of the machine that were measured before: nothing here was fitted.
+    """
+
+    def iteration_s(*, saves: bool) -> float:
+        checkpoints.finish()
         start_s = time.perf_counter()
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.posix_fallocate(fd, 0, num_bytes)
-        go_direct(fd, probes=False)
-        with concurrent.futures.ThreadPoolExecutor(NUM_THREADS) as pool:
-            list(pool.map(lambda at: write_all(Files(), fd, data, at), range(0, num_bytes, CHUNK_BYTES)))
-        os.fsync(fd)
-        os.close(fd)
-        took_s = time.perf_counter() - start_s
-        data.release()
-    return num_bytes / took_s
+        for _ in range(ITERATIONS_IN_A_ROW):
+            training.iterate()
+            if saves:
+                checkpoints.save(training.step)
+        training.optimizer.session.synchronize()
+        return (time.perf_counter() - start_s) / ITERATIONS_IN_A_ROW
+
+    measured = [(iteration_s(saves=True), iteration_s(saves=False)) for _ in range(num_rounds)]
+    plain_s = plan.prediction.iteration_s
+    predicted = 1 + Trial(plan).saved("nvme", BUFFER_BYTES, every=1).cost_s / plain_s
+    ratio = statistics.median(saving / plain for saving, plain in measured)
+    return {
+        "every_iteration_measured": ratio,
+        "every_iteration_predicted": predicted,
+        "every_iteration_error": predicted / ratio - 1,
+    }
+
+
+def raw_write(path: Path, data: memoryview) -> float:
+    """Write so many bytes past the page cache, from memory that is in no cache either, and sync; return bytes/s."""
+    start_s = time.perf_counter()
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    os.posix_fallocate(fd, 0, len(data))
+    go_direct(fd, probes=False)
+    with concurrent.futures.ThreadPoolExecutor(NUM_THREADS) as pool:
+        chunks = range(0, len(data), CHUNK_BYTES)
+        list(pool.map(lambda at: write_all(Files(), fd, data[at : at + CHUNK_BYTES], at), chunks))
+    os.fsync(fd)
+    os.close(fd)
+    return len(data) / (time.perf_counter() - start_s)
 
 
 def raw_read(path: Path, num_bytes: int) -> float:
@@ -139,6 +169,7 @@ def bandwidths(training: Training, checkpoints: ullage.Checkpoints, folder: Path
     """
     rounds: list[dict[str, float]] = []
     raw = folder / "raw"
+    memory = memoryview(mmap.mmap(-1, CHUNK_BYTES))
     for number in range(num_rounds):
         training.iterate()
         checkpoints.finish()
@@ -152,7 +183,11 @@ def bandwidths(training: Training, checkpoints: ullage.Checkpoints, folder: Path
         with Checkpoint(path) as checkpoint:
             num_bytes = checkpoint.num_bytes
         whole_bytes = num_bytes // CHUNK_BYTES * CHUNK_BYTES
-        found = {"ours_write": num_bytes / write_s, "raw_write": raw_write(raw, whole_bytes)}
+        if len(memory) < whole_bytes:
+            memory = memoryview(mmap.mmap(-1, whole_bytes))
+            for at in range(0, whole_bytes, CHUNK_BYTES):
+                memory[at : at + CHUNK_BYTES] = os.urandom(CHUNK_BYTES)
+        found = {"ours_write": num_bytes / write_s, "raw_write": raw_write(raw, memory[:whole_bytes])}
         ways: list[tuple[str, Callable[[], float]]] = [
             ("verify", lambda path=path: rate_of(path, Checkpoint.verify)),  # type: ignore[misc]
             ("restore", lambda path=path: rate_of(path, lambda c: ullage.restore(training.optimizer, c))),  # type: ignore[misc]
@@ -190,7 +225,8 @@ def main() -> None:
     logging.disable(logging.WARNING)
     load = os.getloadavg()[0]
     job = Job(cells(2, quick=True)[0], "ours", num_threads=1, num_warm_up=0, num_timed=10**6)
-    training = Training(plan_for(job), job)
+    plan = plan_for(job)
+    training = Training(plan, job)
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         outcomes: list[Any] = []
@@ -220,6 +256,7 @@ def main() -> None:
                 f"round {number}: " + ", ".join(f"{w} {f['block_s']:.2f} s" for w, f in found.items()) + "\n"
             )
         assert all(outcome.error is None for outcome in outcomes), outcomes
+        slower = slow_down(training, checkpoints, plan, args.rounds)
         drive = bandwidths(training, checkpoints, folder, args.rounds)
         checkpoints.close()
     result = {
@@ -231,6 +268,7 @@ def main() -> None:
         "num_bytes": sum(value.numel() * value.element_size() for value in state.values()),
         "iteration_s": statistics.median(r["none"]["block_s"] for r in rounds) / ITERATIONS_OF_A_BLOCK,
         **summary(rounds),
+        **slower,
         **drive,
     }
     write_whole(args.output, json.dumps(result, indent=1) + "\n")

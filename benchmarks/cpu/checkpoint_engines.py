@@ -41,7 +41,7 @@ import torch
 
 import ullage
 from benchmarks.cpu.engines import Blocking, CheckFreq, Engine, Ours, Tensors, TorchSnapshot
-from benchmarks.cpu.saving import Training, plan_for
+from benchmarks.cpu.saving import BUFFER_BYTES, Training, plan_for
 from benchmarks.peers.driver import machine
 from benchmarks.peers.jobs import Cell, Job
 from hwprofiles.files import write_whole
@@ -63,7 +63,6 @@ POLICIES = {
     "torchsnapshot": "torchsnapshot",
     "ours": "ullage",
 }
-NUM_BUFFER_BYTES = 64 << 20
 
 
 def train(training: Training, engine: Engine | None, folder: Path, num_iterations: int, every: int) -> dict[str, float]:
@@ -110,7 +109,7 @@ def predicted(
     num_iterations, every = run
     try:
         made = with_checkpoints(
-            schedule, engine, state, num_iterations=num_iterations, every=every, buffer_bytes=NUM_BUFFER_BYTES
+            schedule, engine, state, num_iterations=num_iterations, every=every, buffer_bytes=BUFFER_BYTES
         )
         costs = CheckpointCosts(CostModel(plan.hardware, (), BF16, 1), engine, "nvme")
         read = times(made, simulate(made.schedule, costs.prices(made, training), costs.capacities(), 1))

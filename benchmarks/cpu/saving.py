@@ -13,6 +13,8 @@ from benchmarks.peers.training import adamw_options, loss_of, make_model, micro_
 from hwprofiles.allocator import keep_freed_memory
 from planner.decisions import Precision
 
+BUFFER_BYTES = 64 << 20
+
 
 class Training:
     """Our training, an iteration at a time."""
@@ -22,7 +24,7 @@ class Training:
         keep_freed_memory()
         self._model = make_model(job.cell, "cpu")
         optimizer = torch.optim.AdamW(self._model.parameters(), **adamw_options(job))
-        self._model, self.optimizer = ullage.prepare(self._model, optimizer, plan, checkpoint_buffer_bytes=64 << 20)
+        self._model, self.optimizer = ullage.prepare(self._model, optimizer, plan, checkpoint_buffer_bytes=BUFFER_BYTES)
         torch.set_num_threads(job.num_threads)
         self._batches = micro_batches(job)
         self.step = 0

@@ -15,10 +15,10 @@ HASH_BYTES_PER_S: Final = Quantity(
 """At which one thread makes checksums of what is in host memory, where a profile does not say."""
 
 
-CHUNK_BYTES: Final = 8 << 20
+CHUNK_BYTES: Final = 4 << 20
 """That our engine copies, hashes and writes as one."""
 
-LEAST_BUFFER_BYTES: Final = 8 * CHUNK_BYTES
+LEAST_BUFFER_BYTES: Final = 16 * CHUNK_BYTES
 """Of each rank: less would make copies and writes wait for each other."""
 
 
