@@ -16,6 +16,7 @@ of a background thread can meet one of training.
 import contextlib
 import dataclasses
 import json
+import math
 import queue
 import threading
 import time
@@ -199,7 +200,7 @@ class CheckpointEngine:
             ) from error
         capture = _Capture(step, text, list(self._source.slices), time.monotonic())
         with self._lock:
-            hangs = bool(self._open_ones) and capture.begin_s - self._open_ones[0].begin_s > self._longest_s
+            hangs = any(capture.begin_s - one.taken_s > self._longest_s for one in self._open_ones)
             if not hangs:
                 self._open_ones.append(capture)
                 self._captures[turn] = capture
@@ -227,6 +228,7 @@ class CheckpointEngine:
             capture.blocked_s += time.monotonic() - begin_s
         if not capture.left:
             del self._captures[turn]
+            capture.taken_s = time.monotonic()
             self._work.put(capture)
 
     def release(self, key: Key) -> None:
@@ -394,6 +396,7 @@ class _Capture:
     extra: str
     left: list[Key]
     begin_s: float
+    taken_s: float = math.inf  # when the last piece was
     draft: Draft | JoinedDraft | None = None
     writers: dict[str, ShardWriter] = dataclasses.field(default_factory=dict)
     error: OSError | None = None

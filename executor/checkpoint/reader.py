@@ -74,14 +74,17 @@ class Checkpoint:
         """Bytes of all files of values."""
         return sum(record.num_bytes for record in self.manifest.files)
 
-    def verify(self, first: int = 0, every: int = 1) -> None:
-        """Read every byte of the files ``first``, ``first + every`` and so on.
+    def verify(self, num_readers: int = NUM_READERS) -> None:
+        """Read every byte, by so many threads at most.
 
         Raises:
             DamagedError: a file is missing, of another length, or damaged; says which, and where.
         """
-        files = range(first, len(self.manifest.files), every)
-        self._read({file: {i: [] for i in range(len(self.manifest.files[file].checksums))} for file in files})
+        chunks: dict[int, dict[int, list[_Target]]] = {
+            file: {chunk: [] for chunk in range(len(record.checksums))}
+            for file, record in enumerate(self.manifest.files)
+        }
+        self._read(chunks, num_readers)
 
     def chunks(self, record: FileRecord) -> Iterator[Buffer]:
         """Read all of a file, and yield chunk after chunk; each is there until the next one is asked for.
@@ -144,7 +147,7 @@ class Checkpoint:
                 out = wanted.out[(begin - start) * item_bytes : (end - start) * item_bytes]
                 yield fragment.file, fragment.offset + (begin - fragment.start) * item_bytes, out
 
-    def _read(self, chunks: "dict[int, dict[int, list[_Target]]]") -> None:
+    def _read(self, chunks: "dict[int, dict[int, list[_Target]]]", num_readers: int = NUM_READERS) -> None:
         tasks = [
             (opened, index, of_file[index])
             for file, of_file in sorted(chunks.items())
@@ -154,7 +157,7 @@ class Checkpoint:
         if tasks:
             if self._readers is None:
                 self._readers = _Readers(max(in_blocks(f.buffer_bytes) for f in self.manifest.files))
-            self._readers.run(tasks)
+            self._readers.run(tasks, num_readers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -194,8 +197,8 @@ class _Readers:
         for _ in range(NUM_READERS):
             self._buffers.put(_buffer(buffer_bytes))
 
-    def run(self, tasks: Sequence[_Task]) -> None:
-        """Read chunks, begun in this order; raise the first failure in this order."""
+    def run(self, tasks: Sequence[_Task], num_readers: int) -> None:
+        """Read chunks, begun in this order, by so many threads at most; raise the first failure in this order."""
         numbers = iter(range(len(tasks)))  # next() of it is atomic
         failures: dict[int, Exception] = {}
 
@@ -215,7 +218,7 @@ class _Readers:
 
         try:
             worth = len(tasks) * self._buffer_bytes // _WORTH_A_THREAD_BYTES
-            jobs = [self._pool.submit(work) for _ in range(min(NUM_READERS, len(tasks), 1 + worth) - 1)]
+            jobs = [self._pool.submit(work) for _ in range(min(num_readers, len(tasks), 1 + worth) - 1)]
             try:
                 work()
             finally:

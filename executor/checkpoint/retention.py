@@ -18,6 +18,7 @@ from executor.checkpoint.reader import Checkpoint
 LEAST_KEPT: Final = 2
 """Checkpoints that retention leaves at least: each read again and found whole."""
 
+_BESIDE_TRAINING: Final = 2  # threads that read: enough that one reads while the other hashes
 _NAME = re.compile(r"step-(\d{8,})(?:-([0-9a-f]{8}))?")
 
 
@@ -217,10 +218,10 @@ def step_of(folder: Folder) -> int:
 
 
 def is_whole(folder: Folder) -> bool:
-    """Return whether a checkpoint is whole, every byte of it checked."""
+    """Return whether a checkpoint is whole, every byte of it checked; beside training, which may want the drive too."""
     try:
         with Checkpoint(folder) as checkpoint:
-            checkpoint.verify()
+            checkpoint.verify(_BESIDE_TRAINING)
     except DamagedError:
         return False
     return True
