@@ -28,6 +28,7 @@ import numpy as np
 
 from executor.checkpoint.files import CheckpointError
 from executor.checkpoint.flusher import Flusher, Work, yield_cores
+from executor.checkpoint.keeper import Keeper
 from executor.checkpoint.layout import ITEM_BYTES, Box, Entry, boxes, layout
 from executor.checkpoint.manifest import Manifest, Part
 from executor.checkpoint.opening import Folder
@@ -134,7 +135,7 @@ class CheckpointEngine:
         source: of state.
         store: where checkpoints go.
         flusher: writes them.
-        keep: how many stay, see :meth:`executor.checkpoint.store.Store.prune`.
+        keep: how many stay, see [Note: Read again] in :mod:`executor.checkpoint.keeper`.
         member: which of the ranks this is.
         patience_s: longest wait of rank 0 for the others' parts, and of the others for rank 0.
         tell: is called with how each one ended, in the thread that made it durable.
@@ -154,8 +155,8 @@ class CheckpointEngine:
         self._source = source
         self._store = store
         self._flusher = flusher
-        self._keep = keep
         self._member = member or Member()
+        self._keeper = Keeper(store, keep) if self._member.rank == 0 else None
         self._patience_s = patience_s
         self._tell = tell
         self._in_time = InTime()
@@ -259,6 +260,8 @@ class CheckpointEngine:
                     lost, self._open_ones = self._open_ones, []
                     break
             else:
+                if self._keeper is not None:
+                    self._keeper.wait()
                 return
         for capture in lost:
             capture.error = no_answer(self._longest_s)
@@ -279,6 +282,8 @@ class CheckpointEngine:
         self._work.put(None)
         self.wait()
         self._thread.join(_END_S)
+        if self._keeper is not None:
+            self._keeper.close()
 
     def _release_all(self) -> None:
         for key in list(self._loans):
@@ -352,11 +357,8 @@ class CheckpointEngine:
                 return  # it has been given up, and that was told
         outcome = self._outcome(capture, path)
         self._tell(outcome)
-        if path is not None:
-            try:
-                self._store.prune(self._keep)
-            except OSError as error:
-                self._tell(dataclasses.replace(outcome, error=f"older ones could not be removed: {error}"))
+        if path is not None and self._keeper is not None:
+            self._keeper.made(path, lambda error: self._tell(dataclasses.replace(outcome, error=error)))
 
     def _outcome(self, capture: "_Capture", path: Path | None) -> Outcome:
         reason = None if capture.error is None else str(capture.error)

@@ -18,7 +18,7 @@ from executor.checkpoint.reader import Checkpoint
 LEAST_KEPT: Final = 2
 """Checkpoints that retention leaves at least: each read again and found whole."""
 
-_BESIDE_TRAINING: Final = 2  # threads that read: enough that one reads while the other hashes
+_BESIDE_TRAINING: Final = 1  # threads that read: training may want the drive too
 _NAME = re.compile(r"step-(\d{8,})(?:-([0-9a-f]{8}))?")
 
 
@@ -78,6 +78,7 @@ class AbstractStore(abc.ABC):
         self.place = place
         self._lock = threading.Lock()  # guards what follows
         self._whole: set[str] = set()  # read again, and found so
+        self._damaged: set[str] = set()
         self._held: collections.Counter[str] = collections.Counter()
 
     @abc.abstractmethod
@@ -128,6 +129,47 @@ class AbstractStore(abc.ABC):
             with self._lock:
                 self._held[folder.name] -= 1
 
+    def read_again(self, folder: Folder) -> bool:
+        """Return whether a checkpoint is whole, and remember that."""
+        found = is_whole(folder)
+        with self._lock:
+            (self._whole if found else self._damaged).add(folder.name)
+        return found
+
+    def thin(self, keep: int = LEAST_KEPT) -> list[Folder]:
+        """Remove checkpoints, reading none: all but the newest ``keep`` known to be whole, and the newest of all.
+
+        Nothing goes before so many are known to be whole, :data:`LEAST_KEPT` at least. What is :meth:`held` stays, and
+        what is damaged and newer than those, for who wants to know why.
+
+        Returns:
+            What was removed.
+
+        Raises:
+            CheckpointError: something could not be removed.
+        """
+        removed: list[Folder] = []
+        wanted = max(keep, LEAST_KEPT)
+        try:
+            there = self.folders()
+            with self._lock:
+                kept = [folder for folder in there if folder.name in self._whole][:wanted]
+                if len(kept) < wanted:
+                    return []
+                last = there.index(kept[-1])
+                stay = {folder.name for folder in (*kept, there[0])}
+                for number, folder in enumerate(there):
+                    damaged = number < last and folder.name in self._damaged
+                    if folder.name not in stay and not damaged and not self._held[folder.name]:
+                        self._remove(folder)
+                        removed.append(folder)
+            self._sweep(step_of(kept[-1]))
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"{error.filename or self.place}: {error.strerror}; remove it by hand") from error
+        return removed
+
     def prune(self, keep: int = LEAST_KEPT) -> list[Folder]:
         """Remove all checkpoints but the newest ``keep`` that are whole, and what writers that died have left.
 
@@ -150,8 +192,7 @@ class AbstractStore(abc.ABC):
                         if not self._held[folder.name]:
                             self._remove(folder)
                             removed.append(folder)
-                elif folder.name in self._whole or is_whole(folder):
-                    self.trust(folder)
+                elif folder.name in self._whole or self.read_again(folder):
                     kept.append(folder)
             self._sweep(step_of(kept[-1]) if len(kept) >= wanted else -1)
         except CheckpointError:

@@ -1,0 +1,89 @@
+"""Reads new checkpoints again beside training, and removes old ones.
+
+[Note: Read again] Retention counts on what was read again and found whole, and reading takes the drive from writes that
+training may wait for. So one thread reads, one checkpoint at a time and the newest each time; those that came meanwhile
+but the newest go unread, once there are enough that were read. Where checkpoints are far apart all are read, and the
+newest stay.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Final, final
+
+from executor.checkpoint.files import CheckpointError
+from executor.checkpoint.flusher import yield_cores
+from executor.checkpoint.opening import Folder
+from executor.checkpoint.retention import AbstractStore
+
+_END_S: Final = 60.0  # that a drive which hangs is waited for
+
+
+@final
+class Keeper:
+    """Keeps the newest checkpoints of a place.
+
+    Args:
+        store: the place.
+        keep: how many stay, see [Note: Read again]; :data:`executor.checkpoint.retention.LEAST_KEPT` at least.
+    """
+
+    def __init__(self, store: AbstractStore, keep: int) -> None:
+        self._store = store
+        self._keep = keep
+        self._changed = threading.Condition()  # guards what follows
+        self._made: tuple[Folder, Callable[[str], None]] | None = None  # that has not been read
+        self._is_reading = False
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="checkpoint retention", daemon=True)
+        self._thread.start()
+
+    def made(self, folder: Folder, tell: Callable[[str], None]) -> None:
+        """Read a checkpoint when that before has been, unless a newer one comes first; then remove what may go.
+
+        Args:
+            folder: of the checkpoint, the newest.
+            tell: is called with what went wrong, if anything does.
+        """
+        with self._changed:
+            self._made = folder, tell
+            self._changed.notify_all()
+        self._thin(tell)
+
+    def wait(self, patience_s: float = _END_S) -> None:
+        """Wait until the newest one has been read and the rest removed, but not for long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._made is None and not self._is_reading, patience_s)
+
+    def close(self) -> None:
+        """End the thread, after what is under way. Closing twice is allowed."""
+        self.wait()
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join(_END_S)
+
+    def _thin(self, tell: Callable[[str], None]) -> None:
+        try:
+            self._store.thin(self._keep)
+        except CheckpointError as error:
+            tell(f"older ones could not be removed: {error}")
+
+    def _run(self) -> None:
+        yield_cores()
+        while (made := self._next()) is not None:
+            folder, tell = made
+            try:
+                with self._store.held(folder):
+                    self._store.read_again(folder)
+                self._thin(tell)
+            finally:
+                with self._changed:
+                    self._is_reading = False
+                    self._changed.notify_all()
+
+    def _next(self) -> tuple[Folder, Callable[[str], None]] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._made is not None or self._is_closed)
+            made, self._made = self._made, None
+            self._is_reading = made is not None
+            return made

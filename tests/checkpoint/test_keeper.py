@@ -1,0 +1,99 @@
+"""Retention beside training: what stays was read again, and what there is stays bounded however fast it comes."""
+
+import threading
+
+import pytest
+from saving import save, step_of
+
+from executor.checkpoint import Checkpoint, Store
+from executor.checkpoint.keeper import Keeper
+
+
+def steps(store):
+    return sorted(int(path.name.split("-")[1]) for path in store.folders())
+
+
+class Slow(Store):
+    """A store of which each checkpoint is read when that is allowed."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.allowed = threading.Semaphore(0)
+        self.read = []
+
+    def read_again(self, folder):
+        self.allowed.acquire()
+        self.read.append(folder.name)
+        return super().read_again(folder)
+
+
+@pytest.fixture
+def errors():
+    found = []
+    yield found
+    assert not found
+
+
+def test_all_are_read_where_there_is_time_and_the_newest_stay(tmp_path, errors):
+    store = Store(tmp_path / "store")
+    keeper = Keeper(store, 3)
+    for step in range(1, 8):
+        keeper.made(save(store, step), errors.append)
+        keeper.wait()
+        assert steps(store) == list(range(max(step - 2, 1), step + 1))
+    keeper.close()
+
+
+def test_those_that_come_while_one_is_read_go_unread_but_the_newest(tmp_path, errors):
+    store = Slow(tmp_path / "store")
+    keeper = Keeper(store, 2)
+    for step in (1, 2):
+        keeper.made(save(store, step), errors.append)
+        store.allowed.release()
+        keeper.wait()
+    for step in range(3, 10):  # the third one is being read all the time
+        keeper.made(save(store, step), errors.append)
+        assert set(steps(store)) <= {1, 2, 3, 4, step}
+        assert {1, 2} <= set(steps(store)), "nothing that was read goes before something newer was"
+    for _ in range(2):
+        store.allowed.release()
+    keeper.wait()
+    assert steps(store) == [store_step(store.read[-2]), 9]
+    assert len(store.read) == 4
+    keeper.close()
+
+
+def store_step(name):
+    return int(name.split("-")[1])
+
+
+def test_nothing_goes_before_enough_were_read(tmp_path, errors):
+    store = Slow(tmp_path / "store")
+    keeper = Keeper(store, 2)
+    for step in range(1, 6):
+        keeper.made(save(store, step), errors.append)
+    assert steps(store) == [1, 2, 3, 4, 5]
+    for _ in range(5):
+        store.allowed.release()
+    keeper.close()
+    assert len(steps(store)) == 2
+    assert steps(store)[-1] == 5
+
+
+def test_what_is_found_damaged_does_not_count(tmp_path, errors):
+    store = Store(tmp_path / "store")
+    keeper = Keeper(store, 2)
+    for step in (1, 2):
+        keeper.made(save(store, step), errors.append)
+        keeper.wait()
+    path = save(store, 3)
+    damaged = path / Checkpoint(path).manifest.files[0].path
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    keeper.made(path, errors.append)
+    keeper.wait()
+    keeper.made(save(store, 4), errors.append)
+    keeper.close()
+    assert steps(store) == [2, 3, 4], "the damaged one stays, for who wants to know why"
+    assert step_of(Store(store.root)) == 4
