@@ -11,9 +11,9 @@ from test_immutability import iterations
 from test_numerics import mixed
 from training import Task, assert_same, decide, prepare, reference
 
-import executor.saving
+import executor.checkpoint.engine
 import executor.snapshots
-from executor.checkpoint import CheckpointEngine, Files, Level, Store
+from executor.checkpoint import Files, Level, Store
 from executor.saving import Checkpoints
 
 PATIENCE_S = 0.2
@@ -57,9 +57,7 @@ def files(request):
 def test_training_does_without_a_drive_that_hangs(files, tmp_path, monkeypatch):
     """The first checkpoint is made, the drive hangs from the second on, and ends with training."""
     monkeypatch.setattr(executor.snapshots, "CHUNK_BYTES", 4096)
-    monkeypatch.setattr(executor.saving, "_PATIENCE_S", PATIENCE_S)
     monkeypatch.setattr(executor.checkpoint.engine, "_END_S", PATIENCE_S)
-    monkeypatch.setitem(CheckpointEngine.__init__.__kwdefaults__, "patience_s", PATIENCE_S)
     task = Task("gpt2")
     outcomes, seen = [], []
     begin_s = time.monotonic()
@@ -72,6 +70,7 @@ def test_training_does_without_a_drive_that_hangs(files, tmp_path, monkeypatch):
                 saved.finish()
                 assert [outcome.error for outcome in outcomes] == [None]
                 files.hangs = True
+                saved._flusher.patience_s = saved._engine._patience_s = PATIENCE_S
         saved.finish()
         final = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
     assert time.monotonic() - begin_s < BOUND_S
