@@ -35,6 +35,10 @@ class Files:
         """Make a file that is not there, and return its descriptor."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
+    def reuse(self, path: Path) -> int:
+        """Open a file that is there, to be written over, and return its descriptor."""
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+
     def allocate(self, fd: int, num_bytes: int) -> None:
         """Take the space of a file, so that a full drive shows now and not in the middle."""
         os.posix_fallocate(fd, 0, num_bytes)

@@ -6,6 +6,7 @@ but the newest go unread, once there are enough that were read. Where checkpoint
 newest stay.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Final, final
@@ -61,6 +62,8 @@ class Keeper:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join(_END_S)
+        with contextlib.suppress(OSError):  # the next run takes them
+            self._store.tidy()
 
     def _thin(self, tell: Callable[[str], None]) -> None:
         try:

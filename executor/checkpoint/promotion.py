@@ -6,6 +6,7 @@ it is. One is on its way to a place at a time, and one more waits: a newer one t
 which is then not copied. Whatever fails costs that checkpoint in that place, and nothing else.
 """
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -151,6 +152,8 @@ class Promoter:
             self._end = self._end or why
             self._changed.notify_all()
         self._thread.join(_END_S)
+        with contextlib.suppress(OSError):
+            self._store.tidy()
         if self._thread.is_alive() and self._under_way is not None:
             self._fail(self._under_way, f"{why}; the place has not answered for {_END_S:g} s")
 

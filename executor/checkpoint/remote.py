@@ -48,6 +48,9 @@ class RemoteStore(AbstractStore):
         found = [(parse_name(name), name) for name, files in self._files().items() if MANIFEST_NAME in files]
         return [self.root / name for _, name in sorted(found, reverse=True)]
 
+    def tidy(self) -> None:
+        """See :class:`AbstractStore`: nothing is kept."""
+
     def _remove(self, folder: Folder) -> None:
         files = self._files().get(folder.name, ())
         for path in sorted(files, key=lambda path: path != MANIFEST_NAME):

@@ -106,6 +106,14 @@ class AbstractStore(abc.ABC):
         """Remove a checkpoint, which is none from the first moment on. What somebody else removes is gone too."""
 
     @abc.abstractmethod
+    def tidy(self) -> None:
+        """Give up what is kept of removed checkpoints to be written over.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+
+    @abc.abstractmethod
     def _sweep(self, last: int) -> None:
         """Remove what writers have left that died; of steps up to ``last`` if it cannot be known whether they did."""
 

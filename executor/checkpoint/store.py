@@ -3,6 +3,12 @@
 A checkpoint is written in a folder ``tmp-...``, every file synced, the manifest last, then the folder, which then gets
 its name, ``step-00000012``, and the name is synced too. Only then is it acknowledged. So whatever has that name and a
 manifest that matches its own digest was whole when it was written; what happened to it since, checksums tell.
+
+[Note: Spares] A checkpoint that is no longer wanted is renamed to ``spare-...``, and the next one is written over it,
+under a ``tmp-...`` name again: drives take a second to give a gigabyte up where file systems tell them so at once (the
+mount option ``discard``), and whoever writes waits for that. Nothing is less safe for it. A crash may bring the old
+name back with new bytes in it, or the old bytes under a name that has no manifest: checksums tell, and newer ones are
+whole. Spares are removed when training ends; those of a process that died are used by the next.
 """
 
 import contextlib
@@ -30,6 +36,8 @@ from executor.checkpoint.writer import ShardWriter
 
 _NUM_BUFFERS: Final = 3  # of a copy: one is read, one hashed and one written
 _POLL_S: Final = 0.02
+_SPARE: Final = "spare-"
+_MAX_SPARES: Final = 2
 _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
 
 
@@ -50,17 +58,36 @@ class Draft:
         self._lock = -1
         self.folder = draft_folder(root, step, nonce or secrets.token_hex(4))
         try:
+            self._is_reused = self._takes_spare()
             for again in itertools.count():
-                with contextlib.suppress(*((FileExistsError,) if again else ())):
+                with contextlib.suppress(*((FileExistsError,) if again or self._is_reused else ())):
                     files.make_folder(self.folder)
                 with contextlib.suppress(FileNotFoundError, BlockingIOError):  # swept away before it was locked
                     self._lock = _locked(self.folder)
                     break
             for name in self._folders:
-                files.make_folder(self.folder / name)
+                with contextlib.suppress(*((FileExistsError,) if self._is_reused else ())):
+                    files.make_folder(self.folder / name)
         except OSError as error:
             self.abandon()
             raise CheckpointError(f"{self.folder}: {error.strerror}; choose another folder for checkpoints") from error
+
+    def _takes_spare(self) -> bool:
+        """Begin with the files of an old checkpoint, if there is one; see [Note: Spares]."""
+        for spare in self._root.glob(f"{_SPARE}*"):
+            with contextlib.suppress(FileNotFoundError):  # somebody else was faster
+                self._files.rename(spare, self.folder)
+                with contextlib.suppress(FileNotFoundError):
+                    self._files.remove(self.folder / MANIFEST_NAME)
+                return True
+        return False
+
+    def _clear(self, manifest: Manifest) -> None:
+        """Remove what an old checkpoint had besides."""
+        known = {MANIFEST_NAME, *(record.path for record in manifest.files)}
+        for path in self.folder.rglob("*") if self._is_reused else ():
+            if not path.is_dir() and str(path.relative_to(self.folder)) not in known:
+                self._files.remove(path)
 
     def collect(self, size: int, own: Part, extra: Any, patience_s: float) -> tuple[list[Part], list[Any]]:
         """Wait for what all other ranks have written; return all parts, and what else each rank has.
@@ -92,6 +119,7 @@ class Draft:
         """
         final_path = self._root / checkpoint_name(self.step)
         try:
+            self._clear(manifest)
             self._write(manifest.to_json())
             for folder in (*(self.folder / name for name in self._folders), self.folder):
                 self._files.sync_folder(folder)
@@ -257,10 +285,19 @@ class Store(AbstractStore):
             finally:
                 os.close(lock)
 
+    def tidy(self) -> None:
+        """See :class:`AbstractStore`."""
+        for spare in self.root.glob(f"{_SPARE}*"):
+            with contextlib.suppress(FileNotFoundError):
+                _put_aside(self.files, spare)
+
     def _remove(self, folder: Folder) -> None:
         assert isinstance(folder, Path)
         with contextlib.suppress(FileNotFoundError):
-            _put_aside(self.files, folder)
+            if len(list(self.root.glob(f"{_SPARE}*"))) < _MAX_SPARES:
+                self.files.rename(folder, self.root / f"{_SPARE}{secrets.token_hex(4)}")
+            else:
+                _put_aside(self.files, folder)
 
     def _sweep(self, last: int) -> None:  # noqa: ARG002 - of others it is not known whether they died
         self.sweep()

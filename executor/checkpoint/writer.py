@@ -12,7 +12,7 @@ from executor.checkpoint.files import CheckpointError, write_all
 from executor.checkpoint.flusher import Buffer, Flusher, Pending, Work
 from executor.checkpoint.layout import Layout
 from executor.checkpoint.manifest import FileRecord
-from executor.direct import NO_ROOM, alignment_bytes, in_blocks
+from executor.direct import BLOCK_BYTES, NO_ROOM, alignment_bytes, in_blocks
 
 CopyChunk = Callable[[Buffer, Any], None]
 """Copies bytes into a part of a buffer."""
@@ -47,13 +47,26 @@ class ShardWriter:
         self._buffer: Buffer | None = None
         self._end = 0  # of what has been given
         try:
-            self._fd = self._files.create(self._full_path)
+            self._fd = self._open()
             self._files.allocate(self._fd, in_blocks(layout.num_bytes))
             self._alignment_bytes = alignment_bytes(self._fd, writes=True)
         except OSError as error:
             self.abandon()
             raise self._error(error) from error
         self._put(np.frombuffer(layout.header, np.uint8), np.copyto)
+
+    def _open(self) -> int:
+        """Make the file, or take that of an old checkpoint, which is none from now on ([Note: Spares])."""
+        try:
+            return self._files.create(self._full_path)
+        except FileExistsError:
+            fd = self._files.reuse(self._full_path)
+        try:
+            write_all(self._files, fd, memoryview(bytes(BLOCK_BYTES)), 0)  # no header, no file of tensors
+        except OSError:
+            self._files.close(fd)
+            raise
+        return fd
 
     def append(self, values: Any, copy: CopyChunk = np.copyto) -> None:
         """Write the next bytes.

@@ -150,6 +150,6 @@ class FailingFiles(CountingFiles):
             return Files.write(self, fd, data[: max(len(data) // 2 // 4096 * 4096, 4096)], offset)
         if self._after:
             result = plain(self, *args)
-            if name == "create":
+            if name in {"create", "reuse"}:
                 os.close(result)
         raise OSError(self._error, os.strerror(self._error))

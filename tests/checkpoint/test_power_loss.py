@@ -30,7 +30,7 @@ class RecordingFiles(CountingFiles):
 
     def do(self, _number, name, plain, args):
         result = plain(self, *args)
-        if name == "create":
+        if name in {"create", "reuse"}:
             self._paths[result] = args[0]
         if name in {"create", "make_folder", "sync_folder", "remove", "remove_folder"}:
             self.log.append((name, self._name(args[0])))
@@ -226,5 +226,5 @@ def test_every_sync_is_needed(recorded, tmp_path):
 
 def test_plain_files_have_the_operations_that_are_recorded():
     """An operation that is added to Files has to come into the model too."""
-    known = {"make_folder", "create", "allocate", "write", "truncate", "sync", "close", "sync_folder"}
+    known = {"make_folder", "create", "reuse", "allocate", "write", "truncate", "sync", "close", "sync_folder"}
     assert {name for name in vars(Files) if not name.startswith("_")} == known | {"rename", "remove", "remove_folder"}

@@ -142,7 +142,9 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    removed = [str(path) for path in store_at(args.place).prune(args.keep)]
+    store = store_at(args.place)
+    removed = [str(path) for path in store.prune(args.keep)]
+    store.tidy()
     if args.json:
         write_json({"removed": removed})
     else:

@@ -1,0 +1,101 @@
+"""Checkpoints that are no longer wanted are written over; see [Note: Spares] in executor/checkpoint/store.py."""
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from saving import save, step_of
+
+from executor.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Entry,
+    Files,
+    Flusher,
+    Manifest,
+    Part,
+    ShardWriter,
+    Store,
+    boxes,
+    layout,
+    ring_of,
+)
+
+
+def files_of(folder):
+    return {path.name: path.stat().st_ino for path in folder.rglob("*.safetensors")}
+
+
+def retire(store, *steps):
+    for step in steps:
+        save(store, step)
+    store.prune()
+
+
+def test_the_next_one_has_the_files_of_one_that_went(tmp_path):
+    store = Store(tmp_path / "store")
+    inodes = files_of(save(store, 1))
+    retire(store, 2, 3)
+    assert len(list(store.root.iterdir())) == 3
+    assert step_of(store) == 3
+    assert files_of(save(store, 4)) == inodes
+    assert step_of(Store(store.root)) == 4
+    assert len(list(store.root.iterdir())) == 3
+
+
+def test_what_another_plan_had_besides_goes(tmp_path):
+    store = Store(tmp_path / "store")
+    retire(store, 1, 2, 3)
+    made = layout((Entry("x", "F32", (5000,), next(boxes((5000,), 0, 5000))),))
+    draft = store.begin(4, ("model", "more"))
+    with Flusher(Files(), ring_of(3, 4096)) as flusher:
+        writer = ShardWriter(flusher, draft.folder, "model/values.safetensors", made)
+        writer.append(np.arange(5000, dtype=np.float32).view(np.uint8))
+        path = draft.commit(Manifest.of(4, [Part.of([(made, writer.finish())])], {}))
+    assert sorted(p.name for p in path.rglob("*") if p.is_file()) == ["manifest.json", "values.safetensors"]
+    with Checkpoint(path) as checkpoint:
+        checkpoint.verify()
+    with safe_open(path / "model/values.safetensors", "np") as file:
+        assert np.array_equal(file.get_tensor("x"), np.arange(5000, dtype=np.float32))
+
+
+def test_no_reader_takes_a_file_that_is_written_over_for_the_old_one(tmp_path):
+    store = Store(tmp_path / "store")
+    retire(store, 1, 2, 3)
+    draft = store.begin(4, ("model", "optimizer"))
+    old = draft.folder / "model/values.safetensors"
+    with safe_open(old, "np") as file:
+        shape = tuple(file.get_slice("w").get_shape())
+    made = layout((Entry("w", "F32", shape, next(boxes(shape, 0, int(np.prod(shape))))),))
+    with Flusher(Files(), ring_of(3, 4096)) as flusher:
+        writer = ShardWriter(flusher, draft.folder, "model/values.safetensors", made)
+        with pytest.raises(Exception, match=r"[Hh]eader"), safe_open(old, "np"):
+            pass
+        writer.abandon()
+    draft.abandon()
+    assert step_of(store) == 3
+    assert {path.name for path in store.root.iterdir()} == {"step-00000002", "step-00000003"}
+
+
+def test_they_go_in_the_end_and_those_of_a_dead_process_are_used(tmp_path):
+    store = Store(tmp_path / "store")
+    retire(store, 1, 2, 3)
+    assert any(path.name.startswith("spare-") for path in store.root.iterdir())
+    save(Store(store.root), 4)
+    assert not any(path.name.startswith("spare-") for path in store.root.iterdir())
+    store.prune()
+    store.tidy()
+    assert {path.name for path in store.root.iterdir()} == {"step-00000003", "step-00000004"}
+
+
+def test_no_more_are_kept_than_are_of_use(tmp_path):
+    store = Store(tmp_path / "store")
+    retire(store, *range(1, 9))
+    assert sum(path.name.startswith("spare-") for path in store.root.iterdir()) == 2
+
+
+def test_a_step_that_is_there_is_refused_as_ever(tmp_path):
+    store = Store(tmp_path / "store")
+    retire(store, 1, 2, 3)
+    with pytest.raises(CheckpointError, match="another run writes here"):
+        save(store, 3)
+    assert step_of(store) == 3
