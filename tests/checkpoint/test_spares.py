@@ -72,6 +72,7 @@ def test_no_reader_takes_a_file_that_is_written_over_for_the_old_one(tmp_path, m
         writer = ShardWriter(flusher, draft.folder, "model/values.safetensors", made)
         with pytest.raises(Exception, match=r"[Hh]eader"), safe_open(old, "np"):
             pass
+        assert old.read_bytes()[:8] == bytes(8), "the header's length: none, whatever the file's length is"
         writer.abandon()
     draft.abandon()
     assert step_of(store) == 3
