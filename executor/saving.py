@@ -102,11 +102,14 @@ class Checkpoints:
         """
         self._session.check_between_iterations()
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        steps = {parameter.share.name: parameter.step for _, parameter in self._session.parameters()}
+        parameters = [parameter for _, parameter in self._session.parameters()]
+        steps = {parameter.share.name: parameter.step for parameter in parameters}
+        shared = {p.share.name: list(p.share.whole_shape) for p in parameters if not p.share.is_whole}
         own = {
             "optimizer": self._optimizer.entry.stock.__name__,
             "groups": groups,
             "steps": steps,
+            "shapes": shared,
             "rng": rng_state(),
             **(extra or {}),
         }

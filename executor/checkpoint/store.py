@@ -60,13 +60,14 @@ class Draft:
         try:
             self._is_reused = self._takes_spare()
             for again in itertools.count():
-                with contextlib.suppress(*((FileExistsError,) if again or self._is_reused else ())):
-                    files.make_folder(self.folder)
+                if again or not self._is_reused:
+                    with contextlib.suppress(*((FileExistsError,) if again else ())):
+                        files.make_folder(self.folder)
                 with contextlib.suppress(FileNotFoundError, BlockingIOError):  # swept away before it was locked
                     self._lock = _locked(self.folder)
                     break
             for name in self._folders:
-                with contextlib.suppress(*((FileExistsError,) if self._is_reused else ())):
+                if not (self.folder / name).is_dir():
                     files.make_folder(self.folder / name)
         except OSError as error:
             self.abandon()

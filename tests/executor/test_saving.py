@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import staying
+from safetensors.torch import load_file
 from test_numerics import mixed, plans
 from together import resumed, saved
 from training import Task, assert_same, batches, decide, delay, prepare, reference, uniform, units_of
@@ -22,6 +23,7 @@ from executor.saving import Checkpoints
 from planner.decisions import Place
 from planner.lowering.snapshots import snapshots
 from planner.schedule import MemoryClass, Op, Tier
+from ullage.exporting import export_hf
 
 ROOM = 4 * 4096
 
@@ -144,6 +146,16 @@ def test_what_ranks_share_goes_on_on_any_ranks(processes, degrees, tmp_path):
     for plan in (there, alone, other):
         found = processes.call(plan.num_devices, saved, task, plan, tmp_path / "more", 2, tmp_path)
         assert {begin for begin, _, _ in found} == ends
+    _, optimizer = prepare(task, alone, checkpoint_buffer_bytes=ROOM)
+    with optimizer.session as session, Checkpoint(tmp_path / "step-00000002") as checkpoint:
+        restore(optimizer, checkpoint)
+        export_hf(checkpoint, tmp_path / "exported", "float32", max_shard_bytes=20_000)
+        weights = session.full_parameters()
+        exported = {}
+        for file in (tmp_path / "exported").glob("*.safetensors"):
+            exported |= load_file(file)
+        assert exported.keys() == weights.keys()
+        assert all(torch.equal(exported[name].to(values.dtype), values) for name, values in weights.items())
     again = processes.call(there.num_devices, saved, task, there, tmp_path / "again", 1, tmp_path)
     assert {end for _, _, end in again} == ends
 
