@@ -149,7 +149,11 @@ class FailingFiles(CountingFiles):
             fd, data, offset = args
             return Files.write(self, fd, data[: max(len(data) // 2 // 4096 * 4096, 4096)], offset)
         if self._after:
-            result = plain(self, *args)
+            try:
+                result = plain(self, *args)
+            except OSError:  # as it does without us
+                self.failed = ""
+                raise
             if name in {"create", "reuse"}:
                 os.close(result)
         raise OSError(self._error, os.strerror(self._error))
