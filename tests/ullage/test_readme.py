@@ -72,6 +72,21 @@ def peers_figures() -> dict[str, str]:
     }
 
 
+def checkpoint_figures() -> dict[str, str]:
+    """Return what a checkpoint beside training costs, against others, and how fast it is written and read."""
+    found = result("cpu_checkpoint.json")
+    others = ("torch.save", "dcp", "dcp_async")
+    calls = ", ".join(f"{found['blocked_over_ours'][name]:.0f} {TIMES}" for name in others)
+    costs = ", ".join(f"{found['cost_over_ours'][name]:.1f} {TIMES}" for name in others)
+    of_raw = ", ".join(f"{found[f'{way}_of_raw']:.2f}" for way in ("write", "verify", "restore"))
+    slower, predicted = (100 * (found[f"every_iteration_{kind}"] - 1) for kind in ("measured", "predicted"))
+    blocked_ms, cost_ms = (1e3 * found[key]["ours"] for key in ("blocked_s", "cost_s"))
+    return {
+        "checkpoint": f"{blocked_ms:.1f} ms: {calls}; {cost_ms:.0f} ms: {costs}; {of_raw}; "
+        f"{slower:.0f} % longer ({predicted:.0f} % predicted)",
+    }
+
+
 def figures() -> dict[str, str]:
     """Return every figure of the README, from the committed result files."""
     errors = [f"{100 * error:+.1f} %" for error in result("demo.json")["iteration_errors"]]
@@ -117,6 +132,7 @@ def figures() -> dict[str, str]:
         **capture_figures(),
         "adamw": f"{min(of_copy):.2f} to {max(of_copy):.2f} of its speed; {over_torch}; {over_deepspeed}",
         **peers_figures(),
+        **checkpoint_figures(),
     }
 
 
