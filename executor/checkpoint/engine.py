@@ -41,7 +41,7 @@ OPTIMIZER_FOLDER: Final = "optimizer"
 MASTER: Final = "master"
 """The first tensor of every piece's state: the weights, in float32."""
 
-_END_S: Final = 10.0  # for the thread to end once all that it had has; what hangs is not waited for
+_END_S: Final = 10.0  # for threads to end once all that they had has; what hangs is not waited for
 _VALUE_BYTES: Final = ITEM_BYTES["F32"]
 
 Key = tuple[str, int]
@@ -261,7 +261,7 @@ class CheckpointEngine:
                     break
             else:
                 if self._keeper is not None:
-                    self._keeper.wait()
+                    self._keeper.wait(_END_S)
                 return
         for capture in lost:
             capture.error = no_answer(self._longest_s)
@@ -283,7 +283,7 @@ class CheckpointEngine:
         self.wait()
         self._thread.join(_END_S)
         if self._keeper is not None:
-            self._keeper.close()
+            self._keeper.close(_END_S)
 
     def _release_all(self) -> None:
         for key in list(self._loans):

@@ -16,7 +16,8 @@ from executor.checkpoint.flusher import yield_cores
 from executor.checkpoint.opening import Folder
 from executor.checkpoint.retention import AbstractStore
 
-_END_S: Final = 60.0  # that a drive which hangs is waited for
+PATIENCE_S: Final = 60.0
+"""Longest wait for a checkpoint to be read at the end of training."""
 
 
 @final
@@ -50,20 +51,17 @@ class Keeper:
             self._changed.notify_all()
         self._thin(tell)
 
-    def wait(self, patience_s: float = _END_S) -> None:
-        """Wait until the newest one has been read and the rest removed, but not for long."""
+    def wait(self, patience_s: float = PATIENCE_S) -> None:
+        """Wait until the newest one has been read and the rest removed, but not for longer than that."""
         with self._changed:
             self._changed.wait_for(lambda: self._made is None and not self._is_reading, patience_s)
 
-    def close(self) -> None:
-        """End the thread, after what is under way. Closing twice is allowed."""
-        self.wait()
+    def close(self, patience_s: float = PATIENCE_S) -> None:
+        """End the thread after what is under way, but do not wait for longer than that. Closing twice is allowed."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._thread.join(_END_S)
-        with contextlib.suppress(OSError):  # the next run takes them
-            self._store.tidy()
+        self._thread.join(patience_s)
 
     def _thin(self, tell: Callable[[str], None]) -> None:
         try:
@@ -83,6 +81,8 @@ class Keeper:
                 with self._changed:
                     self._is_reading = False
                     self._changed.notify_all()
+        with contextlib.suppress(OSError):  # else the next run takes them
+            self._store.tidy()
 
     def _next(self) -> tuple[Folder, Callable[[str], None]] | None:
         with self._changed:

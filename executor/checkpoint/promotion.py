@@ -152,8 +152,6 @@ class Promoter:
             self._end = self._end or why
             self._changed.notify_all()
         self._thread.join(_END_S)
-        with contextlib.suppress(OSError):
-            self._store.tidy()
         if self._thread.is_alive() and self._under_way is not None:
             self._fail(self._under_way, f"{why}; the place has not answered for {_END_S:g} s")
 
@@ -166,6 +164,8 @@ class Promoter:
                 with self._changed:
                     self._under_way = None
                     self._changed.notify_all()
+        with contextlib.suppress(OSError):  # else the next run takes them
+            self._store.tidy()
 
     def _treat(self, offer: Offer) -> Offer:
         """Copy a checkpoint, say how that ended, and return what the level below can have."""
