@@ -189,6 +189,7 @@ class Study:
         return train(training, engine, self.folder, self.num_iterations, every)
 
     def _clear(self) -> None:
+        time.sleep(0.5)  # what ours reads again in the background is no part of the next run
         for path in self.folder.iterdir():
             if path.name == "ours":
                 for checkpoint in path.iterdir():

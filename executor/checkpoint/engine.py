@@ -260,8 +260,6 @@ class CheckpointEngine:
                     lost, self._open_ones = self._open_ones, []
                     break
             else:
-                if self._keeper is not None:
-                    self._keeper.wait(_END_S)
                 return
         for capture in lost:
             capture.error = no_answer(self._longest_s)
