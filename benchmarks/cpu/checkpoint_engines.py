@@ -193,7 +193,7 @@ class Study:
         for path in self.folder.iterdir():
             if path.name == "ours":
                 for checkpoint in path.iterdir():
-                    shutil.rmtree(checkpoint)
+                    shutil.rmtree(checkpoint, ignore_errors=True)  # what retention removes is gone too
             elif path.is_dir():
                 shutil.rmtree(path)
             else:
@@ -220,6 +220,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, help="folder in which torchsnapshot is installed")
     parser.add_argument("--iterations", type=int, default=10, metavar="N", help="of each run (10)")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="of all runs (1)")
+    parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES), help="sizes to train (all)")
     parser.add_argument("--quick", action="store_true", help="a tiny model, two frequencies")
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="PATH", help="result file")
     args = parser.parse_args()
@@ -228,7 +229,7 @@ def main() -> None:
     if args.peers is not None:
         sys.path.append(str(args.peers))
     load = os.getloadavg()[0]
-    sizes = {"llama-tiny": 100_000_000} if args.quick else SIZES
+    sizes = {"llama-tiny": 100_000_000} if args.quick else {name: SIZES[name] for name in args.models}
     frequencies = (2, 1) if args.quick else FREQUENCIES
     models: dict[str, Any] = {}
     absent: dict[str, str] = {}
