@@ -137,6 +137,16 @@ class AbstractStore(abc.ABC):
             with self._lock:
                 self._held[folder.name] -= 1
 
+    @contextlib.contextmanager
+    def _removing(self) -> Iterator[None]:
+        """Say what could not be removed, as :class:`CheckpointError`."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"{error.filename or self.place}: {error.strerror}; remove it by hand") from error
+
     def read_again(self, folder: Folder) -> bool:
         """Return whether a checkpoint is whole, and remember that."""
         found = is_whole(folder)
@@ -158,7 +168,7 @@ class AbstractStore(abc.ABC):
         """
         removed: list[Folder] = []
         wanted = max(keep, LEAST_KEPT)
-        try:
+        with self._removing():
             there = self.folders()
             with self._lock:
                 kept = [folder for folder in there if folder.name in self._whole][:wanted]
@@ -172,10 +182,6 @@ class AbstractStore(abc.ABC):
                         self._remove(folder)
                         removed.append(folder)
             self._sweep(step_of(kept[-1]))
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise CheckpointError(f"{error.filename or self.place}: {error.strerror}; remove it by hand") from error
         return removed
 
     def prune(self, keep: int = LEAST_KEPT) -> list[Folder]:
@@ -193,7 +199,7 @@ class AbstractStore(abc.ABC):
         kept: list[Folder] = []
         removed: list[Folder] = []
         wanted = max(keep, LEAST_KEPT)
-        try:
+        with self._removing():
             for folder in self.folders():
                 if len(kept) >= wanted:
                     with self._lock:
@@ -203,10 +209,6 @@ class AbstractStore(abc.ABC):
                 elif folder.name in self._whole or self.read_again(folder):
                     kept.append(folder)
             self._sweep(step_of(kept[-1]) if len(kept) >= wanted else -1)
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise CheckpointError(f"{error.filename or self.place}: {error.strerror}; remove it by hand") from error
         return removed
 
 
