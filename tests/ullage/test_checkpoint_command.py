@@ -214,14 +214,17 @@ def test_the_command_lists_verifies_exports_and_prunes(
     for path in whole.glob("step-*"):
         (copies / path.name).symlink_to(path)
     listed = json.loads(run("ls", str(copies), "--json")[1])
-    assert [entry["step"] for entry in listed][:2] == [NUM_ITERATIONS, 39]
+    steps = [entry["step"] for entry in listed]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[0] == NUM_ITERATIONS
+    assert len(steps) >= 9  # which of them depends on what was read again in time, see [Note: Read again]
     assert run("verify", str(copies))[0] == 0
     assert run("export", str(copies), "--output-dir", str(tmp_path / "model"), "--dtype", "float32")[0] == 0
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).state_dict()
     masters = load_file(whole / f"step-{NUM_ITERATIONS:08d}" / "model" / "model-00000.safetensors")
     assert masters
     assert all(torch.equal(exported[name], tensor) for name, tensor in masters.items())
-    damaged = whole / f"step-{NUM_ITERATIONS - 1:08d}" / "optimizer" / "exp_avg-00000.safetensors"
+    damaged = whole / f"step-{steps[1]:08d}" / "optimizer" / "exp_avg-00000.safetensors"
     kept = damaged.read_bytes()
     damaged.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
     code, text = run("verify", str(copies))
