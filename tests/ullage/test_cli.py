@@ -50,6 +50,7 @@ FLAGS = {
         *("plan", "--iterations", "--text", "--tokens", "--token-dtype", "--data-position", "--seed", "--lr"),
         *("--output-dir", "--storage-dir", "--cores", "--compile", "--replan", "--json", "--device"),
         *("--checkpoint-dir", "--checkpoint-every", "--keep", "--resume"),
+        *("--tensorboard", "--metrics-file"),
     },
     "checkpoint": {"action", "place", "--to", "--output-dir", "--dtype", "--keep", "--json"},
     "simulate": {*REQUEST, "plan", "--engine", "--iterations", "--trace", "--figure", "--text", "--json"},
@@ -57,6 +58,7 @@ FLAGS = {
     "validate": {"files", "--hardware", "--case", "--max-mean-error", "--max-error", "--json"},
     "models": {"name", "--json"},
     "hardware": {"action", "name", "--json"},
+    "completion": {"shell"},
 }
 
 

@@ -21,6 +21,7 @@ SUMMARIES = {
     "validate": "predict published runs, and show the errors",
     "models": "list the models that are known by name",
     "hardware": "list hardware profiles, or show one",
+    "completion": "print what completes these commands in a shell",
 }
 """The commands and what each does, in the order of the help text."""
 
