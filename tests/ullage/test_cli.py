@@ -59,6 +59,9 @@ FLAGS = {
     "models": {"name", "--json"},
     "hardware": {"action", "name", "--json"},
     "completion": {"shell"},
+    "launch": {"plan", "--with"},
+    "import-deepspeed": {*REQUEST, "config", "--output", "--json"},
+    "export-deepspeed": {"plan", "--output", "--nvme-path"},
 }
 
 

@@ -201,3 +201,22 @@ def test_launch_lines() -> None:
     assert launch_line(16, 8) == (
         "torchrun --nproc-per-node 8 --nnodes 2 --node-rank N --master-addr FIRST -m ullage execute PLAN"
     )
+    assert launch_line(16, 8, plan="x.json", launcher="accelerate") == (
+        "accelerate launch --multi_gpu --num_processes 16 --num_machines 2 --machine_rank N --main_process_ip FIRST "
+        "--main_process_port 29500 --mixed_precision no --dynamo_backend no -m ullage execute x.json"
+    )
+
+
+def test_accelerate_starts_what_launch_prints(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    assert main(["launch", str(plan), "--with", "accelerate"]) == 0
+    words = capsys.readouterr().out.split()
+    assert words[:2] == ["accelerate", "launch"]
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *words[1:], "--iterations", "6"]
+    done = subprocess.run(
+        [*command, "--output-dir", str(tmp_path / "out")], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert load_run(tmp_path / "out" / "run.json").timeline.num_iterations == 6
+    assert main(["launch", str(plan)]) == 0
+    assert capsys.readouterr().out == f"torchrun --nproc-per-node 2 -m ullage execute {plan}\n"

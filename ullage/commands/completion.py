@@ -20,9 +20,9 @@ def add_parser(subparsers: Subparsers) -> None:
         run,
         "Print what lets a shell complete commands, options, files, and names of models and machines.",
         """
-        ullage completion bash > ~/.local/share/bash-completion/completions/ullage
-        ullage completion zsh > ~/.zfunc/_ullage
-        ullage completion fish > ~/.config/fish/completions/ullage.fish
+        ullage completion bash | tee ~/.local/share/bash-completion/completions/ullage
+        ullage completion zsh | tee ~/.zfunc/_ullage
+        ullage completion fish | tee ~/.config/fish/completions/ullage.fish
         """,
     )
     parser.add_argument("shell", choices=SHELLS, help="which shell")

@@ -90,7 +90,7 @@ class TensorBoard:
 
     def __init__(self, folder: Path) -> None:
         try:
-            from torch.utils import tensorboard  # noqa: PLC0415 - takes a second, and may be missing
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - takes a second, and may be missing
         except ImportError as error:
             raise ModuleNotFoundError(
                 "--tensorboard needs TensorBoard; pip install 'ullage[metrics]'", name="tensorboard"
@@ -98,7 +98,7 @@ class TensorBoard:
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"--tensorboard {folder}: that is a file; give a folder")
         folder.mkdir(parents=True, exist_ok=True)
-        self._open: Callable[..., Any] = tensorboard.SummaryWriter
+        self._open: Callable[..., Any] = SummaryWriter
         self._folder = str(folder)
         self._writer: Any = None
 
