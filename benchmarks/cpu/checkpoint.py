@@ -58,6 +58,7 @@ from planner.checkpoints.trial import Trial
 OUTPUT = Path(__file__).parents[1] / "results" / "cpu_checkpoint.json"
 ITERATIONS_OF_A_BLOCK = 3
 ITERATIONS_IN_A_ROW = 6
+ROUNDS_OF_SLOW_DOWN = 3  # of each: what is little takes more of them to be seen
 NUM_THREADS = 2  # that write
 Save = Callable[[Path], Callable[[], None]]
 """Begins to save into a new folder, and returns what waits for the end."""
@@ -256,7 +257,7 @@ def main() -> None:
                 f"round {number}: " + ", ".join(f"{w} {f['block_s']:.2f} s" for w, f in found.items()) + "\n"
             )
         assert all(outcome.error is None for outcome in outcomes), outcomes
-        slower = slow_down(training, checkpoints, plan, args.rounds)
+        slower = slow_down(training, checkpoints, plan, ROUNDS_OF_SLOW_DOWN * args.rounds)
         drive = bandwidths(training, checkpoints, folder, args.rounds)
         checkpoints.close()
     result = {
