@@ -110,7 +110,7 @@ def slow_down(
     """
 
     def iteration_s(*, saves: bool) -> float:
-        checkpoints.finish()
+        checkpoints.settle()
         start_s = time.perf_counter()
         for _ in range(ITERATIONS_IN_A_ROW):
             training.iterate()
@@ -173,14 +173,14 @@ def bandwidths(training: Training, checkpoints: ullage.Checkpoints, folder: Path
     memory = memoryview(mmap.mmap(-1, CHUNK_BYTES))
     for number in range(num_rounds):
         training.iterate()
-        checkpoints.finish()
+        checkpoints.settle()
         start_s = time.perf_counter()
         checkpoints.save(training.step)
         checkpoints.take_rest()
         while not (path := checkpoints.levels.fastest.folder(training.step)).exists():
             time.sleep(1e-3)
         write_s = time.perf_counter() - start_s
-        checkpoints.finish()  # retention reads it again
+        checkpoints.settle()
         with Checkpoint(path) as checkpoint:
             num_bytes = checkpoint.num_bytes
         whole_bytes = num_bytes // CHUNK_BYTES * CHUNK_BYTES
@@ -238,7 +238,7 @@ def main() -> None:
 
         def ours() -> Callable[[], None]:
             checkpoints.save(training.step)
-            return checkpoints.finish
+            return checkpoints.settle
 
         ways: dict[str, Callable[[], Callable[[], None]]] = {"none": lambda: lambda: None, "ours": ours}
         others = engines(state)

@@ -41,7 +41,8 @@ class Keeper:
         self._made: tuple[Folder, Callable[[str], None]] | None = None  # that has not been read
         self._is_reading = False
         self._is_closed = False
-        self._is_hurried = False  # somebody waits
+        self._num_waiting = 0  # that want it all read now
+        self._idle_until_s = 0.0  # nothing is read before
         self._thread = threading.Thread(target=self._run, name="checkpoint retention", daemon=True)
         self._thread.start()
 
@@ -60,15 +61,16 @@ class Keeper:
     def wait(self, patience_s: float = PATIENCE_S) -> None:
         """Wait until the newest one has been read and the rest removed, but not for longer than that."""
         with self._changed:
-            self._is_hurried = True
+            self._num_waiting += 1
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._made is None and not self._is_reading, patience_s)
-            self._is_hurried = self._is_closed
+            self._num_waiting -= 1
+            self._idle_until_s = 0.0
 
     def close(self, patience_s: float = PATIENCE_S) -> None:
         """End the thread after what is under way, but do not wait for longer than that. Closing twice is allowed."""
         with self._changed:
-            self._is_closed = self._is_hurried = True
+            self._is_closed = True
             self._changed.notify_all()
         self._thread.join(patience_s)
 
@@ -89,18 +91,21 @@ class Keeper:
                     num_whole += self._store.read_again(folder)
                 self._thin(tell)
             finally:
-                pause_s = (time.monotonic() - begin_s) * (1 / READING_SHARE - 1)
                 with self._changed:
+                    if num_whole >= max(self._keep, LEAST_KEPT):  # until then nothing can be removed
+                        self._idle_until_s = begin_s + (time.monotonic() - begin_s) / READING_SHARE
                     self._is_reading = False
                     self._changed.notify_all()
-                    if num_whole >= max(self._keep, LEAST_KEPT):  # until then nothing can be removed
-                        self._changed.wait_for(lambda: self._is_hurried, pause_s)
         with contextlib.suppress(OSError):  # else the next run takes them
             self._store.tidy()
 
     def _next(self) -> tuple[Folder, Callable[[str], None]] | None:
         with self._changed:
+            self._changed.wait_for(self._is_hurried, max(self._idle_until_s - time.monotonic(), 0.0))
             self._changed.wait_for(lambda: self._made is not None or self._is_closed)
             made, self._made = self._made, None
             self._is_reading = made is not None
             return made
+
+    def _is_hurried(self) -> bool:
+        return self._is_closed or bool(self._num_waiting) or not self._idle_until_s
