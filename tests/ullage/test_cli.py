@@ -53,7 +53,7 @@ FLAGS = {
     },
     "checkpoint": {"action", "place", "--to", "--output-dir", "--dtype", "--keep", "--json"},
     "simulate": {*REQUEST, "plan", "--engine", "--iterations", "--trace", "--figure", "--text", "--json"},
-    "compare": {"run_file", "--trace", "--json"},
+    "compare": {"run_file", "--trace", "--refit", "--json"},
     "validate": {"files", "--hardware", "--case", "--max-mean-error", "--max-error", "--json"},
     "models": {"name", "--json"},
     "hardware": {"action", "name", "--json"},
