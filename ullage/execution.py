@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hwprofiles.machine import check_measured_here
 from planner.models.captured import counted
 from planner.plan import Plan
 from planner.schedule import MemoryClass, Tier
@@ -71,6 +72,8 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         )
     process = Process.of(plan)
     check_machine(plan, process, options.device)
+    if not options.allow_other_machine:
+        check_measured_here(plan.hardware)
     if options.replan:
         check_replans(plan)
     check_takes_data(plan, given=bool(options.text or options.tokens or options.data_position))  # before it is read

@@ -20,7 +20,7 @@ SUMMARIES = {
     "compare": "compare a prediction with a run",
     "validate": "predict published runs, and show the errors",
     "models": "list the models that are known by name",
-    "hardware": "list hardware profiles, or show one",
+    "hardware": "list, show, compare and check hardware profiles",
 }
 """The commands and what each does, in the order of the help text."""
 
