@@ -40,7 +40,7 @@ FLAGS = {
     "verify": {"plan_file", "--json"},
     "explain": {"plan_file", "unit", "--all", "--json"},
     "calibrate": {"--quick", "--name", "--output", "--device-memory", "--json"}
-    | {"--only", "--into", "--drive-endurance", "--allow-other-machine", "--list"}
+    | {"--only", "--into", "--device-cores", "--drive-endurance", "--allow-other-machine", "--list"}
     | {"--from-runs", "--profile", "--fit-on", "--parameters", "--bounds"},
     "plan": {
         *(*REQUEST, "--budget", "--output", "--allow-other-machine", "--json"),
