@@ -21,7 +21,7 @@ SUMMARIES = {
     "compare": "compare a prediction with a run",
     "validate": "predict published runs, and show the errors",
     "models": "list the models that are known by name",
-    "hardware": "list hardware profiles, or show one",
+    "hardware": "list, show, compare and check hardware profiles",
     "import-deepspeed": "set a configuration of DeepSpeed beside a plan",
     "export-deepspeed": "write the nearest configuration of DeepSpeed to a plan",
     "completion": "print what completes these commands in a shell",
