@@ -12,7 +12,9 @@ from ullage.request import given_options
 from ullage.whatif.design import Space
 from ullage.whatif.fields import ALIASES, Field
 from ullage.whatif.prices import Prices, load_prices
+from ullage.whatif.questions import answer
 from ullage.whatif.running import Bench, run_study
+from ullage.whatif.sensitivity import sensitivities
 from ullage.whatif.store import Store
 from ullage.whatif.study import Asked, Study, StudyError, load_study
 from ullage.whatif.tables import check_table_path, write_table
@@ -41,10 +43,15 @@ def study_of(args: argparse.Namespace) -> Study:
         loaded = load_study(args.study)
     asked = loaded.asked if loaded else asked_of(args)
     prices = _prices(args.prices) if args.prices else loaded.prices if loaded else None
+    if args.sensitivities and asked.sweep:
+        raise StudyError("--sensitivities is about one point; leave out --sweep, or set its fields with --set")
     runner = _runner(args)
     space = Space(asked)
     with Store(store_path(output)) as store, progress_bar(time_left=True) as tell:
-        study = run_study(space, prices, Bench(store, runner, tell))
+        bench = Bench(store, runner, tell)
+        study = answer(space, prices, bench) if asked.question else run_study(space, prices, bench)
+        if args.sensitivities:
+            study = study.model_copy(update={"sensitivities": sensitivities(space, bench)})
     write_whole(output, study.to_json())
     if args.table is not None:
         write_table(study, args.table)

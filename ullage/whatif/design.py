@@ -21,7 +21,7 @@ from ullage.whatif.fields import (
     of_machine,
     of_model,
 )
-from ullage.whatif.point import digest_of
+from ullage.whatif.point import Effort, digest_of
 from ullage.whatif.study import Asked, Axis, Result, StudyError, Value, Varied
 from ullage.whatif.values import Between, Number, expand
 
@@ -85,8 +85,18 @@ class Space:
         names = list(self._levels)
         return (self.case(dict(zip(names, row, strict=True))) for row in self._rows)
 
-    def case(self, levels: Mapping[str, Level]) -> Case:
-        """Return the point at some values of axes, or of any other fields."""
+    @property
+    def effort(self) -> Effort:
+        """How much is done for each point."""
+        return "certify" if self.asked.certify else "plan"
+
+    def case(self, levels: Mapping[str, Level], effort: Effort | None = None) -> Case:
+        """Return the point at some values of axes, or of any other fields.
+
+        Args:
+            levels: by name; they go before what is set.
+            effort: how much will be done for it, if that is not what the study does.
+        """
         given = {**self._set, **levels}
         kinds = {name: self.fields[name].kind for name in given}
         options = {name: value for name, value in given.items() if kinds[name] == "option"}
@@ -107,7 +117,7 @@ class Space:
         except ValueError as error:
             refused = Result(status="refused", reason=" ".join(str(error).split()))
             return Case(settings, varied, names["hardware"], names["model"], None, "", refused)
-        key = digest_of(request, certify=self.asked.certify)
+        key = digest_of(request, effort or self.effort)
         return Case(settings, varied, request.hardware.name, request.model.name, request, key)
 
     def _levels_of(self, name: str, texts: Sequence[str]) -> list[Level | Between]:
@@ -130,7 +140,7 @@ class Space:
             raise StudyError(f"{name} has factors and other values; give all as factors (2x), or none")
         return levels
 
-    def _combined(self) -> list[tuple[Level, ...]]:
+    def _combined(self) -> list[tuple[Any, ...]]:
         """Return one row of values for each point."""
         levels, design = list(self._levels.values()), self.asked.design
         total = math.prod(map(len, levels))
@@ -145,9 +155,9 @@ class Space:
                 "with --design random --points 1000"
             )
         rows = zip(*levels, strict=True) if design == "zip" and levels else itertools.product(*levels)
-        return list(rows)  # type: ignore[arg-type]  # ranges are in random designs only
+        return list(rows)
 
-    def _drawn(self, levels: Sequence[Sequence[Level | Between]], total: int) -> list[tuple[Level, ...]]:
+    def _drawn(self, levels: Sequence[Sequence[Level | Between]], total: int) -> list[tuple[Any, ...]]:
         """Draw points: of finitely many none twice."""
         chance, count = random.Random(self.asked.seed), self.asked.num_points or 0  # noqa: S311 - not for secrets
         if any(isinstance(level, Between) for of_axis in levels for level in of_axis):

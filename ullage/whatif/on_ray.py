@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ullage.whatif.point import plan_point, program_digest
+from ullage.whatif.point import Effort, plan_point, program_digest
 from ullage.whatif.study import Result
 from ullage.whatif.workers import AHEAD, Runner, Task, num_usable_cores
 
@@ -29,11 +29,11 @@ def on_ray(address: str, num_workers: int | None) -> Runner:
         num_workers: points that are planned at once; by default as many as the cluster has cores.
     """
 
-    def run(tasks: Iterable[Task], certify: bool) -> Iterator[tuple[str, Result]]:
+    def run(tasks: Iterable[Task], effort: Effort) -> Iterator[tuple[str, Result]]:
         _connect(address, num_workers)
         try:
             _check_program()
-            yield from _planned(tasks, num_workers or int(ray.cluster_resources().get("CPU", 1)), certify=certify)
+            yield from _planned(tasks, num_workers or int(ray.cluster_resources().get("CPU", 1)), effort)
         finally:
             ray.shutdown()
 
@@ -75,12 +75,12 @@ def _check_program() -> None:
         )
 
 
-def _planned(tasks: Iterable[Task], num_workers: int, *, certify: bool) -> Iterator[tuple[str, Result]]:
+def _planned(tasks: Iterable[Task], num_workers: int, effort: Effort) -> Iterator[tuple[str, Result]]:
     plan = ray.remote(num_cpus=1, max_retries=3)(plan_point)
     todo, running = iter(tasks), dict[Any, str]()
     while True:
         for key, request in itertools.islice(todo, num_workers + AHEAD - len(running)):
-            running[plan.remote(request, certify=certify)] = key
+            running[plan.remote(request, effort)] = key
         if not running:
             return
         done, _ = ray.wait(list(running), num_returns=1)

@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import importlib.resources
 import json
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from hwprofiles import __version__
 from planner.choices import Choice
@@ -20,13 +20,18 @@ _LIBRARIES: Final = ("numba", "numpy", "scipy")
 _PACKAGES: Final = ("hwprofiles", "planner")
 
 
-def digest_of(request: Request, *, certify: bool) -> str:
+Effort = Literal["plan", "certify", "fit"]
+"""How much is done for a point: what `ullage plan` finds; that with a proof of how near to the best it is; or only
+whether it fits, with the first plan that does."""
+
+
+def digest_of(request: Request, effort: Effort) -> str:
     """Return a SHA-256 of all that a point's result follows from: the request, the program and its libraries."""
     parts = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
     plain = {
         name: value.model_dump(mode="json") if hasattr(value, "model_dump") else value for name, value in parts.items()
     }
-    return _sha256({"request": plain, "certify": certify, "schema": SCHEMA_VERSION, "program": program_digest()})
+    return _sha256({"request": plain, "effort": effort, "schema": SCHEMA_VERSION, "program": program_digest()})
 
 
 @functools.cache
@@ -41,13 +46,14 @@ def program_digest() -> str:
     return _sha256({"version": __version__, "code": code.hexdigest(), "libraries": libraries})
 
 
-def plan_point(request: Request, *, certify: bool) -> Result:
-    """Plan anew, as `ullage plan` does, and return the figures, or why there are none.
+def plan_point(request: Request, effort: Effort) -> Result:
+    """Plan anew, and return the figures, or why there are none.
 
     Whatever goes wrong is a result too, so that a study goes on.
     """
     try:
-        return Result(status="fits", figures=_figures(request, find(request), certify=certify))
+        found = find(request, max_simulations=1 if effort == "fit" else None)
+        return Result(status="fits", figures=_figures(request, found, certify=effort == "certify"))
     except InfeasibleError as error:
         return Result(
             status="lacks-memory", reason=_line(error), missing_bytes=error.missing_bytes, proven=error.proven

@@ -8,6 +8,7 @@ from hwprofiles import __version__
 from planner.planning import Request
 from ullage.whatif.design import Case, Space
 from ullage.whatif.money import charged
+from ullage.whatif.point import Effort
 from ullage.whatif.prices import Prices
 from ullage.whatif.store import Store
 from ullage.whatif.study import Point, Result, Study
@@ -34,7 +35,7 @@ class Bench:
     runner: Runner
     tell: Tell = lambda *_: None
 
-    def results(self, cases: Iterable[Case], what: str = "planning", *, certify: bool = False) -> list[Result]:
+    def results(self, cases: Iterable[Case], effort: Effort, what: str = "planning") -> list[Result]:
         """Return the results of points; those that are in the store are not planned again.
 
         Raises:
@@ -50,7 +51,7 @@ class Bench:
         self.tell(what, done, len(keys))
         if todo:
             try:
-                for key, result in self.runner(todo.items(), certify):
+                for key, result in self.runner(todo.items(), effort):
                     self.store.put(key, result)
                     done += 1
                     self.tell(what, done, len(keys))
@@ -60,6 +61,21 @@ class Bench:
                     "goes on from there"
                 ) from None
         return [self._result(case) for case in wanted]
+
+    def points(self, cases: Iterable[Case], effort: Effort, what: str = "planning") -> list[Point]:
+        """Return points with their results; see :meth:`results`."""
+        planned = list(cases)
+        return [
+            Point(
+                settings=case.settings,
+                varied=case.varied,
+                hardware=case.hardware,
+                model=case.model,
+                key=case.key,
+                result=result,
+            )
+            for case, result in zip(planned, self.results(planned, effort, what), strict=True)
+        ]
 
     def _result(self, case: Case) -> Result:
         result = case.refused or self.store.get(case.key)
@@ -76,19 +92,7 @@ def run_study(space: Space, prices: Prices | None, bench: Bench) -> Study:
     """
     asked = space.asked
     cases = list(tracked(space.cases(), len(space), bench.tell))
-    results = bench.results(cases, certify=asked.certify)
-    points = [
-        Point(
-            settings=case.settings,
-            varied=case.varied,
-            hardware=case.hardware,
-            model=case.model,
-            key=case.key,
-            result=result,
-        )
-        for case, result in zip(cases, results, strict=True)
-    ]
-    points, notes = charged(points, prices, asked)
+    points, notes = charged(bench.points(cases, space.effort), prices, asked)
     return Study(
         program_version=__version__,
         asked=asked,

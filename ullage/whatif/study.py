@@ -268,6 +268,24 @@ class Sensitivities(Frozen):
     rows: tuple[Sensitivity, ...]
 
 
+class Least(Frozen):
+    """The least of one machine with which a plan was found; each of the others as the profile has it.
+
+    Attributes:
+        hardware: name of its profile.
+        num_devices: as few as that.
+        device_memory_bytes: of each device.
+        host_memory_bytes: of each node.
+        num_drives: of each node, where the study may use them; ``None``: it may not, or needs none.
+    """
+
+    hardware: str
+    num_devices: int
+    device_memory_bytes: float
+    host_memory_bytes: float
+    num_drives: int | None = None
+
+
 class Answer(Frozen):
     """What a question comes to.
 
@@ -275,11 +293,15 @@ class Answer(Frozen):
         question: which one.
         words: the answer, as people would say it; one line each.
         points: positions of the points it rests on, the best first.
+        least: what each machine needs at least (question ``fits``).
+        efficiency: of every point, its speed per device over that of the smallest one that fits (question ``scale``).
     """
 
     question: Question
     words: tuple[str, ...]
     points: tuple[int, ...] = ()
+    least: tuple[Least, ...] = ()
+    efficiency: tuple[float | None, ...] = ()
 
 
 class Study(Frozen):

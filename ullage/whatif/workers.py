@@ -5,18 +5,20 @@ import itertools
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
 from typing import Final
 
 from planner.planning import Request
-from ullage.whatif.point import plan_point
+from ullage.whatif.point import Effort, plan_point
 from ullage.whatif.study import Result
 
 Task = tuple[str, Request]
-Runner = Callable[[Iterable[Task], bool], Iterator[tuple[str, Result]]]
-"""Takes points by key, and whether to certify; yields results by key as they come."""
+Runner = Callable[[Iterable[Task], Effort], Iterator[tuple[str, Result]]]
+"""Takes points by key, and how much is done for each; yields results by key as they come."""
 
 AHEAD: Final = 2
 """Points handed out beyond those that are being planned: enough that nobody waits, few enough to stop at once."""
@@ -30,10 +32,10 @@ def num_usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def in_this_process(tasks: Iterable[Task], certify: bool) -> Iterator[tuple[str, Result]]:
+def in_this_process(tasks: Iterable[Task], effort: Effort) -> Iterator[tuple[str, Result]]:
     """Plan one point after the other, here."""
     for key, request in tasks:
-        yield key, plan_point(request, certify=certify)
+        yield key, plan_point(request, effort)
 
 
 def in_processes(num_workers: int) -> Runner:
@@ -42,14 +44,14 @@ def in_processes(num_workers: int) -> Runner:
     An interruption, or no longer asking for results, ends the processes at once; points under way are lost.
     """
 
-    def run(tasks: Iterable[Task], certify: bool) -> Iterator[tuple[str, Result]]:
+    def run(tasks: Iterable[Task], effort: Effort) -> Iterator[tuple[str, Result]]:
         with _one_thread_each():
-            pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _leave_ctrl_c_to_the_parent)
+            pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _begin_worker)
             todo, running = iter(tasks), dict[Future[Result], str]()
             try:
                 while True:
                     for key, request in itertools.islice(todo, num_workers + AHEAD - len(running)):
-                        running[pool.submit(plan_point, request, certify=certify)] = key
+                        running[pool.submit(plan_point, request, effort)] = key
                     if not running:
                         break
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -71,8 +73,17 @@ def _end(pool: ProcessPoolExecutor) -> None:
     pool.shutdown(cancel_futures=True)
 
 
-def _leave_ctrl_c_to_the_parent() -> None:
+def _begin_worker() -> None:
+    """Leave Ctrl-C to the parent, and end when it does, however it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def outlive_nobody() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=outlive_nobody, daemon=True).start()
 
 
 @contextlib.contextmanager
