@@ -12,6 +12,7 @@ else:
 SUMMARIES = {
     "calibrate": "measure what this machine can do",
     "plan": "find the fastest way to train a model on some hardware",
+    "whatif": "say what it would take: other machines, models, batches, and their cost",
     "execute": "run a plan",
     "launch": "print the line that starts a plan on all its devices",
     "checkpoint": "list, check, export and remove checkpoints",
