@@ -16,7 +16,7 @@ from ullage.installation import IntruderError, check_packages
 EXIT_BAD_INPUT = 2
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 # What only some commands need.
-_EXTRAS = {"torch", "transformers", "safetensors", "matplotlib"}
+_EXTRAS = {"torch", "transformers", "safetensors", "matplotlib", "plotly"}
 
 
 class _Parser(argparse.ArgumentParser):

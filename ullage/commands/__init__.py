@@ -18,6 +18,7 @@ SUMMARIES = {
     "verify": "check that a plan holds what it states",
     "explain": "say why a plan is what it is, and what comes next",
     "compare": "compare a prediction with a run",
+    "report": "show a plan or a run as one HTML page",
     "validate": "predict published runs, and show the errors",
     "models": "list the models that are known by name",
     "hardware": "list hardware profiles, or show one",
