@@ -17,7 +17,7 @@ def add_parser(subparsers: Subparsers) -> None:
         run,
         "Write one HTML file that shows a plan, or a run of one: the answer on its first screen, then all tasks of an\n"
         "iteration, memory and traffic over time, lanes against what they could do, other engines, what each trick is\n"
-        "worth, predicted against measured. It needs no network and nothing beside it. Several files come side by side.",
+        "worth, predicted against measured. It needs no network and nothing beside it. Several come side by side.",
         """
         ullage report plan.json
         ullage report out/run.json --output run.html --open

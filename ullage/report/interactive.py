@@ -43,6 +43,7 @@ def _chart(chart: Chart) -> dict[str, Any]:
             "categoryorder": "array",
             "categoryarray": [_wrapped(name) for name in names],
             "autorange": "reversed",
+            "dtick": 1,
             "automargin": True,
             "fixedrange": True,
             "tickfont": {"size": 12},
@@ -84,6 +85,7 @@ def _axis(axis: Axis, values: Sequence[float] = ()) -> dict[str, Any]:
     if axis.log:
         shown = _round_values(min(values), max(values))
         result |= {"type": "log", "tickvals": shown, "ticktext": [si(value, axis.unit) for value in shown]}
+        result |= {"tickangle": 0}
         low, high = (math.log10(value) for value in (min(values), max(values)))
         return result | {"range": [low - 0.05 * (high - low) - 0.02, high + 0.05 * (high - low) + 0.02]}
     if axis.unit == "%":
@@ -104,8 +106,9 @@ def _trace(chart: Chart, trace: Trace, *, bars: bool) -> dict[str, Any]:
 
 
 def _bars(chart: Chart, trace: Trace) -> dict[str, Any]:
-    colours = [trace.colour] * len(trace.x) if isinstance(trace.colour, str) else trace.colour
-    marker: dict[str, Any] = {"color": [f"@{name}" for name in colours], "line": {"width": 0}}
+    single = isinstance(trace.colour, str)
+    colour = f"@{trace.colour}" if single else [f"@{name}" for name in trace.colour]
+    marker: dict[str, Any] = {"color": colour, "line": {"width": 0}}
     if trace.measured:
         marker["pattern"] = {"shape": "/", "size": 6, "solidity": 0.3, "fgcolor": "@paper", "fillmode": "overlay"}
     result = {

@@ -128,6 +128,7 @@
       modebar: { bgcolor: "rgba(0,0,0,0)", color: "@soft", activecolor: "@ink" },
     };
     const result = { ...base, ...layout };
+    result.height += result.margin.t - 26;
     result.margin.b += result.showlegend ? legendPx(figure, width) : 0;
     result.height += result.showlegend ? legendPx(figure, width) : 0;
     for (const axis of ["xaxis", "yaxis"]) {

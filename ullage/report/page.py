@@ -1,8 +1,8 @@
 """The page: everything in one HTML file, which reaches for nothing outside it.
 
 Words from files are text: Jinja escapes them in the page, ``tojson`` inside its data, and
-:mod:`ullage.report.interactive` for plotly.js. A content security policy lets the browser run the scripts of the page by their digests, and no other,
-and load nothing at all.
+:mod:`ullage.report.interactive` for plotly.js. A content security policy lets the browser run the scripts of the page
+by their digests, and no other, and load nothing at all.
 """
 
 import base64
