@@ -54,6 +54,11 @@ class Shown:
     def run(self, code: str):
         return self.page.evaluate(code)
 
+    def until(self, code: str) -> None:
+        """Wait until something is true; playwright's own way would need the page to allow ``eval``."""
+        while not self.run(code):
+            self.page.wait_for_timeout(50)
+
     def ranges(self) -> dict[str, list[float]]:
         """What part of the iteration every chart over time shows."""
         return self.run(
@@ -131,7 +136,7 @@ def test_zooming_one_chart_zooms_all_over_the_same_iteration(shown):
     shown.page.mouse.down()
     shown.page.mouse.move(box["x"] + 0.5 * box["width"], y, steps=4)
     shown.page.mouse.up()
-    shown.page.wait_for_function("document.getElementById('part0-chart-gantt').layout.xaxis.range[0] > 0")
+    shown.until("document.getElementById('part0-chart-gantt').layout.xaxis.range[0] > 0")
     after = shown.ranges()
     (period_s,) = {tuple(shown_range) for key, shown_range in before.items() if key.startswith("part0")}
     for key, shown_range in after.items():
@@ -140,7 +145,7 @@ def test_zooming_one_chart_zooms_all_over_the_same_iteration(shown):
         else:
             assert shown_range == pytest.approx([0.25 * period_s[1], 0.5 * period_s[1]], abs=0.02 * period_s[1])
     shown.page.mouse.dblclick(box["x"] + 0.5 * box["width"], y)
-    shown.page.wait_for_function("document.getElementById('part0-chart-gantt').layout.xaxis.range[0] === 0")
+    shown.until("document.getElementById('part0-chart-gantt').layout.xaxis.range[0] === 0")
     assert shown.ranges() == before
 
 
@@ -148,9 +153,7 @@ def test_colours_follow_the_system_and_the_switch(shown):
     def grounds(theme: str) -> str:
         """Wait until the charts have a theme, and return the ground of the page."""
         colour = getattr(COLOURS["paper"], theme)
-        shown.page.wait_for_function(
-            f"[...document.querySelectorAll('.plot')].every(each => each.layout.paper_bgcolor === '{colour}')"
-        )
+        shown.until(f"[...document.querySelectorAll('.plot')].every(each => each.layout.paper_bgcolor === '{colour}')")
         return shown.run("getComputedStyle(document.body).backgroundColor")
 
     light = grounds("light")
@@ -184,9 +187,9 @@ def test_a_phone_has_no_need_to_scroll_sideways(browser, report):
 def test_on_paper_all_charts_are_light_and_fit(shown, tmp_path):
     every = "[...document.querySelectorAll('.plot')].every(each => each.layout.paper_bgcolor === '{}')"
     shown.page.emulate_media(color_scheme="dark")
-    shown.page.wait_for_function(every.format(COLOURS["paper"].dark))
+    shown.until(every.format(COLOURS["paper"].dark))
     shown.page.emulate_media(media="print", color_scheme="dark")
-    shown.page.wait_for_function(every.format(COLOURS["paper"].light))
+    shown.until(every.format(COLOURS["paper"].light))
     assert shown.run("getComputedStyle(document.querySelector('.top')).display") == "none"
     widths = shown.run(
         "[...document.querySelectorAll('.plot .main-svg')].map(each => each.getBoundingClientRect().width)"
@@ -196,9 +199,9 @@ def test_on_paper_all_charts_are_light_and_fit(shown, tmp_path):
     assert printed.startswith(b"%PDF")
     assert len(printed) > 50_000
     shown.page.emulate_media(media="screen", color_scheme="dark")
-    shown.page.wait_for_function(every.format(COLOURS["paper"].dark))
+    shown.until(every.format(COLOURS["paper"].dark))
     shown.page.emulate_media(color_scheme="light")
-    shown.page.wait_for_function(every.format(COLOURS["paper"].light))
+    shown.until(every.format(COLOURS["paper"].light))
 
 
 def many_tasks() -> Part:
