@@ -265,6 +265,12 @@ class CheckpointEngine:
             capture.error = no_answer(self._longest_s)
             self._tell(self._outcome(capture, None))
 
+    def settle(self) -> None:
+        """Wait as :meth:`wait` does, and until retention has read the newest one again and removed what may go."""
+        self.wait()
+        if self._keeper is not None:
+            self._keeper.wait()
+
     @property
     def _longest_s(self) -> float:
         """Longest time from one sign of life to the next: other ranks are waited for, or all of the page cache."""

@@ -21,7 +21,7 @@ from planner.checkpoints.chosen import (
 from planner.checkpoints.costs import hash_bytes_per_s
 from planner.checkpoints.interval import Protection
 from planner.checkpoints.nesting import ContradictionError, Limits, Nested, nest, outcome
-from planner.checkpoints.policy import CHUNK_BYTES, LEAST_BUFFER_BYTES, POLICIES
+from planner.checkpoints.policy import CHUNK_BYTES, LEAST_BUFFER_BYTES, MORE_THAN_KEPT, POLICIES
 from planner.checkpoints.stores import LEVELS, Level, storage_of
 from planner.checkpoints.trial import OURS, Measured, Trial
 from planner.plan import Plan
@@ -122,7 +122,7 @@ class _Choice:
 
     def _why_not(self, level: Level) -> str | None:
         """Return why a level cannot be used at all, if so."""
-        count, storage = self._asked.keep + 1, storage_of(self._trial.cost, level)
+        count, storage = self._asked.keep + MORE_THAN_KEPT, storage_of(self._trial.cost, level)
         if level != "memory" and storage is None:
             return f"profile {self._profile.name} has none"
         free_bytes, size_bytes = {
@@ -279,7 +279,7 @@ class _Choice:
                 latency_s=each.latency_s,
                 restart_s=each.restart_s,
                 mtbf_s=1 / each.failures_per_s if each.failures_per_s else None,
-                stored_bytes=(self._asked.keep + 1) * size_bytes,
+                stored_bytes=(self._asked.keep + MORE_THAN_KEPT) * size_bytes,
                 written_bytes_per_day=size_bytes * _DAY_S * (1 - chosen.waste) / (every * self._iteration_s),
             )
 

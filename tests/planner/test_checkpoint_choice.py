@@ -190,9 +190,9 @@ def test_levels_without_room_are_left_out_and_that_is_said():
     plan, asked = far_from_pfs(), CheckpointsAsked(mtbf_s={"nvme": 6 * HOUR}, buffer_bytes=LEAST_BUFFER_BYTES)
     made = choose_checkpoints(plan.model_copy(update={"hardware": varied(plan.hardware, nvme=1e9)}), asked)
     assert made.levels[-1].level == "pfs"
-    assert made.left_out["nvme"] == "3 checkpoints of 15.8 GB have no room in the 1 GB that are free"
+    assert made.left_out["nvme"] == "4 checkpoints of 15.8 GB have no room in the 1 GB that are free"
     nowhere = plan.model_copy(update={"hardware": varied(plan.hardware, nvme=1e9, pfs=1e9)})
-    message = r"no storage is left that survives what nvme=21600s .*nvme: 3 checkpoints.*; pfs: 3 checkpoints"
+    message = r"no storage is left that survives what nvme=21600s .*nvme: 4 checkpoints.*; pfs: 4 checkpoints"
     with pytest.raises(CheckpointsError, match=message):
         choose_checkpoints(nowhere, asked)
     quantity = plan.hardware.host.memory_bytes.model_copy(update={"value": 1e9})
