@@ -21,7 +21,7 @@ SUMMARIES = {
     "report": "show a plan or a run as one HTML page",
     "validate": "predict published runs, and show the errors",
     "models": "list the models that are known by name",
-    "hardware": "list hardware profiles, or show one",
+    "hardware": "list, show, compare and check hardware profiles",
 }
 """The commands and what each does, in the order of the help text."""
 

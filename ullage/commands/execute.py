@@ -120,6 +120,11 @@ def add_parser(subparsers: Subparsers) -> None:
         help="go on from the newest whole checkpoint in any --checkpoint-dir, made under whatever plan, up to "
         "--iterations",
     )
+    parser.add_argument(
+        "--allow-other-machine",
+        action="store_true",
+        help="run here what was planned for a profile that was measured on another machine",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
         "--device",
@@ -148,6 +153,7 @@ def run(args: argparse.Namespace) -> int:
         checkpoint_every=args.checkpoint_every,
         keep=args.keep,
         resume=args.resume,
+        allow_other_machine=args.allow_other_machine,
         json=args.json,
         device=args.device,
     )
