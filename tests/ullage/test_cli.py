@@ -47,6 +47,21 @@ FLAGS = {
         *("--mtbf", "--max-checkpoint-overhead", "--max-lost-work", "--restart", "--keep", "--checkpoint-buffer"),
         *("--drive-writes-per-day", "--pfs-bandwidth", "--iterations"),
     },
+    "whatif": {
+        *(*REQUEST, "study", "--set", "--sweep", "--design", "--points", "--seed", "--question", "--sensitivities"),
+        *(
+            "--certify",
+            "--prices",
+            "--tokens",
+            "--days",
+            "--workers",
+            "--ray",
+            "--output",
+            "--table",
+            "--json",
+            "--fields",
+        ),
+    },
     "execute": {
         *("plan", "--iterations", "--text", "--tokens", "--token-dtype", "--data-position", "--seed", "--lr"),
         *("--output-dir", "--storage-dir", "--cores", "--compile", "--replan", "--json", "--device"),

@@ -12,6 +12,7 @@ else:
 SUMMARIES = {
     "calibrate": "measure what this machine can do",
     "plan": "find the fastest way to train a model on some hardware",
+    "whatif": "say what it would take: other machines, models, batches, and their cost",
     "execute": "run a plan",
     "checkpoint": "list, check, export and remove checkpoints",
     "simulate": "show one iteration of a plan or an engine in detail",
