@@ -221,7 +221,7 @@ class CostModel:
 
     def work(self, task: Task) -> tuple[float, float]:
         """Return the FLOP of a compute task, and the bytes that its kernels touch."""
-        kernels = self._kernels_of(task)
+        kernels = self.kernels_of(task)
         return flop(kernels), sum(self._kernel(kernel)[1] for kernel in kernels)
 
     def _compute(self, task: Task) -> Price:

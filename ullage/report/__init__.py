@@ -6,19 +6,22 @@ from pathlib import Path
 
 from planner.explain.trial import Bench
 from planner.plan import Plan, PlanError, load_plan
-from ullage.comparison import Comparison, compare
+from ullage.comparison import explain_run
 from ullage.report.charts import Part, Table
 from ullage.report.measured import comparison_section
 from ullage.report.over_time import gantt_section, memory_section, resources_section, traffic_section
 from ullage.report.rivals import engines_section, offload_section, tricks_section
 from ullage.report.roofline import roofline_section
 from ullage.report.saving import checkpoints_section
-from ullage.report.summary import iteration_s, memory_by_tier, plan_summary
+from ullage.report.study import study_part
+from ullage.report.summary import memory_by_tier, plan_summary
 from ullage.report.views import View
 from ullage.runs import RunRecord, load_run
+from ullage.whatif.study import Study, load_study
 
 Progress = Callable[[str, int, int], None]
-Source = Plan | RunRecord
+Source = Plan | RunRecord | Study
+_MAKERS = "`ullage plan`, `ullage execute` or `ullage whatif`"
 
 
 class ReportError(ValueError):
@@ -26,30 +29,35 @@ class ReportError(ValueError):
 
 
 def load(path: Path) -> Source:
-    """Read a plan or a run, whichever a file is.
+    """Read a plan, a run or a study, whichever a file is.
 
     Raises:
-        ReportError: it is neither.
-        PlanError, RunError: it is one that cannot be used.
+        ReportError: it is none of them, or a study that was not run.
+        PlanError, RunError, StudyError: it is one that cannot be used.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ReportError(
-            f"cannot read {path}: {error.strerror}; give what `ullage plan` or `ullage execute` wrote"
-        ) from error
+        raise ReportError(f"cannot read {path}: {error.strerror}; give what {_MAKERS} wrote") from error
     except ValueError as error:
-        raise ReportError(f"{path} is not JSON ({error}); give what `ullage plan` or `ullage execute` wrote") from error
+        raise ReportError(f"{path} is not JSON ({error}); give what {_MAKERS} wrote") from error
     keys = data.keys() if isinstance(data, dict) else ()
     if "start_s" in keys:
         return load_run(path)
     if "decisions" in keys:
         return load_plan(path)
-    raise ReportError(f"{path} is neither a plan nor a run; give what `ullage plan` or `ullage execute` wrote")
+    if "asked" in keys:  # a plan has that too
+        study = load_study(path)
+        if not study.points:
+            raise ReportError(f"{path} is a study that was not run; run it with `ullage whatif {path}`")
+        return study
+    raise ReportError(f"{path} is no plan, run or study; give what {_MAKERS} wrote")
 
 
 def report_on(source: Source, progress: Progress) -> Part:
-    """Return what a report says about a plan or a run; ``progress`` is told what is being done."""
+    """Return what a report says about a file; ``progress`` is told what is being done."""
+    if isinstance(source, Study):
+        return study_part(source)
     if isinstance(source, Plan):
         return _of_plan(source, None, progress)
     return _of_plan(source.plan, source, progress)
@@ -69,15 +77,15 @@ def _of_plan(plan: Plan, run: RunRecord | None, progress: Progress) -> Part:
     progress("simulating", 0, 0)
     bench = Bench(plan)
     views = [View.predicted_by(bench.simulation)]
-    comparison = None
+    explained, measured_s = None, None
     if run is not None:
         views.append(View.measured_in(run))
-        comparison = _compared(bench, run)
-    measured_s = None if comparison is None else iteration_s(comparison)
+        explained, _ = explain_run(run, lambda done, total: progress("replaying", done, total))
+        measured_s = explained.attribution.measured_s
     cost = bench.cost
     sections = [
         memory_by_tier(plan, run),
-        *([comparison_section(comparison)] if comparison is not None else []),
+        *([comparison_section(explained)] if explained is not None else []),
         gantt_section(views),
         memory_section(views, cost, run),
         traffic_section(views, cost),
@@ -90,13 +98,7 @@ def _of_plan(plan: Plan, run: RunRecord | None, progress: Progress) -> Part:
         sections.append(offloading)
     if plan.checkpoints is not None:
         sections.append(checkpoints_section(plan.checkpoints))
-    return Part(plan_summary(plan, run, comparison), tuple(sections))
-
-
-def _compared(bench: Bench, run: RunRecord) -> Comparison:
-    predicted = {tier: use.peak_bytes for tier, use in run.plan.prediction.memory.items()}
-    simulation = bench.simulation
-    return compare(simulation.timeline, simulation.steady, run.timeline, run.steady_iterations, predicted, run.memory)
+    return Part(plan_summary(plan, run, measured_s), tuple(sections))
 
 
 __all__ = ["PlanError", "ReportError", "Source", "load", "report_on", "side_by_side"]

@@ -15,7 +15,7 @@ from ullage.palette import COLOURS, ORDINALS, Work
 from ullage.report.charts import Axis, Chart, Gantt, Mark, Trace
 
 _NAME_COLUMNS = 26  # of the name of a bar, so that on a phone there is room for the bar
-_BAR_PX, _GROUP_PX, _ROW_PX = 17, 14, 24
+_BAR_PX, _LINE_PX, _GROUP_PX, _ROW_PX = 17, 15, 12, 24
 _TICKS = 10_000_000  # that the time of an iteration is counted in: whole numbers are short, and finer than any screen
 _MANY = 20  # points, which are then smaller
 _DASHES = {False: "solid", True: "dot"}
@@ -65,7 +65,8 @@ def _chart(chart: Chart) -> dict[str, Any]:
         layout["xaxis"] |= {"range": [0.0, max(end, *(band.end for band in chart.bands), 1e-9)]}
     if bars:
         per_name = len(chart.traces) if chart.bars == "group" else 1
-        layout["height"] = 90 + len(names) * (per_name * _BAR_PX + _GROUP_PX) + 18 * (len(shown_of) // 3)
+        lines = (max(per_name * _BAR_PX, (1 + _wrapped(name).count("<br>")) * _LINE_PX) + _GROUP_PX for name in names)
+        layout["height"] = 90 + sum(lines)
     else:
         layout["height"] = 340
     return {

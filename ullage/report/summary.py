@@ -6,7 +6,6 @@ from planner.plan import Plan
 from planner.planning import describe
 from planner.prediction import TierMemory
 from planner.schedule import Tier
-from ullage.comparison import Comparison
 from ullage.formatting import binds, duration, percent, si, signed_percent
 from ullage.provenance import origin_shares
 from ullage.report.charts import Axis, Chart, Fact, Level, Mark, Section, Summary, Table, Trace
@@ -17,12 +16,11 @@ _BILLION = 1e9
 _TIERS = {Tier.GPU: "one device", Tier.HOST: "one host", Tier.NVME: "drives of a node"}
 
 
-def plan_summary(plan: Plan, run: RunRecord | None, comparison: Comparison | None) -> Summary:
-    """Return the first screen of a plan, or of a run of it."""
+def plan_summary(plan: Plan, run: RunRecord | None, measured_s: float | None) -> Summary:
+    """Return the first screen of a plan, or of a run of it whose iterations were measured to take ``measured_s``."""
     seen, decided = plan.prediction, plan.decisions
     items = counted(plan.model)
     tokens = decided.data_parallel * decided.num_micro_batches * decided.micro_batch * plan.seq_len
-    measured_s = None if comparison is None else iteration_s(comparison)
     speed = seen.tokens_per_s if not measured_s else tokens / measured_s
     where = f"{decided.num_devices} device{'s' if decided.num_devices > 1 else ''} of {plan.hardware.name}"
     how = "measured" if measured_s else "predicted"
@@ -79,11 +77,6 @@ def plan_summary(plan: Plan, run: RunRecord | None, comparison: Comparison | Non
         about=about,
         warnings=tuple(warnings),
     )
-
-
-def iteration_s(comparison: Comparison) -> float | None:
-    """Return the measured seconds of an iteration."""
-    return next((row.measured for row in comparison.phases if row.name == "iteration"), None)
 
 
 def _fits(memory: dict[Tier, TierMemory], fits: bool) -> Fact:
