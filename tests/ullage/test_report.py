@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_objects import SLOWER, Page, page_of, part_of, slower_run
+from report_objects import SLOWER, Page, page_of, part_of, slower_run, study
 
 from planner.schedule import MemoryClass, Op, Tier
 from ullage.cli import main
@@ -287,10 +287,10 @@ def test_the_command_says_where_and_what(plan, plan_path, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "cannot read {path}: No such file or directory; give what `ullage plan` or"),
+        (None, "cannot read {path}: No such file or directory; give what `ullage plan`"),
         ("{", "is not JSON"),
-        ("[]", "is neither a plan nor a run"),
-        ('{"host_link": 1}', "is neither a plan nor a run"),
+        ("[]", "is no plan, run or study"),
+        ('{"host_link": 1}', "is no plan, run or study"),
         ('{"decisions": 1, "schema_version": 99}', "has schema_version 99, but this program reads"),
         ('{"start_s": [], "schema_version": 99}', "is not a run file of schema_version 1 (found 99)"),
     ],
@@ -319,6 +319,51 @@ def test_without_the_extra_the_remedy_is_named(plan_path, tmp_path):
     found = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert found.returncode == 2
     assert found.stderr == "ullage report: error: a report needs plotly and jinja2; pip install 'ullage[report]'\n"
+
+
+def test_a_study_has_curves_what_binds_and_the_front():
+    asked = study()
+    part = part_of(asked)
+    shown = pictures(part)
+    assert [s.key for s in part.sections] == [
+        "answer", "along-gpus", "along-host-link", "bottlenecks", "sensitivities", "money"
+    ]  # fmt: skip
+    fits = [point for point in asked.points if point.figures]
+    for key, read in {
+        "along-gpus-speed": lambda p: (p.settings["gpus"], p.figures.tokens_per_s),
+        "along-host-link-iteration": lambda p: (p.varied["host-link"].after, p.figures.iteration_s),
+        "along-host-link-cost": lambda p: (p.varied["host-link"].after, p.cost.per_million_tokens),
+    }.items():
+        drawn = [pair for trace in shown[key].traces for pair in zip(trace.x, trace.y, strict=True)]
+        assert sorted(drawn) == sorted(map(read, fits))
+    assert shown["bottlenecks"].traces[0].texts == ["8 points", "3 points"]
+    front = shown["pareto"].traces[-1]
+    assert list(front.x) == sorted(p.figures.tokens_per_s for p in fits if p.on_front)
+    table = table_of(part, "Points, predicted")
+    assert len(table.rows) == len(asked.points)
+    assert table.rows[-1] == ("1", "0.5x", "-", "-", "-", "-", "lacks 5 GB", "-", "-")
+    assert part.summary.facts[0].value == "11 of 12"
+    assert "nothing fits" in str(shown["sensitivities"].traces[1].texts)
+    assert page_of(part).named("figure")
+    for picture in shown.values():
+        go.Figure(data=figure(picture)["data"] and in_colour(figure(picture)["data"], theme(dark=False)))
+
+
+def test_of_many_combinations_the_best_is_drawn():
+    part = part_of(study(num_values=8, priced=False))
+    chart = pictures(part)["along-host-link-speed"]
+    assert [trace.name for trace in chart.traces] == ["all points", "the best of all others"]
+    best = chart.traces[1]
+    assert list(best.x) == [10e9, 20e9, 40e9]
+    assert list(best.y) == pytest.approx([8000.0, 8800.0, 8800.0])
+    assert "money" not in [section.key for section in part.sections]
+
+
+def test_a_study_that_was_not_run_says_how(tmp_path, capsys):
+    path = tmp_path / "study.json"
+    path.write_text(study().model_copy(update={"points": (), "sensitivities": None}).to_json())
+    assert main(["report", str(path), "--output", str(tmp_path / "r.html")]) == 2
+    assert f"{path} is a study that was not run; run it with `ullage whatif {path}`" in capsys.readouterr().err
 
 
 def test_equal_plans_have_equal_pages(plan, plan_part):

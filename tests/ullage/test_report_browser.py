@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from report_objects import part_of, slower_run
+from report_objects import part_of, slower_run, study
 
 from planner.schedule import Op
 from ullage.palette import COLOURS, WORK
@@ -81,7 +81,7 @@ def report(plan, tmp_path_factory) -> Path:
     model = plan.model.model_copy(update={"name": HOSTILE})
     run = slower_run(plan.model_copy(update={"model": model}).sealed(), machine=HOSTILE)
     path = tmp_path_factory.mktemp("report") / "report.html"
-    path.write_text(render([part_of(plan), part_of(run)]), encoding="utf-8")
+    path.write_text(render([part_of(plan), part_of(run), part_of(study())]), encoding="utf-8")
     return path
 
 

@@ -1,4 +1,4 @@
-"""``ullage report``: one HTML file about plans and runs."""
+"""``ullage report``: one HTML file about plans, runs and studies."""
 
 import argparse
 import sys
@@ -15,17 +15,23 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "report",
         run,
-        "Write one HTML file that shows a plan, or a run of one: the answer on its first screen, then all tasks of an\n"
-        "iteration, memory and traffic over time, lanes against what they could do, other engines, what each trick is\n"
-        "worth, predicted against measured. It needs no network and nothing beside it. Several come side by side.",
+        "Write one HTML file that shows a plan, a run of one, or a study: the answer on its first screen, then all\n"
+        "tasks of an iteration, memory and traffic over time, lanes against what they could do, other engines, what each\n"
+        "trick is worth, predicted against measured; of a study its curves, and cost against speed. It needs no\n"
+        "network and nothing beside it, and prints well. Several files come side by side.",
         """
         ullage report plan.json
         ullage report out/run.json --output run.html --open
         ullage report a100.json h100.json --figures figures
+        ullage report study.json --output study.html
         """,
     )
     parser.add_argument(
-        "files", type=Path, nargs="+", metavar="FILE", help="what `ullage plan` or `ullage execute` wrote"
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="what `ullage plan`, `ullage execute` or `ullage whatif` wrote",
     )
     parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="PATH", help="default: %(default)s")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="write each figure as SVG and PNG too")

@@ -7,12 +7,15 @@ knows its table, which stands beside the picture for those who cannot or would r
 import dataclasses
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 
 from ullage.formatting import percent, si
 from ullage.palette import Work
+
+PREFIXED: Final = frozenset({"s", "B", "B/s", "FLOP", "FLOP/s", "params", "params/s"})
+"""Units that take a prefix, as in GB; others (currencies, tokens per second) have plain numbers."""
 
 _TABLE_ROWS = 24  # of what changes over time
 
@@ -149,12 +152,12 @@ class Chart:
         names = list(dict.fromkeys(name for trace in shown for name in map(str, trace.y)))
         found = {(trace.name, str(name)): i for trace in shown for i, name in enumerate(trace.y)}
 
-        def said(trace: Trace, name: str) -> str:
+        def cell(trace: Trace, name: str) -> str:
             if (i := found.get((trace.name, name))) is None:
                 return ""
             return trace.texts[i] if trace.texts else _cell(trace.x[i], self.x.unit)
 
-        rows = tuple((name, *(said(trace, name) for trace in shown)) for name in names)
+        rows = tuple((name, *(cell(trace, name) for trace in shown)) for name in names)
         return Table(self.title, ("", *(trace.name for trace in shown)), rows, self._levels_words)
 
     def _sampled(self, shown: Sequence[Trace]) -> Table:
@@ -287,12 +290,15 @@ class Part:
     sections: tuple[Section, ...]
 
 
-def _cell(value: float | str, unit: str) -> str:
-    if isinstance(value, str):
-        return value
+def said(value: float, unit: str) -> str:
+    """Return a value of an axis in words: with a prefix where its unit takes one."""
     if unit == "%":
         return percent(value)
-    return si(value, unit).strip()
+    return si(value, unit) if unit in PREFIXED else f"{value:,.4g} {unit}".strip()
+
+
+def _cell(value: float | str, unit: str) -> str:
+    return value if isinstance(value, str) else said(value, unit)
 
 
 def _values_at(trace: Trace, at: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> Sequence[float]:

@@ -10,13 +10,13 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from ullage.formatting import si
 from ullage.palette import COLOURS, ORDINALS, Work
-from ullage.report.charts import Axis, Chart, Gantt, Mark, Trace
+from ullage.report.charts import PREFIXED, Axis, Chart, Gantt, Mark, Trace, said
 
 _NAME_COLUMNS = 26  # of the name of a bar, so that on a phone there is room for the bar
 _BAR_PX, _LINE_PX, _GROUP_PX, _ROW_PX = 17, 15, 12, 24
 _TICKS = 10_000_000  # that the time of an iteration is counted in: whole numbers are short, and finer than any screen
+_PLAIN = ",.4~r"  # 24,450 and 0.1453
 _MANY = 20  # points, which are then smaller
 _DASHES = {False: "solid", True: "dot"}
 
@@ -85,13 +85,13 @@ def _axis(axis: Axis, values: Sequence[float] = ()) -> dict[str, Any]:
     }
     if axis.log:
         shown = _round_values(min(values), max(values))
-        result |= {"type": "log", "tickvals": shown, "ticktext": [si(value, axis.unit) for value in shown]}
+        result |= {"type": "log", "tickvals": shown, "ticktext": [said(value, axis.unit) for value in shown]}
         result |= {"tickangle": 0}
         low, high = (math.log10(value) for value in (min(values), max(values)))
         return result | {"range": [low - 0.05 * (high - low) - 0.02, high + 0.05 * (high - low) + 0.02]}
     if axis.unit == "%":
         return result | {"tickformat": ".0%"}
-    return result | {"tickformat": "~s", "ticksuffix": axis.unit}
+    return result | ({"tickformat": "~s", "ticksuffix": axis.unit} if axis.unit in PREFIXED else {"tickformat": _PLAIN})
 
 
 def _round_values(low: float, high: float) -> list[float]:
@@ -159,7 +159,9 @@ def _line(chart: Chart, trace: Trace) -> dict[str, Any]:
 
 
 def _number(of: str, unit: str) -> str:
-    return f"%{{{of}:.1%}}" if unit == "%" else f"%{{{of}:.3s}}{unit}"
+    if unit == "%":
+        return f"%{{{of}:.1%}}"
+    return f"%{{{of}:.3s}}{unit}" if unit in PREFIXED else f"%{{{of}:{_PLAIN}}} {unit}"
 
 
 def _levels(chart: Chart) -> list[dict[str, Any]]:
@@ -219,7 +221,7 @@ def _annotations(chart: Chart | Gantt) -> list[dict[str, Any]]:
             "xanchor": "right",
             "y": level.value,
             "yanchor": "top" if level.value < 0 else "bottom",
-            "text": _plain(f"{level.words} {si(abs(level.value), chart.y.unit)}"),
+            "text": _plain(f"{level.words} {said(abs(level.value), chart.y.unit)}"),
             "showarrow": False,
             "font": {"size": 11, "color": "@ink"},
             "bgcolor": "@paper/0.7",

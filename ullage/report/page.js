@@ -121,7 +121,7 @@
       width,
       paper_bgcolor: "@paper", plot_bgcolor: "@paper",
       font: { family: "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", size: 12, color: "@ink" },
-      margin: { l: narrow ? 48 : 64, r: narrow ? wide : 24, t: narrow && !printing ? 54 : 26, b: 44 },
+      margin: { l: narrow ? 48 : 64, r: narrow ? wide : 24, t: coarse && !printing ? 54 : 26, b: 44 },
       legend: { orientation: "h", x: 0, xref: "container", y: 0, yref: "container", yanchor: "bottom", font: { size: 12 } },
       dragmode: coarse ? false : "zoom",
       hoverlabel: { bgcolor: "@paper", bordercolor: "@soft", font: { color: "@ink", size: 12 } },

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from hwprofiles.files import write_whole
-from ullage.formatting import percent, si
 from ullage.palette import COLOURS, Work
-from ullage.report.charts import Axis, Chart, Gantt, Mark, Part, Trace
+from ullage.report.charts import PREFIXED, Axis, Chart, Gantt, Mark, Part, Trace, said
 
 try:
     import matplotlib as mpl
@@ -121,7 +120,7 @@ def _draw_chart(axes: Axes, chart: Chart) -> None:
             _draw_line(axes, trace)
     for level in chart.levels:
         axes.axhline(level.value, color="#222222", linewidth=1.0, linestyle="--")
-        words = _plain(f"{level.words} {si(abs(level.value), chart.y.unit)}")
+        words = _plain(f"{level.words} {said(abs(level.value), chart.y.unit)}")
         va = "top" if level.value < 0 else "bottom"
         axes.annotate(words, (1.0, level.value), xycoords=("axes fraction", "data"), ha="right", va=va, fontsize=8)
     if chart.over_time:
@@ -166,7 +165,7 @@ def _draw_bars(axes: Axes, chart: Chart, names: Sequence[str]) -> None:
             first = False
             reached[str(name)] += float(value)
             if chart.bars != "stack":
-                words = trace.texts[i] if trace.texts else _said(float(value), chart.x)
+                words = trace.texts[i] if trace.texts else said(float(value), chart.x.unit)
                 axes.annotate(
                     _plain(words),
                     (max(float(value), 0.0), at),
@@ -181,10 +180,6 @@ def _draw_bars(axes: Axes, chart: Chart, names: Sequence[str]) -> None:
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.margins(x=0.18)
     axes.grid(axis="x", color="#dfe3e8", linewidth=0.6)
-
-
-def _said(value: float, axis: Axis) -> str:
-    return percent(value) if axis.unit == "%" else si(value, axis.unit)
 
 
 def _draw_bands(axes: Axes, picture: Chart | Gantt) -> None:
@@ -217,7 +212,7 @@ def _name(axes: Axes, axis: Axis, which: str) -> None:
 def _tick(value: float, axis: Axis) -> str:
     if axis.unit == "%":
         return f"{100 * value:.0f} %"
-    number, _, unit = si(value, axis.unit).partition(" ")
+    number, _, unit = said(value, axis.unit if axis.unit in PREFIXED else "").replace(",", "").partition(" ")
     return f"{float(number):g} {unit}".strip()
 
 

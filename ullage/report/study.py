@@ -125,7 +125,7 @@ def _curve_sections(study: Study, fitting: Sequence[Point]) -> Iterator[Section]
     for axis in study.axes:
         if len({point.settings[axis.name] for point in fitting}) < 2:
             continue
-        charts = [_along(study, axis, fitting, "speed", "tokens/s", "tokens/s", lambda p: _figures(p).tokens_per_s)]
+        charts = [_along(study, axis, fitting, "speed", "speed", "tokens/s", lambda p: _figures(p).tokens_per_s)]
         charts.append(_along(study, axis, fitting, "iteration", "iteration", "s", lambda p: _figures(p).iteration_s))
         if study.prices is not None and all(point.cost for point in fitting):
             currency = study.prices.currency
@@ -318,7 +318,7 @@ def _money_section(study: Study, fitting: Sequence[Point], currency: str) -> Sec
         key="pareto",
         title="Cost against speed",
         note="At the prices given and the predicted speed. Of the points on the line none is beaten in both.",
-        x=ChartAxis("tokens/s", "tokens/s"),
+        x=ChartAxis("speed", "tokens/s"),
         y=ChartAxis(f"{currency} per million tokens", currency),
         traces=tuple(traces),
     )
