@@ -65,6 +65,8 @@ def _causes(explained: Explained) -> RenderableType:
 
 
 def _signed(seconds: float) -> str:
+    if abs(seconds) < 1e-9:  # rounding of sums
+        return "0 s"
     return f"{'+' if seconds >= 0 else '-'}{si(abs(seconds), 's')}"
 
 

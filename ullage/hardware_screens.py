@@ -46,7 +46,7 @@ class Difference:
             return True
         if self.ratio is None:
             return self.first != self.second and unit_and_value(self.first) != unit_and_value(self.second)
-        return abs(math.log(self.ratio)) > math.log(1 + NOTICEABLE) and not _meet(self.first, self.second)
+        return abs(math.log(self.ratio)) > -math.log(1 - NOTICEABLE) and not _meet(self.first, self.second)
 
 
 def differences(first: HardwareProfile, second: HardwareProfile) -> tuple[Difference, ...]:
@@ -135,7 +135,7 @@ def different(first: HardwareProfile, second: HardwareProfile, *, as_json: bool)
 def drifted(before: HardwareProfile, now: HardwareProfile, *, as_json: bool) -> bool:
     """Print what was measured again, and return whether anything of it has drifted."""
     measured = [d for d in differences(before, now) if d.first != d.second and d.path not in _FREE]
-    found = [d for d in measured if d.matters and (d.ratio is None or abs(math.log(d.ratio)) > math.log(1 + DRIFT))]
+    found = [d for d in measured if d.matters and (d.ratio is None or abs(math.log(d.ratio)) > -math.log(1 - DRIFT))]
     if as_json:
         write_json({"drifted": {d.path: _difference_json(d) for d in found}, "measured": [d.path for d in measured]})
         return bool(found)
@@ -150,13 +150,15 @@ def drifted(before: HardwareProfile, now: HardwareProfile, *, as_json: bool) -> 
 
 
 def _table(title: str, found: list[Difference], first: str, second: str) -> Any:
-    rows = table(title, "quantity", first, "p10 to p90", second, "p10 to p90", "change", "origins")
-    rows.columns[6].justify = "left"
+    rows = table(title, "quantity", first, "p10 to p90", second, "p10 to p90", "change")
+    origins = {item.provenance.origin for d in found for item in (d.first, d.second) if item is not None}
+    if told := origins != {"measured"}:
+        rows.add_column("origins", header_style="dim")
     for d in found:
-        origins = dict.fromkeys(item.provenance.origin for item in (d.first, d.second) if item is not None)
+        of = dict.fromkeys(item.provenance.origin for item in (d.first, d.second) if item is not None)
         change = "-" if d.ratio is None else signed_percent(d.ratio - 1)
         cells = [cell for item in (d.first, d.second) for cell in (_value(item), _spread(item))]
-        rows.add_row(d.path, *cells, change, ", ".join(origins))
+        rows.add_row(d.path, *cells, change, *([", ".join(of)] if told else []))
     return rows
 
 
@@ -172,7 +174,8 @@ def _spread(item: Item | None) -> str:
     if item is None or between is None or item.provenance.origin != "measured":
         return ""
     unit, _ = unit_and_value(item)
-    return " to ".join(si(x, unit) if unit else f"{x:.3g}" for x in between)
+    low, high = (si(x, unit).split(" ") if unit else [f"{x:.3g}"] for x in between)
+    return " to ".join([*low[:1], " ".join(high)]) if low[1:] == high[1:] else " ".join([*low, "to", *high])
 
 
 def _difference_json(difference: Difference) -> dict[str, Any]:

@@ -59,7 +59,7 @@ OUTPUT = Path(__file__).parents[1] / "results" / "cpu_checkpoint.json"
 ITERATIONS_OF_A_BLOCK = 3
 ITERATIONS_IN_A_ROW = 6
 ROUNDS_OF_SLOW_DOWN = 3  # of each: what is little takes more of them to be seen
-NUM_THREADS = 2  # that write
+NUM_THREADS = 4  # that write
 Save = Callable[[Path], Callable[[], None]]
 """Begins to save into a new folder, and returns what waits for the end."""
 

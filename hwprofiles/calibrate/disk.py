@@ -188,4 +188,4 @@ def _explained(directory: Path, file_bytes: int) -> Iterator[None]:
             reason = "needs an existing directory; create it"
         else:
             reason = f"could not write there ({error.strerror}); check permissions"
-        raise CalibrationError(f"disk probe in {directory}: {reason}, or choose another scratch_dir") from error
+        raise CalibrationError(f"disk probe in {directory}: {reason}, or choose another folder") from error

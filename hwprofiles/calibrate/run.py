@@ -234,9 +234,13 @@ class _Probes:
 
     def measure(self) -> _Found:
         options, found, begin = self._options, self._found, self._steps.begin
-        disk = self._disk() if options.measures("disk") or options.measures("together") else None
-        if disk is not None and options.measures("disk"):
-            found.nvme = self._with_endurance(disk.probe(begin("disk")))
+        disk = None
+        if options.measures("disk"):
+            budget_s = begin("disk")  # which opens it
+            disk = self._disk()
+            found.nvme = self._with_endurance(disk.probe(budget_s))
+        elif options.measures("together"):
+            disk = self._disk()
         if (folder := options.folder("pfs")) is not None:
             with open_disk(folder, quick=options.quick) as shared:
                 found.pfs = shared.probe(begin("shared file system"), shared=True)
@@ -293,6 +297,11 @@ class _Probes:
 
     def _fabric(self, budget_s: float) -> None:
         found, machine = self._found, self._machine
+        if machine.num_devices < 2 and self._options.only is not None:
+            raise CalibrationError(
+                "fabric: nothing joins a single device; start several ranks, `torchrun --nproc-per-node N -m ullage "
+                "calibrate --only fabric`"
+            )
         found.fabric = probe_fabric(machine.num_devices, budget_s / 2)
         if machine.num_devices > 1:
             found.uplinks, pairs = probe_uplinks(machine.num_devices, budget_s / 2)
@@ -404,7 +413,7 @@ def _scratch_folder() -> Iterator[Path]:
         cache.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(prefix="ullage-", dir=cache)
     except OSError as error:
-        raise CalibrationError(f"disk probe: cannot write in {cache} ({error}); choose a scratch_dir") from error
+        raise CalibrationError(f"disk probe: cannot write in {cache} ({error}); choose another folder") from error
     with scratch as folder:
         yield Path(folder)
 

@@ -162,7 +162,7 @@ POLICIES: Mapping[str, CheckpointPolicy] = {
             Staging.PINNED,
             Gate.SHARD,
             CHUNK_BYTES,
-            num_writers=2,
+            num_writers=4,
             hashes=True,
             copies_late=True,
             weight=1 / 16,

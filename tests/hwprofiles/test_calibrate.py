@@ -1,4 +1,3 @@
-import dataclasses
 import errno
 import multiprocessing
 import os
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_kernels import HOST, KERNELS, Calibrated, silent
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
@@ -25,9 +25,6 @@ from hwprofiles import machine
 from hwprofiles.calibrate import (
     CalibrationError,
     CalibrationOptions,
-    CalibrationReport,
-    HostTimes,
-    Kernels,
     calibrate,
     disk,
 )
@@ -46,47 +43,6 @@ from hwprofiles.calibrate.sampling import (
 from hwprofiles.calibrate.traffic import fewest_threads, fit_capacity
 from hwprofiles.profile import HardwareProfile, Storage
 from hwprofiles.quantity import Provenance, Quantity
-
-
-def cpu_adamw(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any, num_threads: int) -> None:
-    """Touches what AdamW touches."""
-    assert num_threads >= 1
-    exp_avg *= np.float32(0.9)
-    exp_avg_sq *= np.float32(0.95)
-    master -= exp_avg
-    np.copyto(weight, grad)
-
-
-HOST = HostTimes(compute_s=(3e-3,) * 5, num_kernels=200, step_s=(1e-3,) * 5, num_tensors=40)
-
-KERNELS = Kernels(
-    cpu_adamw=cpu_adamw,
-    sum_of_squares=lambda bits: float(np.square(bits, dtype=np.float64).sum()),
-    host_times=lambda _device: HOST,
-)
-
-
-def silent(step: str, done: float, total: float) -> None:
-    del step, done, total
-
-
-@dataclasses.dataclass
-class Calibrated:
-    profile: HardwareProfile
-    report: CalibrationReport
-    steps: list[tuple[str, float, float]]
-    scratch: Path
-    threads_before: int
-
-
-@pytest.fixture(scope="module")
-def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
-    scratch = tmp_path_factory.mktemp("scratch")
-    steps: list[tuple[str, float, float]] = []
-    options = CalibrationOptions(quick=True, budget_s=3, scratch_dir=scratch, name="here", device="host")
-    threads_before = torch.get_num_threads()
-    profile, report = calibrate(options, KERNELS, lambda *step: steps.append(step))
-    return Calibrated(profile, report, steps, scratch, threads_before)
 
 
 def test_issue_time_is_what_elementwise_kernels_do_not_have_yet(calibrated: Calibrated) -> None:
@@ -216,7 +172,7 @@ def refuse(number: int) -> Callable[..., None]:
     ("function", "number", "message"),
     [
         ("posix_fallocate", errno.ENOSPC, r"needs 322 MB there; free some space"),
-        ("open", errno.EACCES, r"Permission denied.*check permissions.*another scratch_dir"),
+        ("open", errno.EACCES, r"Permission denied.*check permissions.*another folder"),
         ("open", errno.EROFS, r"Read-only file system"),
         ("pwrite", errno.EDQUOT, r"free some space"),
     ],
