@@ -218,4 +218,5 @@ def _is_relative(level: Level | Between) -> bool:
 def _plain(level: Level) -> Value:
     if not isinstance(level, Number):
         return level
-    return int(level.value) if level.value.is_integer() and abs(level.value) < 2**53 else level.value
+    value = float(level.value)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value

@@ -86,13 +86,12 @@ def _notes(points: Sequence[Point], prices: Prices) -> list[str]:
     """Say whose prices they are, and what has none."""
     hardware = dict.fromkeys(point.hardware for point in points if point.figures)
     origins = {name: prices.machines[name].provenance for name in hardware if name in prices.machines}
-    notes = [
-        f"price of {name}: {origin.origin}, {origin.source}{f', {origin.date}' if origin.date else ''}"
-        for name, origin in origins.items()
-    ]
-    notes += [
-        f"the prices have none for {name}, so that its points have no cost" for name in hardware if name not in origins
-    ]
+    by_origin: dict[str, list[str]] = defaultdict(list)
+    for name, origin in origins.items():
+        by_origin[f"{origin.origin}, {origin.source}{f', {origin.date}' if origin.date else ''}"].append(name)
+    notes = [f"prices of {', '.join(names)}: {origin}" for origin, names in by_origin.items()]
+    if without := [name for name in hardware if name not in origins]:
+        notes.append(f"the prices have none for {', '.join(without)}, so that their points have no cost")
     varied = dict.fromkeys(name for point in points for name in point.varied if not name.startswith("model."))
     free = [name for name in varied if name not in prices.extras]
     if free and origins:

@@ -63,7 +63,7 @@ def _check_program() -> None:
         ClusterError: another version is installed there, or none.
     """
     try:
-        there = ray.get(ray.remote(program_digest).remote())
+        there = ray.get(ray.remote(_program_there).remote())
     except ray.exceptions.RayError as error:
         reason = str(error).strip().rpartition("\n")[2]
         raise ClusterError(
@@ -73,6 +73,10 @@ def _check_program() -> None:
         raise ClusterError(
             "the cluster's nodes have another version of ullage or its libraries; install the same there"
         )
+
+
+def _program_there() -> str:
+    return program_digest()
 
 
 def _planned(tasks: Iterable[Task], num_workers: int, effort: Effort) -> Iterator[tuple[str, Result]]:

@@ -20,8 +20,8 @@ from ullage.whatif.study import Answer, Axis, Least, Point, Question, Study, Stu
 from ullage.whatif.values import Number
 
 _MOST_DEVICES: Final = 64
-_NEAR: Final = 1.03  # least amounts of memory are found to this ratio
-_LEAST_SHARE: Final = 1 / 64
+_NEAR: Final = 1.05  # least amounts of memory are found to this ratio
+_LEAST_SHARE: Final = 1 / 1024  # of what there is: less is not tried
 _GOOD: Final = 0.8  # efficiency that people call good
 _MATTERS: Final = 0.01  # a change of the iteration time that is more than what a search misses
 _HARDWARE = Axis(name="hardware", words="profile of the machine", values=())
@@ -42,7 +42,7 @@ def answer(space: Space, prices: Prices | None, bench: Bench) -> Study:
     return _QUESTIONS[question](space, prices, bench)
 
 
-def _fits(space: Space, prices: Prices | None, bench: Bench) -> Study:
+def _fits(space: Space, _: Prices | None, bench: Bench) -> Study:
     machines = _machines(space, None)
     waiting = {name: list(_ladder(space, hardware)) for name, hardware in machines.items()}
     tried: list[Case] = []
@@ -58,7 +58,7 @@ def _fits(space: Space, prices: Prices | None, bench: Bench) -> Study:
         }
     tried.sort(key=lambda case: (list(machines).index(str(case.settings["hardware"])), case.settings["gpus"]))
     least = _least(space, bench, {name: (machines[name], count) for name, count in chosen.items()})
-    study = _study(space, prices, bench, tried)
+    study = _study(space, None, bench, tried)  # which has no cost: whether it fits is all that is asked
     model = study.points[0].model
     words = [
         f"{model} trains on {count} device{'s' if count > 1 else ''} of {', '.join(names)}"
