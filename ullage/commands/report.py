@@ -16,8 +16,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "report",
         run,
         "Write one HTML file that shows a plan, a run of one, or a study: the answer on its first screen, then all\n"
-        "tasks of an iteration, memory and traffic over time, lanes against what they could do, other engines, what each\n"
-        "trick is worth, predicted against measured; of a study its curves, and cost against speed. It needs no\n"
+        "tasks of an iteration, memory and traffic over time, lanes against what they could do, other engines, what\n"
+        "each trick is worth, predicted against measured; of a study its curves, and cost against speed. It needs no\n"
         "network and nothing beside it, and prints well. Several files come side by side.",
         """
         ullage report plan.json
