@@ -74,6 +74,8 @@ def memory_section(views: Sequence[View], cost: CostModel, run: RunRecord | None
             note += f" Measured peak {si(run.memory[tier], 'B')}."
         if num_ranks > 1:
             note += f" All {num_ranks} ranks of a node together."
+        if predicted.timeline.schedule.num_stages > 1:
+            note += " Of pipeline stages the fullest."
         charts.append(
             Chart(
                 key=f"memory-{tier}",
