@@ -76,23 +76,6 @@ def with_decisions(explained: Bench, **options: object) -> Bench:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_stages_of_a_pipeline_keep_everything_and_have_no_trick_that_would_not():
-    hardware = machine(gpu_bytes=1e9, devices_per_node=2, cpu_params_per_s=5e8)
-    request = Request(
-        resolve_model("demo-llama"),
-        hardware,
-        num_devices=2,
-        pipeline_parallel=2,
-        seq_len=256,
-        micro_batch=1,
-        num_micro_batches=2,
-    )
-    explained = Bench(make_plan(request, 20))
-    used = {worth.trick.key for worth in worths(explained) if worth.trial is not None}
-    assert explained.pieces() == explained.pieces(Place.GPU)
-    assert "resident-state" not in used
-
-
 def test_the_plan_is_simulated_as_it_was_predicted(name: str) -> None:
     explained = bench(name)
     assert explained.own.iteration_s == pytest.approx(explained.plan.prediction.iteration_s, rel=1e-12)

@@ -16,6 +16,7 @@ try:
     from matplotlib.axes import Axes
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("figures need matplotlib; pip install 'ullage[report]'", name="matplotlib") from error
 
@@ -144,7 +145,7 @@ def _draw_line(axes: Axes, trace: Trace) -> None:
     face = "none" if trace.measured else colour
     axes.plot(
         x, y, color=colour, linestyle=line, marker=marker, markersize=4, markerfacecolor=face, drawstyle=drawn,
-        linewidth=1.6, label=_plain(trace.name),
+        linewidth=1.6, label=_plain(trace.name), clip_on=trace.mark is not Mark.POINTS,
     )  # fmt: skip
 
 
@@ -205,6 +206,8 @@ def _name(axes: Axes, axis: Axis, which: str) -> None:
     of = axes.xaxis if which == "x" else axes.yaxis
     if axis.log:
         (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+        of.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        of.set_minor_formatter(NullFormatter())
     of.set_major_formatter(lambda value, _: _tick(value, axis))
     of.set_tick_params(labelsize=9)
 
