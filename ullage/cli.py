@@ -26,6 +26,8 @@ _EXTRAS = {
     "prometheus_client",
     "pyarrow",
     "ray",
+    "plotly",
+    "jinja2",
 }
 
 

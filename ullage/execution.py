@@ -272,6 +272,7 @@ def _progress(num_iterations: int, trainer: Trainer) -> Iterator[tuple[Callable[
 
 def _record(options: ExecuteOptions, trainer: Trainer, losses: list[float]) -> RunRecord:
     timeline = trainer.session.timeline(0, NUM_RECORDED - 1)
+    memory = trainer.session.memory()
     ranks = dict.fromkeys(
         (Tier.HOST, Tier.NVME), trainer.process.per_node
     )  # whose shares are equal, as the prediction has it
@@ -284,9 +285,13 @@ def _record(options: ExecuteOptions, trainer: Trainer, losses: list[float]) -> R
         start_s=rows(timeline.start_s),
         end_s=rows(timeline.end_s),
         steady_iterations=tuple(range(_FIRST_STEADY, timeline.num_iterations - 1)),
-        memory={tier: use.peak_bytes * ranks.get(tier, 1) for tier, use in trainer.session.memory().items()},
+        memory={tier: use.peak_bytes * ranks.get(tier, 1) for tier, use in memory.items()},
+        static_bytes={
+            tier: {kind: n * ranks.get(tier, 1) for kind, n in use.static_bytes.items()} for tier, use in memory.items()
+        },
+        device_bytes=dict(memory[Tier.GPU].dynamic_bytes_of),
         data_position=trainer.position,
-        checkpoint_bytes=trainer.session.memory()[Tier.HOST].static_bytes.get(MemoryClass.CHECKPOINT, 0),
+        checkpoint_bytes=memory[Tier.HOST].static_bytes.get(MemoryClass.CHECKPOINT, 0),
     )
 
 

@@ -72,6 +72,7 @@ FLAGS = {
     "checkpoint": {"action", "place", "--to", "--output-dir", "--dtype", "--keep", "--json"},
     "simulate": {*REQUEST, "plan", "--engine", "--iterations", "--trace", "--figure", "--text", "--json"},
     "compare": {"run_file", "--trace", "--refit", "--json"},
+    "report": {"files", "--output", "--figures", "--open", "--json"},
     "validate": {"files", "--hardware", "--case", "--max-mean-error", "--max-error", "--json"},
     "models": {"name", "--json"},
     "hardware": {"action", "names", "--output", "--json"},

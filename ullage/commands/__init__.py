@@ -20,6 +20,7 @@ SUMMARIES = {
     "verify": "check that a plan holds what it states",
     "explain": "say why a plan is what it is, and what comes next",
     "compare": "compare a prediction with a run",
+    "report": "show a plan, a run or a study as one HTML page",
     "validate": "predict published runs, and show the errors",
     "models": "list the models that are known by name",
     "hardware": "list, show, compare and check hardware profiles",
