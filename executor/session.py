@@ -470,16 +470,21 @@ class Session:
     def metered(self) -> Iterator[None]:
         """Measure, inside it, the device memory that comes and goes. On the host it slows computing down."""
         with self._backend.meter() as self._meter:
-            yield
+            self._machine.on_caller = self._meter.turn_to
+            try:
+                yield
+            finally:
+                self._meter.turn_to(None)
+                self._machine.on_caller = lambda _task: None
 
     def memory(self) -> dict[Tier, MeasuredMemory]:
         """Return what each tier has held: by class what is taken once, and the peak of the rest if it was metered.
 
         On NVMe these are both versions of all state, see [Note: Two versions] in :mod:`executor.files`.
         """
-        peak_bytes = None if self._meter is None else self._meter.peak_bytes
+        metered = () if self._meter is None else (self._meter.peak_bytes, dict(self._meter.peak_bytes_of))
         used = {
-            Tier.GPU: MeasuredMemory(self._gpu.by_class(), peak_bytes),
+            Tier.GPU: MeasuredMemory(self._gpu.by_class(), *metered),
             Tier.HOST: MeasuredMemory(self._host.by_class()),
         }
         on_nvme = (self._state.stored.by_class if self._state.stored else {}) | self._offloaded.by_class

@@ -16,7 +16,19 @@ from ullage.installation import IntruderError, check_packages
 EXIT_BAD_INPUT = 2
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 # What only some commands need.
-_EXTRAS = {"torch", "transformers", "safetensors", "matplotlib", "shtab", "tensorboard", "prometheus_client"}
+_EXTRAS = {
+    "torch",
+    "transformers",
+    "safetensors",
+    "matplotlib",
+    "shtab",
+    "tensorboard",
+    "prometheus_client",
+    "pyarrow",
+    "ray",
+    "plotly",
+    "jinja2",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,8 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except SystemExit as exit_:  # argparse, after --help or an error that it has printed
         return exit_.code if isinstance(exit_.code, int) else 0
-    except KeyboardInterrupt:
-        return _fail(prog, "interrupted; nothing was written", EXIT_BAD_INPUT)
+    except KeyboardInterrupt as error:
+        return _fail(prog, str(error) or "interrupted; nothing was written", EXIT_BAD_INPUT)
     except BrokenPipeError:
         # Python flushes stdout once more at exit: let that go nowhere.
         with contextlib.suppress(OSError, ValueError):

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from hwprofiles.machine import check_measured_here
 from planner.models.captured import counted
 from planner.plan import Plan
 from planner.schedule import MemoryClass, Tier
 from planner.timeline import Timeline
 from planner.trace import chrome_trace, write_trace
-from ullage.comparison import Comparison, compare, render_comparison
+from ullage.comparison import Comparison, compare_record
+from ullage.comparison_screen import render_comparison
 from ullage.console import console, write_json
 from ullage.drift import NUM_RECORDED, DriftWatch
 from ullage.feeds import check_takes_data
@@ -71,6 +73,8 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         )
     process = Process.of(plan)
     check_machine(plan, process, options.device)
+    if not options.allow_other_machine:
+        check_measured_here(plan.hardware)
     check_takes_data(plan, given=bool(options.text or options.tokens or options.data_position))  # before it is read
     data = _data(options)
     if process.is_first:
@@ -232,22 +236,7 @@ def _write(options: ExecuteOptions, record: RunRecord, replanned: Replanned | No
     for words, part in parts.items():
         timelines |= {f"predicted{words}": simulate(part.plan).timeline, f"measured{words}": part.timeline}
     write_trace(trace, chrome_trace(timelines))
-    _report(options, record, {words: _compared(part) for words, part in parts.items()}, replanned)
-
-
-def _compared(record: RunRecord) -> Comparison:
-    simulation = simulate(record.plan)
-    predicted = {tier: use.peak_bytes for tier, use in record.plan.prediction.memory.items()}
-    if record.checkpoint_bytes:  # no part of the plan
-        predicted[Tier.HOST] = predicted.get(Tier.HOST, 0) + record.checkpoint_bytes
-    return compare(
-        simulation.timeline,
-        simulation.steady,
-        record.timeline,
-        record.steady_iterations,
-        predicted,
-        record.memory,
-    )
+    _report(options, record, {words: compare_record(part) for words, part in parts.items()}, replanned)
 
 
 @contextlib.contextmanager
@@ -283,6 +272,7 @@ def _progress(num_iterations: int, trainer: Trainer) -> Iterator[tuple[Callable[
 
 def _record(options: ExecuteOptions, trainer: Trainer, losses: list[float]) -> RunRecord:
     timeline = trainer.session.timeline(0, NUM_RECORDED - 1)
+    memory = trainer.session.memory()
     ranks = dict.fromkeys(
         (Tier.HOST, Tier.NVME), trainer.process.per_node
     )  # whose shares are equal, as the prediction has it
@@ -295,9 +285,13 @@ def _record(options: ExecuteOptions, trainer: Trainer, losses: list[float]) -> R
         start_s=rows(timeline.start_s),
         end_s=rows(timeline.end_s),
         steady_iterations=tuple(range(_FIRST_STEADY, timeline.num_iterations - 1)),
-        memory={tier: use.peak_bytes * ranks.get(tier, 1) for tier, use in trainer.session.memory().items()},
+        memory={tier: use.peak_bytes * ranks.get(tier, 1) for tier, use in memory.items()},
+        static_bytes={
+            tier: {kind: n * ranks.get(tier, 1) for kind, n in use.static_bytes.items()} for tier, use in memory.items()
+        },
+        device_bytes=dict(memory[Tier.GPU].dynamic_bytes_of),
         data_position=trainer.position,
-        checkpoint_bytes=trainer.session.memory()[Tier.HOST].static_bytes.get(MemoryClass.CHECKPOINT, 0),
+        checkpoint_bytes=memory[Tier.HOST].static_bytes.get(MemoryClass.CHECKPOINT, 0),
     )
 
 

@@ -17,7 +17,18 @@ from hwprofiles.calibrate.options import (
     HostTimes,
     Kernels,
     Pair,
+    parse_only,
 )
-from hwprofiles.calibrate.run import calibrate
+from hwprofiles.calibrate.run import calibrate, calibrate_collectives
 
-__all__ = ["CalibrationError", "CalibrationOptions", "CalibrationReport", "HostTimes", "Kernels", "Pair", "calibrate"]
+__all__ = [
+    "CalibrationError",
+    "CalibrationOptions",
+    "CalibrationReport",
+    "HostTimes",
+    "Kernels",
+    "Pair",
+    "calibrate",
+    "calibrate_collectives",
+    "parse_only",
+]

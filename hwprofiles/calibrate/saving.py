@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import xxhash
 
-from hwprofiles.calibrate.sampling import Case, quantity, sample, wall_clock
+from hwprofiles.calibrate.sampling import Case, rate, sample, wall_clock
 from hwprofiles.quantity import Quantity
 
 _NUM_BYTES = 2**28  # more than caches hold
@@ -33,12 +33,7 @@ def probe_saving(budget_s: float) -> SavingRates:
         "torch.save of one tensor to a new file in memory": lambda: _save({"values": values}),
     }
     found = [sample([Case(_NUM_BYTES, call)], wall_clock, budget_s / len(calls))[0] for call in calls.values()]
-    return SavingRates(
-        *(
-            quantity(_NUM_BYTES / one.median_s, "bytes_per_s", what, one.num_samples)
-            for what, one in zip(calls, found, strict=True)
-        )
-    )
+    return SavingRates(*(rate(_NUM_BYTES, one, "bytes_per_s", what) for what, one in zip(calls, found, strict=True)))
 
 
 def _touch() -> None:

@@ -11,6 +11,7 @@ from planner.plan import Plan, load_plan
 from ullage.cli import main
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))  # objects.py
+sys.path.insert(0, str(Path(__file__).parent))  # report_objects.py
 
 TINY = {
     "model_type": "llama",

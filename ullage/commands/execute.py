@@ -131,6 +131,11 @@ def add_parser(subparsers: Subparsers) -> None:
         help="keep the latest metrics in a file in Prometheus' text format, for the textfile collector of its node "
         "exporter: a name that ends in .prom",
     )
+    parser.add_argument(
+        "--allow-other-machine",
+        action="store_true",
+        help="run here what was planned for a profile that was measured on another machine",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
         "--device",
@@ -161,6 +166,7 @@ def run(args: argparse.Namespace) -> int:
         resume=args.resume,
         tensorboard=args.tensorboard,
         metrics_file=args.metrics_file,
+        allow_other_machine=args.allow_other_machine,
         json=args.json,
         device=args.device,
     )
