@@ -13,7 +13,7 @@ Item = Quantity | Curve
 
 def quantities(profile: HardwareProfile) -> dict[str, Item]:
     """Return all quantities and curves of a profile by path, in the order of its fields."""
-    return dict(_walk(profile, ""))
+    return {path: item for path, item in _walk(profile, "") if isinstance(item, Item)}
 
 
 def number(item: Item) -> float:
@@ -21,21 +21,33 @@ def number(item: Item) -> float:
     return item.value if isinstance(item, Quantity) else item.best_rate_per_s()
 
 
+def counts(profile: HardwareProfile) -> dict[str, int | bool]:
+    """Return all whole numbers and switches of a profile by path: those of its fields that have no provenance."""
+    found = {path: value for path, value in _walk(profile, "") if isinstance(value, int)}
+    del found["schema_version"]  # says how the file is written, not what the machine is
+    return found
+
+
 def replace(profile: HardwareProfile, numbers: Mapping[str, float], provenance: Provenance) -> HardwareProfile:
     """Return a profile with some items set to other numbers (see :func:`number`); curves keep their shape.
+
+    Counts and switches can be set too, and have no provenance.
 
     Raises:
         ValueError: there is no item of that path, or the number breaks a rule of its field.
     """
-    known = quantities(profile)
+    known, plain = quantities(profile), counts(profile)
     data = profile.model_dump(mode="json", exclude_none=True)
     for path, value in numbers.items():
-        if path not in known:
+        if path not in known and path not in plain:
             raise ValueError(f"{profile.name} has no quantity {path!r}; it has {', '.join(known)}")
         place = data
         *outer, last = path.split(".")
         for name in outer:
             place = place[name]
+        if path in plain:
+            place[last] = value
+            continue
         place[last] = _with_number(known[path], value, provenance).model_dump(mode="json", exclude_none=True)
     return HardwareProfile.model_validate(data)
 
@@ -51,8 +63,8 @@ def _with_number(item: Item, value: float, provenance: Provenance) -> Item:
     return Curve.model_validate({"size_unit": item.size_unit, "points": tuple(points), "provenance": provenance})
 
 
-def _walk(part: Any, path: str) -> Iterator[tuple[str, Item]]:
-    if isinstance(part, Item):
+def _walk(part: Any, path: str) -> Iterator[tuple[str, Item | int]]:
+    if isinstance(part, Item | int):
         yield path, part
         return
     members: Mapping[str, Any] = {}

@@ -184,6 +184,16 @@ class Storage(Frozen):
             raise ValueError(
                 f"{num_drives} drives were asked for, but there are {self.num_drives}; ask for at most that"
             )
+        return self.striped(num_drives)
+
+    def striped(self, num_drives: int) -> Self:
+        """Return the tier with so many of its drives, or more like them: rates and capacity in proportion.
+
+        Raises:
+            ValueError: it is not known how many there are.
+        """
+        if self.num_drives is None:
+            raise ValueError("num_drives is not stated, so that rates and capacity of others are not known; add it")
         share = num_drives / self.num_drives
 
         def less(quantity: Quantity) -> Quantity:

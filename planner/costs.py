@@ -219,6 +219,11 @@ class CostModel:
         """Return the time that kernels take on the device, one after another."""
         return sum(self._kernel(kernel)[0] for kernel in kernels)
 
+    def work(self, task: Task) -> tuple[float, float]:
+        """Return the FLOP of a compute task, and the bytes that its kernels touch."""
+        kernels = self.kernels_of(task)
+        return flop(kernels), sum(self._kernel(kernel)[1] for kernel in kernels)
+
     def _compute(self, task: Task) -> Price:
         kernels = self.kernels_of(task)
         times = [self._kernel(kernel) for kernel in kernels]

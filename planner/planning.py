@@ -2,11 +2,12 @@
 
 import dataclasses
 import time
+from collections.abc import Mapping
 
 from hwprofiles import __version__
 from hwprofiles.profile import HardwareProfile
 from planner.bounds.certificate import certify, infeasible
-from planner.bounds.proof import Proof
+from planner.bounds.proof import Certificate, Proof
 from planner.choices import Asked
 from planner.competition import compete
 from planner.costs import CostModel
@@ -16,7 +17,7 @@ from planner.graph import Unit
 from planner.models.captured import Model
 from planner.optimizers import Optimizer
 from planner.plan import EngineRow, Plan
-from planner.prediction import Workload, capacities
+from planner.prediction import Prediction, Workload, capacities
 from planner.schedule import Tier
 from planner.search import Candidate, Progress, Scorer
 from planner.variants import Job, Variant, variants
@@ -31,7 +32,17 @@ _REMEDIES = {
 
 
 class InfeasibleError(ValueError):
-    """No plan fits: which memory is short, by how much, and what would help."""
+    """No plan fits: which memory is short, by how much, and what would help.
+
+    Attributes:
+        missing_bytes: by tier, what the best that was tried lacks.
+        proven: no schedule fits, which is proven.
+    """
+
+    def __init__(self, message: str, missing_bytes: Mapping[Tier, int], *, proven: bool) -> None:
+        super().__init__(message)
+        self.missing_bytes = dict(missing_bytes)
+        self.proven = proven
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +126,51 @@ class Request:
         return variants(self.job, self.asked)
 
 
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The best that was found for a request, before anything is proven of it.
+
+    Attributes:
+        decisions: what was chosen.
+        prediction: what that takes.
+        own: the choice of degrees and batch sizes that it is of.
+        rivals: all choices.
+        engines: what engine policies would take.
+        num_simulations: schedules that were simulated.
+    """
+
+    decisions: Decisions
+    prediction: Prediction
+    own: Variant
+    rivals: tuple[Variant, ...]
+    engines: tuple[EngineRow, ...]
+    num_simulations: int
+
+    def certificate(self) -> Certificate:
+        """Prove how fast any schedule could be at best; about as much work as finding this one."""
+        return certify(self.rivals, self.own, self.decisions, self.prediction.iteration_s)
+
+
+def find(
+    request: Request,
+    max_simulations: int | None = None,
+    progress: Progress | None = None,
+    budget_s: float | None = None,
+) -> Found:
+    """Find the best that a plan can be made of; see :func:`make_plan`, which takes and raises the same."""
+    rivals = request.variants()
+    deadline_s = None if budget_s is None else time.monotonic() + budget_s
+    found = compete(rivals, request.seq_len, max_simulations, progress, deadline_s)
+    best, own = found.best.decisions, found.winner
+    if found.best.missing_bytes:
+        proofs = infeasible(rivals)
+        message = _shortfall(request, found.best, own, proofs)
+        raise InfeasibleError(message, found.best.missing_bytes, proven=bool(proofs))
+    prediction = Scorer(Workload(own.setup.units, request.seq_len), own.cost).predict(best)
+    engines = tuple(_row(name, engine, other.setup.units) for name, (other, engine) in found.engines.items())
+    return Found(best, prediction, own, rivals, engines, found.num_simulations)
+
+
 def make_plan(
     request: Request,
     max_simulations: int | None = None,
@@ -134,13 +190,7 @@ def make_plan(
         InfeasibleError: nothing that was tried fits in memory.
         ValueError: it cannot be done in the way that is asked for.
     """
-    rivals = request.variants()
-    deadline_s = None if budget_s is None else time.monotonic() + budget_s
-    found = compete(rivals, request.seq_len, max_simulations, progress, deadline_s)
-    best, own = found.best.decisions, found.winner
-    if found.best.missing_bytes:
-        raise InfeasibleError(_shortfall(request, found.best, own, infeasible(rivals)))
-    prediction = Scorer(Workload(own.setup.units, request.seq_len), own.cost).predict(best)
+    found = find(request, max_simulations, progress, budget_s)
     return Plan(
         program_version=__version__,
         model=request.model,
@@ -148,10 +198,10 @@ def make_plan(
         expert_load=request.expert_load,
         asked=request.asked,
         hardware=request.hardware,
-        decisions=best,
-        prediction=prediction,
-        engines=tuple(_row(name, engine, other.setup.units) for name, (other, engine) in found.engines.items()),
-        certificate=certify(rivals, own, best, prediction.iteration_s),
+        decisions=found.decisions,
+        prediction=found.prediction,
+        engines=found.engines,
+        certificate=found.certificate(),
         num_simulations=found.num_simulations,
     ).sealed()
 

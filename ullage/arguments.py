@@ -12,6 +12,7 @@ _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 Cores = tuple[int, ...] | Literal["auto", "free"]
 
 _CORES = re.compile(r"(\d+)(?:-(\d+))?")
+_COUNT = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([kmbt]?)", re.IGNORECASE)
 _TIME_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _TIME = re.compile(r"(\d+\.?\d*|\.\d+)\s*([smhd]?)")
 _SIZE = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*(|b|[kmgt]i?b)", re.IGNORECASE)
@@ -94,6 +95,19 @@ def positive_float(text: str) -> float:
         value = math.nan
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def tokens(text: str) -> float:
+    """Return the number that ``300B``, ``1.5T`` or ``2e9`` mean (k, M, B, T are powers of 1000).
+
+    Raises:
+        argparse.ArgumentTypeError: it is none, or not above 0.
+    """
+    found = _COUNT.fullmatch(text.strip())
+    value = float(found[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[found[2].lower()] if found else 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; give 300B, 1.5T or 2e9")
     return value
 
 

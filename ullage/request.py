@@ -1,15 +1,17 @@
 """The options that say what is trained on which machine, shared by the commands that ask for it."""
 
 import argparse
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from hwprofiles.profile import HardwareProfile
+from hwprofiles.profile import Dtype, HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.choices import DEFAULT_MICRO_BATCH
 from planner.decisions import Precision, Storage
-from planner.models.captured import CapturedModel, Model
+from planner.models.captured import CapturedInput, CapturedModel, Model
 from planner.models.registry import resolve_model
 from planner.optimizers import OPTIMIZERS
 from planner.planning import Request
@@ -112,19 +114,29 @@ def given_options(args: argparse.Namespace) -> list[str]:
     return [action.option_strings[0] for action in alone._actions if getattr(args, action.dest) is not None]
 
 
-def request_of(args: argparse.Namespace) -> Request:
+def request_of(
+    args: argparse.Namespace,
+    change_machine: Callable[[HardwareProfile], HardwareProfile] = lambda hardware: hardware,
+    change_model: Callable[[Model], Model] = lambda model: model,
+) -> Request:
     """Return what the options ask for.
+
+    Args:
+        args: parsed options.
+        change_machine: makes another machine of the one that the options name.
+        change_model: likewise.
 
     Raises:
         ValueError: no such model or machine, or it cannot do what is asked for.
     """
-    hardware = load_profile(args.hardware or DEFAULT_HARDWARE)
+    hardware = change_machine(load_profile(args.hardware or DEFAULT_HARDWARE))
     if args.device_memory is not None:
         hardware = hardware.with_device_memory(args.device_memory)
     if args.nodes is not None:
         hardware = _spread(hardware, args.gpus or 1, args.nodes)
     precision = Precision(weights=args.precision or "bf16")
-    model, seq_len, micro_batch = _trained(args, precision, as_on_gpu=hardware.device.kind == "gpu")
+    as_on_gpu = hardware.device.kind == "gpu"
+    model, seq_len, micro_batch = trained(args, precision, change_model, as_on_gpu=as_on_gpu)
     return Request(
         model=model,
         hardware=hardware,
@@ -156,7 +168,9 @@ def _spread(hardware: HardwareProfile, num_devices: int, num_nodes: int) -> Hard
     return hardware.model_copy(update={"devices_per_node": per_node})
 
 
-def _trained(args: argparse.Namespace, precision: Precision, *, as_on_gpu: bool) -> tuple[Model, int, int | None]:
+def trained(
+    args: argparse.Namespace, precision: Precision, change: Callable[[Model], Model], *, as_on_gpu: bool
+) -> tuple[Model, int, int | None]:
     """Return the model, its tokens per sequence and the sequences of a micro-batch, if that is fixed."""
     if not _FACTORY.fullmatch(args.model) or Path(args.model).exists():
         if args.input_shape:
@@ -164,16 +178,23 @@ def _trained(args: argparse.Namespace, precision: Precision, *, as_on_gpu: bool)
                 f"--input-shape is for models that are captured, but --model {args.model} has no function; "
                 "give package.module:function, or --seq-len and --micro-batch"
             )
-        model = resolve_model(args.model)
-        seq_len = args.seq_len or min(_DEFAULT_SEQ_LEN, model.max_positions)
-        return model, seq_len, args.micro_batch
+        model = change(resolve_model(args.model))
+        assert not isinstance(model, CapturedModel)
+        return model, args.seq_len or min(_DEFAULT_SEQ_LEN, model.max_positions), args.micro_batch
     for option in ("seq_len", "micro_batch"):
         if getattr(args, option) is not None:
             raise ValueError(
                 f"--{option.replace('_', '-')} and --model {args.model}: what a captured model is called "
                 "with says --input-shape alone; leave it out"
             )
+    captured = _captured(args.model, tuple(args.input_shape or ()), precision.weights, as_on_gpu=as_on_gpu)
+    changed = change(captured)
+    assert isinstance(changed, CapturedModel)
+    return changed, changed.seq_len, changed.micro_batch
+
+
+@functools.cache  # a study asks for the same again and again
+def _captured(factory: str, inputs: tuple[CapturedInput, ...], dtype: Dtype, *, as_on_gpu: bool) -> CapturedModel:
     from ullage.capture import capture  # noqa: PLC0415 - torch is slow to import, and may be missing
 
-    captured: CapturedModel = capture(args.model, args.input_shape or (), precision.weights, as_on_gpu=as_on_gpu)
-    return captured, captured.seq_len, captured.micro_batch
+    return capture(factory, inputs, dtype, as_on_gpu=as_on_gpu)

@@ -16,19 +16,20 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
-from hwprofiles.paths import number, quantities, replace
+from hwprofiles.paths import number, quantities
 from hwprofiles.profile import HardwareProfile
-from hwprofiles.quantity import Curve, Provenance
+from hwprofiles.quantity import Curve
 from planner.bounds.conditions import conditions
 from planner.bounds.program import LinearProgram
 from planner.bounds.proof import Proof
 from planner.bounds.solver import solve
 from planner.explain.trial import Bench, bounding_lane
+from planner.knobs import Knob, scaled
+from planner.knobs import knobs as knobs_of
 from planner.schedule import Lane, Tier
 from planner.variants import variant
 from planner.verification import job_of
 
-SCALED = Provenance(origin="assumed", source="scaled, to see what it is worth")
 # Quantities are scaled this far each way in search of a crossing, and two factors so near to one another bracket one.
 _FARTHEST = 16.0
 _NEAR = 1e-3
@@ -36,23 +37,6 @@ _NEAR = 1e-3
 _STEP, _SMALL_STEP = 1e-2, 1e-6
 # Iterations that take longer than this many times the plan's are of no interest to its bound.
 _LIMIT = 2.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Knob:
-    """A property of the machine that can be scaled.
-
-    Attributes:
-        key: its name for scripts.
-        words: what it is.
-        paths: quantities and curves of the profile that scale together; the first one stands for its value.
-        tier: whose capacity it is; ``None``: it is a rate.
-    """
-
-    key: str
-    words: str
-    paths: tuple[str, ...]
-    tier: Tier | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,36 +88,10 @@ class Limit:
 
 def knobs(bench: Bench) -> tuple[Knob, ...]:
     """Return the quantities that matter for a plan: those of its machine that any of its tasks could meet."""
-    weights = bench.decisions.precision.weights
-    found: tuple[Knob, ...] = (
-        Knob("host-link", "host link, both ways", ("host_link.down", "host_link.up", "host_link.both_bytes_per_s")),
-        Knob("host-link-down", "host link down", ("host_link.down",)),
-        Knob("host-link-up", "host link up", ("host_link.up",)),
-        Knob("host-dram", "host DRAM", ("host.dram_bytes_per_s",)),
-        Knob("cpu-optimizer", "CPU optimizer", ("host.optimizer", "host.optimizer_process_params_per_s")),
-        Knob("device-gemm", "device products", (f"device.gemm.{weights}",)),
-        Knob("device-attention", "device attention", (f"device.attention.{weights}",)),
-        Knob("device-elementwise", "device elementwise", ("device.elementwise",)),
-        Knob("device-optimizer", "device optimizer", ("device.optimizer",)),
-        Knob("issue", "host time per kernel", ("device.issue_s",)),
-        Knob("device-memory", "device memory", ("device.memory_bytes",), Tier.GPU),
-        Knob("host-memory", "host memory", ("host.memory_bytes",), Tier.HOST),
+    decided = bench.decisions
+    return knobs_of(
+        bench.plan.hardware, decided.precision.weights, decided.num_devices, uses_storage=decided.uses_storage
     )
-    if bench.decisions.num_devices > 1:
-        found += (Knob("intra-node", "fabric in a node", ("intra_node.bytes_per_s",)),)
-    if bench.decisions.num_devices > bench.plan.hardware.devices_per_node:
-        found += (Knob("inter-node", "fabric between nodes", ("inter_node.bytes_per_s",)),)
-    if bench.decisions.uses_storage:
-        found += (Knob("nvme", "NVMe, both ways", ("nvme.read", "nvme.write", "nvme.both_bytes_per_s")),)
-    has = quantities(bench.plan.hardware)
-    known = (dataclasses.replace(knob, paths=tuple(path for path in knob.paths if path in has)) for knob in found)
-    return tuple(knob for knob in known if knob.paths and number(has[knob.paths[0]]))
-
-
-def scaled(hardware: HardwareProfile, knob: Knob, factor: float) -> HardwareProfile:
-    """Return a machine that has a factor more of something."""
-    has = quantities(hardware)
-    return replace(hardware, {path: number(has[path]) * factor for path in knob.paths}, SCALED)
 
 
 def limits(bench: Bench, progress: Callable[[int, int], object] = lambda *_: None) -> tuple[Limit, ...]:

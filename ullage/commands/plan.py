@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         with _progress() as progress:
             plan = make_plan(request, progress=progress, budget_s=args.budget)
     except InfeasibleError as error:
-        raise InfeasibleError(f"{error}; {_remedies(request)}") from error
+        raise ValueError(f"{error}; {_remedies(request)}") from error
     if checkpoints is not None:
         plan = protected(plan, checkpoints)
     text = plan.to_json()

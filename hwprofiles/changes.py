@@ -1,0 +1,104 @@
+"""Machines that differ from a profile in something that more than one of its fields follows from."""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from hwprofiles.paths import number, quantities, replace
+from hwprofiles.profile import HardwareProfile, Host
+from hwprofiles.quantity import Provenance
+
+CHANGED: Final = Provenance(origin="assumed", source="changed, to see what would be if it were so")
+"""Provenance of whatever was changed."""
+
+
+def with_cores(profile: HardwareProfile, num_cores: int) -> HardwareProfile:
+    """Return a machine whose host has so many cores, and gives as large a part of them to updates.
+
+    Raises:
+        ValueError: there would be none.
+    """
+    host = profile.host
+    _check_positive("host.num_cores", num_cores)
+    updating = max(round(host.num_optimizer_cores * num_cores / host.num_cores), 1)
+    return _with_host_cores(profile, max(num_cores, updating), updating)
+
+
+def with_optimizer_cores(profile: HardwareProfile, num_cores: int) -> HardwareProfile:
+    """Return a machine that gives so many of its cores to updates.
+
+    Raises:
+        ValueError: there would be none, or more than there are.
+    """
+    _check_positive("host.num_optimizer_cores", num_cores)
+    return _with_host_cores(profile, profile.host.num_cores, num_cores)
+
+
+def _with_host_cores(profile: HardwareProfile, num_cores: int, updating: int) -> HardwareProfile:
+    """Rates of updates and other host passes follow the cores; DRAM, which bounds both, stays what it is."""
+    faster = _update_rate(profile.host, updating) / _update_rate(profile.host, profile.host.num_optimizer_cores)
+    has = quantities(profile)
+    rates = {path: number(has[path]) * faster for path in ("host.optimizer", "host.elementwise_bytes_per_s")}
+    counts = {"host.num_cores": num_cores, "host.num_optimizer_cores": updating}
+    return replace(profile, rates | counts, CHANGED)
+
+
+def _update_rate(host: Host, num_cores: int) -> float:
+    """Return the rate of updates by so many cores, relative to nothing in particular.
+
+    As measured by threads where that was, linear between; else, and beyond, in proportion.
+    """
+    measured = sorted((host.optimizer_by_threads or {}).items())
+    if not measured:
+        return float(num_cores)
+    for (fewer, slow), (more, fast) in itertools.pairwise(measured):
+        if fewer <= num_cores <= more:
+            return slow.value + (fast.value - slow.value) * (num_cores - fewer) / (more - fewer)
+    count, rate = measured[0] if num_cores < measured[0][0] else measured[-1]
+    return rate.value * num_cores / count
+
+
+def with_num_drives(profile: HardwareProfile, num_drives: int) -> HardwareProfile:
+    """Return a machine whose nodes have so many of its drives, striped; without any there is no NVMe.
+
+    Raises:
+        ValueError: it has none, or does not state how many.
+    """
+    if profile.nvme is None:
+        raise ValueError(
+            f"{profile.name} has no nvme whose drives could be counted; choose a profile with drives, such as "
+            "rtx4090-12ssd"
+        )
+    if num_drives == 0:
+        return profile.model_copy(update={"nvme": None})
+    _check_positive("nvme.num_drives", num_drives)
+    return profile.model_copy(update={"nvme": profile.nvme.striped(num_drives)})
+
+
+def with_devices_per_node(profile: HardwareProfile, num_devices: int) -> HardwareProfile:
+    """Return a machine with that many devices in a node, each joined to the host as those that are there.
+
+    Raises:
+        ValueError: there would be none, or more than the profile describes.
+    """
+    if not 1 <= num_devices <= profile.devices_per_node:
+        raise ValueError(
+            f"devices_per_node is {num_devices}, but {profile.name} describes nodes of {profile.devices_per_node}: "
+            "give at most that, or a profile of larger nodes"
+        )
+    return profile.model_copy(update={"devices_per_node": num_devices})
+
+
+CHANGES: Final[Mapping[str, Callable[[HardwareProfile, int], HardwareProfile]]] = {
+    "host.num_cores": with_cores,
+    "host.num_optimizer_cores": with_optimizer_cores,
+    "nvme.num_drives": with_num_drives,
+    "devices_per_node": with_devices_per_node,
+}
+"""By path: counts from which other fields follow."""
+
+
+def _check_positive(name: str, count: float) -> None:
+    if count < 1 or not math.isfinite(count):
+        raise ValueError(f"{name} is {count}, but must be at least 1")

@@ -1,0 +1,109 @@
+"""``ullage whatif``: what would it take? One request with fields varied by name, every point planned anew."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import get_args
+
+from ullage.arguments import positive_float, positive_int, tokens
+from ullage.commands import Subparsers, command_parser
+from ullage.request import add_request_options
+from ullage.whatif.study import Design, Question
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of this command."""
+    parser = command_parser(
+        subparsers,
+        "whatif",
+        run,
+        "Plan one request with other numbers of the machine, the model, the batch or the policy: every point is\n"
+        "planned anew, as `ullage plan` would. Values are absolute (64GB, 25GB/s, 10us) or factors (2x); lists 1,2,4\n"
+        "and ranges 0..12, 10..40..10GB/s, 1x..8x..*2. What is done is kept beside the output as it comes: a study\n"
+        "that was interrupted or killed goes on where it was with the same command. STUDY is a file with what is\n"
+        "asked, or one that was run before.",
+        """
+        ullage whatif --model opt-13b --gpus 8 --set pcie=2x
+        ullage whatif --model opt-13b --sweep gpus=1,2,4,8 --sweep pcie=1x..4x..*2 --table study.csv
+        ullage whatif --model opt-66b --hardware rtx4090-12ssd --storage nvme --sweep nvme.count=0..12..4
+        ullage whatif --model opt-13b --gpus 8 --sensitivities
+        ullage whatif --model opt-30b --question fits
+        ullage whatif --model opt-13b --question cheapest --tokens 300B --days 30 --prices example
+        ullage whatif --model opt-13b --gpus 8 --question upgrade --prices my_prices.json
+        ullage whatif --model llama-3-70b --hardware a100-cluster --gpus 64 --question scale
+        ullage whatif study.json --workers 2
+        ullage whatif --fields pcie
+        """,
+    )
+    parser.add_argument("study", nargs="?", type=Path, metavar="STUDY", help="a study file that says what is asked")
+    asked = parser.add_argument_group("what varies")
+    asked.add_argument(
+        "--set", action="append", metavar="FIELD=VALUE", help="another value of a field, at all points; may be repeated"
+    )
+    asked.add_argument(
+        "--sweep", action="append", metavar="FIELD=VALUES", help="values of a field, one axis; may be repeated"
+    )
+    asked.add_argument(
+        "--design",
+        choices=get_args(Design),
+        help="cartesian: all combinations (the default); zip: the first values together, the second, ...; random: "
+        "--points of them, drawn with --seed, also between the ends of ranges such as 0.5x..4x",
+    )
+    asked.add_argument("--points", type=positive_int, metavar="N", help="how many points a random design draws")
+    asked.add_argument("--seed", type=int, metavar="N", help="of a random design (0)")
+    asked.add_argument(
+        "--question",
+        choices=get_args(Question),
+        help="fits: the least with which each machine trains it; cheapest: machines and numbers of GPUs by cost, in "
+        "time; upgrade: what to double; scale: more and more GPUs, and how well they are used",
+    )
+    asked.add_argument(
+        "--sensitivities",
+        action="store_true",
+        help="what one GB/s, core or GB more is worth, and where the bottleneck moves",
+    )
+    asked.add_argument(
+        "--certify",
+        action="store_true",
+        default=None,
+        help="prove how far from the best each plan can be (takes longer)",
+    )
+    money = parser.add_argument_group("money")
+    money.add_argument("--prices", metavar="FILE|example", help="what machines cost; example: packaged, to be replaced")
+    money.add_argument("--tokens", type=tokens, metavar="N", help="what a whole run trains on, as in 300B")
+    money.add_argument("--days", type=positive_float, metavar="D", help="within which the run has to end")
+    add_request_options(parser, model_required=False)
+    running = parser.add_argument_group("how it is run")
+    running.add_argument("--workers", type=positive_int, metavar="N", help="processes (one for each core)")
+    running.add_argument(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="plan on a Ray cluster: that at ADDRESS, or a new one on this machine with --workers; ullage[ray]",
+    )
+    running.add_argument(
+        "--output", type=Path, default=Path("study.json"), metavar="PATH", help="where the study goes (study.json)"
+    )
+    running.add_argument("--table", type=Path, metavar="PATH", help="a row for each point, as .csv or .parquet")
+    running.add_argument("--json", action="store_true", help="print the study itself instead of tables")
+    running.add_argument(
+        "--fields", nargs="?", const="", metavar="TEXT", help="list what can be varied, with units, and nothing else"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a study, print it, write it."""
+    from ullage.whatif.command import list_fields, study_of  # noqa: PLC0415 - the simulator is slow to import
+
+    if args.fields is not None:
+        list_fields(args)
+        return 0
+    study = study_of(args)
+    if args.json:
+        sys.stdout.write(study.to_json())
+        return 0
+    from ullage.whatif.screen import study_screen  # noqa: PLC0415 - rich is slow to import
+
+    study_screen(study, args.output, args.table)
+    return 0

@@ -1,0 +1,160 @@
+"""From the options of ``ullage whatif`` to a study."""
+
+import argparse
+from importlib.resources import files
+from pathlib import Path
+
+from hwprofiles.files import write_whole
+from ullage.console import console, table, write_json
+from ullage.formatting import si
+from ullage.progress import progress_bar
+from ullage.request import given_options
+from ullage.whatif.design import Space
+from ullage.whatif.fields import ALIASES, Field
+from ullage.whatif.prices import Prices, load_prices
+from ullage.whatif.questions import answer
+from ullage.whatif.running import Bench, run_study
+from ullage.whatif.sensitivity import sensitivities
+from ullage.whatif.store import Store
+from ullage.whatif.study import Asked, Study, StudyError, load_study
+from ullage.whatif.tables import check_table_path, write_table
+from ullage.whatif.workers import Runner, in_processes, in_this_process, num_usable_cores
+
+EXAMPLE_PRICES = "example"
+_DAY_S = 86400.0
+_ASKING = ("set", "sweep", "design", "points", "seed", "question", "certify", "tokens", "days")
+
+
+def study_of(args: argparse.Namespace) -> Study:
+    """Run the study that options ask for, write it and its table, and return it.
+
+    Raises:
+        ValueError: something that is asked for does not exist or go together.
+        OSError: a file cannot be written.
+    """
+    output: Path = args.output
+    if not output.absolute().parent.is_dir():
+        raise StudyError(f"--output {output}: there is no such folder; make it first")
+    if args.table is not None:
+        check_table_path(args.table)
+    loaded = None
+    if args.study is not None:
+        _refuse_beside_a_file(args)
+        loaded = load_study(args.study)
+    asked = loaded.asked if loaded else asked_of(args)
+    prices = _prices(args.prices) if args.prices else loaded.prices if loaded else None
+    if args.sensitivities and asked.sweep:
+        raise StudyError("--sensitivities is about one point; leave out --sweep, or set its fields with --set")
+    runner = _runner(args)
+    space = Space(asked)
+    with Store(store_path(output)) as store, progress_bar(time_left=True) as tell:
+        bench = Bench(store, runner, tell)
+        study = answer(space, prices, bench) if asked.question else run_study(space, prices, bench)
+        if args.sensitivities:
+            study = study.model_copy(update={"sensitivities": sensitivities(space, bench)})
+    write_whole(output, study.to_json())
+    if args.table is not None:
+        write_table(study, args.table)
+    return study
+
+
+def asked_of(args: argparse.Namespace) -> Asked:
+    """Return what options ask for."""
+    given = {option.removeprefix("--").replace("-", "_") for option in given_options(args)}
+    options = {"clip" if name == "no_clip" else name: _text(name, getattr(args, name)) for name in sorted(given)}
+    sets = dict(_assignment("--set", text) for text in args.set or ())
+    sweeps: dict[str, tuple[str, ...]] = {}
+    for name, text in (_assignment("--sweep", text) for text in args.sweep or ()):
+        if name in sweeps:
+            raise StudyError(f"--sweep {name} is given twice; give all its values in one")
+        sweeps[name] = (text,)
+    if twice := sorted(options.keys() & (sets.keys() | sweeps.keys())):
+        raise StudyError(f"--{twice[0].replace('_', '-')} and {twice[0]}=... are both given; leave out one of them")
+    return Asked(
+        set=options | sets,
+        sweep=sweeps,
+        design=args.design or "cartesian",
+        num_points=args.points,
+        seed=args.seed or 0,
+        certify=bool(args.certify),
+        tokens=args.tokens,
+        deadline_s=args.days * _DAY_S if args.days else None,
+        question=args.question,
+    )
+
+
+def store_path(output: Path) -> Path:
+    """Return where the results of a study's points are kept as they come."""
+    return output.with_name(f"{output.stem}.points.jsonl")
+
+
+def list_fields(args: argparse.Namespace) -> None:
+    """Print what can be varied, of the machine and model of the options."""
+    if args.model is None:
+        args.model = "opt-13b"  # any model has the same fields
+    space = Space(asked_of(args))
+    wanted = [field for field in space.fields.by_name.values() if _matches(args.fields, field)]
+    aliases = {name: field for name, field in ALIASES.items() if args.fields in name or args.fields in field}
+    if args.json:
+        keys = ("name", "kind", "unit", "present", "words")
+        write_json({"fields": [{k: getattr(f, k) for k in keys} for f in wanted], "aliases": aliases})
+        return
+    if not wanted and not aliases:
+        raise StudyError(f"no field has {args.fields!r} in its name or description; `ullage whatif --fields` lists all")
+    out = console()
+    rows = table("fields", "field", "unit", "here", "what it is", num_text=2)
+    rows.columns[3].justify = "left"
+    for field in wanted:
+        here = "" if field.present is None else _present(field)
+        rows.add_row(field.name, field.unit, here, field.words)
+    out.print(rows)
+    if aliases:
+        out.print("also: " + ", ".join(f"{name} is {field}" for name, field in aliases.items()))
+
+
+def _present(field: Field) -> str:
+    if isinstance(field.present, float):
+        return si(field.present, "").strip()
+    return str(field.present)
+
+
+def _matches(text: str, field: Field) -> bool:
+    known = [name for name, meant in ALIASES.items() if meant == field.name]
+    return any(text.lower() in where.lower() for where in (field.name, field.words, *known))
+
+
+def _text(name: str, value: object) -> str:
+    """Return the value of an option as it was written."""
+    if name == "no_clip":
+        return "false"
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return str(value)
+
+
+def _assignment(option: str, text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise StudyError(f"{option} {text}: is not of the form FIELD=VALUE; give one such as pcie=2x")
+    return name, value
+
+
+def _refuse_beside_a_file(args: argparse.Namespace) -> None:
+    given = [f"--{name}" for name in _ASKING if getattr(args, name) is not None] + given_options(args)
+    if given:
+        raise StudyError(f"{args.study} says what is asked; leave out {given[0]}, or write it into the file")
+
+
+def _prices(text: str) -> Prices:
+    if text == EXAMPLE_PRICES:
+        return Prices.model_validate_json((files("ullage.whatif") / "prices_example.json").read_text(encoding="utf-8"))
+    return load_prices(text)
+
+
+def _runner(args: argparse.Namespace) -> Runner:
+    if args.ray is not None:
+        from ullage.whatif.on_ray import on_ray  # noqa: PLC0415 - an extra
+
+        return on_ray(args.ray, args.workers)
+    num_workers = args.workers or num_usable_cores()
+    return in_this_process if num_workers == 1 else in_processes(num_workers)

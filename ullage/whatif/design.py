@@ -1,0 +1,222 @@
+"""Which points a study has: its axes, their values, and how values are combined."""
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from hwprofiles.registry import load_profile
+from planner.decisions import Precision
+from planner.planning import Request
+from ullage.request import DEFAULT_HARDWARE, request_of, trained
+from ullage.whatif.fields import (
+    SUBGROUP_PARAMS,
+    Field,
+    Fields,
+    changed_machine,
+    changed_model,
+    namespace,
+    of_machine,
+    of_model,
+)
+from ullage.whatif.point import Effort, digest_of
+from ullage.whatif.study import Asked, Axis, Result, StudyError, Value, Varied
+from ullage.whatif.values import Between, Number, expand
+
+MAX_POINTS: Final = 1_000_000
+Level = Number | Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A point that is to be planned.
+
+    Attributes:
+        settings: the value of every axis, as the axis has it.
+        varied: numbers of machine and model that the study changes.
+        hardware, model: their names.
+        request: what is asked for; ``None`` if it cannot be asked for, which ``refused`` says.
+        key: digest of what determines the result.
+    """
+
+    settings: dict[str, Value]
+    varied: dict[str, Varied]
+    hardware: str
+    model: str
+    request: Request | None
+    key: str
+    refused: Result | None = None
+
+
+class Space:
+    """The points of a study.
+
+    Args:
+        asked: what is to be found out.
+
+    Attributes:
+        fields: everything that can be varied.
+        axes: what varies.
+
+    Raises:
+        ValueError: a field or value does not exist, or values cannot be combined so.
+    """
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.fields = _fields(asked)
+        self._set = {self.fields[name].name: self.fields[name].parse(text) for name, text in asked.set.items()}
+        self._levels = {self.fields[name].name: self._levels_of(name, texts) for name, texts in asked.sweep.items()}
+        if twice := sorted(self._set.keys() & self._levels.keys()):
+            raise StudyError(f"{twice[0]} is both set and swept; leave out one of them")
+        if asked.design == "random" and asked.num_points is None:
+            raise StudyError("a random design needs a number of points; give --points 100")
+        self._rows = self._combined()
+        self.axes = tuple(self._axis(name, position) for position, name in enumerate(self._levels))
+
+    def __len__(self) -> int:
+        """Return the number of points."""
+        return len(self._rows)
+
+    def cases(self) -> Iterator[Case]:
+        """Yield the points in the order of the design; the last axis varies fastest."""
+        names = list(self._levels)
+        return (self.case(dict(zip(names, row, strict=True))) for row in self._rows)
+
+    @property
+    def effort(self) -> Effort:
+        """How much is done for each point."""
+        return "certify" if self.asked.certify else "plan"
+
+    def case(self, levels: Mapping[str, Level], effort: Effort | None = None) -> Case:
+        """Return the point at some values of axes, or of any other fields.
+
+        Args:
+            levels: by name; they go before what is set.
+            effort: how much will be done for it, if that is not what the study does.
+        """
+        given = {**self._set, **levels}
+        kinds = {name: self.fields[name].kind for name in given}
+        options = {name: value for name, value in given.items() if kinds[name] == "option"}
+        machine, model = ({n: v for n, v in given.items() if kinds[n] == k} for k in ("machine", "model"))
+        settings = {name: _plain(level) for name, level in levels.items()}
+        varied: dict[str, Varied] = {}
+        subgroup: dict[str, Any] = {name: options.pop(name) for name in [SUBGROUP_PARAMS] if name in options}
+        names = {
+            name: str(options.get(name, default)) for name, default in (("hardware", DEFAULT_HARDWARE), ("model", ""))
+        }
+        try:
+            request = request_of(
+                namespace(options),
+                lambda whole: _noted(whole, changed_machine(whole, machine), machine, of_machine, varied),
+                lambda whole: _noted(whole, changed_model(whole, model), model, of_model, varied),
+            )
+            request = dataclasses.replace(request, **subgroup)
+        except ValueError as error:
+            refused = Result(status="refused", reason=" ".join(str(error).split()))
+            return Case(settings, varied, names["hardware"], names["model"], None, "", refused)
+        key = digest_of(request, effort or self.effort)
+        return Case(settings, varied, request.hardware.name, request.model.name, request, key)
+
+    def _levels_of(self, name: str, texts: Sequence[str]) -> list[Level | Between]:
+        field = self.fields[name]
+        levels: list[Level | Between] = []
+        for text in itertools.chain.from_iterable(expand(text, whole=field.whole) for text in texts):
+            if isinstance(text, str):
+                levels.append(field.parse(text))
+                continue
+            low, high = (field.parse(end) for end in text)
+            if self.asked.design != "random" or not isinstance(low, Number) or not isinstance(high, Number):
+                raise StudyError(
+                    f"{name}={text[0]}..{text[1]} has no step; give one as in 1x..4x..0.5x or 1x..8x..*2, or draw from "
+                    "it with --design random"
+                )
+            levels.append(Between(low, high))
+        if not levels:
+            raise StudyError(f"{name} has no values; give some, as in {name}=1,2,4")
+        if len({_is_relative(level) for level in levels}) > 1:
+            raise StudyError(f"{name} has factors and other values; give all as factors (2x), or none")
+        return levels
+
+    def _combined(self) -> list[tuple[Any, ...]]:
+        """Return one row of values for each point."""
+        levels, design = list(self._levels.values()), self.asked.design
+        total = math.prod(map(len, levels))
+        if design == "random" and levels:
+            return self._drawn(levels, total)
+        if design == "zip" and len({len(of_axis) for of_axis in levels}) > 1:
+            counts = ", ".join(f"{name} {len(of_axis)}" for name, of_axis in self._levels.items())
+            raise StudyError(f"values that are zipped must be equally many, but there are {counts}")
+        if design == "cartesian" and total > MAX_POINTS:
+            raise StudyError(
+                f"all combinations are {total:,} points, more than {MAX_POINTS:,}; give fewer values, or draw some "
+                "with --design random --points 1000"
+            )
+        rows = zip(*levels, strict=True) if design == "zip" and levels else itertools.product(*levels)
+        return list(rows)
+
+    def _drawn(self, levels: Sequence[Sequence[Level | Between]], total: int) -> list[tuple[Any, ...]]:
+        """Draw points: of finitely many none twice."""
+        chance, count = random.Random(self.asked.seed), self.asked.num_points or 0  # noqa: S311 - not for secrets
+        if any(isinstance(level, Between) for of_axis in levels for level in of_axis):
+            picked = ([chance.choice(of_axis) for of_axis in levels] for _ in range(count))
+            return [
+                tuple(level.at(chance.random()) if isinstance(level, Between) else level for level in row)
+                for row in picked
+            ]
+        rows = []
+        for position in chance.sample(range(total), min(count, total)):
+            row, rest = [], position
+            for of_axis in reversed(levels):
+                rest, at = divmod(rest, len(of_axis))
+                row.append(of_axis[at])
+            rows.append(tuple(reversed(row)))
+        return rows
+
+    def _axis(self, name: str, position: int) -> Axis:
+        field = self.fields[name]
+        values = tuple(dict.fromkeys(_plain(row[position]) for row in self._rows))
+        relative = any(_is_relative(row[position]) for row in self._rows)
+        if self.asked.design == "random":
+            values = tuple(sorted(values, key=lambda value: (isinstance(value, str), value)))
+        return Axis(name=name, words=field.words, unit=field.unit, relative=relative, values=values)
+
+
+def _fields(asked: Asked) -> Fields:
+    """Return the fields of the base: of several machines or models, the first."""
+    first = {name: expand(",".join(texts), whole=False)[0] for name, texts in asked.sweep.items() if texts}
+    texts = {name.removeprefix("--").replace("-", "_"): str(text) for name, text in {**first, **asked.set}.items()}
+    if "model" not in texts:
+        raise StudyError("a study needs a model; give --model opt-13b, or --sweep model=opt-13b,opt-30b")
+    named = ("model", "hardware", "input_shape", "precision")
+    options = {name: Field(name, "option", "").parse(texts[name]) for name in named if name in texts}
+    hardware = load_profile(str(options.get("hardware", DEFAULT_HARDWARE)))
+    precision = Precision.model_validate({"weights": options.get("precision", "bf16")})
+    as_on_gpu = hardware.device.kind == "gpu"
+    model, *_ = trained(namespace(options), precision, lambda model: model, as_on_gpu=as_on_gpu)
+    return Fields(hardware, model)
+
+
+def _noted(before: Any, after: Any, changes: Mapping[str, Level], read: Any, varied: dict[str, Varied]) -> Any:
+    """Return what a change came to, and note every number that it changed."""
+    for name in changes:
+        try:
+            now: Value | None = read(after, name)
+        except ValueError:  # there is none any more, such as drives
+            now = None
+        varied[name] = Varied(before=read(before, name), after=now)
+    return after
+
+
+def _is_relative(level: Level | Between) -> bool:
+    number = level.low if isinstance(level, Between) else level
+    return isinstance(number, Number) and number.relative
+
+
+def _plain(level: Level) -> Value:
+    if not isinstance(level, Number):
+        return level
+    value = float(level.value)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value

@@ -1,0 +1,274 @@
+"""What a study can vary, by name: options of the request, sizes of the model, and every number of the machine."""
+
+import argparse
+import dataclasses
+import difflib
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Literal
+
+from pydantic import ValidationError
+
+from hwprofiles.changes import CHANGED, CHANGES
+from hwprofiles.paths import counts, number, quantities, replace
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.quantity import Curve, Quantity
+from planner.knobs import Knob, all_knobs, scaled
+from planner.models.captured import CapturedModel, Model
+from planner.models.config import ModelConfig, ModelConfigError
+from ullage.arguments import positive_int
+from ullage.request import add_request_options
+from ullage.whatif.study import Value
+from ullage.whatif.values import Number, parse_number
+
+Kind = Literal["option", "machine", "model"]
+
+ALIASES: Final[Mapping[str, str]] = {
+    "pcie": "host-link",
+    "link.pcie": "host-link",
+    "link.pcie.h2d_bytes_per_s": "host_link.down",
+    "link.pcie.d2h_bytes_per_s": "host_link.up",
+    "link.pcie.both_bytes_per_s": "host_link.both_bytes_per_s",
+    "host.cores": "host.num_cores",
+    "cores": "host.num_cores",
+    "nvme.count": "nvme.num_drives",
+    "drives": "nvme.num_drives",
+    "gpu-memory": "device.memory_bytes",
+    "nvlink": "intra_node.bytes_per_s",
+    "network": "inter_node.bytes_per_s",
+    "num_devices": "gpus",
+}
+"""Short or familiar names, and what they stand for."""
+
+SUBGROUP_PARAMS: Final = "subgroup_params"
+"""The one field of a request that is no option."""
+
+_RATES = {"bytes": "bytes_per_s", "flop": "flop_per_s", "params": "params_per_s"}
+_WORDS = {
+    "host.num_cores": "cores of a node; updates and other passes of the host follow, DRAM stays",
+    "host.num_optimizer_cores": "cores that a node gives to updates, whose rate follows",
+    "nvme.num_drives": "drives of a node, striped; rates and capacity follow; 0: no NVMe",
+    "devices_per_node": "devices in a node, at most those of the profile",
+}
+
+
+class FieldError(ValueError):
+    """A field that cannot be varied, or not so."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One thing that can be varied.
+
+    Attributes:
+        name: of an option (``gpus``), a size of the model (``model.num_layers``), a path of the profile
+            (``host.dram_bytes_per_s``) or a knob that turns several of them (``host-link``).
+        kind: whose it is.
+        words: what it is.
+        unit: of its numbers; empty for counts and words.
+        whole: takes whole numbers only.
+        switch: takes true and false.
+        present: what the base has of it; ``None`` for options.
+    """
+
+    name: str
+    kind: Kind
+    words: str
+    unit: str = ""
+    whole: bool = False
+    switch: bool = False
+    present: Value | None = None
+
+    def parse(self, text: str) -> Number | Value:
+        """Return what a value means: a number or factor, a switch, or what an option takes.
+
+        Raises:
+            FieldError: it is not a value of this field.
+        """
+        try:
+            if self.kind == "option":
+                option: Value = _option_value(self.name, text)
+                return option
+            if self.switch:
+                return _switch(text)
+            parsed = parse_number(text, self.unit)
+        except ValueError as error:
+            raise FieldError(f"{self.name}={text}: {error}") from error
+        if self.whole and not parsed.relative and parsed.value % 1:
+            raise FieldError(f"{self.name}={text}: takes whole numbers; give one, or a factor such as 2x")
+        return parsed
+
+
+class Fields:
+    """All fields, by name.
+
+    Args:
+        hardware: the base machine.
+        model: the base model.
+    """
+
+    def __init__(self, hardware: HardwareProfile, model: Model) -> None:
+        found = (*_option_fields(), *_model_fields(model), *_machine_fields(hardware))
+        self.by_name = {field.name: field for field in found}
+
+    def __getitem__(self, name: str) -> Field:
+        """Return a field by its name, an alias, or its spelling as an option.
+
+        Raises:
+            FieldError: there is none; names the nearest ones.
+        """
+        plain = name.removeprefix("--")
+        for spelled in (ALIASES.get(plain, plain), plain.replace("-", "_")):
+            if (field := self.by_name.get(spelled)) is not None:
+                return field
+        inside = [other for other in self.by_name if plain in other][:3]
+        near = inside or difflib.get_close_matches(plain, [*self.by_name, *ALIASES], n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise FieldError(f"no field is called {name!r}; {hint}`ullage whatif --fields` lists all")
+
+
+def changed_machine(hardware: HardwareProfile, changes: Mapping[str, Number | Value]) -> HardwareProfile:
+    """Return a machine with fields set to other values, one after the other.
+
+    Raises:
+        ValueError: it has no such field, or the value breaks a rule of the profile.
+    """
+    for name, change in changes.items():
+        before = of_machine(hardware, name)
+        after = _applied(before, change)
+        try:
+            if (knob := _knob(hardware, name)) is not None:
+                hardware = scaled(hardware, knob, float(after) / float(before))
+            elif name in CHANGES:
+                hardware = CHANGES[name](hardware, int(after))
+            else:
+                hardware = replace(hardware, {name: after}, CHANGED)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise FieldError(f"{name} of {hardware.name} cannot be {after}: {reason}") from error
+    return hardware
+
+
+def changed_model(model: Model, changes: Mapping[str, Number | Value]) -> Model:
+    """Return a model with sizes set to other values, all at once.
+
+    Raises:
+        ValueError: the sizes do not go together, or it is a captured one.
+    """
+    if not changes:
+        return model
+    if isinstance(model, CapturedModel):
+        raise FieldError(f"{next(iter(changes))}: {model.name} was captured, so its sizes are those of its module")
+    sizes = {name: _applied(of_model(model, name), change) for name, change in changes.items()}
+    try:
+        return ModelConfig.model_validate(model.model_dump() | {n.removeprefix("model."): v for n, v in sizes.items()})
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ModelConfigError(f"{', '.join(f'{n}={v}' for n, v in sizes.items())}: {reason}") from error
+
+
+def of_machine(hardware: HardwareProfile, name: str) -> float | int | bool:
+    """Return what a machine has of a field; of a curve its best rate.
+
+    Raises:
+        FieldError: it has none.
+    """
+    path = knob.paths[0] if (knob := _knob(hardware, name)) else name
+    if (item := quantities(hardware).get(path)) is not None:
+        return number(item)
+    if (count := counts(hardware).get(path)) is not None:
+        return count
+    raise FieldError(f"{hardware.name} has no {name}; choose a machine that has, or leave the field out")
+
+
+def of_model(model: Model, name: str) -> int | bool:
+    """Return what a model has of a field."""
+    value: int | bool = getattr(model, name.removeprefix("model."))
+    return value
+
+
+def namespace(options: Mapping[str, Any]) -> argparse.Namespace:
+    """Return parsed arguments with some options given and all others not."""
+    given = argparse.Namespace(**dict.fromkeys(action.dest for action in _actions().values()))
+    for name, value in options.items():
+        setattr(given, _actions()[name].dest, (None if value else True) if name == "clip" else value)
+    return given
+
+
+def _applied(before: float | bool, change: Number | Value) -> Any:
+    """Return what a change makes of a value; whole numbers stay whole."""
+    if not isinstance(change, Number):
+        return change
+    after = before * change.value if change.relative else change.value
+    return round(after) if isinstance(before, int) else after
+
+
+def _knob(hardware: HardwareProfile, name: str) -> Knob | None:
+    return next((knob for knob in all_knobs(hardware) if knob.key == name), None)
+
+
+def _option_fields() -> Iterator[Field]:
+    for name, action in _actions().items():
+        words = " ".join(str(action.help).split()) if name != "clip" else "clip gradients by their global norm (true)"
+        yield Field(name, "option", words, whole=action.type is positive_int)
+    yield Field(SUBGROUP_PARAMS, "option", "most parameters of one subgroup, the grain of the update", whole=True)
+
+
+def _model_fields(model: Model) -> Iterator[Field]:
+    if isinstance(model, CapturedModel):
+        return
+    for name in ModelConfig.model_fields:
+        value = getattr(model, name)
+        if isinstance(value, int):
+            switch = isinstance(value, bool)
+            words = name.replace("_", " ").removeprefix("num ")
+            yield Field(f"model.{name}", "model", words, whole=not switch, switch=switch, present=value)
+
+
+def _machine_fields(hardware: HardwareProfile) -> Iterator[Field]:
+    has = quantities(hardware)
+    for knob in all_knobs(hardware):
+        item = has[knob.paths[0]]
+        words = f"{knob.words}; scales {', '.join(knob.paths)}"
+        yield Field(knob.key, "machine", words, _unit(item), present=number(item))
+    for path, item in has.items():
+        words = "as a whole; its best rate is the value" if isinstance(item, Curve) else ""
+        yield Field(path, "machine", words, _unit(item), present=number(item))
+    for path, count in counts(hardware).items():
+        switch = isinstance(count, bool)
+        yield Field(path, "machine", _WORDS.get(path, ""), whole=not switch, switch=switch, present=count)
+
+
+def _unit(item: Quantity | Curve) -> str:
+    return _RATES[item.size_unit] if isinstance(item, Curve) else item.unit
+
+
+@functools.cache
+def _actions() -> dict[str, argparse.Action]:
+    """Return the options of a request, by the names of their fields."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_request_options(parser, model_required=False)
+    return {"clip" if action.dest == "no_clip" else action.dest: action for action in parser._actions}
+
+
+def _option_value(name: str, text: str) -> Any:
+    if name == "clip":
+        return _switch(text)
+    if name == SUBGROUP_PARAMS:
+        name = "gpus"  # a whole number from 1 on too
+    action = _actions()[name]
+    if action.choices is not None and text not in action.choices:
+        raise ValueError(f"give one of {', '.join(map(str, action.choices))}")
+    if not callable(action.type):
+        return text
+    try:
+        return [action.type(part) for part in text.split()] if action.nargs else action.type(text)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _switch(text: str) -> bool:
+    known = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    if text.lower() not in known:
+        raise ValueError("give true or false")
+    return known[text.lower()]

@@ -1,0 +1,99 @@
+"""What points cost: per hour, per million tokens, per run; and which of them nobody would do without."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from ullage.whatif.prices import MachinePrice, Prices
+from ullage.whatif.study import Asked, Cost, Figures, Point, Value
+
+_SECONDS_PER_HOUR = 3600.0
+_MILLION = 1e6
+
+
+def charged(points: Iterable[Point], prices: Prices | None, asked: Asked) -> tuple[list[Point], list[str]]:
+    """Return points with what they cost, if there are prices, and what readers should know about it.
+
+    Without prices a run still takes some time, so that a deadline can be held against it.
+    """
+    if prices is None:
+        return list(points), []
+    priced = [point.model_copy(update={"cost": _cost(point, prices, asked)}) for point in points]
+    front = pareto_front(priced)
+    marked = [
+        point.model_copy(update={"on_front": True}) if position in front else point
+        for position, point in enumerate(priced)
+    ]
+    return marked, _notes(priced, prices)
+
+
+def pareto_front(points: Sequence[Point]) -> set[int]:
+    """Return the positions of points that no other of the same model is both as fast and as cheap as.
+
+    Of points that are equal in both, the first is taken.
+    """
+    by_model: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
+    for position, point in enumerate(points):
+        if point.figures and point.cost:
+            key = (point.cost.per_million_tokens, -point.figures.tokens_per_s, position)
+            by_model[point.model].append(key)
+    front = set()
+    for keys in by_model.values():
+        fastest = 0.0
+        for _, slowness, position in sorted(keys):  # the cheapest first: each next one has to be faster
+            if -slowness > fastest:
+                fastest = -slowness
+                front.add(position)
+    return front
+
+
+def run_seconds(figures: Figures, tokens: float) -> float:
+    """Return how long training on so many tokens takes."""
+    return tokens / figures.tokens_per_s
+
+
+def _cost(point: Point, prices: Prices, asked: Asked) -> Cost | None:
+    figures, machine = point.figures, prices.machines.get(point.hardware)
+    if figures is None or machine is None:
+        return None
+    per_hour = _per_hour(point, figures, machine, prices)
+    per_token = per_hour / _SECONDS_PER_HOUR / figures.tokens_per_s
+    run_s = run_seconds(figures, asked.tokens) if asked.tokens else None
+    return Cost(
+        per_hour=per_hour,
+        per_million_tokens=per_token * _MILLION,
+        run_s=run_s,
+        run=per_token * asked.tokens if asked.tokens else None,
+        in_time=run_s <= asked.deadline_s if run_s and asked.deadline_s else None,
+    )
+
+
+def _per_hour(point: Point, figures: Figures, machine: MachinePrice, prices: Prices) -> float:
+    """Return the price of all nodes that are used, with what they have more than the profile, or less."""
+    own = figures.num_devices * machine.per_device_hour + figures.num_nodes * machine.per_node_hour
+    extra = 0.0
+    for name, change in point.varied.items():
+        if (price := prices.extras.get(name)) is not None:
+            times = figures.num_devices if name.startswith("device") else figures.num_nodes
+            extra += times * price.per_hour * (_number(change.after) - _number(change.before))
+    return max(own + extra, 0.0)
+
+
+def _number(value: Value | None) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _notes(points: Sequence[Point], prices: Prices) -> list[str]:
+    """Say whose prices they are, and what has none."""
+    hardware = dict.fromkeys(point.hardware for point in points if point.figures)
+    origins = {name: prices.machines[name].provenance for name in hardware if name in prices.machines}
+    by_origin: dict[str, list[str]] = defaultdict(list)
+    for name, origin in origins.items():
+        by_origin[f"{origin.origin}, {origin.source}{f', {origin.date}' if origin.date else ''}"].append(name)
+    notes = [f"prices of {', '.join(names)}: {origin}" for origin, names in by_origin.items()]
+    if without := [name for name in hardware if name not in origins]:
+        notes.append(f"the prices have none for {', '.join(without)}, so that their points have no cost")
+    varied = dict.fromkeys(name for point in points for name in point.varied if not name.startswith("model."))
+    free = [name for name in varied if name not in prices.extras]
+    if free and origins:
+        notes.append(f"what changes {', '.join(free)} is not charged: the prices have no extra for it")
+    return notes

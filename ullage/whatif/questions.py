@@ -1,0 +1,334 @@
+"""Questions that are asked so often that they have a name: which points they need, and what the answer is in words."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+from hwprofiles import __version__
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.registry import LOCAL, list_profiles, load_profile
+from planner.knobs import knobs
+from ullage.formatting import duration, percent
+from ullage.request import DEFAULT_HARDWARE
+from ullage.whatif.design import Case, Space
+from ullage.whatif.fields import of_machine
+from ullage.whatif.money import charged
+from ullage.whatif.prices import Prices
+from ullage.whatif.running import Bench
+from ullage.whatif.study import Answer, Axis, Least, Point, Question, Study, StudyError
+from ullage.whatif.values import Number
+
+_MOST_DEVICES: Final = 64
+_NEAR: Final = 1.05  # least amounts of memory are found to this ratio
+_LEAST_SHARE: Final = 1 / 1024  # of what there is: less is not tried
+_GOOD: Final = 0.8  # efficiency that people call good
+_MATTERS: Final = 0.01  # a change of the iteration time that is more than what a search misses
+_HARDWARE = Axis(name="hardware", words="profile of the machine", values=())
+_GPUS = Axis(name="gpus", words="devices to train on", values=())
+
+
+def answer(space: Space, prices: Prices | None, bench: Bench) -> Study:
+    """Return the study that a question makes, with its answer.
+
+    Raises:
+        StudyError: the question needs something that is not given.
+    """
+    question = space.asked.question
+    assert question is not None
+    if space.asked.sweep:
+        name = next(iter(space.asked.sweep))
+        raise StudyError(f"--question {question} chooses its own points; leave out --sweep {name}, or --question")
+    return _QUESTIONS[question](space, prices, bench)
+
+
+def _fits(space: Space, _: Prices | None, bench: Bench) -> Study:
+    machines = _machines(space, None)
+    waiting = {name: list(_ladder(space, hardware)) for name, hardware in machines.items()}
+    tried: list[Case] = []
+    chosen: dict[str, int] = {}
+    while waiting := {name: counts for name, counts in waiting.items() if counts and name not in chosen}:
+        cases = {name: _at(space, name, counts.pop(0)) for name, counts in waiting.items()}
+        tried += cases.values()
+        results = bench.results(cases.values(), space.effort, "how many devices")
+        chosen |= {
+            name: int(case.settings["gpus"])
+            for (name, case), result in zip(cases.items(), results, strict=True)
+            if result.status == "fits"
+        }
+    tried.sort(key=lambda case: (list(machines).index(str(case.settings["hardware"])), case.settings["gpus"]))
+    least = _least(space, bench, {name: (machines[name], count) for name, count in chosen.items()})
+    study = _study(space, None, bench, tried)  # which has no cost: whether it fits is all that is asked
+    model = study.points[0].model
+    words = [
+        f"{model} trains on {count} device{'s' if count > 1 else ''} of {', '.join(names)}"
+        for count, names in _grouped({one.hardware: one.num_devices for one in least})
+    ]
+    if without := [name for name in machines if name not in chosen]:
+        words.append(f"no plan was found for {', '.join(without)}")
+    order = [_position(study, one.hardware, one.num_devices) for one in least]
+    return _answered(study, "fits", words, order).model_copy(
+        update={"answer": Answer(question="fits", words=tuple(words), points=tuple(order), least=least)}
+    )
+
+
+def _least(space: Space, bench: Bench, chosen: Mapping[str, tuple[HardwareProfile, int]]) -> tuple[Least, ...]:
+    """Return the least memory and drives of each machine with which a plan is still found, by bisection."""
+    searches = {
+        (name, field): [_LEAST_SHARE, 1.0]  # does not fit (as far as is known), and fits
+        for name, (hardware, _) in chosen.items()
+        for field in ("device.memory_bytes", "host.memory_bytes", *_drives(space, hardware))
+    }
+
+    def amount(name: str, field: str, share: float) -> float:
+        value = of_machine(chosen[name][0], field) * share
+        return max(round(value), 0) if field == "nvme.num_drives" else value
+
+    def tried(shares: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], bool]:
+        cases = [
+            space.case(
+                {"hardware": name, "gpus": chosen[name][1], field: Number(amount(name, field, share))}, effort="fit"
+            )
+            for (name, field), share in shares.items()
+        ]
+        results = bench.results(cases, "fit", "how little memory")
+        return {key: result.status == "fits" for key, result in zip(shares, results, strict=True)}
+
+    for key, fits in tried({key: low for key, (low, _) in searches.items()}).items():
+        if fits:
+            searches[key][1] = _LEAST_SHARE
+    while open_ := {
+        (name, field): math.sqrt(low * high)
+        for (name, field), (low, high) in searches.items()
+        if high / low > _NEAR
+        and (field != "nvme.num_drives" or amount(name, field, high) - amount(name, field, low) > 1)
+    }:
+        for key, fits in tried(open_).items():
+            searches[key][1 if fits else 0] = open_[key]
+    found = {
+        name: {field: amount(name, field, high) for (other, field), (_, high) in searches.items() if other == name}
+        for name in chosen
+    }
+    rows = [
+        Least(
+            hardware=name,
+            num_devices=chosen[name][1],
+            device_memory_bytes=of["device.memory_bytes"],
+            host_memory_bytes=of["host.memory_bytes"],
+            num_drives=int(of["nvme.num_drives"]) if "nvme.num_drives" in of else None,
+        )
+        for name, of in found.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: (row.num_devices, row.device_memory_bytes)))
+
+
+def _drives(space: Space, hardware: HardwareProfile) -> tuple[str, ...]:
+    counted = hardware.nvme is not None and hardware.nvme.num_drives is not None
+    return ("nvme.num_drives",) if counted and space.asked.set.get("storage") == "nvme" else ()
+
+
+def _cheapest(space: Space, prices: Prices | None, bench: Bench) -> Study:
+    asked = space.asked
+    if prices is None or asked.tokens is None:
+        missing = "--prices FILE (or --prices example)" if prices is None else "--tokens, as in 300B"
+        raise StudyError(f"--question cheapest needs {missing}")
+    machines = _machines(space, prices)
+    cases = [_at(space, name, count) for name, machine in machines.items() for count in _ladder(space, machine)]
+    study = _study(space, prices, bench, cases)
+    currency = prices.currency
+    priced = [(at, point) for at, point in enumerate(study.points) if point.cost and point.cost.run is not None]
+    if not priced:
+        return _answered(study, "cheapest", [f"no machine with a price was found that trains {cases[0].model}"], [])
+    by_cost = sorted(priced, key=lambda item: (item[1].cost.run if item[1].cost else 0.0, item[0]))
+    in_time = [item for item in by_cost if item[1].cost and item[1].cost.in_time is not False]
+    fastest = min(priced, key=lambda item: item[1].cost.run_s if item[1].cost and item[1].cost.run_s else math.inf)
+    words = []
+    if asked.deadline_s and in_time:
+        words.append(f"Cheapest within {duration(asked.deadline_s)}: {_offer(in_time[0][1], currency)}")
+    elif asked.deadline_s:
+        words.append(f"None of {len(priced)} machines that fit trains it within {duration(asked.deadline_s)}")
+    if not asked.deadline_s or by_cost[0] not in in_time[:1]:
+        words.append(f"Cheapest at any time: {_offer(by_cost[0][1], currency)}")
+    words.append(f"Fastest: {_offer(fastest[1], currency)}")
+    order = [at for at, _ in (*in_time, *by_cost)]
+    return _answered(study, "cheapest", words, list(dict.fromkeys(order)))
+
+
+def _offer(point: Point, currency: str) -> str:
+    assert point.cost is not None
+    assert point.cost.run is not None
+    assert point.cost.run_s is not None
+    return (
+        f"{point.settings['gpus']} x {point.hardware}, {point.cost.run:,.0f} {currency} in "
+        f"{duration(point.cost.run_s)} ({point.cost.per_million_tokens:.3g} {currency} per million tokens, predicted)"
+    )
+
+
+def _upgrade(space: Space, prices: Prices | None, bench: Bench) -> Study:
+    base = space.case({})
+    if base.request is None:
+        raise StudyError(f"there is nothing to upgrade: {base.refused.reason if base.refused else ''}")
+    request = base.request
+    names = [
+        knob.key
+        for knob in knobs(
+            request.hardware,
+            request.precision.weights,
+            request.num_devices,
+            uses_storage=request.storage == "nvme",
+        )
+        if knob.key != "issue"  # a time: twice of it is no upgrade
+    ]
+    cases = {"as it is": base}
+    for name in (*names, "host.num_cores"):
+        value = of_machine(request.hardware, name)
+        cases[f"{name} 2x"] = space.case({name: Number(2 * value)})
+    cases["gpus 2x"] = space.case({"gpus": 2 * request.num_devices})
+    labelled = [_with_settings(case, {"change": label}) for label, case in cases.items()]
+    axis = Axis(name="change", words="what there is twice as much of", values=tuple(cases))
+    study = _study(space, prices, bench, labelled, (axis,))
+    present = study.points[0].figures
+    fits = [(at, point) for at, point in enumerate(study.points) if point.figures and at]
+    order = sorted(fits, key=lambda item: -(item[1].figures.tokens_per_s if item[1].figures else 0.0))
+    if present is None:
+        words = [f"As it is, there is no plan: {study.points[0].result.reason}"]
+        words += [f"with {order[0][1].settings['change']} there is one"] if order else []
+        return _answered(study, "upgrade", words, [at for at, _ in order])
+    faster = [
+        (at, p) for at, p in order if p.figures and p.figures.tokens_per_s > present.tokens_per_s * (1 + _MATTERS)
+    ]
+    words = [_gain(point, present.tokens_per_s) for _, point in faster[:3]]
+    if not words:
+        words = ["Doubling any one resource makes training no more than 1 % faster (predicted)"]
+    else:
+        words[0] = f"What buys most: {words[0]}"
+        words.append(f"{len(fits) - len(faster)} of {len(fits)} changes make it no more than 1 % faster")
+    if prices and (cheap := _cheapest_change(study.points)):
+        words.append(cheap)
+    return _answered(study, "upgrade", words, [at for at, _ in order])
+
+
+def _gain(point: Point, tokens_per_s: float) -> str:
+    assert point.figures is not None
+    gain = point.figures.tokens_per_s / tokens_per_s - 1
+    return f"{point.settings['change']}: {percent(gain)} more tokens/s (predicted)"
+
+
+def _cheapest_change(points: Sequence[Point]) -> str | None:
+    """Say which change lowers the cost per token most, among those whose price is known."""
+    charged_for = [p for p in points[1:] if p.cost and _is_charged(p, points[0])]
+    present = points[0].cost
+    if present is None or not charged_for:
+        return None
+    best = min(charged_for, key=lambda point: point.cost.per_million_tokens if point.cost else math.inf)
+    assert best.cost is not None
+    change = best.cost.per_million_tokens / present.per_million_tokens - 1
+    verdict = f"{percent(abs(change))} {'less' if change < 0 else 'more'} per token than as it is"
+    return f"Per money, of what has a price, {best.settings['change']} is best: {verdict}"
+
+
+def _is_charged(point: Point, present: Point) -> bool:
+    """Return whether a change costs anything: what has no price is not known to be a bargain."""
+    return bool(point.cost and present.cost and point.cost.per_hour != present.cost.per_hour)
+
+
+def _scale(space: Space, prices: Prices | None, bench: Bench) -> Study:
+    hardware = load_profile(space.asked.set.get("hardware", DEFAULT_HARDWARE))
+    counts = list(_ladder(space, hardware))
+    cases = [_with_settings(space.case({"gpus": count}), {"gpus": count}) for count in counts]
+    study = _study(space, prices, bench, cases, (_GPUS.model_copy(update={"values": tuple(counts)}),))
+    fits = [point.figures for point in study.points if point.figures]
+    if not fits:
+        return _answered(study, "scale", [f"no plan was found on up to {counts[-1]} devices of {hardware.name}"], [])
+    first = fits[0]
+    efficiency = tuple(
+        (figures.tokens_per_s / figures.num_devices) / (first.tokens_per_s / first.num_devices) if figures else None
+        for figures in (point.figures for point in study.points)
+    )
+    last, last_one = fits[-1], next(one for one in reversed(efficiency) if one is not None)
+    words = [
+        (
+            f"{last.num_devices} devices of {hardware.name} are {last.tokens_per_s / first.tokens_per_s:.3g} times as "
+            f"fast as {first.num_devices}, at {percent(last_one)} of its speed per device (predicted)"
+        )
+    ]
+    good = [
+        f.num_devices
+        for f, e in zip((p.figures for p in study.points), efficiency, strict=True)
+        if f and e and e >= _GOOD
+    ]
+    words.append(f"Above {percent(_GOOD)} it stays on up to {max(good)} devices")
+    if "global_batch" not in space.asked.set:
+        words.append("Every device has its own batch, so that more of them train on more tokens per iteration")
+    found = _answered(study, "scale", words, [])
+    assert found.answer is not None
+    return found.model_copy(update={"answer": found.answer.model_copy(update={"efficiency": efficiency})})
+
+
+_QUESTIONS: Final[Mapping[Question, Callable[[Space, Prices | None, Bench], Study]]] = {
+    "fits": _fits,
+    "cheapest": _cheapest,
+    "upgrade": _upgrade,
+    "scale": _scale,
+}
+
+
+def _machines(space: Space, prices: Prices | None) -> dict[str, HardwareProfile]:
+    """Return the machines that are compared: the one that is given, or all that are packaged (and have a price)."""
+    if (given := space.asked.set.get("hardware")) is not None:
+        return {given: load_profile(given)}
+    names = [name for name in list_profiles() if name != LOCAL and (prices is None or name in prices.machines)]
+    found = {name: load_profile(name) for name in names}
+    return {name: profile for name, profile in found.items() if profile.device.kind == "gpu"}
+
+
+def _ladder(space: Space, hardware: HardwareProfile) -> Iterable[int]:
+    """Yield powers of two up to the devices that are given, or to a node, or to 64 where nodes have a network."""
+    most = int(space.asked.set.get("gpus", _MOST_DEVICES if hardware.inter_node else hardware.devices_per_node))
+    powers = (2**i for i in itertools.count())
+    yield from itertools.takewhile(lambda count: count < most, powers)
+    yield most
+
+
+def _at(space: Space, hardware: str, count: int) -> Case:
+    settings: dict[str, str | int] = {"hardware": hardware, "gpus": count}
+    return _with_settings(space.case(dict(settings)), settings)
+
+
+def _with_settings(case: Case, settings: Mapping[str, str | int]) -> Case:
+    return Case(dict(settings), case.varied, case.hardware, case.model, case.request, case.key, case.refused)
+
+
+def _study(
+    space: Space, prices: Prices | None, bench: Bench, cases: Sequence[Case], axes: tuple[Axis, ...] | None = None
+) -> Study:
+    if axes is None:
+        axes = tuple(
+            axis.model_copy(update={"values": tuple(dict.fromkeys(case.settings[axis.name] for case in cases))})
+            for axis in (_HARDWARE, _GPUS)
+        )
+    points, notes = charged(bench.points(cases, space.effort), prices, space.asked)
+    return Study(
+        program_version=__version__,
+        asked=space.asked,
+        axes=axes,
+        prices=prices,
+        points=tuple(points),
+        complete=True,
+        notes=tuple(notes),
+    )
+
+
+def _answered(study: Study, question: Question, words: Sequence[str], points: Sequence[int]) -> Study:
+    found = Answer(question=question, words=tuple(words), points=tuple(points))
+    return study.model_copy(update={"answer": found})
+
+
+def _position(study: Study, hardware: str, count: int) -> int:
+    wanted = {"hardware": hardware, "gpus": count}
+    return next(at for at, point in enumerate(study.points) if point.settings == wanted)
+
+
+def _grouped(counts: Mapping[str, int]) -> list[tuple[int, list[str]]]:
+    """Return names by count, the smallest first."""
+    return [(count, [n for n, c in counts.items() if c == count]) for count in sorted(set(counts.values()))]

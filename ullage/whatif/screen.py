@@ -1,0 +1,182 @@
+"""What `ullage whatif` prints: the answer, then the table."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from planner.schedule import Tier
+from ullage.console import console, table
+from ullage.formatting import LANE_WORDS, duration, percent, si
+from ullage.whatif.study import Axis, Least, Point, Sensitivities, Study, Value
+
+_UNITS = {"bytes": "B", "bytes_per_s": "B/s", "flop_per_s": "FLOP/s", "params_per_s": "param/s", "s": "s"}
+_MOST_ROWS, _MOST_ANSWERS = 48, 16
+_COMMON = 5  # columns that every point has behind its settings
+_STATUS_WORDS = {"lacks-memory": "lacks memory", "refused": "cannot be asked for", "failed": "the planner failed"}
+_TIERS = {Tier.GPU: "device", Tier.HOST: "host", Tier.NVME: "NVMe"}
+
+
+def study_screen(study: Study, path: Path, table_path: Path | None) -> None:
+    """Print a study: answer, table, what readers should know, and where the files are."""
+    out = console()
+    if study.answer:
+        for line in study.answer.words:
+            out.print(line, style="bold", soft_wrap=True)
+        out.print()
+    if study.answer and study.answer.least:
+        out.print(least_table(study, study.answer.least))
+    else:
+        shown = _most_telling(study)
+        out.print(points_table(study, shown))
+        if len(shown) < len(study.points):
+            which = "the best" if study.answer else "the fastest"
+            out.print(f"{len(study.points) - len(shown)} more points are in {path}; these are {which}")
+    if study.sensitivities:
+        out.print()
+        out.print(sensitivity_table(study.sensitivities))
+        out.print(
+            f"elasticity: relative change of the iteration time over that of the resource, planned anew at "
+            f"{1 + study.sensitivities.step:g}x and 1/{1 + study.sensitivities.step:g}x; below 0.05 is as good as none",
+            soft_wrap=True,
+        )
+    for line in reasons(study):
+        out.print(line, soft_wrap=True)
+    for note in study.notes:
+        out.print(f"note: {note}", soft_wrap=True)
+    written = f"study written to {path}" + (f", its table to {table_path}" if table_path else "")
+    out.print(written, soft_wrap=True)
+
+
+def value_words(axis: Axis, value: Value) -> str:
+    """Return a value of an axis as people write it."""
+    if axis.relative:
+        return f"{value:g}x"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float) or (axis.unit and isinstance(value, int)):
+        return si(float(value), _UNITS.get(axis.unit, "")).strip()
+    return str(value)
+
+
+def points_table(study: Study, points: Sequence[Point]) -> Table:
+    """Return one row for each point: settings, whether it fits, time, speed, what binds, memory, cost."""
+    axes, money = study.axes, study.prices is not None
+    certified, run = study.asked.certify, study.asked.tokens is not None
+    currency = study.prices.currency if study.prices else ""
+    columns = [*(axis.name for axis in axes), "iteration", "tokens/s", "device memory", "host memory", "bound by"]
+    efficiency = study.answer.efficiency if study.answer else ()
+    columns += ["per device"] if efficiency else []
+    columns += ["within"] if certified else []
+    columns += [f"{currency}/h", f"{currency}/M tokens"] if money else []
+    columns += ["run takes"] if run else []
+    columns += [f"run {currency}"] if money and run else []
+    columns += [""] if money else []
+    result = table(f"{len(study.points)} points, predicted", *columns, num_text=0)
+    for point in points:
+        row = _row(study, point, certified=certified, money=money, run=run)
+        if efficiency and (share := efficiency[study.points.index(point)]) is not None:
+            row.insert(len(axes) + _COMMON, percent(share))
+        result.add_row(*row)
+    for column in result.columns[: len(axes)]:
+        column.no_wrap = True
+    if money:
+        result.caption = "* no other point is both faster and cheaper"
+        result.caption_justify = "left"
+    return result
+
+
+def least_table(study: Study, rows: Sequence[Least]) -> Table:
+    """Return what every machine needs at least, beside what it has."""
+    columns = ["devices", "device memory", "host memory", "iteration"]
+    drives = any(row.num_drives is not None for row in rows)
+    result = table(
+        "least with which a plan was found, each by itself", "machine", *columns, *(["drives"] if drives else [])
+    )
+    points = {(point.settings["hardware"], point.settings["gpus"]): point for point in study.points}
+    for row in rows:
+        figures = points[row.hardware, row.num_devices].figures
+        cells = [str(row.num_devices), si(row.device_memory_bytes, "B"), si(row.host_memory_bytes, "B")]
+        cells += [si(figures.iteration_s, "s") if figures else ""]
+        cells += ["" if row.num_drives is None else str(row.num_drives)] if drives else []
+        result.add_row(row.hardware, *cells)
+    result.caption = "memory of each device and node; the iteration time is with all that the machine has"
+    result.caption_justify = "left"
+    return result
+
+
+def sensitivity_table(found: Sensitivities) -> Table:
+    """Return what every resource is worth, the largest effect first."""
+    columns = ("here", "with less", "with more", "one more is worth", "bound by something else from")
+    result = table("sensitivities, predicted", "resource", *columns)
+    for row in found.rows:
+        unit = _UNITS.get(row.unit, "")
+        worth = "" if row.seconds_per_step is None else f"{row.step_words}: {_signed_seconds(row.seconds_per_step)}"
+        moves = [
+            f"{si(crossing.value, unit).strip()} ({LANE_WORDS[crossing.bound_by]})"
+            for crossing in (row.below, row.above)
+            if crossing and crossing.bound_by
+        ]
+        result.add_row(
+            row.name,
+            si(row.value, unit).strip(),
+            _elasticity(row.elasticity_less),
+            _elasticity(row.elasticity_more),
+            worth,
+            "; ".join(moves),
+        )
+    return result
+
+
+def _elasticity(value: float | None) -> str:
+    return "no plan" if value is None else f"{value + 0.0:+.2f}"
+
+
+def _signed_seconds(seconds: float) -> str:
+    return "0 s" if abs(seconds) < 1e-9 else f"{'-' if seconds < 0 else '+'}{si(abs(seconds), 's')}"
+
+
+def reasons(study: Study) -> Iterator[str]:
+    """Yield in words why points have no plan, the commonest reason first, one line for each kind."""
+    without = [point for point in study.points if point.result.status != "fits"]
+    for status, count in Counter(point.result.status for point in without).most_common():
+        first = next(point for point in without if point.result.status == status)
+        proven = sum(point.result.proven for point in without if point.result.status == status)
+        also = f" ({proven} proven)" if proven else ""
+        yield f"{count} of {len(study.points)} points: {_STATUS_WORDS[status]}{also}; the first: {first.result.reason}"
+
+
+def _row(study: Study, point: Point, *, certified: bool, money: bool, run: bool) -> list[str]:
+    settings = [value_words(axis, point.settings[axis.name]) for axis in study.axes]
+    figures, cost = point.figures, point.cost
+    if figures is None:
+        missing = point.result.missing_bytes
+        lacks = {tier: f"lacks {si(missing[tier], 'B')}" if tier in missing else "" for tier in (Tier.GPU, Tier.HOST)}
+        status = _STATUS_WORDS[point.result.status]
+        return [*settings, "-", "-", lacks[Tier.GPU], lacks[Tier.HOST], status]
+    used = {tier: percent(peak.peak_bytes / peak.capacity_bytes) for tier, peak in figures.memory.items()}
+    row = [*settings, si(figures.iteration_s, "s"), f"{figures.tokens_per_s:,.0f}"]
+    row += [used.get(Tier.GPU, ""), used.get(Tier.HOST, ""), LANE_WORDS[figures.bound_by]]
+    row += [percent(figures.gap) if figures.gap is not None else ""] if certified else []
+    row += [f"{cost.per_hour:,.2f}", f"{cost.per_million_tokens:,.3g}"] if cost else ["", ""] if money else []
+    if run and study.asked.tokens:
+        row.append(duration(study.asked.tokens / figures.tokens_per_s))
+    row += [_amount(cost.run) if cost and cost.run is not None else ""] if money and run else []
+    row += ["*" if point.on_front else ""] if money else []
+    return row
+
+
+def _amount(money: float) -> str:
+    return f"{money:,.2f}" if money < 100 else f"{money:,.0f}"
+
+
+def _most_telling(study: Study) -> list[Point]:
+    """Return the points that a screen has room for: all, or the answer's and then the fastest."""
+    if study.answer and study.answer.points:
+        return [study.points[position] for position in study.answer.points[:_MOST_ANSWERS]]
+    if len(study.points) <= _MOST_ROWS:
+        return list(study.points)
+    first: list[Point] = []
+    fits = sorted((p for p in study.points if p.figures), key=lambda p: -(p.figures.tokens_per_s if p.figures else 0))
+    return list({id(point): point for point in (*first, *fits)}.values())[:_MOST_ROWS]

@@ -1,0 +1,170 @@
+"""What every resource is worth to one point, and where the bottleneck moves, by planning anew.
+
+[Note: Elasticity] Of a resource there is once a fifth more and once a fifth less, everything is planned again, and
+the logarithm of what that does to the iteration time is divided by that of the change. Both sides are told, as the best
+plan has kinks: what is bound by a link on one side may be bound by cores on the other. A search ends within about a
+percent of the best, so that an elasticity below 0.05 is as good as none. The step is large enough for that, and small
+enough to be about this machine.
+
+[Note: Moves] Where the lane that bounds the plan changes is searched between a quarter of the resource and four times
+as much: if it is another one at an end, by bisection, to a tenth. What `ullage explain` calls a crossing keeps the
+plan's decisions; here they are made again at every trial, so this is where the *best* plan is bound by something else.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Final
+
+from planner.knobs import knobs
+from planner.schedule import Lane
+from ullage.whatif.design import Case, Space
+from ullage.whatif.fields import Field, of_machine
+from ullage.whatif.running import Bench
+from ullage.whatif.study import Crossing, Result, Sensitivities, Sensitivity, Side, StudyError
+from ullage.whatif.values import Number
+
+STEP: Final = 0.2
+RANGE: Final = 4.0
+_NEAR: Final = 1.1
+_CORES: Final = "host.num_cores"
+# What people buy more of, by unit: how much in it, and how it is called.
+_STEPS: Final = {
+    "bytes": (1e9, "1 GB"),
+    "bytes_per_s": (1e9, "1 GB/s"),
+    "flop_per_s": (1e12, "1 TFLOP/s"),
+    "params_per_s": (1e9, "1 Gparam/s"),
+    "s": (1e-6, "1 µs"),
+    "": (1.0, "1"),
+}
+
+
+@dataclasses.dataclass
+class _Search:
+    """The bracket of a crossing: the last factor where the present lane binds, and the first where another does."""
+
+    inside: float
+    outside: float
+
+    @property
+    def found(self) -> bool:
+        """Whether the bracket is narrow enough."""
+        return abs(math.log(self.outside / self.inside)) <= math.log(_NEAR)
+
+    @property
+    def middle(self) -> float:
+        return math.sqrt(self.inside * self.outside)
+
+
+def sensitivities(space: Space, bench: Bench) -> Sensitivities:
+    """Return what every resource of the base point is worth; see [Note: Elasticity] and [Note: Moves].
+
+    Raises:
+        StudyError: the base point has no plan.
+    """
+    base_case = space.case({})
+    (base,) = bench.results([base_case], space.effort, "the base point")
+    if base.figures is None or base_case.request is None or base.status != "fits":
+        raise StudyError(f"nothing to vary: the base point has no plan: {base.reason}")
+    request = base_case.request
+    matters = knobs(
+        request.hardware,
+        request.precision.weights,
+        request.num_devices,
+        uses_storage=request.storage == "nvme",
+    )
+    fields = [space.fields[name] for name in (*(knob.key for knob in matters), _CORES)]
+    trials = _Trials(space, bench, {field.name: of_machine(request.hardware, field.name) for field in fields})
+    trials.plan(dict.fromkeys(trials.values, (1 + STEP, 1 / (1 + STEP), RANGE, 1 / RANGE)), "what is it worth")
+    crossings = _crossings(trials, base.figures.bound_by)
+    rows = [_row(trials, field, base, crossings) for field in fields]
+    rows.sort(key=lambda row: -max(abs(row.elasticity_more or 0.0), abs(row.elasticity_less or 0.0)))
+    return Sensitivities(base=base, step=STEP, range=RANGE, rows=tuple(rows))
+
+
+class _Trials:
+    """Results of scaling one field by a factor, planned as they are asked for.
+
+    Args:
+        space: of the study.
+        bench: plans them.
+        values: the fields, with what the base point has of each.
+    """
+
+    def __init__(self, space: Space, bench: Bench, values: Mapping[str, float]) -> None:
+        self.values = values
+        self._space, self._bench = space, bench
+        self._results: dict[tuple[str, float], tuple[Case, Result]] = {}
+
+    def plan(self, factors: Mapping[str, tuple[float, ...]], what: str) -> None:
+        """Plan several factors of several fields, all at once."""
+        wanted = [(name, factor) for name, all_factors in factors.items() for factor in all_factors]
+        cases = [self._space.case({name: Number(self._scaled(name, factor))}) for name, factor in wanted]
+        results = self._bench.results(cases, self._space.effort, what)
+        self._results |= dict(zip(wanted, zip(cases, results, strict=True), strict=True))
+
+    def side(self, name: str, factor: float) -> Side:
+        """Return what was found at a factor; of whole numbers the factor is what they came to."""
+        case, result = self._results[name, factor]
+        figures = result.figures if result.status == "fits" else None
+        after = of_machine(case.request.hardware, name) if case.request else self._scaled(name, factor)
+        return Side(
+            factor=after / self.values[name],
+            value=after,
+            iteration_s=figures.iteration_s if figures else None,
+            bound_by=figures.bound_by if figures else None,
+        )
+
+    def _scaled(self, name: str, factor: float) -> float:
+        value = self.values[name] * factor
+        return max(round(value), 1) if isinstance(self.values[name], int) else value
+
+
+def _crossings(trials: _Trials, present: Lane) -> dict[tuple[str, bool], Crossing]:
+    """Return crossings by field and whether they are above the present value."""
+    searches = {
+        (name, above): _Search(1.0, end)
+        for name in trials.values
+        for above, end in ((False, 1 / RANGE), (True, RANGE))
+        if trials.side(name, end).bound_by not in {present, None}
+    }
+    while open_ := {key: search for key, search in searches.items() if not search.found}:
+        wanted: dict[str, tuple[float, ...]] = {}
+        for (name, _), search in open_.items():
+            wanted[name] = (*wanted.get(name, ()), search.middle)
+        trials.plan(wanted, "where the bottleneck moves")
+        for (name, _), search in open_.items():
+            middle = search.middle
+            if trials.side(name, middle).bound_by in {present, None}:
+                search.inside = middle
+            else:
+                search.outside = middle
+    return {key: Crossing(**trials.side(key[0], search.outside).model_dump()) for key, search in searches.items()}
+
+
+def _row(trials: _Trials, field: Field, base: Result, crossings: Mapping[tuple[str, bool], Crossing]) -> Sensitivity:
+    assert base.figures is not None
+    more, less = trials.side(field.name, 1 + STEP), trials.side(field.name, 1 / (1 + STEP))
+    base_s, value = base.figures.iteration_s, trials.values[field.name]
+    elasticity = _elasticity(more, base_s)
+    amount, words = _STEPS[field.unit]
+    return Sensitivity(
+        name=field.name,
+        words=field.words,
+        unit=field.unit,
+        value=float(value),
+        less=less,
+        more=more,
+        elasticity_less=_elasticity(less, base_s),
+        elasticity_more=elasticity,
+        step_words="1 core" if field.name == _CORES else words,
+        seconds_per_step=None if elasticity is None else elasticity * base_s * amount / value,
+        below=crossings.get((field.name, False)),
+        above=crossings.get((field.name, True)),
+    )
+
+
+def _elasticity(side: Side, base_s: float) -> float | None:
+    if side.iteration_s is None or side.factor == 1:
+        return None
+    return math.log(side.iteration_s / base_s) / math.log(side.factor)

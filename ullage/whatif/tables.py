@@ -1,0 +1,114 @@
+"""A study as a table: one row for each point, for the screen, CSV and Parquet."""
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from hwprofiles.files import write_whole
+from planner.schedule import Tier
+from ullage.whatif.study import Point, Study
+
+SUFFIXES: Final = (".csv", ".parquet")
+
+
+def rows(study: Study) -> list[dict[str, Any]]:
+    """Return a row for each point: settings, then figures, empty where there are none; all have the same columns."""
+    return [_settings(study, point) | _figures(point) | _cost(study, point) for point in study.points]
+
+
+def check_table_path(path: Path) -> None:
+    """Check that a table can be written there, before anything is computed.
+
+    Raises:
+        ValueError: it is neither CSV nor Parquet, or its folder is not there.
+        ModuleNotFoundError: it is Parquet, and pyarrow is missing.
+    """
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"--table {path}: ends in neither .csv nor .parquet; choose one of them")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--table {path}: there is no such folder; make it first")
+    if path.suffix == ".parquet":
+        _pyarrow()
+
+
+def write_table(study: Study, path: Path) -> None:
+    """Write the rows to a file, whole or not at all, as CSV or Parquet by its name.
+
+    Raises:
+        ModuleNotFoundError: Parquet needs pyarrow.
+        OSError: it cannot be written.
+    """
+    found = rows(study)
+    columns = list(found[0]) if found else []
+    if path.suffix == ".parquet":
+        pyarrow, parquet = _pyarrow()
+        table = pyarrow.table({column: _one_type([row[column] for row in found]) for column in columns})
+        data = io.BytesIO()
+        parquet.write_table(table, data)
+        write_whole(path, data.getvalue())
+        return
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(found)
+    write_whole(path, text.getvalue())
+
+
+def _settings(study: Study, point: Point) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for axis in study.axes:
+        settings[f"{axis.name}_factor" if axis.relative else axis.name] = point.settings[axis.name]
+        if axis.relative:
+            varied = point.varied.get(axis.name)
+            settings[axis.name] = varied.after if varied else None
+    return {"model": point.model, "hardware": point.hardware, **settings}
+
+
+def _figures(point: Point) -> dict[str, Any]:
+    result, figures = point.result, point.figures
+    names = ("num_devices", "num_nodes", "iteration_s", "tokens_per_s", "tokens_per_iteration", "model_flop_per_s")
+    row: dict[str, Any] = {"status": result.status}
+    row |= {name: getattr(figures, name) if figures else None for name in names}
+    row["bound_by"] = figures.bound_by.value if figures else None
+    for tier in Tier:
+        peak = figures.memory.get(tier) if figures else None
+        row[f"{tier}_peak_bytes"] = peak.peak_bytes if peak else None
+        row[f"{tier}_missing_bytes"] = result.missing_bytes.get(tier)
+    row |= {"bound_s": figures.bound_s if figures else None, "gap": figures.gap if figures else None}
+    return row | {"reason": result.reason}
+
+
+def _cost(study: Study, point: Point) -> dict[str, Any]:
+    if study.prices is None:
+        return {}
+    cost, currency = point.cost, study.prices.currency
+    named = {
+        f"{currency}_per_hour": cost.per_hour if cost else None,
+        f"{currency}_per_million_tokens": cost.per_million_tokens if cost else None,
+        f"run_{currency}": cost.run if cost else None,
+        "run_s": cost.run_s if cost else None,
+        "in_time": cost.in_time if cost else None,
+    }
+    return named | {"on_front": point.on_front}
+
+
+def _one_type(values: Sequence[Any]) -> list[Any]:
+    """Return values of a column in one type: words if any is a word, else numbers with a fraction if any has one."""
+    if any(isinstance(value, str) for value in values):
+        return [None if value is None else str(value) for value in values]
+    if any(isinstance(value, float) for value in values):
+        return [None if value is None else float(value) for value in values]
+    return list(values)
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow as pa  # noqa: PLC0415 - an extra
+        from pyarrow import parquet  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "a .parquet table needs pyarrow; pip install 'ullage[parquet]', or give a .csv", name="pyarrow"
+        ) from error
+    return pa, parquet
