@@ -126,16 +126,23 @@ class OtherMachineError(ValueError):
     """A profile was measured on another machine; the message says what differs, and what to do."""
 
 
-def check_measured_here(profile: HardwareProfile) -> None:
+ALLOWED = ", or take it all the same with --allow-other-machine"
+
+
+def check_measured_here(profile: HardwareProfile, otherwise: str = ALLOWED) -> None:
     """Refuse a profile that was measured on another machine.
+
+    Args:
+        profile: what is about to be used.
+        otherwise: what else can be done than to calibrate here.
 
     Raises:
         OtherMachineError: it was.
     """
     if found := differences(profile):
         raise OtherMachineError(
-            f"profile {profile.name} was measured on another machine: {'; '.join(found)}; run `ullage calibrate` here, "
-            "or take it all the same with --allow-other-machine"
+            f"profile {profile.name} was measured on another machine: {'; '.join(found)}; run `ullage calibrate` "
+            f"here{otherwise}"
         )
 
 

@@ -101,6 +101,11 @@ class Attribution:
     num_broken: int
 
 
+def kind_of(task: Task) -> TaskKind:
+    """Return the kind of a task. Clipping is part of the step: one quantity prices both."""
+    return task.lane, Op.STEP if task.op is Op.CLIP else task.op
+
+
 def middle(measured: Timeline, iterations: Sequence[int]) -> tuple[int, ...]:
     """Return the middle third of iterations by their length: robust as a median, and sums of their means stay sums.
 
@@ -134,6 +139,7 @@ def attribute(
     expected_s = _aligned(predicted, measured.schedule)
     ran = run.ran
     before_s = np.where(ran, np.where(np.isnan(expected_s), run.durations_s, expected_s), 0.0)
+    expected_of_ran_s = np.where(ran, np.nan_to_num(expected_s), 0.0)
     replays = Replays(measured.schedule)
     rates = _Rates(replays, before_s, run.durations_s, ran, progress)
     seen, swapped, num_broken = _as_seen(run)
@@ -154,7 +160,7 @@ def attribute(
         predicted.period_s,
         measured_s,
         tuple(sorted((c for c in causes if abs(c.seconds) > least_s), key=lambda c: -abs(c.seconds))),
-        _by_kind(predicted.timeline.schedule, measured.schedule, before_s, run, rates.explained_s),
+        _by_kind(predicted.timeline.schedule, measured.schedule, expected_of_ran_s, run, rates.explained_s),
         _stalls_s(measured, iterations),
         swapped,
         num_broken,
@@ -229,7 +235,7 @@ class _Rates:
         members: dict[TaskKind, list[int]] = defaultdict(list)
         for task in replays.schedule.tasks:
             if ran[task.index]:
-                members[task.lane, task.op].append(task.index)
+                members[kind_of(task)].append(task.index)
         differs_s = {kind: float(np.abs(measured_s - predicted_s)[tasks].sum()) for kind, tasks in members.items()}
         kinds = sorted((kind for kind, seconds in differs_s.items() if seconds > 0), key=lambda kind: -differs_s[kind])
         players: dict[TaskKind | None, list[int]] = {kind: members[kind] for kind in kinds[:_MOST_KINDS]}
@@ -342,10 +348,10 @@ def _by_kind(
 ) -> tuple[Tasks, ...]:
     num_planned: dict[TaskKind, int] = defaultdict(int)
     for task in planned.tasks:
-        num_planned[task.lane, task.op] += 1
+        num_planned[kind_of(task)] += 1
     members: dict[TaskKind, list[int]] = {kind: [] for kind in num_planned}
     for task in schedule.tasks:
-        ran = members.setdefault((task.lane, task.op), [])
+        ran = members.setdefault(kind_of(task), [])
         if run.ran[task.index]:
             ran.append(task.index)
     found = [
@@ -365,13 +371,13 @@ def _by_kind(
 def _stalls_s(measured: Timeline, iterations: Sequence[int]) -> dict[TaskKind, float]:
     """Return the mean seconds in which the critical path has no task, by what began only after them."""
     tasks = measured.schedule.tasks
-    first = tasks[measured.schedule.first_forward or 0]
+    first = kind_of(tasks[measured.schedule.first_forward or 0])
     found: dict[TaskKind, float] = defaultdict(float)
     for iteration in iterations:
         before_s = 0.0
         for step in critical_steps(measured, iteration):
-            found[tasks[step.task].lane, tasks[step.task].op] += (step.start_s - before_s) / len(iterations)
+            found[kind_of(tasks[step.task])] += (step.start_s - before_s) / len(iterations)
             before_s = step.end_s
-        found[first.lane, first.op] += (measured.period_s(iteration) - before_s) / len(iterations)
+        found[first] += (measured.period_s(iteration) - before_s) / len(iterations)
     ordered = sorted(found.items(), key=lambda item: -item[1])
     return {kind: seconds for kind, seconds in ordered if seconds > 0}

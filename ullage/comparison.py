@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hwprofiles.paths import number, quantities
-from planner.attribution import Attribution, Cause, TaskKind, attribute, middle
+from planner.attribution import Attribution, Cause, TaskKind, attribute, kind_of, middle
 from planner.costs import CostModel
 from planner.critical import critical_path
 from planner.models.kernels import flop
@@ -293,7 +293,8 @@ def explain_run(
     simulation, measured, steady = simulate(record.plan), record.timeline, record.steady_iterations
     chosen = middle(measured, steady)
     plan = record.plan
-    refitted = refit(plan.hardware, plan.units(), plan.decisions, measured, steady)
+    run = f"{plan.model.name} on {record.machine}"
+    refitted = refit(plan.hardware, plan.units(), plan.decisions, measured, steady, run)
     periods_s = [measured.period_s(i) for i in steady]
     return Explained(
         comparison=compare_record(record, simulation),
@@ -316,8 +317,8 @@ def _work(record: RunRecord) -> dict[TaskKind, Work]:
         found: dict[TaskKind, Work] = {}
         for task in schedule.tasks:
             amount, unit = _amount(task, cost)
-            so_far = found.get((task.lane, task.op), Work(0.0, ""))
-            found[task.lane, task.op] = Work(so_far.amount + amount, so_far.unit or unit)
+            so_far = found.get(kind_of(task), Work(0.0, ""))
+            found[kind_of(task)] = Work(so_far.amount + amount, so_far.unit or unit)
         result |= found
     return result
 

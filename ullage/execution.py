@@ -23,6 +23,7 @@ from ullage.console import console, write_json
 from ullage.drift import NUM_RECORDED, DriftWatch
 from ullage.feeds import check_takes_data
 from ullage.formatting import si
+from ullage.integrations.metrics import Metrics, Prometheus, Sink, TensorBoard, tokens_per_iteration
 from ullage.interruption import InterruptedTrainingError, Interruption
 from ullage.keeping import CheckpointOptions, whereabouts
 from ullage.levels import buffer_bytes, levels_of
@@ -32,7 +33,7 @@ from ullage.replanning import Replanned
 from ullage.runs import RunRecord, rows, save_run
 from ullage.simulation import simulate
 from ullage.text import Tokens, read_text, read_tokens
-from ullage.training import Step, Trainer, check_machine, check_replans
+from ullage.training import Step, Trainer, check_machine
 
 # What warms up (first touches, compiled kernels) is not measured, nor is the iteration whose memory is metered.
 _FIRST_STEADY = 3
@@ -74,12 +75,11 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
     check_machine(plan, process, options.device)
     if not options.allow_other_machine:
         check_measured_here(plan.hardware)
-    if options.replan:
-        check_replans(plan)
     check_takes_data(plan, given=bool(options.text or options.tokens or options.data_position))  # before it is read
     data = _data(options)
     if process.is_first:
         options.output_dir.mkdir(parents=True, exist_ok=True)  # before training: a bad path must not cost a run
+    sinks = _sinks(options, plan) if process.is_first else []
     storage = options.storage_dir or options.output_dir
     with Trainer(
         plan,
@@ -92,7 +92,7 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         cores=options.cores,
         checkpoints=_checkpoints(plan, options),
     ) as trainer:
-        trained = _train(options, trainer)
+        trained = _train(options, trainer, sinks)
     if process.is_first and trained.record is not None:
         _write(options, trained.record, trained.replanned)
     if options.checkpoint_places:
@@ -135,7 +135,7 @@ class _Trained:
     signal: int | None  # that ended it early
 
 
-def _train(options: ExecuteOptions, trainer: Trainer) -> _Trained:
+def _train(options: ExecuteOptions, trainer: Trainer, sinks: list[Sink]) -> _Trained:
     """Train with a cosine schedule with warm-up, and change the plan on the way if that is asked for and pays.
 
     The trainer is closed in the end; signals are heard until then.
@@ -150,14 +150,21 @@ def _train(options: ExecuteOptions, trainer: Trainer) -> _Trained:
     watch = _watch(trainer.plan)
     losses: list[float] = []
     replanned, before = None, None
-    with _progress(options.num_iterations, trainer) as (tell, warn), _interruption(options, warn) as interruption:
+    with (
+        _progress(options.num_iterations, trainer) as (tell, warn),
+        _interruption(options, warn) as interruption,
+        contextlib.ExitStack() as closing,
+    ):
         if options.resume:
             _resume(options, trainer, warn)
         num_told = 0
+        metrics = Metrics(sinks, warn)
+        closing.callback(metrics.close)
         for step in trainer.run(max(options.num_iterations - trainer.iteration, 0)):
             scheduler.step()
             losses.append(step.loss)
             tell(step)
+            metrics.after(step, trainer)
             for drift in watch.after(trainer.session, trainer.session.iteration - 1):
                 warn(str(drift))
             num_told = _warn_of_checkpoints(trainer, num_told, warn)
@@ -175,6 +182,15 @@ def _train(options: ExecuteOptions, trainer: Trainer) -> _Trained:
     if record is not None and replanned is not None and replanned.switched:
         record = record.model_copy(update={"before": before})
     return _Trained(record, replanned, ended_by)
+
+
+def _sinks(options: ExecuteOptions, plan: Plan) -> list[Sink]:
+    sinks: list[Sink] = []
+    if options.tensorboard is not None:
+        sinks.append(TensorBoard(options.tensorboard))
+    if options.metrics_file is not None:
+        sinks.append(Prometheus(options.metrics_file, plan.model.name))
+    return sinks
 
 
 def _warn_of_checkpoints(trainer: Trainer, num_told: int, warn: Callable[[str], None], but: int | None = None) -> int:
@@ -295,8 +311,7 @@ def _report(
         return
     out = console()
     plan = record.plan
-    decided = plan.decisions
-    tokens = decided.data_parallel * decided.num_micro_batches * decided.micro_batch * plan.seq_len
+    tokens = tokens_per_iteration(plan)
     iteration = next(row for row in comparison.phases if row.name == "iteration")
     out.print(f"{plan.model.name}: {len(losses)} iterations, loss {losses[0]:.3f} -> {losses[-1]:.3f}", markup=False)
     if iteration.measured:

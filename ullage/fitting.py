@@ -18,7 +18,7 @@ Errors = dict[Metric, list[float]]
 
 # Options that say how to fit, and those that say how to measure.
 FITS = ("profile", "fit_on", "parameters", "bounds")
-MEASURES = ("quick", "name", "device_memory", "only", "into", "drive_endurance", "allow_other_machine")
+MEASURES = ("quick", "name", "device_memory", "only", "into", "device_cores", "drive_endurance", "allow_other_machine")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from cases import Case, cases, random_prices
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from planner.attribution import Attribution, attribute, middle, shapley
+from planner.attribution import Attribution, attribute, kind_of, middle, shapley
 from planner.costs import Price, Resource
 from planner.schedule import Lane, Op, Phase, Schedule, Task
 from planner.simulate.machine import Simulation, run
@@ -60,10 +60,10 @@ def check_sum(found: Attribution) -> float:
 @given(cases(), st.integers(0, 2**32 - 1), st.floats(0.2, 5.0), st.data())
 def test_a_wrong_rate_is_named_with_its_size(case: Case, seed: int, factor: float, data: st.DataObject) -> None:
     simulation = predicted(case, seed)
-    kinds = sorted({(task.lane, task.op) for task in case.schedule.tasks})
+    kinds = sorted({kind_of(task) for task in case.schedule.tasks})
     kind = data.draw(st.sampled_from(kinds))
     durations_s = durations_of(simulation)
-    durations_s[[task.index for task in case.schedule.tasks if (task.lane, task.op) == kind]] *= factor
+    durations_s[[task.index for task in case.schedule.tasks if kind_of(task) == kind]] *= factor
     found = attribute(simulation, executed(case.schedule, durations_s), READ)
     error_s = check_sum(found)
     near = 1e-6 * found.measured_s
@@ -91,7 +91,7 @@ def test_a_stall_is_named_with_its_size_and_place(case: Case, seed: int, data: s
     assert {cause.kind for cause in found.causes if abs(cause.seconds) > 1e-6 * found.measured_s} <= {"stall"}
     task = case.schedule.tasks[index]
     located = {kind for kind, seconds in found.stalls_s.items() if seconds > 1e-6 * found.measured_s}
-    assert located <= {(task.lane, task.op)}
+    assert located <= {kind_of(task)}
     if error_s > 0.01 * found.measured_s:
         assert located
         assert sum(found.stalls_s.values()) >= error_s - 1e-6 * found.measured_s
@@ -113,7 +113,7 @@ def test_a_task_that_did_not_run_is_counted(case: Case, seed: int, data: st.Data
     assert seconds_of(found, "count") == pytest.approx(error_s, abs=1e-6 * found.measured_s + rest_s)
     assert seconds_of(found, "rate") == pytest.approx(0.0, abs=1e-6 * found.measured_s)
     task = case.schedule.tasks[index]
-    (tasks,) = (tasks for tasks in found.tasks if (tasks.lane, tasks.op) == (task.lane, task.op))
+    (tasks,) = (tasks for tasks in found.tasks if (tasks.lane, tasks.op) == kind_of(task))
     assert tasks.num_ran == tasks.num_planned - 1
 
 
@@ -172,6 +172,8 @@ def test_tasks_that_were_not_planned_are_counted() -> None:
     found = attribute(simulation, run(ran, [*prices[:3], Price(0.0, 0.5), prices[3]], FREE, NUM), READ)
     assert check_sum(found) == pytest.approx(0.5)
     assert [(cause.kind, cause.seconds) for cause in found.causes] == [("count", pytest.approx(0.5))]
+    (added,) = (tasks for tasks in found.tasks if tasks.op is Op.RECOMPUTE)
+    assert (added.num_planned, added.num_ran, added.predicted_s, added.measured_s) == (0, 1, 0.0, pytest.approx(0.5))
 
 
 @given(st.integers(0, 5).flatmap(lambda n: st.lists(st.floats(-1e3, 1e3), min_size=2**n, max_size=2**n)))

@@ -52,6 +52,15 @@ def plan(plan_path: Path) -> Plan:
     return load_plan(plan_path)
 
 
+@pytest.fixture(scope="session")
+def host_plan(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan that this machine can execute, within seconds."""
+    path = tmp_path_factory.mktemp("plan") / "host.json"
+    model = ["--model", str(tiny_model), "--seq-len", "32", "--hardware", "epyc-turin-2c"]
+    assert main(["plan", *model, "--budget", "5", "--output", str(path), "--json"]) == 0
+    return path
+
+
 @pytest.fixture
 def cli(tmp_path: Path) -> Cli:
     """Run the program as a process of its own, in an empty folder."""

@@ -40,7 +40,7 @@ FLAGS = {
     "verify": {"plan_file", "--json"},
     "explain": {"plan_file", "unit", "--all", "--json"},
     "calibrate": {"--quick", "--name", "--output", "--device-memory", "--json"}
-    | {"--only", "--into", "--drive-endurance", "--allow-other-machine", "--list"}
+    | {"--only", "--into", "--device-cores", "--drive-endurance", "--allow-other-machine", "--list"}
     | {"--from-runs", "--profile", "--fit-on", "--parameters", "--bounds"},
     "plan": {
         *(*REQUEST, "--budget", "--output", "--allow-other-machine", "--json"),
@@ -67,6 +67,7 @@ FLAGS = {
         *("--output-dir", "--storage-dir", "--cores", "--compile", "--replan", "--json", "--device"),
         "--allow-other-machine",
         *("--checkpoint-dir", "--checkpoint-every", "--keep", "--resume"),
+        *("--tensorboard", "--metrics-file"),
     },
     "checkpoint": {"action", "place", "--to", "--output-dir", "--dtype", "--keep", "--json"},
     "simulate": {*REQUEST, "plan", "--engine", "--iterations", "--trace", "--figure", "--text", "--json"},
@@ -75,6 +76,10 @@ FLAGS = {
     "validate": {"files", "--hardware", "--case", "--max-mean-error", "--max-error", "--json"},
     "models": {"name", "--json"},
     "hardware": {"action", "names", "--output", "--json"},
+    "completion": {"shell"},
+    "launch": {"plan", "--with"},
+    "import-deepspeed": {*REQUEST, "config", "--output", "--json"},
+    "export-deepspeed": {"plan", "--output", "--nvme-path"},
 }
 
 

@@ -149,6 +149,8 @@ def test_parts_are_renewed_in_place(local, capsys):
     renewed = load_profile("local")
     assert renewed.device == local.device
     assert renewed.host.optimizer != local.host.optimizer
+    assert renewed.nvme.endurance_bytes_per_day.value == 1e12
+    assert renewed.nvme.read == local.nvme.read
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile, local_profile_path, save_profile
 from ullage import fitting
-from ullage.arguments import parse_bytes
+from ullage.arguments import parse_bytes, positive_int
 from ullage.commands import Subparsers, command_parser
 from ullage.progress import seconds_bar
 
@@ -52,6 +52,12 @@ def add_parser(subparsers: Subparsers) -> None:
         "--device-memory", type=parse_bytes, metavar="SIZE", help="memory that training may use on each device"
     )
     parser.add_argument(
+        "--device-cores",
+        type=positive_int,
+        metavar="N",
+        help="let so many CPU cores compute in a device's place (default, where there is no GPU: half of them)",
+    )
+    parser.add_argument(
         "--drive-endurance",
         type=parse_bytes,
         metavar="SIZE",
@@ -89,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
 
     only = parse_only(args.only) if args.only else None
     base = _base(args) if only is not None else None
+    if args.device_cores and only is not None:
+        raise ValueError("--device-cores is of a whole profile, and --only keeps what it has; leave one of them out")
     if args.into and only is None:
         raise ValueError("--into renews parts of a profile, but no parts are given; add --only PART,...")
     path: Path = args.output or (Path(args.into) if args.into else local_profile_path())
@@ -100,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
         quick=args.quick,
         name=args.name,
         device_memory_bytes=args.device_memory,
+        device="host" if args.device_cores else None,
+        device_cores=args.device_cores,
         only=only,
         base=base,
         endurance_bytes_per_day=args.drive_endurance,

@@ -66,7 +66,7 @@ def _check(args: argparse.Namespace) -> int:
     from ullage.progress import seconds_bar  # noqa: PLC0415
 
     profile = load_profile(args.names[0] if args.names else "local")
-    check_measured_here(profile)
+    check_measured_here(profile, otherwise="")
     sampled = {part: None for part in ("device", "cpu", "copies", "disk") if part != "disk" or profile.nvme}
     options = CalibrationOptions(quick=True, only=sampled, base=profile)  # type: ignore[arg-type]
     with seconds_bar() as progress:
