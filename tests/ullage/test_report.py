@@ -325,7 +325,12 @@ def test_bad_outputs_are_one_line(plan_path, tmp_path, capsys):
     assert main(["report", str(plan_path), "--output", "r.pdf"]) == 2
     assert "--output r.pdf: a report is HTML; let its name end in .html" in capsys.readouterr().err
     assert main(["report", str(plan_path), "--output", str(tmp_path / "no" / "r.html")]) == 2
-    assert capsys.readouterr().err.endswith("No such file or directory\n")
+    assert "r.html: there is no such folder; make it first\n" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    output = tmp_path / "r.html"
+    assert main(["report", str(plan_path), "--output", str(output), "--figures", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err.endswith("File exists\n")
+    assert not output.exists()
 
 
 def test_without_the_extra_the_remedy_is_named(plan_path, tmp_path):
