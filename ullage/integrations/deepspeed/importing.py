@@ -76,7 +76,7 @@ class Beside:
     def reasons(self) -> list[str]:
         """What is left on the table, in words: where the time goes, and what lies idle."""
         theirs, ours = self.theirs, self.our_iteration
-        if ours is None:
+        if ours is None or theirs.missing:  # what does not fit takes no time
             return []
         found = []
         for phase, theirs_s in theirs.phases.by_phase.items():
