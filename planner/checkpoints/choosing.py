@@ -140,11 +140,19 @@ class _Choice:
 
     def _endured_s(self) -> float:
         """Return the least seconds between checkpoints on the node's drives that these endure."""
-        nvme, per_day = self._profile.nvme, self._asked.drive_writes_per_day
-        if nvme is None or per_day is None:
+        if (per_day := self._endured_bytes_per_day()) is None:
             return 0.0
-        rate = per_day * nvme.capacity_bytes.value / _DAY_S - self._trial.written_bytes / self._iteration_s
+        rate = per_day / _DAY_S - self._trial.written_bytes / self._iteration_s
         return self._node_bytes / rate if rate > 0 else math.inf
+
+    def _endured_bytes_per_day(self) -> float | None:
+        """Return what the node's drives endure: as it was asked, or as the profile says; ``None``: not known."""
+        nvme, writes = self._profile.nvme, self._asked.drive_writes_per_day
+        if nvme is None:
+            return None
+        if writes is not None:
+            return writes * nvme.capacity_bytes.value
+        return nvme.endurance_bytes_per_day.value if nvme.endurance_bytes_per_day else None
 
     def _sets(self) -> Iterator[tuple[Level, ...]]:
         """Yield all sets of levels that survive all failures, and of which the slowest survives some by itself."""
@@ -334,8 +342,10 @@ class _Choice:
         yield f"restart: {self._asked.restart_s:g} s until state can be read"
         hashing = hash_bytes_per_s(self._profile.host)
         yield f"checksums: {hashing.value / 1e9:.3g} GB/s per core ({hashing.provenance.source})"
-        if self._asked.drive_writes_per_day is None:
-            yield "drives endure whatever is written (--drive-writes-per-day says how much)"
+        if self._endured_bytes_per_day() is None:
+            yield "drives endure whatever is written (--drive-writes-per-day says how much, or the profile)"
+        elif self._asked.drive_writes_per_day is None:
+            yield f"drives endure {_size(self._endured_bytes_per_day() or 0.0)} a day, as the profile says"
         yield "failures come at exponential times"
         if len(levels) > 1:
             yield "one thread of each node fills a slower level from the one above"

@@ -25,7 +25,8 @@ class CheckpointsAsked(Frozen):
         buffer_bytes: of each rank, for what is copied and not yet written; ``None``: as much as pays.
         max_overhead: the most that checkpoints may add to training, as a fraction; ``None``: any.
         max_lost_s: the most that one failure may lose; ``None``: any.
-        drive_writes_per_day: how often a node's drives may be written over in a day, for years; ``None``: not known.
+        drive_writes_per_day: how often a node's drives may be written over in a day, for years; ``None``: as
+            the profile says, if it does.
         num_iterations: of the whole run; ``None``: a day's.
     """
 

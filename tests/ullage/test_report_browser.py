@@ -56,8 +56,11 @@ class Shown:
 
     def until(self, code: str) -> None:
         """Wait until something is true; playwright's own way would need the page to allow ``eval``."""
-        while not self.run(code):
+        for _ in range(400):  # looks, not seconds: a loaded machine is no failure
+            if self.run(code):
+                return
             self.page.wait_for_timeout(50)
+        raise AssertionError(f"never true: {code}")
 
     def ranges(self) -> dict[str, list[float]]:
         """What part of the iteration every chart over time shows."""

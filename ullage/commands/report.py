@@ -43,6 +43,10 @@ def run(args: argparse.Namespace) -> int:
     """Report and say where."""
     if args.output.suffix not in {".html", ".htm"}:
         raise ValueError(f"--output {args.output}: a report is HTML; let its name end in .html")
+    if not args.output.absolute().parent.is_dir():
+        raise ValueError(f"--output {args.output}: there is no such folder; make it first")
+    if args.figures:
+        args.figures.mkdir(parents=True, exist_ok=True)  # before the work: a bad path must not cost it
     from ullage.report import load, report_on, side_by_side  # noqa: PLC0415 - the simulator is slow to import
 
     sources = [load(path) for path in args.files]

@@ -27,6 +27,7 @@ def plan_summary(plan: Plan, run: RunRecord | None, measured_s: float | None) ->
     first = f"{plan.model.name} {'fits' if seen.fits else 'does not fit'} on {where}. "
     second = f"One iteration of {tokens:,} {items} takes {si(measured_s or seen.iteration_s, 's')} ({how}), "
     third = f"a billion {items} take {duration(_BILLION / speed)}."
+    first_bound, _, others = binds(seen.critical_s, seen.iteration_s).partition(", ")
     facts = [
         _fits(seen.memory, seen.fits),
         _iteration(plan, measured_s),
@@ -37,9 +38,8 @@ def plan_summary(plan: Plan, run: RunRecord | None, measured_s: float | None) ->
         ),
         Fact(
             "What binds",
-            binds(seen.critical_s, seen.iteration_s).partition(",")[0],
-            "of the iteration, predicted; then "
-            + (binds(seen.critical_s, seen.iteration_s).partition(", ")[2] or "nothing"),
+            first_bound,
+            "of the iteration, predicted" + (f"; then {others}" if others else ""),
         ),
         Fact(
             "From the best possible",

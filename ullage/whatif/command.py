@@ -145,10 +145,13 @@ def _refuse_beside_a_file(args: argparse.Namespace) -> None:
         raise StudyError(f"{args.study} says what is asked; leave out {given[0]}, or write it into the file")
 
 
+def load_example_prices() -> Prices:
+    """Return the packaged prices, which are assumed."""
+    return Prices.model_validate_json((files("ullage.whatif") / "prices_example.json").read_text(encoding="utf-8"))
+
+
 def _prices(text: str) -> Prices:
-    if text == EXAMPLE_PRICES:
-        return Prices.model_validate_json((files("ullage.whatif") / "prices_example.json").read_text(encoding="utf-8"))
-    return load_prices(text)
+    return load_example_prices() if text == EXAMPLE_PRICES else load_prices(text)
 
 
 def _runner(args: argparse.Namespace) -> Runner:

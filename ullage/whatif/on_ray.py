@@ -41,6 +41,7 @@ def on_ray(address: str, num_workers: int | None) -> Runner:
 
 
 def _connect(address: str, num_workers: int | None) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would send statistics home
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of a change that is not about us
     options = {"log_to_driver": False, "logging_level": "error", "configure_logging": True}
     try:

@@ -66,8 +66,7 @@ class Store:
         Raises:
             OSError: it cannot be written, as on a full disk; what was there before is as it was.
         """
-        if key in self._results:
-            return
+        assert key not in self._results, "what is done is not computed again"
         text = json.dumps(result.model_dump(mode="json", exclude_none=True), separators=(",", ":"))
         line = f'{{"key":"{key}","sha256":"{_checksum(key, text)}","result":{text}}}\n'.encode()
         try:

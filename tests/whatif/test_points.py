@@ -1,0 +1,124 @@
+import json
+
+import pytest
+
+from planner.planning import make_plan
+from ullage.whatif import point
+from ullage.whatif.design import Space
+from ullage.whatif.point import digest_of, plan_point
+from ullage.whatif.running import Bench, run_study
+from ullage.whatif.store import Store
+from ullage.whatif.study import Asked, Study, StudyError, load_study
+from ullage.whatif.workers import in_processes, in_this_process
+
+
+def space(tiny: str, **options: object) -> Space:
+    given = {"model": tiny, "hardware": "rtx-4090", **options.pop("set", {})}
+    return Space(Asked(set=given, **options))
+
+
+def study(wanted: Space, path, runner=in_this_process) -> Study:
+    with Store(path) as store:
+        return run_study(wanted, None, Bench(store, runner))
+
+
+def test_a_point_is_what_plan_finds(tiny):
+    wanted = space(tiny, set={"pcie": "0.5x", "seq_len": "64", "optimizer": "lion", "clip": "false"})
+    case = wanted.case({})
+    plan = make_plan(case.request)
+    assert (plan.decisions.optimizer, plan.decisions.clip, plan.seq_len) == ("lion", False, 64)
+    result = plan_point(case.request, "certify")
+    assert result.status == "fits"
+    figures, seen = result.figures, plan.prediction
+    assert (figures.iteration_s, figures.tokens_per_s) == (seen.iteration_s, seen.tokens_per_s)
+    assert figures.num_simulations == plan.num_simulations
+    assert {t: p.peak_bytes for t, p in figures.memory.items()} == {t: m.peak_bytes for t, m in seen.memory.items()}
+    assert figures.engines == {row.name: row.iteration_s if row.fits else None for row in plan.engines}
+    assert figures.bound_s == plan.certificate.bound_s
+    assert figures.gap == plan.certificate.gap(seen.iteration_s)
+    assert sum(figures.critical_shares.values()) == pytest.approx(1.0)
+    bare = plan_point(case.request, "plan")
+    assert bare.figures == figures.model_copy(update={"bound_s": None, "gap": None})
+
+
+def test_results_do_not_depend_on_order_or_processes(tiny, tmp_path):
+    wanted = space(tiny, sweep={"pcie": ("1x,4x",), "device.memory_bytes": ("2GB,24GB",)})
+    one = study(wanted, tmp_path / "one.jsonl")
+    with Store(tmp_path / "back.jsonl") as store:
+        Bench(store, in_this_process).results(reversed(list(wanted.cases())), "plan")
+        again = run_study(
+            wanted, None, Bench(store, lambda tasks, effort: pytest.fail(f"planned again: {tasks} {effort}"))
+        )
+    assert again.to_json() == one.to_json() == study(wanted, tmp_path / "two.jsonl", in_processes(2)).to_json()
+    (tmp_path / "study.json").write_text(one.to_json())
+    assert load_study(tmp_path / "study.json") == one
+
+
+def test_what_determines_a_point_is_in_its_key(tiny):
+    wanted = space(tiny)
+    keys = {
+        digest_of(wanted.case(levels).request, effort)
+        for levels in ({}, {"gpus": 1, "seq_len": 64}, {"optimizer": "sgd"}, {"subgroup_params": 1000})
+        for effort in ("plan", "certify")
+    }
+    assert len(keys) == 8
+    assert digest_of(wanted.case({}).request, "plan") == digest_of(space(tiny).case({"gpus": 1}).request, "plan")
+
+
+def test_points_without_a_plan_are_results(tiny, tmp_path, monkeypatch):
+    wanted = space(tiny, sweep={"device.memory_bytes": ("1MB,24GB",), "gpus": ("1,3,8",), "tensor_parallel": ("1,2",)})
+    found = study(wanted, tmp_path / "s.jsonl")
+    by = {
+        (p.settings["device.memory_bytes"], p.settings["gpus"], p.settings["tensor_parallel"]): p.result
+        for p in found.points
+    }
+    assert by[10**6, 1, 1].status == "lacks-memory"
+    assert by[10**6, 1, 1].missing_bytes["gpu"] > 0
+    assert by[24 * 10**9, 1, 1].status == "fits"
+    assert by[24 * 10**9, 3, 2].status == "refused"  # 2 does not divide 3
+    assert "must divide" in by[24 * 10**9, 3, 2].reason
+    assert "inter_node" in by[24 * 10**9, 8, 1].reason  # a machine without a network
+    monkeypatch.setattr(point, "find", lambda *_, **__: 1 / 0)
+    result = plan_point(wanted.case({}).request, "plan")
+    assert (result.status, result.reason) == ("failed", "ZeroDivisionError: division by zero")
+
+
+def test_designs(tiny):
+    sweep = {"pcie": ("1x,2x",), "gpus": ("1,2,4",)}
+    rows = [case.settings for case in space(tiny, sweep=sweep).cases()]
+    assert rows == [{"host-link": a, "gpus": b} for a in (1, 2) for b in (1, 2, 4)]
+    zipped = space(tiny, sweep={"pcie": ("1x,2x",), "gpus": ("1,2",)}, design="zip")
+    assert [case.settings for case in zipped.cases()] == [{"host-link": 1, "gpus": 1}, {"host-link": 2, "gpus": 2}]
+    with pytest.raises(StudyError, match="equally many"):
+        space(tiny, sweep=sweep, design="zip")
+
+
+def test_random_designs_are_seeded_and_draw_nothing_twice(tiny):
+    sweep = {"pcie": ("1x..9x..1x",), "gpus": ("1..9",)}
+    drawn = [
+        [
+            tuple(c.settings.values())
+            for c in space(tiny, sweep=sweep, design="random", num_points=40, seed=seed).cases()
+        ]
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(set(drawn[0])) == 40
+    assert len(space(tiny, sweep=sweep, design="random", num_points=1000)) == 81
+    between = space(tiny, sweep={"pcie": ("0.5x..4x",)}, design="random", num_points=30)
+    factors = [case.settings["host-link"] for case in between.cases()]
+    assert min(factors) < 1
+    assert max(factors) > 2
+    assert all(0.5 <= factor <= 4 for factor in factors)
+    with pytest.raises(StudyError, match="has no step"):
+        space(tiny, sweep={"pcie": ("0.5x..4x",)})
+
+
+def test_machines_and_models_are_axes(tiny, tmp_path):
+    asked = Asked(set={"model": tiny, "pcie": "2x"}, sweep={"hardware": ("h100,v100",)})
+    found = study(Space(asked), tmp_path / "s.jsonl")
+    assert [p.hardware for p in found.points] == ["h100", "v100"]
+    for each in found.points:
+        change = each.varied["host-link"]
+        assert change.after == pytest.approx(2 * change.before)
+    assert json.loads(found.to_json())["axes"][0]["values"] == ["h100", "v100"]

@@ -1,0 +1,105 @@
+import pytest
+
+from ullage.whatif.command import load_example_prices
+from ullage.whatif.design import Space
+from ullage.whatif.point import plan_point
+from ullage.whatif.questions import answer
+from ullage.whatif.running import Bench
+from ullage.whatif.sensitivity import STEP, sensitivities
+from ullage.whatif.store import Store
+from ullage.whatif.study import Asked, StudyError
+from ullage.whatif.values import Number
+from ullage.whatif.workers import in_this_process
+
+
+def asked(tiny, question, tmp_path, prices=None, set_=None, **options):
+    space = Space(Asked(set={"model": tiny, **(set_ or {})}, question=question, **options))
+    with Store(tmp_path / "s.jsonl") as store:
+        return space, answer(space, prices, Bench(store, in_this_process))
+
+
+def test_fits_finds_the_least_that_fits(tiny, tmp_path):
+    small = {"hardware": "a100x4-40g", "device.memory_bytes": "1.5MB"}
+    space, found = asked(tiny, "fits", tmp_path, set_=small)
+    statuses = [(point.settings["gpus"], point.result.status) for point in found.points]
+    (least,) = found.answer.least
+    assert statuses[-1] == (least.num_devices, "fits")
+    assert all(status == "lacks-memory" for _, status in statuses[:-1])
+    for name, value in {
+        "device.memory_bytes": least.device_memory_bytes,
+        "host.memory_bytes": least.host_memory_bytes,
+    }.items():
+        fits = [
+            plan_point(
+                space.case({"gpus": least.num_devices, name: Number(value * share)}, "fit").request, "fit"
+            ).status
+            for share in (1.0, 0.94)
+        ]
+        assert fits[0] == "fits"
+        assert fits[1] == "lacks-memory" or value < 5e6  # as little as is tried
+    assert str(least.num_devices) in found.answer.words[0]
+
+
+def test_cheapest_is_the_cheapest_in_time(tiny, tmp_path):
+    prices = load_example_prices()
+    _, found = asked(tiny, "cheapest", tmp_path, prices, tokens=1e10, deadline_s=3600.0, set_={"gpus": "8"})
+    in_time = [point for point in found.points if point.cost and point.cost.in_time]
+    assert 0 < len(in_time) < len([point for point in found.points if point.cost])
+    best = found.points[found.answer.points[0]]
+    assert best.cost.run == min(point.cost.run for point in in_time)
+    assert found.answer.words[0].startswith(f"Cheapest within 60.0 min: {best.settings['gpus']} x {best.hardware}")
+    (tmp_path / "more").mkdir()
+    _, late = asked(
+        tiny, "cheapest", tmp_path / "more", prices, tokens=1e15, deadline_s=1.0, set_={"hardware": "v100", "gpus": "1"}
+    )
+    assert late.answer.words[0].startswith("None of 1 machines")
+    for missing in ({"prices": None, "tokens": 1e9}, {"prices": prices}):
+        with pytest.raises(StudyError, match="needs --"):
+            asked(tiny, "cheapest", tmp_path, **missing)
+
+
+def test_upgrade_orders_by_what_it_buys(tiny, tmp_path):
+    _, found = asked(tiny, "upgrade", tmp_path, load_example_prices(), set_={"hardware": "a100-80"})
+    speeds = [found.points[at].figures.tokens_per_s for at in found.answer.points]
+    assert speeds == sorted(speeds, reverse=True)
+    assert "gpus 2x" in found.answer.words[0]  # every device has its own batch
+    doubled = {p.settings["change"]: p for p in found.points}
+    assert doubled["host-link 2x"].varied["host-link"].after == pytest.approx(
+        2 * doubled["host-link 2x"].varied["host-link"].before
+    )
+    assert len(found.axes[0].values) == len(found.points)
+
+
+def test_scale_tells_efficiency(tiny, tmp_path):
+    _, found = asked(tiny, "scale", tmp_path, set_={"hardware": "rtx-4090x8"})
+    assert [point.settings["gpus"] for point in found.points] == [1, 2, 4, 8]
+    first = found.points[0].figures
+    for point, share in zip(found.points, found.answer.efficiency, strict=True):
+        assert share == pytest.approx(point.figures.tokens_per_s / point.figures.num_devices / first.tokens_per_s)
+
+
+def test_questions_choose_their_own_points(tiny, tmp_path):
+    with pytest.raises(StudyError, match="leave out --sweep pcie"):
+        asked(tiny, "scale", tmp_path, sweep={"pcie": ("1x,2x",)})
+
+
+def test_sensitivities_are_found_by_planning_anew(tiny, tmp_path):
+    space = Space(Asked(set={"model": tiny, "hardware": "rtx-4090", "issue": "0.3x"}))
+    with Store(tmp_path / "s.jsonl") as store:
+        found = sensitivities(space, Bench(store, in_this_process))
+    rows = {row.name: row for row in found.rows}
+    base_s = found.base.figures.iteration_s
+    gemm = rows["device-gemm"]
+    again = plan_point(space.case({"device-gemm": Number(gemm.value * (1 + STEP))}).request, "plan")
+    assert gemm.more.iteration_s == again.figures.iteration_s
+    assert gemm.elasticity_more <= 0 <= rows["issue"].elasticity_more
+    assert rows["issue"].more.factor == pytest.approx(1 + STEP)
+    crossings = [(row, crossing) for row in found.rows for crossing in (row.below, row.above) if crossing]
+    assert crossings
+    for row, crossing in crossings:
+        assert crossing.bound_by is not found.base.figures.bound_by
+        nearer = crossing.factor / 1.1 if crossing.factor > 1 else crossing.factor * 1.1
+        inside = plan_point(space.case({row.name: Number(row.value * nearer)}).request, "plan")
+        assert inside.figures.bound_by is found.base.figures.bound_by
+    assert all(row.less.iteration_s and row.more.iteration_s for row in found.rows)
+    assert base_s > 0

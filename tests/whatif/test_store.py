@@ -1,0 +1,122 @@
+import json
+import os
+import resource
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from ullage.whatif.store import Store, StoreError
+from ullage.whatif.study import Result, load_study
+
+RESULTS = {f"key{i}": Result(status="refused", reason=f"because {i / 3} é") for i in range(4)}
+STUDY = ("--hardware", "rtx-4090", "--sweep", "pcie=1x..30x..1x", "--workers", "2", "--json")
+
+
+def filled(path: Path) -> bytes:
+    with Store(path) as store:
+        for key, result in RESULTS.items():
+            store.put(key, result)
+    return path.read_bytes()
+
+
+def test_what_was_put_is_there_again(tmp_path):
+    filled(tmp_path / "s.jsonl")
+    with Store(tmp_path / "s.jsonl") as store:
+        assert {key: store.get(key) for key in RESULTS} == RESULTS
+        assert store.get("other") is None
+
+
+def test_a_line_cut_off_anywhere_costs_only_itself(tmp_path):
+    whole = filled(tmp_path / "whole.jsonl")
+    begin = whole[:-1].rfind(b"\n") + 1
+    for end in range(begin, len(whole)):
+        path = tmp_path / "cut.jsonl"
+        path.write_bytes(whole[:end])
+        with Store(path) as store:
+            assert len(store) == 3
+            store.put("key3", RESULTS["key3"])
+        assert path.read_bytes() == whole
+
+
+def test_a_damaged_line_is_passed_over(tmp_path):
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(filled(path).replace(b"because 0.0", b"because 9.0"))
+    with Store(path) as store:
+        assert (len(store), store.get("key0"), store.get("key1")) == (3, None, RESULTS["key1"])
+
+
+def test_other_files_are_left_alone(tmp_path):
+    for text in ("not a store", '{"schema_version": 1}', "\n\n"):
+        (tmp_path / "notes.txt").write_text(text)
+        with pytest.raises(StoreError, match="holds no results"):
+            Store(tmp_path / "notes.txt")
+        assert (tmp_path / "notes.txt").read_text() == text
+
+
+def test_one_study_writes_at_a_time(tmp_path):
+    with Store(tmp_path / "s.jsonl"), pytest.raises(StoreError, match="another study"):
+        Store(tmp_path / "s.jsonl")
+    Store(tmp_path / "s.jsonl").__exit__(None, None, None)
+
+
+def lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+def wait_for_lines(process: subprocess.Popen[str], path: Path, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while len(lines(path)) < count and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.poll() is None, process.communicate()
+
+
+def test_a_killed_study_goes_on_and_computes_nothing_again(tiny, start, tmp_path):
+    store = tmp_path / "study.points.jsonl"
+    killed = start("--model", tiny, *STUDY)
+    wait_for_lines(killed, store, 5)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    done = lines(store)
+    whole = [line for line in done if line.endswith(b"}}")]
+    assert 5 <= len(whole) < 30
+    resumed = start("--model", tiny, *STUDY)
+    out, error = resumed.communicate(timeout=120)
+    assert (resumed.returncode, error) == (0, "")
+    after = lines(store)
+    assert after[: len(whole)] == whole
+    keys = [json.loads(line)["key"] for line in after]
+    assert len(keys) == len(set(keys)) == 30
+    (tmp_path / "fresh").mkdir()
+    fresh = start("--model", tiny, *STUDY, "--output", "fresh/study.json")
+    assert fresh.communicate(timeout=120)[0] == out == (tmp_path / "study.json").read_text()
+    assert load_study(tmp_path / "study.json").complete
+
+
+def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tiny, start, tmp_path):
+    store = tmp_path / "study.points.jsonl"
+    process = start("--model", tiny, *STUDY, start_new_session=True)
+    wait_for_lines(process, store, 3)
+    os.killpg(process.pid, signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, out, error.count("\n")) == (2, "", 1)
+    assert f"{len(lines(store))} of 30 points are kept in study.points.jsonl, and the same command goes on" in error
+    assert not (tmp_path / "study.json").exists()
+    with pytest.raises(ProcessLookupError):  # no worker outlives it
+        os.killpg(process.pid, 0)
+
+
+def test_a_full_disk_costs_one_line(tiny, start, tmp_path):
+    def small_files() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+
+    process = start("--model", tiny, *STUDY, "--workers", "1", preexec_fn=small_files)
+    out, error = process.communicate(timeout=120)
+    assert (process.returncode, out, error.count("\n")) == (2, "", 1)
+    assert "study.points.jsonl: File too large" in error
+    store = tmp_path / "study.points.jsonl"
+    with Store(store) as kept:
+        assert 0 < len(kept) == len(lines(store))
