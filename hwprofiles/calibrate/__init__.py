@@ -10,6 +10,7 @@ except ModuleNotFoundError as error:
         "calibration measures with torch, which is not installed; pip install 'ullage[execute]'", name=error.name
     ) from error
 
+from hwprofiles.calibrate.collectives import calibrate_collectives
 from hwprofiles.calibrate.options import (
     CalibrationError,
     CalibrationOptions,
@@ -19,7 +20,7 @@ from hwprofiles.calibrate.options import (
     Pair,
     parse_only,
 )
-from hwprofiles.calibrate.run import calibrate, calibrate_collectives
+from hwprofiles.calibrate.run import calibrate
 
 __all__ = [
     "CalibrationError",

@@ -1,51 +1,36 @@
-"""Probes of what joins devices: copies between the GPUs of a node, what they share, and collectives of ranks."""
+"""Probes of what joins the GPUs of a node: copies between them, and which of them share a link to the host."""
 
 import itertools
-import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Sequence
 
 import networkx as nx
 import numpy as np
 import torch
-from torch import distributed
 
 from hwprofiles.calibrate.backend import CudaBackend
-from hwprofiles.calibrate.options import CalibrationError, Floats, Pair
+from hwprofiles.calibrate.options import Pair
 from hwprofiles.calibrate.sampling import (
     Case,
     Summary,
-    quantity,
     rate,
     sample,
     sample_groups,
     seconds,
-    team_clock,
     wall_clock,
 )
 from hwprofiles.profile import Fabric
 
 _LARGE_BYTES = 64 * 2**20
-_SMALL_BYTES = 4096
 _COPY_BYTES = 32 * 2**20
 _SHARED = 1.5  # two that share one link take twice as long each; beside another link, hardly longer
-_FEWEST, _MOST = 5, 200  # repetitions of a collective
-
-# torch 2.13 gives them other names.
-_all_gather: Final[Callable[..., Any]] = (
-    getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-)
-_reduce_scatter: Final[Callable[..., Any]] = (
-    getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
-)
 
 
 def probe_fabric(num_devices: int, budget_s: float) -> Fabric | None:
     """Measure copies from the first GPU to the second; ``None`` where there is only one device.
 
     One process sees all GPUs here, but training has one per GPU: copies between two neighbours are what one process
-    can time without starting others, and come close to a ring collective's bus bandwidth. :func:`probe_collectives`
-    measures the collectives themselves.
+    can time without starting others, and come close to a ring collective's bus bandwidth. The collectives themselves
+    are measured by :mod:`hwprofiles.calibrate.collectives`.
     """
     if num_devices < 2:
         return None
@@ -105,65 +90,3 @@ def joined(kind: str, num_devices: int, uplinks: Iterable[Sequence[int]]) -> tup
     switch = {device: f"switch{number}" for number, group in enumerate(uplinks) for device in group}
     pairs = [(f"{kind}{i}", switch.get(i, "dram")) for i in range(num_devices)]
     return (*pairs, *((name, "dram") for name in dict.fromkeys(switch.values())))
-
-
-def probe_collectives(budget_s: float) -> Fabric:
-    """Measure an all-gather and a reduce-scatter of bf16 values over all ranks of ``torch.distributed``'s group.
-
-    The rate is that of NCCL's rings (bus bandwidth): the bytes of the whole, less a rank's own share, over the time.
-    All ranks measure the same, in step; what the slowest of them takes is what counts.
-
-    Raises:
-        CalibrationError: there is one rank.
-    """
-    size = distributed.get_world_size()
-    if size < 2:
-        raise CalibrationError("collectives need at least two ranks; start them with `torchrun --nproc-per-node N`")
-    device = torch.device("cuda", torch.cuda.current_device()) if distributed.get_backend() == "nccl" else None
-    small, large = (_time(num_bytes, size, device, budget_s / 2) for num_bytes in (_SMALL_BYTES, _LARGE_BYTES))
-    backend, latency_s = distributed.get_backend(), float(np.median(small))
-    moved = (_LARGE_BYTES - _SMALL_BYTES) * (size - 1) / size
-    rates = moved / np.maximum(large - latency_s, 1e-9)
-    source = f"all-gather and reduce-scatter over {size} ranks ({backend})"
-    sized = f"{source}, {_LARGE_BYTES >> 20} MiB"
-    return Fabric(
-        bytes_per_s=quantity(float(np.median(rates)), "bytes_per_s", sized, len(rates), rates),
-        latency_s=quantity(latency_s, "s", f"{source}, {_SMALL_BYTES} bytes", len(small), small),
-        via_host_link=device is not None and not _all_peers(),
-    )
-
-
-def _all_peers() -> bool:
-    count = torch.cuda.device_count()
-    return all(torch.cuda.can_device_access_peer(i, j) for i, j in itertools.permutations(range(count), 2))
-
-
-def _time(num_bytes: int, size: int, device: torch.device | None, budget_s: float) -> Floats:
-    """Return seconds of each repetition, the mean of both collectives, of the slowest rank."""
-    count = num_bytes // 2 // size
-    own = torch.ones(count, dtype=torch.bfloat16, device=device)
-    whole = torch.ones(count * size, dtype=torch.bfloat16, device=device)
-
-    def both() -> float:
-        distributed.barrier()
-
-        def call() -> None:
-            _all_gather(whole, own)
-            _reduce_scatter(own, whole)
-            if device is not None:
-                torch.cuda.synchronize(device)
-
-        return team_clock(call, 1) / 2
-
-    for _ in range(2):
-        once_s = both()  # the first makes connections
-    number = torch.tensor([np.clip(budget_s / max(2 * once_s, 1e-9), _FEWEST, _MOST)], device=device)
-    distributed.all_reduce(number, distributed.ReduceOp.MIN)  # as many on every rank, or they would wait for ever
-    times = torch.tensor([both() for _ in range(int(number.item()))], dtype=torch.float64, device=device)
-    distributed.all_reduce(times, distributed.ReduceOp.MAX)
-    return times.cpu().numpy()
-
-
-def ranks() -> tuple[int, int]:
-    """Return how many ranks ``torchrun`` has started, and how many of them on this node; (1, 1) without it."""
-    return int(os.environ.get("WORLD_SIZE") or 1), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)

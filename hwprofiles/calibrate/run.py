@@ -4,9 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 import platform
-import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -14,13 +12,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import distributed
 
 from hwprofiles.allocator import keep_freed_memory
 from hwprofiles.calibrate.backend import Backend, CudaBackend, HostBackend, adamw_cases
 from hwprofiles.calibrate.compute import ComputeProbe
 from hwprofiles.calibrate.disk import Disk, open_disk
-from hwprofiles.calibrate.fabric import joined, probe_collectives, probe_fabric, probe_uplinks, ranks
+from hwprofiles.calibrate.fabric import joined, probe_fabric, probe_uplinks
 from hwprofiles.calibrate.options import (
     CalibrationError,
     CalibrationOptions,
@@ -38,7 +35,6 @@ from hwprofiles.machine import available_memory_bytes, cpu_name, num_cores, prof
 from hwprofiles.profile import Device, Fabric, HardwareProfile, Host, Link, Storage
 from hwprofiles.quantity import Provenance, Quantity
 
-_COLLECTIVES_S, _QUICK_COLLECTIVES_S = 20.0, 4.0
 _USABLE = 0.85  # of the available memory: the rest is for the program itself and for what other programs may want
 # Steps of each part in order, with their shares of the time. The disk comes first: it is what most often cannot be
 # measured.
@@ -137,48 +133,6 @@ def calibrate(
     profile = (_new if base is None else functools.partial(_renewed, base))(found, machine, options)
     steps.end()
     return profile, CalibrationReport(found.pairs, time.perf_counter() - begin_s)
-
-
-def calibrate_collectives(base: HardwareProfile, *, quick: bool) -> HardwareProfile:
-    """Measure collectives over the ranks that ``torchrun`` has started, and return a profile of so many devices a node.
-
-    Args:
-        base: the machine, as it was calibrated before; of GPUs it has as many as there are ranks on a node.
-        quick: spend less time.
-
-    Raises:
-        CalibrationError: the ranks do not fit the machine.
-    """
-    size, per_node = ranks()
-    device, cores = base.device, num_cores()
-    on_gpu = device.kind == "gpu"
-    if on_gpu and base.devices_per_node != per_node:
-        raise CalibrationError(
-            f"{per_node} ranks were started on this node, but {base.name} has {base.devices_per_node} GPUs; start "
-            f"`torchrun --nproc-per-node {base.devices_per_node}`, or measure all parts again"
-        )
-    if not on_gpu and device.num_cores * per_node > cores:
-        raise CalibrationError(
-            f"{per_node} ranks would compute on {device.num_cores} cores each, but there are {cores}; start fewer"
-        )
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("nccl" if on_gpu else "gloo")
-    try:
-        fabric = probe_collectives(_QUICK_COLLECTIVES_S if quick else _COLLECTIVES_S)
-        distributed.barrier()
-    finally:
-        distributed.destroy_process_group()
-    if size > per_node:  # each rank sends its part over the NICs of its node, which they share
-        share = fabric.bytes_per_s
-        less = {name: getattr(share, name) / per_node for name in ("value", "p10", "p90")}
-        found: dict[str, Any] = {"inter_node": fabric.model_copy(update={"bytes_per_s": share.model_copy(update=less)})}
-    else:
-        rest = (pair for pair in base.topology if not any(re.fullmatch(r"host\d+", place) for place in pair))
-        topology = base.topology if on_gpu else (*joined(device.kind, per_node, ()), *rest)
-        found = {"intra_node": fabric, "devices_per_node": per_node, "topology": topology}
-    data = base.model_copy(update={**found, "measured_on": base.measured_on or this_machine()})
-    return HardwareProfile.model_validate(data.model_dump(mode="json", exclude_none=True))
 
 
 @dataclasses.dataclass(frozen=True)

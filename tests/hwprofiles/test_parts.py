@@ -185,12 +185,12 @@ def test_devices_that_slow_each_other_down_share_a_link(num_devices: int, data: 
 COLLECTIVES = """
 import sys
 from pathlib import Path
-from hwprofiles.calibrate import calibrate_collectives, run
+from hwprofiles.calibrate import calibrate_collectives, collectives
 from hwprofiles.registry import load_profile, save_profile
-run._QUICK_COLLECTIVES_S = 0.5
-run.num_cores = lambda: 2
+collectives._QUICK_BUDGET_S = 0.5
+collectives.num_cores = lambda: 2
 found = calibrate_collectives(load_profile(sys.argv[1]), quick=True)
-save_profile(found, Path(sys.argv[2] + str(run.distributed.is_initialized())))
+save_profile(found, Path(sys.argv[2] + str(collectives.distributed.is_initialized())))
 """
 
 

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     if args.from_runs:
         return fitting.run(args)
     from hwprofiles.calibrate import CalibrationOptions, calibrate, parse_only  # noqa: PLC0415 - torch
-    from hwprofiles.calibrate.fabric import ranks  # noqa: PLC0415
+    from hwprofiles.calibrate.collectives import ranks  # noqa: PLC0415
 
     only = parse_only(args.only) if args.only else None
     base = _base(args) if only is not None else None
