@@ -65,9 +65,9 @@ def with_num_drives(profile: HardwareProfile, num_drives: int) -> HardwareProfil
     Raises:
         ValueError: it has none, or does not state how many.
     """
-    if profile.nvme is None:
+    if profile.nvme is None or profile.nvme.num_drives is None:
         raise ValueError(
-            f"{profile.name} has no nvme whose drives could be counted; choose a profile with drives, such as "
+            f"{profile.name} has no nvme whose drives are counted; choose one that states nvme.num_drives, such as "
             "rtx4090-12ssd"
         )
     if num_drives == 0:

@@ -16,11 +16,11 @@ def run(capsys, *arguments):
 
 @pytest.fixture
 def ask(tiny, tmp_path):
-    return ("--model", tiny, "--hardware", "rtx-4090", "--workers", 1, "--output", tmp_path / "study.json")
+    return ("--model", tiny, "--hardware", "a100-80", "--workers", 1, "--output", tmp_path / "study.json")
 
 
 def test_screen_tables_and_files_agree(ask, tmp_path, capsys):
-    sweep = ("--sweep", "pcie=1x,2x", "--sweep", "device.memory_bytes=1MB,24GB")
+    sweep = ("--sweep", "pcie=1x,2x", "--sweep", "device.memory_bytes=1MB,80GB")
     for suffix in ("csv", "parquet"):
         code, out, _ = run(capsys, *ask, *sweep, "--prices", "example", "--table", tmp_path / f"t.{suffix}")
         assert code == 0

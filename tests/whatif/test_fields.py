@@ -61,8 +61,8 @@ def test_drives_are_striped_and_none_is_no_nvme():
     assert twice.nvme.capacity_bytes.value == 2 * hardware.nvme.capacity_bytes.value
     assert number(twice.nvme.read) == pytest.approx(2 * number(hardware.nvme.read))
     assert none.nvme is None
-    with pytest.raises(ValueError, match="choose a profile with drives"):
-        with_num_drives(load_profile("a100-80"), 1)
+    with pytest.raises(ValueError, match="such as rtx4090-12ssd"):
+        with_num_drives(load_profile("v100"), 1)
     with pytest.raises(ValueError, match="at most"):
         with_devices_per_node(hardware, 2)
 

@@ -6,7 +6,7 @@ pytest.importorskip("ray")
 
 
 def test_two_ray_workers_find_the_same(tiny, tmp_path, capsys):
-    asked = ["whatif", "--model", tiny, "--hardware", "rtx-4090", "--sweep", "pcie=1x..4x..1x", "--json"]
+    asked = ["whatif", "--model", tiny, "--hardware", "a100-80", "--sweep", "pcie=1x..4x..1x", "--json"]
     assert main([*asked, "--workers", "1", "--output", str(tmp_path / "one.json")]) == 0
     here = capsys.readouterr().out
     assert main([*asked, "--workers", "2", "--ray", "--output", str(tmp_path / "ray.json")]) == 0
@@ -15,6 +15,6 @@ def test_two_ray_workers_find_the_same(tiny, tmp_path, capsys):
 
 
 def test_no_cluster_is_one_line(tiny, tmp_path, capsys):
-    arguments = ["whatif", "--model", tiny, "--hardware", "rtx-4090", "--output", str(tmp_path / "s.json")]
+    arguments = ["whatif", "--model", tiny, "--hardware", "a100-80", "--output", str(tmp_path / "s.json")]
     assert main([*arguments, "--ray", "127.0.0.1:1"]) == 2
     assert "no Ray cluster at 127.0.0.1:1" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from ullage.whatif.workers import in_processes, in_this_process
 
 
 def space(tiny: str, **options: object) -> Space:
-    given = {"model": tiny, "hardware": "rtx-4090", **options.pop("set", {})}
+    given = {"model": tiny, "hardware": "a100-80", **options.pop("set", {})}
     return Space(Asked(set=given, **options))
 
 
@@ -42,7 +42,7 @@ def test_a_point_is_what_plan_finds(tiny):
 
 
 def test_results_do_not_depend_on_order_or_processes(tiny, tmp_path):
-    wanted = space(tiny, sweep={"pcie": ("1x,4x",), "device.memory_bytes": ("2GB,24GB",)})
+    wanted = space(tiny, sweep={"pcie": ("1x,4x",), "device.memory_bytes": ("40GB,80GB",)})
     one = study(wanted, tmp_path / "one.jsonl")
     with Store(tmp_path / "back.jsonl") as store:
         Bench(store, in_this_process).results(reversed(list(wanted.cases())), "plan")
@@ -66,7 +66,7 @@ def test_what_determines_a_point_is_in_its_key(tiny):
 
 
 def test_points_without_a_plan_are_results(tiny, tmp_path, monkeypatch):
-    wanted = space(tiny, sweep={"device.memory_bytes": ("1MB,24GB",), "gpus": ("1,3,8",), "tensor_parallel": ("1,2",)})
+    wanted = space(tiny, sweep={"device.memory_bytes": ("1MB,80GB",), "gpus": ("1,3",), "tensor_parallel": ("1,2",)})
     found = study(wanted, tmp_path / "s.jsonl")
     by = {
         (p.settings["device.memory_bytes"], p.settings["gpus"], p.settings["tensor_parallel"]): p.result
@@ -74,10 +74,11 @@ def test_points_without_a_plan_are_results(tiny, tmp_path, monkeypatch):
     }
     assert by[10**6, 1, 1].status == "lacks-memory"
     assert by[10**6, 1, 1].missing_bytes["gpu"] > 0
-    assert by[24 * 10**9, 1, 1].status == "fits"
-    assert by[24 * 10**9, 3, 2].status == "refused"  # 2 does not divide 3
-    assert "must divide" in by[24 * 10**9, 3, 2].reason
-    assert "inter_node" in by[24 * 10**9, 8, 1].reason  # a machine without a network
+    assert by[80 * 10**9, 1, 1].status == "fits"
+    assert by[80 * 10**9, 3, 2].status == "refused"  # 2 does not divide 3
+    assert "must divide" in by[80 * 10**9, 3, 2].reason
+    nowhere = space(tiny, set={"hardware": "h100x4-80g", "gpus": "8"}).case({})
+    assert "inter_node" in nowhere.refused.reason  # a machine without a network
     monkeypatch.setattr(point, "find", lambda *_, **__: 1 / 0)
     result = plan_point(wanted.case({}).request, "plan")
     assert (result.status, result.reason) == ("failed", "ZeroDivisionError: division by zero")

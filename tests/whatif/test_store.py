@@ -12,7 +12,7 @@ from ullage.whatif.store import Store, StoreError
 from ullage.whatif.study import Result, load_study
 
 RESULTS = {f"key{i}": Result(status="refused", reason=f"because {i / 3} é") for i in range(4)}
-STUDY = ("--hardware", "rtx-4090", "--sweep", "pcie=1x..30x..1x", "--workers", "2", "--json")
+STUDY = ("--hardware", "a100-80", "--sweep", "pcie=1x..30x..1x", "--workers", "2", "--json")
 
 
 def filled(path: Path) -> bytes:
