@@ -1,8 +1,8 @@
 """A thousand points, killed twice, and nothing computed again. ``python benchmarks/planning/study.py [NUM_POINTS]``.
 
 OPT-13B over numbers of GPUs x PCIe x cores x device memory, as the command line runs it on two worker processes:
-once killed (SIGKILL, workers too) after a third and after two thirds and resumed; and a seeded sample of its points again in a
-store of their own, which must come out the same. With fewer points everything is done alike.
+once killed (SIGKILL, workers too) after a third and after two thirds and resumed; and a seeded sample of its points
+again in a store of their own, which must come out the same. With fewer points everything is done alike.
 """
 
 import json
