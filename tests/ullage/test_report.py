@@ -271,6 +271,9 @@ def test_several_files_stand_side_by_side(plan_part, run_part):
     table = side_by_side([plan_part, run_part])
     assert table.columns[1:] == tuple(f"{p.summary.title} ({p.summary.kind})" for p in (plan_part, run_part))
     assert [row[0] for row in table.rows] == [fact.name for fact in plan_part.summary.facts]
+    predicted, measured = next(row[1:] for row in table.rows if row[0] == "Iteration")
+    assert predicted.endswith(", predicted")
+    assert measured.endswith(", measured")
     words = Page(render([plan_part, run_part], table)).words
     assert "Side by side" in words
     assert side_by_side([plan_part]) is None

@@ -7,7 +7,7 @@ from pathlib import Path
 from planner.explain.trial import Bench
 from planner.plan import Plan, PlanError, load_plan
 from ullage.comparison import explain_run
-from ullage.report.charts import Part, Table
+from ullage.report.charts import Fact, Part, Table
 from ullage.report.measured import comparison_section
 from ullage.report.over_time import gantt_section, memory_section, resources_section, traffic_section
 from ullage.report.rivals import engines_section, offload_section, tricks_section
@@ -69,8 +69,14 @@ def side_by_side(parts: Sequence[Part]) -> Table | None:
         return None
     names = list(dict.fromkeys(fact.name for part in parts for fact in part.summary.facts))
     facts = [{fact.name: fact for fact in part.summary.facts} for part in parts]
-    rows = tuple((name, *(found[name].value if name in found else "-" for found in facts)) for name in names)
+    rows = tuple((name, *(_with_origin(found[name]) if name in found else "-" for found in facts)) for name in names)
     return Table("Side by side", ("", *(f"{p.summary.title} ({p.summary.kind})" for p in parts)), rows)
+
+
+def _with_origin(fact: Fact) -> str:
+    """Return a figure, and whether it is predicted or measured."""
+    origins = sorted((fact.words.find(word), word) for word in ("predicted", "measured") if word in fact.words)
+    return fact.value + (f", {origins[0][1]}" if origins else "")
 
 
 def _of_plan(plan: Plan, run: RunRecord | None, progress: Progress) -> Part:
