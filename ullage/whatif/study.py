@@ -81,8 +81,8 @@ class Varied(Frozen):
         after: what it is at the point.
     """
 
-    before: Value | None
-    after: Value | None
+    before: Value | None = None
+    after: Value | None = None
 
 
 class Peak(Frozen):
@@ -213,8 +213,8 @@ class Side(Frozen):
 
     factor: float
     value: float
-    iteration_s: float | None
-    bound_by: Lane | None
+    iteration_s: float | None = None
+    bound_by: Lane | None = None
 
 
 class Crossing(Side):
@@ -244,10 +244,10 @@ class Sensitivity(Frozen):
     value: float
     less: Side
     more: Side
-    elasticity_less: float | None
-    elasticity_more: float | None
+    elasticity_less: float | None = None
+    elasticity_more: float | None = None
     step_words: str
-    seconds_per_step: float | None
+    seconds_per_step: float | None = None
     below: Crossing | None = None
     above: Crossing | None = None
 
