@@ -29,7 +29,7 @@ from planner.decisions import Place
 from planner.schedule import Op
 
 CHANGES = frozenset({Op.UPDATE, Op.STORE, Op.SWAP_OUT})
-MOST_S, LATE_S = 1e-3, 3e-3  # that anything is late, and that some things always are
+MOST_S, LATE_S = 1e-3, 3e-2  # that anything is late, and that some things always are
 NUM_LOOKED_AT = {"pieces": 0, "checkpoints": 0}
 
 
@@ -153,8 +153,8 @@ def iterations(task, model, optimizer, seen):
         yield step
 
 
-def looked_at(task, decisions, folder, seed, late=frozenset()):
-    """Train with a checkpoint after every iteration; some tasks come late.
+def looked_at(task, decisions, folder, seed, late=frozenset(), most_s=MOST_S):
+    """Train with a checkpoint after every iteration; some tasks come late, and writes take up to ``most_s`` longer.
 
     Returns losses and weights, what has changed between being taken and being allowed to, and what checkpoints have
     otherwise than training without any has it.
@@ -164,7 +164,7 @@ def looked_at(task, decisions, folder, seed, late=frozenset()):
         expected = {step: state_by_name(optimizer) for step in iterations(task, model, optimizer, [])}
     rng = np.random.default_rng(seed)
     outcomes, seen = [], []
-    with poisoned(rng, MOST_S):
+    with poisoned(rng, most_s):
         model, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=4 * 4096)
         level, files = Level(folder, keep=100), SlowFiles(rng, MOST_S)
         with optimizer.session, Checkpoints(optimizer, level, tell=outcomes.append, files=files) as saved:
@@ -259,7 +259,7 @@ def test_what_is_missing_in_the_schedule_is_seen(places, broken, late, tmp_path,
     task = Task("gpt2", iterations=2)
     decisions = decide(task, uniform(*places), subgroup_params=3000, overlap_next_forward=True)
     monkeypatch.setattr(*broken)
-    _, torn, wrong = looked_at(task, decisions, tmp_path, 1, late)
+    _, torn, wrong = looked_at(task, decisions, tmp_path, 1, late, LATE_S)
     assert torn or wrong
 
 
