@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numba as nb
@@ -28,6 +28,15 @@ class Meter(Protocol):
     @property
     def peak_bytes(self) -> int:
         """Most bytes held at one time."""
+        ...
+
+    @property
+    def peak_bytes_of(self) -> Mapping[int, int]:
+        """Most bytes held while each task of the caller's lanes was under way, by the task's index."""
+        ...
+
+    def turn_to(self, task: int | None) -> None:
+        """Say which task is under way from now on; ``None``: none."""
         ...
 
 

@@ -78,11 +78,6 @@ def bind(
     undo: list[Callable[[], None]] = []
     unit_of, order = unit_modules(model, units), [unit.name for unit in units]
     if compile_backend is not None:
-        if decisions.tensor_parallel > 1 or decisions.expert_parallel > 1 or decisions.expert_units > 1:
-            raise ValueError(
-                "blocks are not compiled where layers or experts are shared by ranks or experts are apart; leave "
-                "compile_blocks out, or plan with --tensor-parallel 1 --expert-parallel 1 --expert-units 1"
-            )
         stay = tuple(unit for unit in units if not decisions.units[unit.name].offloads)
         unit_of = _compile(model, stay, unit_of, compile_backend, undo)
     for module, unit in unit_of.items():
@@ -98,6 +93,11 @@ def bind(
             offload = SegmentOffload(activations, names, marks) if decided.offloads else None
             undo.append(_recompute(_segment_module(model, segment), names[-1], marks, offload))
     return undo
+
+
+def outside(compile_backend: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what keeps a function out of what is compiled, if anything is."""
+    return (lambda function: function) if compile_backend is None else torch.compiler.disable
 
 
 def bind_state_dict(

@@ -23,13 +23,6 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
         raise ValueError(
             f"pipeline_parallel is {stages}, which can be simulated but not executed; plan with --pipeline-parallel 1"
         )
-    shared = decisions.tensor_parallel > 1 or decisions.expert_parallel > 1 or decisions.expert_units > 1
-    if shared and any(unit.offloads for unit in decisions.units.values()):
-        raise ValueError(
-            "activations leave the device, which can be simulated but not executed where ranks share layers or "
-            "experts, or experts are apart; plan with --storage never, or with --tensor-parallel 1 --expert-parallel 1 "
-            "--expert-units 1"
-        )
     if decisions.reduce_start != "backward":
         raise ValueError(
             f"reduce_start is {decisions.reduce_start!r}, which can be simulated but not executed; set it to 'backward'"

@@ -5,8 +5,13 @@ attention of a layer, its MLP, a norm that ``transformers`` wrote in Python. Mar
 before and behind it, outside of what is compiled, so that no graph breaks at them; weights have arrived when it begins,
 and its gradients are all there when it has ended. Parameters are inputs of its graph, whose shapes and addresses never
 change (static slots), so that layers which are alike share one graph and nothing is compiled again as training goes on.
-Recomputation wraps the whole layer, compiled modules included. Layers whose activations leave are not compiled: what
-their products make must be told apart from the rest.
+Recomputation wraps the whole layer, compiled modules included. What ranks exchange inside a module is left out of its
+graphs, which end before it and begin behind it; experts that are units of their own are left out as a whole.
+
+Layers whose activations leave are not compiled. What leaves is what products make, as the operators show that reach
+PyTorch's dispatcher; a compiled graph has kernels of its own instead, in which a product's output may never exist (its
+bias and activation are added before it is written), so that there is nothing to keep the first time and no place to put
+it the second.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,7 +48,8 @@ def compiled_modules(
     found: dict[nn.Module, str] = {}
     inside: set[nn.Module] = set()
     for module in model.modules():  # from the outside to the inside
-        inner = {unit_of[owner] for owner in module.modules() if owner in unit_of}
+        owners = (inner for inner in module.modules() if next(inner.parameters(recurse=False), None) is not None)
+        inner = {unit_of.get(owner, "") for owner in owners}  # experts apart say themselves whose they are
         if module in inside or len(inner) != 1 or not inner <= repeated or not _is_called(module):
             continue
         inside.update(module.modules())

@@ -17,14 +17,13 @@ from typing import Final, Literal, Self
 
 import torch
 
-from executor.ranks import Ranks
+from executor.ranks import Ranks, this_machine
 
 Choice = tuple[int, ...] | Literal["auto", "free"]
 """Cores that the ranks of this machine divide; ``auto``: those open to the process, which is bound if there are several
 ranks; ``free``: the same, but nothing is bound."""
 
 _SYSTEM: Final = Path("/sys/devices/system/cpu")
-_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")  # the same for all processes on one machine, and for no others
 _THREADS: Final = Path("/proc/self/task")
 _MANY: Final = 8  # cores of which two are left to those that issue work; of fewer, one
 
@@ -154,8 +153,7 @@ def _ranks_alike(allowed: frozenset[int], ranks: Ranks | None) -> list[int]:
     """Return the ranks on this machine that may use the same cores, this one included."""
     if ranks is None:
         return [0]
-    text = _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else os.uname().nodename
-    return ranks.alike(f"{text} {ranges(allowed)}")
+    return ranks.alike(f"{this_machine()} {ranges(allowed)}")
 
 
 def _bind(cores: Sequence[int]) -> Callable[[], None]:

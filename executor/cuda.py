@@ -147,6 +147,9 @@ class _CudaMeter:
     def __enter__(self) -> Self:
         torch.cuda.reset_peak_memory_stats()
         self._base_bytes = torch.cuda.memory_allocated()
+        self._peak_bytes = 0
+        self._task: int | None = None
+        self.peak_bytes_of: dict[int, int] = {}
         return self
 
     def __exit__(self, *_exc_info: object) -> None:
@@ -155,7 +158,15 @@ class _CudaMeter:
     @property
     def peak_bytes(self) -> int:
         """Most bytes held at one time."""
-        return torch.cuda.max_memory_allocated() - self._base_bytes
+        return max(self._peak_bytes, torch.cuda.max_memory_allocated() - self._base_bytes)
+
+    def turn_to(self, task: int | None) -> None:
+        """See :class:`executor.backend.Meter`. Memory is taken when work is issued, so that no stream is waited for."""
+        if self._task is not None:
+            self.peak_bytes_of[self._task] = torch.cuda.max_memory_allocated() - self._base_bytes
+        self._peak_bytes = self.peak_bytes
+        torch.cuda.reset_peak_memory_stats()
+        self._task = task
 
 
 def CudaMachine(schedule: Schedule, perform: Perform, *, record: bool = False) -> LaneMachine:  # noqa: N802

@@ -53,6 +53,7 @@ class LaneMachine:
         perform: does the work of every task that is not on one of the caller's lanes.
         backend: the device.
         record: whether to keep times for :meth:`timeline`. May be changed between iterations.
+        on_caller: called in the caller's thread when a task of its lanes begins, with the task's index. May be changed.
         on_stop: called when it stops, in the thread that stops it, with the failure if there is one: what tasks wait
             for apart from other tasks must then be given up.
     """
@@ -64,9 +65,11 @@ class LaneMachine:
         backend: Backend,
         *,
         record: bool = False,
+        on_caller: Callable[[int], None] = lambda _task: None,
         on_stop: Callable[[BaseException | None], None] = lambda _failure: None,
     ) -> None:
         self.record = record
+        self.on_caller = on_caller
         self._on_stop = on_stop
         self._schedule = schedule
         self._perform = perform
@@ -113,6 +116,7 @@ class LaneMachine:
         with self._closing_if_interrupted():
             self._begin(ticket)
         self._check()
+        self.on_caller(task.index)
         self._open.append(ticket)
 
     def end_open(self) -> None:

@@ -138,10 +138,12 @@ class MeasuredMemory:
     Attributes:
         static_bytes: taken once, by class.
         dynamic_peak_bytes: most that came on top of it inside :meth:`Session.metered`; ``None`` if not measured.
+        dynamic_bytes_of: the same while each of the caller's tasks was under way, by its index.
     """
 
     static_bytes: Mapping[MemoryClass, int]
     dynamic_peak_bytes: int | None = None
+    dynamic_bytes_of: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:

@@ -21,12 +21,15 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         held_bytes: held now.
         peak_bytes: most held so far.
+        peak_bytes_of: most held while each task was under way, by the task's index.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.held_bytes = 0
         self.peak_bytes = 0
+        self.peak_bytes_of: dict[int, int] = {}
+        self._task: int | None = None
         self._known: set[int] = set()
         self._lock = threading.RLock()  # lanes take and drop memory too, and a drop may come in the middle of a take
 
@@ -43,6 +46,17 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count a tensor that another thread has just made."""
         self._see(tensor, counts=True)
 
+    def turn_to(self, task: int | None) -> None:
+        """Say which task of the caller is under way from now on; ``None``: none."""
+        with self._lock:
+            self._task = task
+            self._note()
+
+    def _note(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        if self._task is not None:
+            self.peak_bytes_of[self._task] = max(self.peak_bytes_of.get(self._task, 0), self.held_bytes)
+
     def _see(self, tree: Any, *, counts: bool) -> None:
         for leaf in tree_leaves(tree):
             if not isinstance(leaf, torch.Tensor) or isinstance(leaf, OffloadedGradient):
@@ -54,7 +68,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 num_bytes = storage.nbytes() if counts else 0
                 self._known.add(storage._cdata)
                 self.held_bytes += num_bytes
-                self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+                self._note()
             # The Python object of a storage lives as long as the storage does.
             weakref.finalize(storage, self._release, storage._cdata, num_bytes).atexit = False
 

@@ -1,6 +1,7 @@
 """The entry: a user's model and optimizer in, the same model and an optimizer with the same face out."""
 
 import collections
+import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from executor.optimizer.table import OptimizerEntry, entry_of
 from executor.options import SessionOptions
 from executor.parallel.shares import Share
 from executor.pieces import Part
+from executor.ranks import staying_joined
 from executor.session import Session
 from executor.state import write_weights
 from executor.units import ParameterState, UnitState
@@ -194,49 +196,53 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         The state passes through a file in ``folder`` (see :mod:`executor.handover`), and the session that has ended
         gives its memory back before the next one takes its own. If that cannot begin, training goes on as before.
-        Training on several ranks stays as it is.
+        All ranks change together, and stay as many, with the same degrees.
 
         Returns:
             The bytes of the file.
 
         Raises:
-            ValueError: the new decisions cannot be executed, or there are several ranks. So do all that
-                :func:`prepare_session` raises.
+            ValueError: the new decisions cannot be executed, or are for other ranks. So do all that
+                :func:`prepare_session` raises; where another rank cannot begin, this is a RankError.
             OutOfOrderError: in the middle of an iteration.
             StorageError: there is no room for the file.
         """
         check_decisions(way.decisions, self.entry)
-        if self._way.decisions.num_devices > 1 or way.decisions.num_devices > 1:
-            raise ValueError("a plan of several ranks cannot be changed on the way; save, and start again with another")
+        now, then = (dataclasses.asdict(one.decisions.degrees) for one in (self._way, way))
+        if different := next((name for name in now if now[name] != then[name]), None):
+            raise ValueError(
+                f"the other plan has {different} {then[different]}, but training is under way with {now[different]}; "
+                "plan with that, or save a checkpoint and resume from it under the other plan"
+            )
         steps = {entry.share.name: entry.step for _, entry in self.session.parameter_states().values()}
         self._wholes = {entry.share.name: entry.share.whole for _, entry in self.session.parameter_states().values()}
-        kept = self._hand_over(folder)
-        failure = self._enter(way, kept, steps)
-        if failure is not None:
-            again = self._enter(self._way, kept, steps)
-            assert again is None, again
-            raise failure
+        with staying_joined():
+            kept = self._hand_over(folder)
+            failure = self._enter(way, kept, steps)
+            if failure is not None:
+                if (again := self._enter(self._way, kept, steps)) is not None:  # a rank is gone
+                    raise again
+                raise failure
         self._way = way
         return kept.num_bytes
 
     def _hand_over(self, folder: Path) -> Handover:
         """Move all weights and state into a file, and end the session."""
-        parameters = self._wholes
+        shares = {parameter.share.name: parameter.share for _, parameter in self.session.parameter_states().values()}
         in_float32 = [*self.entry.buffers, *(["master"] if self._keeps_master else [])]
-        likes = {name: parameter.detach() for name, parameter in parameters.items()}
-        likes |= {
-            f"{name}/{key}": parameter.detach().to("meta", torch.float32)
-            for name, parameter in parameters.items()
-            for key in in_float32
+        likes = {
+            name: torch.empty(share.whole_shape, dtype=share.whole.dtype, device="meta")
+            for name, share in shares.items()
         }
-        kept = Handover(folder, likes)
+        likes |= {f"{name}/{key}": likes[name].float() for name in shares for key in in_float32}
+        kept = self.session.handover(folder, likes)
         for name, _, state in self._states():
             kept.keep(name, self.session.full_parameter(name))
             for key, values in state.items():
                 kept.keep(f"{name}/{key}", values)
         self.session.close(give_back=False)
-        for name, parameter in parameters.items():
-            parameter.data = kept[name]
+        for name, share in shares.items():
+            share.whole.data = kept[name]
         return kept
 
     def _enter(self, way: Way, kept: Handover, steps: Mapping[str, int]) -> Exception | None:

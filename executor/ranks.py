@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final, final
 
 import torch
@@ -29,6 +30,30 @@ _POLL_S: Final = 0.1  # how long after another rank's failure a waiting thread n
 _GRACE_S: Final = 5.0  # in which what was under way when a rank failed ends, as the others leave too
 # A limit on honest waiting (a checkpoint on one rank, say); failures end waiting much earlier.
 _TIMEOUT: Final = dt.timedelta(minutes=30)
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")  # the same for all processes on one machine, and for no others
+_TEXT_BYTES: Final = 256
+
+
+class _Default:
+    """The default process group: destroyed with the last session that needs it, if sessions have made it."""
+
+    is_ours = False
+    is_held = False
+
+
+@contextlib.contextmanager
+def staying_joined() -> Iterator[None]:
+    """Let sessions that end inside leave the default process group to those that begin after them."""
+    _Default.is_held = True
+    try:
+        yield
+    finally:
+        _Default.is_held = False
+
+
+def this_machine() -> str:
+    """Return a name that all processes on this machine have in common, and with no others."""
+    return _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else os.uname().nodename
 
 
 @final
@@ -53,7 +78,7 @@ class Ranks:
 
     def __init__(self, degrees: Degrees, device: torch.device, *, silence_s: float = SILENCE_S) -> None:
         size = degrees.num_devices
-        self._made = _join(size)
+        _join(size)
         self.rank, self.size = dist.get_rank(), size
         self.mesh = Mesh(degrees, self.rank)
         self._on_device = device.type == "cuda"
@@ -128,6 +153,12 @@ class Ranks:
         """
         self._all.agree(what, value.encode())
 
+    def told(self, text: str) -> list[str]:
+        """Return what each rank says, in the order of ranks: short texts of ASCII."""
+        values = torch.frombuffer(bytearray(text.encode("ascii").ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
+        every = self._all.collected(values).view(self.size, _TEXT_BYTES)
+        return [bytes(row.tolist()).rstrip(b"\0").decode("ascii") for row in every]
+
     def alike(self, value: str) -> list[int]:
         """Return the ranks that have the same value as this one, in order, this one included."""
         return self._all.alike(value.encode())
@@ -164,9 +195,10 @@ class Ranks:
                     part.leave(group)
         if not self._groups:
             atexit.unregister(self._at_exit)
-            if self._made and dist.is_initialized():
-                dist.destroy_process_group()
-            self._made = False
+            if _Default.is_ours and not _Default.is_held:
+                _Default.is_ours = False
+                if dist.is_initialized():
+                    dist.destroy_process_group()
 
     def _at_exit(self) -> None:
         """Leave by a process that ends without having closed: nothing may be under way when the interpreter goes."""
@@ -222,17 +254,16 @@ class Ranks:
         self._on_failure(error)
 
 
-def _join(size: int) -> bool:
-    """Make sure of a default process group; return whether it was made here."""
+def _join(size: int) -> None:
+    """Make sure of a default process group."""
     remedy = f"start one process per device: torchrun --nproc-per-node {size} (a node), plus --nnodes for several"
-    made = not dist.is_initialized()
-    if made:
+    if not dist.is_initialized():
         started = int(os.environ.get("WORLD_SIZE", "1"))
         if started != size:
             raise ValueError(f"the plan is for {size} devices, but {started} process(es) were started; {remedy}")
         dist.init_process_group("gloo", timeout=_TIMEOUT)
+        _Default.is_ours = True
     if dist.get_world_size() != size:
         raise ValueError(
             f"the plan is for {size} devices, but the process group has {dist.get_world_size()} ranks; {remedy}"
         )
-    return made

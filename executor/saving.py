@@ -120,6 +120,11 @@ class Checkpoints:
         self.take_rest()
         self._engine.wait()
 
+    def settle(self) -> None:
+        """Wait as :meth:`finish` does, and until nothing is under way in the background; levels below may be filled."""
+        self.take_rest()
+        self._engine.settle()
+
     def take_rest(self) -> None:
         """Take what has not been taken of checkpoints that have begun, without an iteration; between iterations."""
         self._session.synchronize()

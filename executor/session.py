@@ -8,6 +8,7 @@ issues what is left of the iteration and returns while updates go on.
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self, final
 
 import numpy as np
@@ -18,12 +19,13 @@ from executor.accumulation import Accumulation
 from executor.actions import Actions, ParameterUpdate
 from executor.activations import OffloadedActivations
 from executor.backend import Meter
-from executor.binding import bind, bind_state_dict
+from executor.binding import bind, bind_state_dict, outside
 from executor.checkpoint.engine import Member
 from executor.checks import check_decisions, check_groups, check_units
 from executor.cores import take
 from executor.exchange import Exchange
 from executor.gradients import GradientError
+from executor.handover import Handover
 from executor.machine import LaneMachine
 from executor.marks import in_backward
 from executor.memory import Arena, MeasuredMemory
@@ -110,7 +112,7 @@ class Session:
             ]
             self._undo += split_experts(model, units, shares, ranks and ranks.experts, self)
             if ranks is not None and decisions.tensor_parallel > 1:
-                self._undo += share_layers(model, units, shares, ranks.tensor)
+                self._undo += share_layers(model, units, shares, ranks.tensor, outside(options.compile_backend))
                 ranks.agree_on_chance()
             self._undo += [*bind_state_dict(model, self._names, self.full_parameter), self._accumulation.bind(model)]
             self._move_buffers()
@@ -408,6 +410,20 @@ class Session:
         """Return rank 0's value; all ranks do so together."""
         return value if self._ranks is None else int(self._ranks.of_first(torch.tensor(value)))
 
+    def handover(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> Handover:
+        """Return a file for what is to pass to the next session; all ranks do so together."""
+        return Handover(folder, tensors, self._ranks)
+
+    def text_of_first(self, make: Callable[[], str]) -> str:
+        """Return the text that rank 0 makes, which is not empty, while the others wait; all ranks do so together."""
+        if self._ranks is None:
+            return make()
+        is_first = self._ranks.rank == 0
+        values = torch.frombuffer(bytearray(make().encode()), dtype=torch.uint8) if is_first else torch.empty(0)
+        count = self.of_first(len(values))
+        text = self._ranks.of_first(values if is_first else torch.empty(count, dtype=torch.uint8))
+        return bytes(text.tolist()).decode()
+
     @property
     def failed(self) -> bool:
         """Whether it has stopped, or is in the middle of an iteration: its state is not that of a step."""
@@ -441,20 +457,34 @@ class Session:
         self.synchronize()
         return self._machine.timeline(first, last)
 
+    def mean_timeline(self) -> Timeline:
+        """Return :meth:`timeline`, with the mean over ranks of every time; all ranks do so together."""
+        own = self.timeline()
+        if self._ranks is None:
+            return own
+        times_s = np.stack((own.start_s, own.end_s))
+        mean_s = np.array(self._ranks.sums(times_s.ravel().tolist())) / self._ranks.size
+        return Timeline(own.schedule, *mean_s.reshape(times_s.shape))
+
     @contextlib.contextmanager
     def metered(self) -> Iterator[None]:
         """Measure, inside it, the device memory that comes and goes. On the host it slows computing down."""
         with self._backend.meter() as self._meter:
-            yield
+            self._machine.on_caller = self._meter.turn_to
+            try:
+                yield
+            finally:
+                self._meter.turn_to(None)
+                self._machine.on_caller = lambda _task: None
 
     def memory(self) -> dict[Tier, MeasuredMemory]:
         """Return what each tier has held: by class what is taken once, and the peak of the rest if it was metered.
 
         On NVMe these are both versions of all state, see [Note: Two versions] in :mod:`executor.files`.
         """
-        peak_bytes = None if self._meter is None else self._meter.peak_bytes
+        metered = () if self._meter is None else (self._meter.peak_bytes, dict(self._meter.peak_bytes_of))
         used = {
-            Tier.GPU: MeasuredMemory(self._gpu.by_class(), peak_bytes),
+            Tier.GPU: MeasuredMemory(self._gpu.by_class(), *metered),
             Tier.HOST: MeasuredMemory(self._host.by_class()),
         }
         on_nvme = (self._state.stored.by_class if self._state.stored else {}) | self._offloaded.by_class

@@ -160,6 +160,8 @@ class Storage(Frozen):
         create_s: time of its metadata server to create the files of one process, one process after another; ``None``:
             lost in the rest.
         num_drives: how many equal drives the capacity and the rates are those of, where that is known.
+        endurance_bytes_per_day: that may be written to it a day, for years (a drive's TBW over the days of its
+            warranty); ``None`` where it is not known.
         both_bytes_per_s: sum over reading and writing when both go on; ``None`` where neither slows the other.
     """
 
@@ -170,6 +172,7 @@ class Storage(Frozen):
     create_s: Seconds | None = None
     num_drives: Annotated[int, Field(ge=1)] | None = None
     both_bytes_per_s: BytesPerSecond | None = None
+    endurance_bytes_per_day: Bytes | None = None
 
     def with_drives(self, num_drives: int) -> Self:
         """Return the tier with that many of its drives, striped: rates and capacity in proportion.
@@ -209,6 +212,9 @@ class Storage(Frozen):
                 "read": slower(self.read),
                 "write": slower(self.write),
                 "both_bytes_per_s": less(self.both_bytes_per_s) if self.both_bytes_per_s else None,
+                "endurance_bytes_per_day": (
+                    less(self.endurance_bytes_per_day) if self.endurance_bytes_per_day else None
+                ),
             }
         )
 
@@ -228,6 +234,24 @@ class Fabric(Frozen):
     via_host_link: bool = False
 
 
+class MachineIdentity(Frozen):
+    """Which machine a profile was measured on, as far as its operating system tells.
+
+    Attributes:
+        cpu: model name of the processor.
+        num_cpus: logical processors, whoever may use them.
+        memory_bytes: all memory that the system has.
+        gpus: names of the GPUs, in order.
+        drives: models of the drives that were measured; ``()`` where none has a name.
+    """
+
+    cpu: str
+    num_cpus: Annotated[int, Field(ge=1)]
+    memory_bytes: Annotated[int, Field(ge=1)]
+    gpus: tuple[str, ...] = ()
+    drives: tuple[str, ...] = ()
+
+
 class HardwareProfile(Frozen):
     """One machine: nodes of equal devices.
 
@@ -237,6 +261,7 @@ class HardwareProfile(Frozen):
             every device reaches ``dram``. Devices joined to one ``switch…`` share its uplink to the host.
         devices_per_node: devices in one node.
         intra_node, inter_node: fabrics inside and between nodes; ``None`` where there is only one device or node.
+        measured_on: the machine that was calibrated; ``None`` where values are not those of one machine.
     """
 
     schema_version: Literal[1] = 1
@@ -251,6 +276,7 @@ class HardwareProfile(Frozen):
     intra_node: Fabric | None = None
     inter_node: Fabric | None = None
     topology: tuple[tuple[str, str], ...]
+    measured_on: MachineIdentity | None = None
 
     @model_validator(mode="after")
     def _connected(self) -> Self:

@@ -41,11 +41,26 @@ class Provenance(Frozen):
 
 
 class Quantity(Frozen):
-    """One number with its unit and provenance."""
+    """One number with its unit and provenance.
+
+    Attributes:
+        value: in ``unit``; not negative.
+        p10, p90: tenth and ninetieth percentile over the repetitions of a measurement, where there were several.
+    """
 
     value: Annotated[float, Field(ge=0)]
     unit: Unit
     provenance: Provenance
+    p10: Annotated[float, Field(ge=0)] | None = None
+    p90: Annotated[float, Field(ge=0)] | None = None
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if (self.p10 is None) != (self.p90 is None):
+            raise ValueError("has one of p10 and p90; give both, or neither")
+        if self.p10 is not None and self.p90 is not None and not self.p10 <= self.value <= self.p90:
+            raise ValueError(f"p10 <= value <= p90 does not hold: {self.p10:g}, {self.value:g}, {self.p90:g}")
+        return self
 
 
 class CurvePoint(Frozen):

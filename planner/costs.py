@@ -219,8 +219,13 @@ class CostModel:
         """Return the time that kernels take on the device, one after another."""
         return sum(self._kernel(kernel)[0] for kernel in kernels)
 
+    def work(self, task: Task) -> tuple[float, float]:
+        """Return the FLOP of a compute task, and the bytes that its kernels touch."""
+        kernels = self.kernels_of(task)
+        return flop(kernels), sum(self._kernel(kernel)[1] for kernel in kernels)
+
     def _compute(self, task: Task) -> Price:
-        kernels = self._kernels_of(task)
+        kernels = self.kernels_of(task)
         times = [self._kernel(kernel) for kernel in kernels]
         duration_s = sum(time_s for time_s, _ in times)
         if not self.asynchronous:  # the host issues and computes in turn
@@ -228,7 +233,8 @@ class CostModel:
         num_bytes = sum(num_bytes for _, num_bytes in times)
         return Price(0.0, duration_s, self._on_device(duration_s, num_bytes))
 
-    def _kernels_of(self, task: Task) -> tuple[Kernel, ...]:
+    def kernels_of(self, task: Task) -> tuple[Kernel, ...]:
+        """Return what a task of the compute lane runs."""
         unit = self._units[task.unit]
         match task.op:
             case Op.FORWARD:

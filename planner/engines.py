@@ -372,33 +372,33 @@ _SMALL = 1e-2
 _AFTER_BACKWARD = {"overlap_next_forward": False}
 # DeepSpeed's default ``reduce_bucket_size``: gradients are copied into one buffer of so many before they are reduced,
 # and ``reduce_scatter_coalesced`` makes its flat input from that (``runtime/comm/coalesced_collectives.py``).
-_REDUCE_BUCKET_PARAMS = 500_000_000
-_NUM_REDUCE_BUFFERS = 2
+REDUCE_BUCKET_PARAMS = 500_000_000
+NUM_REDUCE_BUFFERS = 2
 # DeepSpeed's default ``stage3_prefetch_bucket_size``.
-_PREFETCH_BUCKET_PARAMS = 50_000_000
+PREFETCH_BUCKET_PARAMS = 50_000_000
 # DeepSpeed's default ``stage3_max_reuse_distance``.
-_MAX_REUSE_PARAMS = 1_000_000_000
+MAX_REUSE_PARAMS = 1_000_000_000
 # DeepSpeed's default ``stage3_max_live_parameters``: gathered parameters are kept until there are so many.
-_MAX_LIVE_PARAMS = 1_000_000_000
+MAX_LIVE_PARAMS = 1_000_000_000
 
 
 def _deepspeed(setup: Setup, gradient_path: GradientPath) -> dict[str, Any]:
-    bucket_bytes = _NUM_REDUCE_BUFFERS * _REDUCE_BUCKET_PARAMS * setup.precision.weight_bytes
+    bucket_bytes = NUM_REDUCE_BUFFERS * REDUCE_BUCKET_PARAMS * setup.precision.weight_bytes
     return {
         "device_buffer_bytes": bucket_bytes if setup.data_parallel > 1 else 0,
         "overlap_next_forward": False,
         "host_update": HostUpdate.DEEPSPEED,
-        "max_prefetch_params": _PREFETCH_BUCKET_PARAMS,
-        "max_reuse_params": _MAX_REUSE_PARAMS,
+        "max_prefetch_params": PREFETCH_BUCKET_PARAMS,
+        "max_reuse_params": MAX_REUSE_PARAMS,
         "module_hooks": True,
-        "num_param_slots": _num_live_segments(setup),
+        "num_param_slots": num_live_segments(setup),
         "gradient_path": gradient_path,
         "update_order": "forward",
         "zero_stage": 3,
     }
 
 
-def _num_live_segments(setup: Setup) -> int:
+def num_live_segments(setup: Setup, max_live_params: int = MAX_LIVE_PARAMS) -> int:
     """Return how many layers' gathered parameters DeepSpeed keeps, beside those of the embedding and the head."""
     segments: dict[str, int] = defaultdict(int)
     ends = 0
@@ -407,7 +407,7 @@ def _num_live_segments(setup: Setup) -> int:
             segments[unit.segment] += unit.num_params
         else:
             ends += unit.num_params
-    return max((_MAX_LIVE_PARAMS - ends) // max(segments.values(), default=1), 2)
+    return max((max_live_params - ends) // max(segments.values(), default=1), 2)
 
 
 def _decide(

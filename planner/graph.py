@@ -131,8 +131,16 @@ class Unit:
 
     @functools.cached_property
     def remake(self) -> Kernels:
-        """Kernels that run again in backward if activations are offloaded: the elementwise ones of a recompute."""
-        return tuple(kernel for kernel in self.recompute if isinstance(kernel, Elementwise))
+        """Kernels that run again in backward if activations are offloaded, of those of a recompute.
+
+        These are the elementwise ones, and exchanges of tokens: how many come is known only then, so that no place for
+        them can be counted on, and ranks have to agree on what they exchange. Sums over ranks are kept as products are.
+        """
+        return tuple(
+            kernel
+            for kernel in self.recompute
+            if isinstance(kernel, Elementwise) or (isinstance(kernel, Collective) and kernel.kind == "all-to-all")
+        )
 
     @functools.cached_property
     def num_kernels(self) -> dict[str, int]:

@@ -80,6 +80,7 @@ def refit(
     decisions: Decisions,
     measured: Timeline,
     iterations: Sequence[int],
+    run: str = "a run",
 ) -> Refit:
     """Fit a profile to a run of these decisions; see [Note: Lanes].
 
@@ -89,6 +90,7 @@ def refit(
         decisions: what was executed.
         measured: what came of it.
         iterations: which iterations of it to read: complete ones, with their successors.
+        run: what the fitted quantities call it.
 
     Raises:
         ValueError: ``iterations`` is empty.
@@ -96,7 +98,7 @@ def refit(
     if not iterations:
         raise ValueError("no steady iteration was measured; run more iterations")
     wanted_s = {name: statistics.median(_busy_s(measured, i)[name] for i in iterations) for name in CLASSES}
-    source = f"tasks of {len(iterations)} iterations of a run"
+    source = f"tasks of {len(iterations)} iterations of {run}"
     slower: dict[str, float] = {}
     fitted, simulation = profile, _simulated(profile, units, decisions, measured)
     for _ in range(_MOST_ROUNDS):

@@ -86,6 +86,7 @@ class Lane(StrEnum):
     STAGING = "staging"  # threads that prepare host memory for them
     WRITE = "write"  # threads that write them to storage
     PROMOTION = "promotion"  # the thread that brings checkpoints to slower storage
+    RETENTION = "retention"  # the thread that reads them again, so that older ones may go
     GATE = "gate"  # waits for them before state changes
     ACTIVATION_IN = "activation-in"  # activations back to the device: never behind a parameter that waits for its slot
     ACTIVATION_OUT = "activation-out"

@@ -6,8 +6,8 @@ mean rate while it runs, so that the area under a rate is exactly what was moved
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ from planner.schedule import Lane
 from planner.timeline import Timeline, fullest
 
 Values = npt.NDArray[np.float64]
+
+_Key = TypeVar("_Key", bound=Hashable)
 
 PROCESSORS: Mapping[str, frozenset[Lane]] = {
     "gpu": frozenset({Lane.COMPUTE, Lane.GPU_UPDATE}),
@@ -84,6 +86,11 @@ class Series:
 
         return (area(times_s + window_s / 2) - area(times_s - window_s / 2)) / window_s
 
+    def mean_within(self, start_s: float, end_s: float) -> float:
+        """Return the mean over a part of the period; 0 if that is empty."""
+        area = np.interp([start_s, end_s], np.append(self.times_s, self.period_s), self._cumulative())
+        return float(area[1] - area[0]) / (end_s - start_s) if end_s > start_s else 0.0
+
     def _cumulative(self) -> Values:
         """Return float64[n + 1], the area up to each time and up to the end."""
         lengths_s = np.diff(self.times_s, append=self.period_s)
@@ -101,16 +108,34 @@ def traffic(timeline: Timeline, iteration: int) -> dict[Lane, Series]:
     What crosses into the next iteration is folded back, as in :func:`planner.timeline.memory_use`. Of pipeline stages,
     each link shows the one that moves most.
     """
+    tasks = timeline.schedule.tasks
+    found = _rates(timeline, iteration, [(link_of(task.lane), float(task.num_bytes)) for task in tasks])
+    return {link: found[link] for link in Lane if link in found}
+
+
+def amounts(timeline: Timeline, iteration: int, amounts: Sequence[float]) -> Series:
+    """Return what one steady iteration uses of something per second.
+
+    Args:
+        timeline: when tasks run.
+        iteration: which one; what crosses into the next is folded back.
+        amounts: what each task of the schedule uses of it in all. Of pipeline stages that with most is shown.
+    """
+    found = _rates(timeline, iteration, [("all", amount) for amount in amounts])
+    return found.get("all") or series((), timeline.period_s(iteration))
+
+
+def _rates(timeline: Timeline, iteration: int, amount_of: Sequence[tuple[_Key | None, float]]) -> dict[_Key, Series]:
+    """Return the rate at which amounts, one a task, pass, by the key that each counts for, in order of appearance."""
     begin_s, period_s = timeline.begin_s(iteration), timeline.period_s(iteration)
-    flows: dict[tuple[Lane, int], list[Flow]] = defaultdict(list)
+    flows: dict[tuple[_Key, int], list[Flow]] = defaultdict(list)
     for span in timeline.of_iteration(iteration):
-        task = timeline.schedule.tasks[span.task]
-        link, length_s = link_of(task.lane), span.end_s - span.start_s
-        if link is not None and task.num_bytes and length_s > 0:  # what takes no time at all has no rate
-            flows[link, task.stage].append(Flow(span.start_s, span.end_s, task.num_bytes / length_s))
+        (key, amount), length_s = amount_of[span.task], span.end_s - span.start_s
+        if key is not None and amount and length_s > 0:  # what takes no time at all has no rate
+            stage = timeline.schedule.tasks[span.task].stage
+            flows[key, stage].append(Flow(span.start_s, span.end_s, amount / length_s))
     found = {key: series(_folded(listed, begin_s, period_s), period_s) for key, listed in flows.items()}
-    largest = fullest(found, lambda moved: moved.integral)
-    return {link: largest[link] for link in Lane if link in largest}
+    return fullest(found, lambda moved: moved.integral)
 
 
 def busy(timeline: Timeline, iteration: int) -> dict[str, Series]:

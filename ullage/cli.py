@@ -16,7 +16,19 @@ from ullage.installation import IntruderError, check_packages
 EXIT_BAD_INPUT = 2
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 # What only some commands need.
-_EXTRAS = {"pyarrow", "ray", "torch", "transformers", "safetensors", "matplotlib"}
+_EXTRAS = {
+    "torch",
+    "transformers",
+    "safetensors",
+    "matplotlib",
+    "shtab",
+    "tensorboard",
+    "prometheus_client",
+    "pyarrow",
+    "ray",
+    "plotly",
+    "jinja2",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -24,8 +36,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
 
 
-def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """Return the parser; only ``command`` is imported and has its options, the others only their summaries."""
+def build_parser(*commands: str) -> argparse.ArgumentParser:
+    """Return the parser; only these commands are imported and have their options, the others only their summaries."""
     parser = _Parser(
         prog="ullage",
         description="Plan, simulate and execute the training of models that are too big for the GPUs at hand.",
@@ -38,8 +50,8 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ullage {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, summary in SUMMARIES.items():
-        if name == command:
-            importlib.import_module(f"ullage.commands.{name}").add_parser(subparsers)
+        if name in commands:
+            importlib.import_module(f"ullage.commands.{name.replace('-', '_')}").add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=summary)
     return parser
@@ -67,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         check_packages()
-        args = build_parser(command).parse_args(arguments)
+        args = build_parser(*([command] if command else [])).parse_args(arguments)
         code: int = args.run(args)
         sys.stdout.flush()
     except SystemExit as exit_:  # argparse, after --help or an error that it has printed

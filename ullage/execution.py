@@ -11,16 +11,19 @@ from typing import Any
 
 import torch
 
+from hwprofiles.machine import check_measured_here
 from planner.models.captured import counted
 from planner.plan import Plan
 from planner.schedule import MemoryClass, Tier
 from planner.timeline import Timeline
 from planner.trace import chrome_trace, write_trace
-from ullage.comparison import Comparison, compare, render_comparison
+from ullage.comparison import Comparison, compare_record
+from ullage.comparison_screen import render_comparison
 from ullage.console import console, write_json
 from ullage.drift import NUM_RECORDED, DriftWatch
 from ullage.feeds import check_takes_data
 from ullage.formatting import si
+from ullage.integrations.metrics import Metrics, Prometheus, Sink, TensorBoard, tokens_per_iteration
 from ullage.interruption import InterruptedTrainingError, Interruption
 from ullage.keeping import CheckpointOptions, whereabouts
 from ullage.levels import buffer_bytes, levels_of
@@ -30,7 +33,7 @@ from ullage.replanning import Replanned
 from ullage.runs import RunRecord, rows, save_run
 from ullage.simulation import simulate
 from ullage.text import Tokens, read_text, read_tokens
-from ullage.training import Step, Trainer, check_machine, check_replans
+from ullage.training import Step, Trainer, check_machine
 
 # What warms up (first touches, compiled kernels) is not measured, nor is the iteration whose memory is metered.
 _FIRST_STEADY = 3
@@ -70,12 +73,13 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         )
     process = Process.of(plan)
     check_machine(plan, process, options.device)
-    if options.replan:
-        check_replans(plan)
+    if not options.allow_other_machine:
+        check_measured_here(plan.hardware)
     check_takes_data(plan, given=bool(options.text or options.tokens or options.data_position))  # before it is read
     data = _data(options)
     if process.is_first:
         options.output_dir.mkdir(parents=True, exist_ok=True)  # before training: a bad path must not cost a run
+    sinks = _sinks(options, plan) if process.is_first else []
     storage = options.storage_dir or options.output_dir
     with Trainer(
         plan,
@@ -88,7 +92,7 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         cores=options.cores,
         checkpoints=_checkpoints(plan, options),
     ) as trainer:
-        trained = _train(options, trainer)
+        trained = _train(options, trainer, sinks)
     if process.is_first and trained.record is not None:
         _write(options, trained.record, trained.replanned)
     if options.checkpoint_places:
@@ -131,7 +135,7 @@ class _Trained:
     signal: int | None  # that ended it early
 
 
-def _train(options: ExecuteOptions, trainer: Trainer) -> _Trained:
+def _train(options: ExecuteOptions, trainer: Trainer, sinks: list[Sink]) -> _Trained:
     """Train with a cosine schedule with warm-up, and change the plan on the way if that is asked for and pays.
 
     The trainer is closed in the end; signals are heard until then.
@@ -146,14 +150,21 @@ def _train(options: ExecuteOptions, trainer: Trainer) -> _Trained:
     watch = _watch(trainer.plan)
     losses: list[float] = []
     replanned, before = None, None
-    with _progress(options.num_iterations, trainer) as (tell, warn), _interruption(options, warn) as interruption:
+    with (
+        _progress(options.num_iterations, trainer) as (tell, warn),
+        _interruption(options, warn) as interruption,
+        contextlib.ExitStack() as closing,
+    ):
         if options.resume:
             _resume(options, trainer, warn)
         num_told = 0
+        metrics = Metrics(sinks, warn)
+        closing.callback(metrics.close)
         for step in trainer.run(max(options.num_iterations - trainer.iteration, 0)):
             scheduler.step()
             losses.append(step.loss)
             tell(step)
+            metrics.after(step, trainer)
             for drift in watch.after(trainer.session, trainer.session.iteration - 1):
                 warn(str(drift))
             num_told = _warn_of_checkpoints(trainer, num_told, warn)
@@ -171,6 +182,15 @@ def _train(options: ExecuteOptions, trainer: Trainer) -> _Trained:
     if record is not None and replanned is not None and replanned.switched:
         record = record.model_copy(update={"before": before})
     return _Trained(record, replanned, ended_by)
+
+
+def _sinks(options: ExecuteOptions, plan: Plan) -> list[Sink]:
+    sinks: list[Sink] = []
+    if options.tensorboard is not None:
+        sinks.append(TensorBoard(options.tensorboard))
+    if options.metrics_file is not None:
+        sinks.append(Prometheus(options.metrics_file, plan.model.name))
+    return sinks
 
 
 def _warn_of_checkpoints(trainer: Trainer, num_told: int, warn: Callable[[str], None], but: int | None = None) -> int:
@@ -216,22 +236,7 @@ def _write(options: ExecuteOptions, record: RunRecord, replanned: Replanned | No
     for words, part in parts.items():
         timelines |= {f"predicted{words}": simulate(part.plan).timeline, f"measured{words}": part.timeline}
     write_trace(trace, chrome_trace(timelines))
-    _report(options, record, {words: _compared(part) for words, part in parts.items()}, replanned)
-
-
-def _compared(record: RunRecord) -> Comparison:
-    simulation = simulate(record.plan)
-    predicted = {tier: use.peak_bytes for tier, use in record.plan.prediction.memory.items()}
-    if record.checkpoint_bytes:  # no part of the plan
-        predicted[Tier.HOST] = predicted.get(Tier.HOST, 0) + record.checkpoint_bytes
-    return compare(
-        simulation.timeline,
-        simulation.steady,
-        record.timeline,
-        record.steady_iterations,
-        predicted,
-        record.memory,
-    )
+    _report(options, record, {words: compare_record(part) for words, part in parts.items()}, replanned)
 
 
 @contextlib.contextmanager
@@ -267,6 +272,7 @@ def _progress(num_iterations: int, trainer: Trainer) -> Iterator[tuple[Callable[
 
 def _record(options: ExecuteOptions, trainer: Trainer, losses: list[float]) -> RunRecord:
     timeline = trainer.session.timeline(0, NUM_RECORDED - 1)
+    memory = trainer.session.memory()
     ranks = dict.fromkeys(
         (Tier.HOST, Tier.NVME), trainer.process.per_node
     )  # whose shares are equal, as the prediction has it
@@ -279,9 +285,13 @@ def _record(options: ExecuteOptions, trainer: Trainer, losses: list[float]) -> R
         start_s=rows(timeline.start_s),
         end_s=rows(timeline.end_s),
         steady_iterations=tuple(range(_FIRST_STEADY, timeline.num_iterations - 1)),
-        memory={tier: use.peak_bytes * ranks.get(tier, 1) for tier, use in trainer.session.memory().items()},
+        memory={tier: use.peak_bytes * ranks.get(tier, 1) for tier, use in memory.items()},
+        static_bytes={
+            tier: {kind: n * ranks.get(tier, 1) for kind, n in use.static_bytes.items()} for tier, use in memory.items()
+        },
+        device_bytes=dict(memory[Tier.GPU].dynamic_bytes_of),
         data_position=trainer.position,
-        checkpoint_bytes=trainer.session.memory()[Tier.HOST].static_bytes.get(MemoryClass.CHECKPOINT, 0),
+        checkpoint_bytes=memory[Tier.HOST].static_bytes.get(MemoryClass.CHECKPOINT, 0),
     )
 
 
@@ -301,8 +311,7 @@ def _report(
         return
     out = console()
     plan = record.plan
-    decided = plan.decisions
-    tokens = decided.data_parallel * decided.num_micro_batches * decided.micro_batch * plan.seq_len
+    tokens = tokens_per_iteration(plan)
     iteration = next(row for row in comparison.phases if row.name == "iteration")
     out.print(f"{plan.model.name}: {len(losses)} iterations, loss {losses[0]:.3f} -> {losses[-1]:.3f}", markup=False)
     if iteration.measured:

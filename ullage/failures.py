@@ -70,7 +70,7 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
         "--drive-writes-per-day",
         type=positive_float,
         metavar="N",
-        help="how often the node's drives may be written over in a day, of their data sheet (no limit)",
+        help="how often the node's drives may be written over in a day, of their data sheet (as the profile says)",
     )
     group.add_argument(
         "--pfs-bandwidth",

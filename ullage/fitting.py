@@ -17,7 +17,8 @@ Errors = dict[Metric, list[float]]
 
 
 # Options that say how to fit, and those that say how to measure.
-FITS, MEASURES = ("profile", "fit_on", "parameters", "bounds"), ("quick", "name", "device_memory")
+FITS = ("profile", "fit_on", "parameters", "bounds")
+MEASURES = ("quick", "name", "device_memory", "only", "into", "device_cores", "drive_endurance", "allow_other_machine")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -29,6 +29,7 @@ LANE_WORDS = {
     Lane.STAGING: "memory for checkpoints",
     Lane.WRITE: "writing checkpoints",
     Lane.PROMOTION: "bringing checkpoints to slower storage",
+    Lane.RETENTION: "reading checkpoints again",
     Lane.GATE: "waiting for checkpoints",
     Lane.ACTIVATION_IN: "copies of activations to the device",
     Lane.ACTIVATION_OUT: "copies of activations to the host",

@@ -30,6 +30,9 @@ class ExecuteOptions:
         checkpoint_every: iterations from one to the next, for each place or all.
         keep: the newest checkpoints that stay, for each place or all.
         resume: go on from the newest checkpoint that is in any place, if there is one.
+        tensorboard: a folder for TensorBoard's event files.
+        metrics_file: a file in Prometheus' text format.
+        allow_other_machine: run a plan for a profile that was measured on another machine.
         json: print JSON instead of tables.
         device: ``host`` (threads), ``cuda``, or ``auto``: what the plan was made for.
     """
@@ -50,5 +53,8 @@ class ExecuteOptions:
     checkpoint_every: tuple[int, ...] = ()
     keep: tuple[int, ...] = (2,)
     resume: bool = False
+    tensorboard: Path | None = None
+    metrics_file: Path | None = None
+    allow_other_machine: bool = False
     json: bool = False
     device: Literal["auto", "host", "cuda"] = "auto"

@@ -2,10 +2,12 @@
 
 import dataclasses
 import os
-from typing import Self
+from typing import Literal, Self
 
 from planner.layout import Layout
 from planner.plan import Plan, PlanError
+
+Launcher = Literal["torchrun", "accelerate"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,13 +60,20 @@ def ranks_per_node(plan: Plan) -> int:
     return Layout(*degrees, plan.hardware.devices_per_node).ranks_per_node
 
 
-def launch_line(ranks: int, per_node: int) -> str:
-    """Return how a plan of so many ranks is started."""
+def launch_line(ranks: int, per_node: int, *, plan: str = "PLAN", launcher: Launcher = "torchrun") -> str:
+    """Return how a plan of so many ranks is started: on several nodes, once on each."""
     if ranks == 1:
-        return "ullage execute PLAN"
+        return f"ullage execute {plan}"
     nodes = -(-ranks // per_node)
+    if launcher == "accelerate":
+        several = " --machine_rank N --main_process_ip FIRST --main_process_port 29500" if nodes > 1 else ""
+        # It starts processes with --multi_gpu alone, CPUs too; types and compiling are the plan's business.
+        return (
+            f"accelerate launch --multi_gpu --num_processes {ranks} --num_machines {nodes}{several} "
+            f"--mixed_precision no --dynamo_backend no -m ullage execute {plan}"
+        )
     several = f" --nnodes {nodes} --node-rank N --master-addr FIRST" if nodes > 1 else ""
-    return f"torchrun --nproc-per-node {per_node}{several} -m ullage execute PLAN"
+    return f"torchrun --nproc-per-node {per_node}{several} -m ullage execute {plan}"
 
 
 def _environment(name: str, default: int) -> int:

@@ -16,6 +16,14 @@ def origin_shares(profile: HardwareProfile) -> dict[str, float]:
     return {origin: count / counts.total() for origin, count in counts.most_common()}
 
 
+def spread(item: Quantity | Curve) -> tuple[float, float] | None:
+    """Return the tenth and ninetieth percentile of what :func:`unit_and_value` returns, if they are known."""
+    if isinstance(item, Curve):
+        best = max(item.points, key=lambda point: point.size / point.median_s)
+        return best.size / best.p90_s, best.size / best.p10_s
+    return None if item.p10 is None or item.p90 is None else (item.p10, item.p90)
+
+
 def unit_and_value(item: Quantity | Curve) -> tuple[str, float]:
     """Return a quantity's value, or the best rate of a curve, with its unit."""
     if isinstance(item, Curve):

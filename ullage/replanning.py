@@ -1,7 +1,7 @@
 """Planning again while training goes on: with a profile fitted to what was measured, for the same request."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +20,7 @@ MARGIN: Final = 0.05
 """A plan is changed on the way only if the next is predicted faster by more than this: predictions err too."""
 _WARM_UP: Final = 3  # iterations of a session whose times are those of first touches, compiling, and metering
 _MOST_READ: Final = 20  # the latest iterations
+_NOTHING: Final = "null"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,22 +104,31 @@ def _decided(plan: Plan) -> str:
     return describe(plan.decisions, plan.units())
 
 
-def replan(plan: Plan, measured: Timeline) -> Replanned:
+def replan(
+    plan: Plan, measured: Timeline, made_by_first: Callable[[Callable[[], str]], str] = lambda make: make()
+) -> Replanned:
     """Fit a plan's profile to what was measured of it, and plan again; nothing is changed so far.
 
     Args:
         plan: what was executed.
-        measured: a session of it, from its first iteration on.
+        measured: a session of it, from its first iteration on; of several ranks the mean of all.
+        made_by_first: gives all ranks the text that one of them makes: on another machine the same search may come to
+            another plan, and ranks with different plans would wait for each other.
 
     Raises:
         ValueError: too few iterations have been measured as a whole.
     """
     found = refit(plan.hardware, plan.units(), plan.decisions, measured, _steady(measured))
+    text = made_by_first(lambda: _planned_again(plan, found))
+    return Replanned(plan, None if text == _NOTHING else Plan.model_validate_json(text), found)
+
+
+def _planned_again(plan: Plan, found: Refit) -> str:
     try:
         after = make_plan(dataclasses.replace(request_of(plan), storage=plan.asked.storage, hardware=found.profile))
     except InfeasibleError:  # what is executed fits, so it was only not found
-        return Replanned(plan, None, found)
-    return Replanned(plan, after if after.decisions.executable else None, found)
+        return _NOTHING
+    return after.to_json() if after.decisions.executable else _NOTHING
 
 
 def _steady(measured: Timeline) -> Sequence[int]:

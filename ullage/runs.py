@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 from hwprofiles.files import write_whole
 from planner.decisions import Frozen
 from planner.plan import Plan
-from planner.schedule import Tier
+from planner.schedule import MemoryClass, Tier
 from planner.timeline import Timeline
 
 SCHEMA_VERSION: Final = 1
@@ -35,6 +35,9 @@ class RunRecord(Frozen):
             ``--data-position`` takes to go on in the same data with the same seed and length of sequences.
         before: what was executed until the plan was changed on the way, if it was: the rest is of the plan after that,
             but for the losses, which are those of all iterations.
+        static_bytes: of ``memory``, what was taken once, by class.
+        device_bytes: most bytes of device memory that came and went beside that while each compute task was under way,
+            by the task's index, in one metered iteration; empty where that was not recorded.
         checkpoint_bytes: host memory for checkpoints; if there is any, tasks that take state for them are recorded too.
     """
 
@@ -48,6 +51,8 @@ class RunRecord(Frozen):
     memory: dict[Tier, int]
     data_position: int
     before: "RunRecord | None" = None
+    static_bytes: dict[Tier, dict[MemoryClass, int]] = Field(default_factory=dict)
+    device_bytes: dict[int, int] = Field(default_factory=dict)
     checkpoint_bytes: int = 0
 
     @property

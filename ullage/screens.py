@@ -141,9 +141,6 @@ def _execution(plan: Plan) -> dict[str, str]:
     decided = plan.decisions
     stages = decided.pipeline_parallel
     ahead = [f"{stages} pipeline stages (--pipeline-parallel 1 plans none)"] if stages > 1 else []
-    shared = decided.tensor_parallel > 1 or decided.expert_parallel > 1 or decided.expert_units > 1
-    if shared and any(unit.offloads for unit in decided.units.values()):
-        ahead.append("activations that leave the device where layers or experts are shared, or experts are apart")
     if ahead:
         return {"execution": f"planned and simulated, not executed: {', '.join(ahead)}"}
     if decided.num_devices == 1:

@@ -240,20 +240,21 @@ class Trainer:
         """Plan again by what was measured, and change to the new plan if it is faster; between two iterations.
 
         Everything that training has goes on: weights, optimizer state, schedulers, chance, and the place in the data.
-        State passes through a file in ``storage_dir`` (or the system's folder for temporary files), so that never
-        more than the memory of one plan is taken. Losses and weights are those of training that was never changed.
+        State passes through a file in ``storage_dir`` (or the system's folder for temporary files), one for each node,
+        so that never more than the memory of one plan is taken. Losses and weights are those of training that was never
+        changed; of more than two ranks to the order of sums over them, which the plan's ZeRO stage decides. All ranks
+        do so together, by the mean of their times.
 
         Returns:
             What was found and done; in words, as a string.
 
         Raises:
-            ValueError: too few iterations were recorded as a whole, or there are several ranks.
+            ValueError: too few iterations were recorded as a whole.
             StorageError: there is no room for the file; nothing has changed then.
             ShortageError: the new plan did not find its memory; training can go on as before.
         """
-        check_replans(self.plan)
-        found = replan(self.plan, self.session.timeline())
-        if found.after is None or not found.is_faster:
+        found = replan(self.plan, self.session.mean_timeline(), self.session.text_of_first)
+        if found.after is None or not self.session.of_first(int(found.is_faster)):
             return found
         way = Way(found.after.units(), found.after.decisions, _session_options(found.after, self._settings))
         if self.keeper is not None:
@@ -320,19 +321,6 @@ class Trainer:
             self.optimizer.clip_grad_norm_(MAX_GRADIENT_NORM)
         self.optimizer.step()
         return total
-
-
-def check_replans(plan: Plan) -> None:
-    """Check that a plan can be changed on the way.
-
-    Raises:
-        PlanError: it is one of several ranks.
-    """
-    if plan.decisions.data_parallel > 1:
-        raise PlanError(
-            f"the plan is for {plan.decisions.data_parallel} ranks, which are not planned again on the way so far; "
-            "leave out --replan; `ullage calibrate`, plan, and start again instead"
-        )
 
 
 def check_machine(plan: Plan, process: Process, device: Literal["auto", "host", "cuda"] = "auto") -> None:

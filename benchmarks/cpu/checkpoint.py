@@ -58,7 +58,8 @@ from planner.checkpoints.trial import Trial
 OUTPUT = Path(__file__).parents[1] / "results" / "cpu_checkpoint.json"
 ITERATIONS_OF_A_BLOCK = 3
 ITERATIONS_IN_A_ROW = 6
-NUM_THREADS = 2  # that write
+ROUNDS_OF_SLOW_DOWN = 3  # of each: what is little takes more of them to be seen
+NUM_THREADS = 4  # that write
 Save = Callable[[Path], Callable[[], None]]
 """Begins to save into a new folder, and returns what waits for the end."""
 
@@ -109,7 +110,7 @@ def slow_down(
     """
 
     def iteration_s(*, saves: bool) -> float:
-        checkpoints.finish()
+        checkpoints.settle()
         start_s = time.perf_counter()
         for _ in range(ITERATIONS_IN_A_ROW):
             training.iterate()
@@ -172,14 +173,14 @@ def bandwidths(training: Training, checkpoints: ullage.Checkpoints, folder: Path
     memory = memoryview(mmap.mmap(-1, CHUNK_BYTES))
     for number in range(num_rounds):
         training.iterate()
-        checkpoints.finish()
+        checkpoints.settle()
         start_s = time.perf_counter()
         checkpoints.save(training.step)
         checkpoints.take_rest()
         while not (path := checkpoints.levels.fastest.folder(training.step)).exists():
             time.sleep(1e-3)
         write_s = time.perf_counter() - start_s
-        checkpoints.finish()  # retention reads it again
+        checkpoints.settle()
         with Checkpoint(path) as checkpoint:
             num_bytes = checkpoint.num_bytes
         whole_bytes = num_bytes // CHUNK_BYTES * CHUNK_BYTES
@@ -237,7 +238,7 @@ def main() -> None:
 
         def ours() -> Callable[[], None]:
             checkpoints.save(training.step)
-            return checkpoints.finish
+            return checkpoints.settle
 
         ways: dict[str, Callable[[], Callable[[], None]]] = {"none": lambda: lambda: None, "ours": ours}
         others = engines(state)
@@ -256,7 +257,7 @@ def main() -> None:
                 f"round {number}: " + ", ".join(f"{w} {f['block_s']:.2f} s" for w, f in found.items()) + "\n"
             )
         assert all(outcome.error is None for outcome in outcomes), outcomes
-        slower = slow_down(training, checkpoints, plan, args.rounds)
+        slower = slow_down(training, checkpoints, plan, ROUNDS_OF_SLOW_DOWN * args.rounds)
         drive = bandwidths(training, checkpoints, folder, args.rounds)
         checkpoints.close()
     result = {

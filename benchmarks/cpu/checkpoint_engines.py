@@ -165,6 +165,7 @@ class Study:
                 if name in engines and name not in checked and self.num_iterations % every == 0:
                     check(engines[name], self.folder, self.num_iterations)
                     checked.add(name)
+                ours.settle()  # what is read again in the background is no part of the next run
                 self._clear()
                 sys.stderr.write(f"{self.job.cell.model} {name} every {every}: {found[name, every][-1]}\n")
         assert checked == set(engines), "each engine's checkpoints were compared"
@@ -189,7 +190,6 @@ class Study:
         return train(training, engine, self.folder, self.num_iterations, every)
 
     def _clear(self) -> None:
-        time.sleep(0.5)  # what ours reads again in the background is no part of the next run
         for path in self.folder.iterdir():
             if path.name == "ours":
                 for checkpoint in path.iterdir():

@@ -118,9 +118,13 @@ class Ours:
         self._checkpoints.save(self._step)
 
     def finish(self) -> None:
-        """Wait until it is durable, and older ones have been removed."""
+        """Wait until it is durable."""
         self._checkpoints.finish()
         assert all(outcome.error is None for outcome in self._outcomes), self._outcomes
+
+    def settle(self) -> None:
+        """Wait until it has been read again, and older ones have been removed."""
+        self._checkpoints.settle()
 
     def load(self, folder: Path, step: int) -> tuple[Tensors, Tensors]:
         """Load one, of the state that training is in."""

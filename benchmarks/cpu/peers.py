@@ -17,14 +17,15 @@ has to be on the host; the peers on a CPU have no device to run out of.
 
 import argparse
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 from benchmarks.peers.command import Rounds, add_arguments, compare
 from benchmarks.peers.jobs import Cell
-from hwprofiles.calibrate import CalibrationOptions, calibrate
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
-from ullage.commands.calibrate import kernels
 
 OUTPUT = Path(__file__).parents[1] / "results" / "cpu_peers.json"
 TINY = (Cell("llama-tiny", "fp32", 2, 32, 2, 1.0, 3_000_000, 1),)
@@ -41,9 +42,15 @@ def cells(num_cores: int, *, quick: bool) -> tuple[Cell, ...]:
 
 
 def calibrated(threads: int) -> HardwareProfile:
-    """Measure this machine with ``threads`` cores in the device's place."""
-    options = CalibrationOptions(quick=True, device="host", device_cores=threads)
-    return calibrate(options, kernels(), lambda *_: None)[0]
+    """Measure this machine with ``threads`` cores in the device's place.
+
+    A process of its own, as training is: there waiting threads sleep, and every kernel of several threads wakes them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "machine.json"
+        command = [sys.executable, "-m", "ullage", "calibrate", "--quick", "--device-cores", str(threads)]
+        subprocess.run([*command, "--output", str(path), "--json"], check=True, stdout=subprocess.DEVNULL)
+        return load_profile(str(path))
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ class Ours:
         steady = range(min(_FIRST_STEADY, measured.num_iterations - 2), measured.num_iterations - 1)
         simulation = simulate(plan)
         predicted_memory = {tier: use.peak_bytes for tier, use in plan.prediction.memory.items()}
-        comparison = compare(simulation.timeline, simulation.steady, measured, steady, predicted_memory, memory)
+        comparison = compare(simulation, measured, steady, predicted_memory, memory)
         return {
             "plan": plan_summary(plan),
             "predicted_and_measured": comparison.to_json(),

@@ -161,6 +161,7 @@ class CheckpointEngine:
         self._tell = tell
         self._in_time = InTime()
         self._boxes = _boxes_of(source)
+        self._runs = {key: _runs(slices, self._boxes) for key, slices in source.slices.items()}
         self._entries = files_of(source, self._member.rank)
         self._captures: dict[int, _Capture] = {}  # that are being taken, by turn
         self._loans: dict[Key, tuple[_Capture, list[Work]]] = {}  # of pieces that have not changed since
@@ -265,6 +266,12 @@ class CheckpointEngine:
             capture.error = no_answer(self._longest_s)
             self._tell(self._outcome(capture, None))
 
+    def settle(self) -> None:
+        """Wait as :meth:`wait` does, and until retention has read the newest one again and removed what may go."""
+        self.wait()
+        if self._keeper is not None:
+            self._keeper.wait()
+
     @property
     def _longest_s(self) -> float:
         """Longest time from one sign of life to the next: other ranks are waited for, or all of the page cache."""
@@ -318,17 +325,13 @@ class CheckpointEngine:
         loans: list[Work] = []
         self._loans[key] = capture, loans  # first, as what is lent before a failure is lent too
         for state, values in zip(self._source.keys, self._source.tensors(key), strict=True):
-            for piece in self._source.slices[key]:
-                for index, box in enumerate(self._boxes[piece.name]):
-                    start, stop = max(piece.start, box.start), min(piece.stop, box.stop)
-                    if start < stop:
-                        offset = piece.offset - piece.start
-                        held = values[_VALUE_BYTES * (offset + start) : _VALUE_BYTES * (offset + stop)]
-                        writer = capture.writers[_path(state, self._member.rank, index)]
-                        if isinstance(held, np.ndarray):
-                            loans += writer.lend(held)
-                        else:
-                            writer.append(held, self._source.copy)
+            for index, start, stop in self._runs[key]:
+                held = values[_VALUE_BYTES * start : _VALUE_BYTES * stop]
+                writer = capture.writers[_path(state, self._member.rank, index)]
+                if isinstance(held, np.ndarray):
+                    loans += writer.lend(held)
+                else:
+                    writer.append(held, self._source.copy)
 
     def _run(self) -> None:
         yield_cores()
@@ -432,3 +435,21 @@ def _boxes_of(source: Source) -> dict[str, tuple[Box, ...]]:
             assert stop == piece.start, f"what is taken of {piece.name} comes in order"
             ranges[piece.name] = shape, start, piece.stop
     return {name: tuple(boxes(*held)) for name, held in ranges.items()}
+
+
+def _runs(slices: Sequence[Slice], held: Mapping[str, Sequence[Box]]) -> list[tuple[int, int, int]]:
+    """Return what goes into files as it lies in a piece: index of the file, start and stop in values of the piece.
+
+    Parameters that follow each other in the piece do so in the file, and are one run: whole chunks of it can be lent.
+    """
+    runs: list[tuple[int, int, int]] = []
+    for piece in slices:
+        for index, box in enumerate(held[piece.name]):
+            start, stop = max(piece.start, box.start), min(piece.stop, box.stop)
+            if start >= stop:
+                continue
+            begin, end = piece.offset - piece.start + start, piece.offset - piece.start + stop
+            if runs and (runs[-1][0], runs[-1][2]) == (index, begin):
+                begin = runs.pop()[1]
+            runs.append((index, begin, end))
+    return runs

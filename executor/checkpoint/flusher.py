@@ -99,7 +99,7 @@ class Flusher:
     Args:
         files: what writes.
         ring: uint8 ``[num_buffers, chunk_bytes]``, whole blocks: see :func:`ring_of`.
-        num_threads: that write at once.
+        num_threads: that write at once: while one makes checksums, others keep the drive busy.
         patience_s: longest wait for a buffer or a write; a drive that does not answer must not stop training.
 
     Attributes:
@@ -107,7 +107,7 @@ class Flusher:
         chunk_bytes: of each buffer.
     """
 
-    def __init__(self, files: Files, ring: Buffer, num_threads: int = 2, patience_s: float = 60.0) -> None:
+    def __init__(self, files: Files, ring: Buffer, num_threads: int = 4, patience_s: float = 60.0) -> None:
         assert ring.shape[1] == in_blocks(ring.shape[1])
         self.files = files
         self.chunk_bytes = ring.shape[1]

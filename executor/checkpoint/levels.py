@@ -15,6 +15,8 @@ from executor.checkpoint.retention import LEAST_KEPT, AbstractStore
 from executor.checkpoint.store import Store
 
 DEFAULT_EVERY: Final = 100
+MORE_THAN_KEPT: Final = 2
+"""Checkpoints that there are beside those that stay: the newest, not read again yet, and the one being written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class Levels:
             self._offer(1, self._newest)
 
     def check_room(self, num_bytes: int) -> None:
-        """Check that every folder has room: for what stays, what is written, and what the level below still reads.
+        """Check that every folder has room: for what stays, what is new, and what the level below still reads.
 
         Args:
             num_bytes: of a checkpoint.
@@ -127,7 +129,7 @@ class Levels:
         """
         for index, (level, store) in enumerate(zip(self.levels, self.stores, strict=True)):
             is_read = index + 1 < len(self.levels)
-            check_room(store, max(level.keep, LEAST_KEPT) + 1 + is_read, num_bytes)
+            check_room(store, max(level.keep, LEAST_KEPT) + MORE_THAN_KEPT + is_read, num_bytes)
 
     def bring_down(self, patience_s: float) -> None:
         """Bring the newest checkpoint to all levels, and wait for that, but not for long.

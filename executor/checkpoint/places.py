@@ -13,7 +13,7 @@ from executor.checkpoint.remote import RemoteStore
 from executor.checkpoint.retention import LEAST_KEPT, AbstractStore, parse_name
 from executor.checkpoint.store import Store
 from executor.checkpoint.urls import UrlPath
-from hwprofiles.calibrate.machine import available_memory_bytes
+from hwprofiles.machine import available_memory_bytes
 
 _MEMORY: Final = frozenset({"tmpfs", "ramfs"})
 _OF_ONE_NODE: Final = _MEMORY | {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "xfs", "zfs"}

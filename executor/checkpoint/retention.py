@@ -157,8 +157,8 @@ class AbstractStore(abc.ABC):
     def thin(self, keep: int = LEAST_KEPT) -> list[Folder]:
         """Remove checkpoints, reading none: all but the newest ``keep`` known to be whole, and the newest of all.
 
-        Nothing goes before so many are known to be whole, :data:`LEAST_KEPT` at least. What is :meth:`held` stays, and
-        what is damaged and newer than those, for who wants to know why.
+        None goes before so many are known to be whole, :data:`LEAST_KEPT` at least. What is :meth:`held` stays, and
+        what is damaged and newer than those, for who wants to know why. What writers that died have left goes.
 
         Returns:
             What was removed.
@@ -166,29 +166,13 @@ class AbstractStore(abc.ABC):
         Raises:
             CheckpointError: something could not be removed.
         """
-        removed: list[Folder] = []
-        wanted = max(keep, LEAST_KEPT)
         with self._removing():
-            there = self.folders()
-            with self._lock:
-                kept = [folder for folder in there if folder.name in self._whole][:wanted]
-                if len(kept) < wanted:
-                    return []
-                last = there.index(kept[-1])
-                stay = {folder.name for folder in (*kept, there[0])}
-                for number, folder in enumerate(there):
-                    damaged = number < last and folder.name in self._damaged
-                    if folder.name not in stay and not damaged and not self._held[folder.name]:
-                        self._remove(folder)
-                        removed.append(folder)
-            self._sweep(step_of(kept[-1]))
-        return removed
+            return self._thin(self.folders(), keep)
 
     def prune(self, keep: int = LEAST_KEPT) -> list[Folder]:
-        """Remove all checkpoints but the newest ``keep`` that are whole, and what writers that died have left.
+        """Read again what is there, newest first, until ``keep`` are known to be whole; then :meth:`thin`.
 
-        At least :data:`LEAST_KEPT` stay, and what is :meth:`held`. What is newer than those and damaged stays too, for
-        who wants to know why.
+        What comes meanwhile stays.
 
         Returns:
             What was removed.
@@ -196,19 +180,28 @@ class AbstractStore(abc.ABC):
         Raises:
             CheckpointError: something could not be removed.
         """
-        kept: list[Folder] = []
+        with self._removing():
+            there, left = self.folders(), max(keep, LEAST_KEPT)
+            for folder in there:
+                left -= folder.name in self._whole or self.read_again(folder)
+                if not left:
+                    break
+            return self._thin(there, keep)
+
+    def _thin(self, there: Sequence[Folder], keep: int) -> list[Folder]:
         removed: list[Folder] = []
         wanted = max(keep, LEAST_KEPT)
-        with self._removing():
-            for folder in self.folders():
-                if len(kept) >= wanted:
-                    with self._lock:
-                        if not self._held[folder.name]:
-                            self._remove(folder)
-                            removed.append(folder)
-                elif folder.name in self._whole or self.read_again(folder):
-                    kept.append(folder)
-            self._sweep(step_of(kept[-1]) if len(kept) >= wanted else -1)
+        with self._lock:
+            kept = [folder for folder in there if folder.name in self._whole][:wanted]
+            is_enough = len(kept) == wanted
+            last = there.index(kept[-1]) if is_enough else 0
+            stay = {folder.name for folder in (*kept, *there[:1])}
+            for number, folder in enumerate(there if is_enough else ()):
+                damaged = number < last and folder.name in self._damaged
+                if folder.name not in stay and not damaged and not self._held[folder.name]:
+                    self._remove(folder)
+                    removed.append(folder)
+        self._sweep(step_of(kept[-1]) if is_enough else -1)
         return removed
 
 

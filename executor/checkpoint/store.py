@@ -75,7 +75,7 @@ class Draft:
 
     def _takes_spare(self) -> bool:
         """Begin with the files of an old checkpoint, if there is one; see [Note: Spares]."""
-        for spare in self._root.glob(f"{_SPARE}*"):
+        for spare in _spares(self._root):
             with contextlib.suppress(FileNotFoundError):  # somebody else was faster
                 self._files.rename(spare, self.folder)
                 with contextlib.suppress(FileNotFoundError):
@@ -288,14 +288,14 @@ class Store(AbstractStore):
 
     def tidy(self) -> None:
         """See :class:`AbstractStore`."""
-        for spare in self.root.glob(f"{_SPARE}*"):
+        for spare in _spares(self.root):
             with contextlib.suppress(FileNotFoundError):
                 _put_aside(self.files, spare)
 
     def _remove(self, folder: Folder) -> None:
         assert isinstance(folder, Path)
         with contextlib.suppress(FileNotFoundError):
-            if len(list(self.root.glob(f"{_SPARE}*"))) < _MAX_SPARES:
+            if len(_spares(self.root)) < _MAX_SPARES:
                 self.files.rename(folder, self.root / f"{_SPARE}{secrets.token_hex(4)}")
             else:
                 _put_aside(self.files, folder)
@@ -339,6 +339,10 @@ class FolderCopy:
     def abandon(self) -> None:
         """See :class:`executor.checkpoint.retention.Copy`."""
         self._draft.abandon()
+
+
+def _spares(root: Path) -> list[Path]:
+    return list(root.glob(f"{_SPARE}*"))
 
 
 def _put_aside(files: Files, path: Path) -> None:

@@ -10,8 +10,8 @@ with no rows, so its gradient is zero, as it is in one parameter with the others
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Mapping, Sequence
+from typing import final
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch import nn
 from executor.marks import Marks, in_backward
 from executor.parallel.collectives import swap
 from executor.parallel.groups import Group
+from executor.parallel.products import grouped_product
 from executor.parallel.shares import BindingError, Share
 from executor.parallel.tensor import Undo, replace_forward
 from planner.graph import Unit
@@ -149,9 +150,10 @@ class _Experts:
 
     def _apply(self, bank: _Bank, visits: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         sizes = counts[bank.first : bank.stop]
-        inner = _grouped(visits, _trained(bank.gate_up), sizes)
+        inner = grouped_product(visits, _trained(bank.gate_up), sizes)
         gate, up = inner.chunk(2, dim=-1)
-        return _grouped(self._module.act_fn(gate) * up, _trained(bank.down), sizes)  # type: ignore[operator]
+        made: torch.Tensor = grouped_product(self._module.act_fn(gate) * up, _trained(bank.down), sizes)  # type: ignore[operator]
+        return made
 
     def _mark_backward(self, unit: str, values: torch.Tensor) -> None:
         if values.requires_grad and torch.is_grad_enabled() and not in_backward():
@@ -166,43 +168,3 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     return inverse
-
-
-def _ranges(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return itertools.pairwise((0, *itertools.accumulate(sizes)))
-
-
-def _grouped(rows: torch.Tensor, matrices: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """Return rows times the transpose of the matrix of their group: ``[rows, n]``.
-
-    Args:
-        rows: ``[sum(sizes), k]``, group by group.
-        matrices: ``[groups, n, k]``.
-        sizes: rows of each group.
-    """
-    result: torch.Tensor = _Grouped.apply(rows, matrices, sizes)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Grouped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        ctx.save_for_backward(rows, matrices)
-        ctx.sizes = list(sizes)
-        result = rows.new_empty(len(rows), matrices.shape[1])
-        for matrix, (first, stop) in zip(matrices, _ranges(ctx.sizes), strict=True):
-            torch.mm(rows[first:stop], matrix.t(), out=result[first:stop])
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        rows, matrices = ctx.saved_tensors
-        of_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
-        of_matrices = torch.empty_like(matrices) if ctx.needs_input_grad[1] else None
-        for i, (first, stop) in enumerate(_ranges(ctx.sizes)):
-            given = gradient[first:stop]
-            if of_matrices is not None:
-                torch.mm(given.t(), rows[first:stop], out=of_matrices[i])
-            if of_rows is not None:
-                torch.mm(given, matrices[i], out=of_rows[first:stop])
-        return of_rows, of_matrices, None

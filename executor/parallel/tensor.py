@@ -15,10 +15,10 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from executor.parallel.collectives import add_up, spread
 from executor.parallel.groups import Group
+from executor.parallel.products import number_of, summed_product
 from executor.parallel.shares import BindingError, Share
 from executor.parallel.vocabulary import Head, embed
 from planner.graph import Operator, Pattern, Unit
@@ -28,7 +28,13 @@ _COUNTS = ("num_heads", "num_key_value_heads", "split_size")  # of attention mod
 Undo = Callable[[], None]
 
 
-def share_layers(model: nn.Module, units: tuple[Unit, ...], shares: Mapping[str, Share], group: Group) -> list[Undo]:
+Outside = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Returns a function that does the same, and that ``torch.compile`` leaves alone."""
+
+
+def share_layers(
+    model: nn.Module, units: tuple[Unit, ...], shares: Mapping[str, Share], group: Group, outside: Outside
+) -> list[Undo]:
     """Make modules compute this rank's share of every layer, and exchange what they must; return what undoes it.
 
     Args:
@@ -36,6 +42,7 @@ def share_layers(model: nn.Module, units: tuple[Unit, ...], shares: Mapping[str,
         units: its units.
         shares: by the names that the units use.
         group: who shares the layers.
+        outside: what is exchanged is not for compilers.
 
     Raises:
         BindingError: a module cannot be shared.
@@ -46,19 +53,19 @@ def share_layers(model: nn.Module, units: tuple[Unit, ...], shares: Mapping[str,
         found = [shares[name] for name in operator.parameter_names]
         if operator.kind == "head":
             head = model.get_submodule(operator.name)
-            undo += _spread_input([head], group)
+            undo += _spread_input([head], group, outside)
             undo += Head(model, found[0], group).bind(model, head)
         elif operator.kind == "experts":
             banks[_owner(model, found[0])] = None
         elif operator.pattern is Pattern.COLUMN:
-            undo += _share_columns(model, operator, found, group)
+            undo += _share_columns(model, operator, found, group, outside)
         elif operator.kind == "embedding" and operator.pattern is Pattern.ROW:
             module = _owner(model, found[0])
             undo.append(replace_forward(module, embed(module, found[0], group)))
         elif operator.pattern is Pattern.ROW:
             module = _owner(model, found[0])
-            undo.append(replace_forward(module, _row(module, found[0], group)))
-    return undo + [undone for bank in banks for undone in _share_experts(bank, group)]
+            undo.append(replace_forward(module, outside(_row(module, found[0], group))))
+    return undo + [undone for bank in banks for undone in _share_experts(bank, group, outside)]
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
@@ -75,7 +82,9 @@ def _owner(model: nn.Module, share: Share) -> nn.Module:
     return model.get_submodule(share.name.rpartition(".")[0])
 
 
-def _share_columns(model: nn.Module, operator: Operator, shares: list[Share], group: Group) -> list[Undo]:
+def _share_columns(
+    model: nn.Module, operator: Operator, shares: list[Share], group: Group, outside: Outside
+) -> list[Undo]:
     """Let modules make a share of their outputs."""
     undo: list[Undo] = []
     modules = list(dict.fromkeys(_owner(model, share) for share in shares if share.dim is not None))
@@ -84,7 +93,7 @@ def _share_columns(model: nn.Module, operator: Operator, shares: list[Share], gr
         undo += _divide(module, ("nf",), ranks)  # of a Conv1D: its outputs
     if operator.kind == "qkv":
         undo += _divide(model.get_submodule(operator.name.rpartition(".")[0]), _COUNTS, ranks)
-    undo += _spread_input(modules, group)
+    undo += _spread_input(modules, group, outside)
     # What each rank has whole among these (norms of heads) works on the rank's heads, so its gradient is a part.
     return undo + [_sum_gradient(share.leaf, group) for share in shares if share.dim is None]
 
@@ -102,8 +111,8 @@ def _divide(module: nn.Module, names: tuple[str, ...], ranks: int) -> list[Undo]
     return [undo]
 
 
-def _spread_input(modules: list[nn.Module], group: Group) -> list[Undo]:
-    hook = _Spread(modules[-1], group)
+def _spread_input(modules: list[nn.Module], group: Group, outside: Outside) -> list[Undo]:
+    hook = outside(_Spread(modules[-1], group).before)
     return [module.register_forward_pre_hook(hook).remove for module in modules]
 
 
@@ -117,7 +126,7 @@ class _Spread:
         self._given: torch.Tensor | None = None
         self._made: torch.Tensor | None = None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         values, *others = args
         if self._given is not values or self._made is None:
             self._given, self._made = values, spread(values, self._group)
@@ -139,19 +148,17 @@ def _row(module: Any, weight: Share, group: Group) -> Callable[[torch.Tensor], t
             f"{weight.name} belongs to a {type(module).__name__}, which tensor-parallel ranks cannot share, but only "
             "torch.nn.Linear and Conv1D of transformers; plan with --tensor-parallel 1"
         )
-    transposed = weight.dim == 0
+    by_columns = weight.dim == 0
+    number = number_of(group)
 
     def forward(values: torch.Tensor) -> torch.Tensor:
-        matrix = module.weight.t() if transposed else module.weight
-        result = add_up(functional.linear(values, matrix), group)
-        if module.bias is not None:
-            result += module.bias
-        return result
+        matrix = module.weight if by_columns else module.weight.t()
+        return summed_product(values, matrix, module.bias, number)
 
     return forward
 
 
-def _share_experts(module: nn.Module, group: Group) -> list[Undo]:
+def _share_experts(module: nn.Module, group: Group, outside: Outside) -> list[Undo]:
     """Let experts compute with a share of their channels: the gradient of routing weights is then a part, too."""
 
     def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -161,7 +168,10 @@ def _share_experts(module: nn.Module, group: Group) -> list[Undo]:
     def after(_module: nn.Module, _args: Any, result: torch.Tensor) -> torch.Tensor:
         return add_up(result, group)
 
-    return [module.register_forward_pre_hook(before).remove, module.register_forward_hook(after).remove]
+    return [
+        module.register_forward_pre_hook(outside(before)).remove,
+        module.register_forward_hook(outside(after)).remove,
+    ]
 
 
 def _sum_gradient(leaf: nn.Parameter, group: Group) -> Undo:

@@ -10,6 +10,7 @@ except ModuleNotFoundError as error:
         "calibration measures with torch, which is not installed; pip install 'ullage[execute]'", name=error.name
     ) from error
 
+from hwprofiles.calibrate.collectives import calibrate_collectives
 from hwprofiles.calibrate.options import (
     CalibrationError,
     CalibrationOptions,
@@ -17,7 +18,18 @@ from hwprofiles.calibrate.options import (
     HostTimes,
     Kernels,
     Pair,
+    parse_only,
 )
 from hwprofiles.calibrate.run import calibrate
 
-__all__ = ["CalibrationError", "CalibrationOptions", "CalibrationReport", "HostTimes", "Kernels", "Pair", "calibrate"]
+__all__ = [
+    "CalibrationError",
+    "CalibrationOptions",
+    "CalibrationReport",
+    "HostTimes",
+    "Kernels",
+    "Pair",
+    "calibrate",
+    "calibrate_collectives",
+    "parse_only",
+]

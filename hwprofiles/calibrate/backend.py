@@ -11,9 +11,9 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 
-from hwprofiles.calibrate.machine import cpu_name
 from hwprofiles.calibrate.options import CpuAdamW
 from hwprofiles.calibrate.sampling import Call, Case, clock_of
+from hwprofiles.machine import cpu_name
 
 Direction = Literal["down", "up"]
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hwprofiles.calibrate.backend import Backend, rotate
 from hwprofiles.calibrate.options import Array, CpuAdamW, MeasureHost, SumOfSquares
-from hwprofiles.calibrate.sampling import Call, Case, build_curve, quantity, sample, summarize
+from hwprofiles.calibrate.sampling import Call, Case, build_curve, quantity, rate, sample, seconds, summarize
 from hwprofiles.profile import Dtype
 from hwprofiles.quantity import Curve, Quantity
 
@@ -61,7 +61,7 @@ class ComputeProbe:
             slope = 1 / rows - ratio / (rows * factor)
             halves.append(max(ratio - 1, 0.0) / slope if slope > 0 else float(rows * factor))
         source = f"short against tall products of equal FLOP, {min(shorts)} to {max(shorts)} rows, median"
-        return quantity(float(np.median(halves)), "count", source, sum(s.num_samples for s in found))
+        return quantity(float(np.median(halves)), "count", source, sum(s.num_samples for s in found), halves)
 
     def gemm(self, dtype: Dtype, rows_half: float, budget_s: float) -> Curve:
         """Measure products of a linear layer, the mean of forward, dgrad and wgrad, without the effect of few rows."""
@@ -106,7 +106,7 @@ class ComputeProbe:
         case = Case(2.0 * first.nbytes, lambda: second.copy_(first))
         (found,) = sample([case], self.backend.time_s, budget_s)
         source = "copy inside device memory, reads and writes added"
-        return quantity(case.size / found.median_s, "bytes_per_s", source, found.num_samples)
+        return rate(case.size, found, "bytes_per_s", source)
 
     def gradient_norm(self, sum_of_squares: SumOfSquares, budget_s: float) -> Curve | None:
         """Measure the sum of squares of a bf16 gradient; ``None`` on a GPU, where it is lost in the memory's rate."""
@@ -136,9 +136,9 @@ class ComputeProbe:
         source = "forward and backward of a tiny model, per kernel" + (
             ", less the dispatch of an elementwise kernel" if floor_s else ""
         )
-        issue = quantity(max(found.median_s / times.num_kernels - floor_s, 0.0), "s", source, found.num_samples)
+        issue = seconds(found, times.num_kernels, source, floor_s)
         source = "from the end of backward to the next forward of a tiny model, per parameter tensor"
-        return issue, quantity(step.median_s / times.num_tensors, "s", source, step.num_samples)
+        return issue, seconds(step, times.num_tensors, source)
 
     def gemm_call(self) -> Call:
         """Return products of a few milliseconds on a CPU core, to run beside other work."""

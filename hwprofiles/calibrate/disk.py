@@ -1,6 +1,7 @@
 """Probe of a disk: large requests, past the page cache where the file system allows it."""
 
 import contextlib
+import dataclasses
 import errno
 import mmap
 import os
@@ -9,16 +10,19 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
+
 from hwprofiles.calibrate.options import CalibrationError
-from hwprofiles.calibrate.sampling import Case, build_curve, quantity, sample, wall_clock
+from hwprofiles.calibrate.sampling import Case, build_curve, quantity, sample, sample_groups, seconds, wall_clock
 from hwprofiles.profile import Storage
 
 _MARGIN = 1.2  # a disk filled to the brim disturbs everybody else
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
-def probe_disk(directory: Path, budget_s: float, *, quick: bool) -> Storage:
-    """Measure reading and writing in ``directory``, in place within one file that is never visible for long.
+@contextlib.contextmanager
+def open_disk(directory: Path, *, quick: bool) -> Iterator["Disk"]:
+    """Give a disk to measure by way of one file in ``directory``, which is never visible for long.
 
     The file is unlinked as soon as it is open, so an interrupted or killed calibration leaves nothing behind. It is
     written once beforehand: training rewrites its files over and over, it does not grow them.
@@ -27,45 +31,104 @@ def probe_disk(directory: Path, budget_s: float, *, quick: bool) -> Storage:
         CalibrationError: no such directory, no permission, or too little space.
     """
     file_bytes = (256 if quick else 2048) * 2**20
-    sizes = [2**i for i in range(20, 27 if quick else 29, 2)]
-    with _explained(directory, file_bytes):
-        usage = shutil.disk_usage(directory)
-        if usage.free < file_bytes * _MARGIN:
-            raise OSError(errno.ENOSPC, "too little space")
-        memory = mmap.mmap(-1, sizes[-1])  # page-aligned, as direct I/O wants it; freed with its last view
-        memory.write(os.urandom(2**20) * (sizes[-1] // 2**20))  # some disks store zeros for free
-        with _scratch_file(directory) as (descriptor, direct):
-            file = _File(descriptor, memoryview(memory), file_bytes, direct=direct)
-            file.fill()
-            writes = sample([Case(s, file.next_request(s, file.write)) for s in sizes], wall_clock, budget_s / 2)
+    sizes = tuple(2**i for i in range(20, 27 if quick else 29, 2))
+    with contextlib.ExitStack() as stack:
+        with _explained(directory, file_bytes):
+            free_bytes = shutil.disk_usage(directory).free
+            if free_bytes < file_bytes * _MARGIN:
+                raise OSError(errno.ENOSPC, "too little space")
+            descriptor, direct = stack.enter_context(_scratch_file(directory))
+            disk = Disk(directory, free_bytes, sizes, _File(descriptor, _memory(sizes[-1]), file_bytes, direct=direct))
+            disk.file.fill()
+        yield disk
+
+
+def _memory(num_bytes: int) -> memoryview:
+    memory = mmap.mmap(-1, num_bytes)  # page-aligned, as direct I/O wants it; freed with its last view
+    memory.write(os.urandom(2**20) * (num_bytes // 2**20))  # some disks store zeros for free
+    return memoryview(memory)
+
+
+@dataclasses.dataclass(frozen=True)
+class Disk:
+    """A disk, and the scratch file that it is measured with.
+
+    Attributes:
+        directory: where the file is.
+        free_bytes: of its file system.
+        sizes: of the requests to measure, in bytes.
+        file: the scratch file.
+    """
+
+    directory: Path
+    free_bytes: int
+    sizes: tuple[int, ...]
+    file: "_File"
+
+    def probe(self, budget_s: float, *, shared: bool = False) -> Storage:
+        """Measure reading, writing, both at once, and of a shared file system how long it takes to create a file.
+
+        Raises:
+            CalibrationError: the disk refuses what it did not refuse before.
+        """
+        file, sizes = self.file, self.sizes
+        with _explained(self.directory, file.num_bytes):
+            writes = sample([Case(s, file.next_request(s, file.write)) for s in sizes], wall_clock, budget_s * 0.4)
             file.drop_cache()
-            reads = sample([Case(s, file.next_request(s, file.read)) for s in sizes], wall_clock, budget_s / 2)
-    how = "direct" if direct else "through the page cache, written back (fdatasync) and dropped (fadvise)"
-    return Storage(
-        capacity_bytes=quantity(float(usage.free), "bytes", "free space of the scratch directory's file system", 1),
-        read=build_curve("bytes", sizes, reads, f"disk reads, {how}"),
-        write=build_curve("bytes", sizes, writes, f"disk writes, {how}"),
-    )
+            reads = sample([Case(s, file.next_request(s, file.read)) for s in sizes], wall_clock, budget_s * 0.4)
+            size = sizes[min(len(writes), len(reads)) - 1]
+            (together,) = sample_groups([list(self.requests(size).values())], budget_s * 0.2)
+            created = sample([Case(1, self._create)], wall_clock, budget_s * 0.05)[0] if shared else None
+        how = "direct" if file.direct else "through the page cache, written back (fdatasync) and dropped (fadvise)"
+        read = build_curve("bytes", sizes, reads, f"disk reads, {how}")
+        write = build_curve("bytes", sizes, writes, f"disk writes, {how}")
+        both = np.minimum(np.sum(size / together.windows_s, axis=1), read.best_rate_per_s() + write.best_rate_per_s())
+        source = f"disk reads and writes of {size / 2**20:.0f} MiB at once, sum, {how}"
+        capacity = quantity(float(self.free_bytes), "bytes", "free space of the scratch directory's file system", 1)
+        return Storage(
+            capacity_bytes=capacity,
+            read=read,
+            write=write,
+            both_bytes_per_s=quantity(float(np.median(both)), "bytes_per_s", source, len(both), both),
+            create_s=seconds(created, 1, "creating and closing an empty file") if created else None,
+        )
+
+    def requests(self, num_bytes: int) -> dict[str, Callable[[], None]]:
+        """Return a read and a write of so many bytes (at most the largest that is measured), each somewhere else."""
+        size = min(num_bytes, self.sizes[-1])
+        own = self.file.beside()  # both at once: each with memory of its own
+        return {"read": self.file.next_request(size, self.file.read), "write": own.next_request(size, own.write)}
+
+    def _create(self) -> None:
+        path = self.directory / f".ullage-scratch-{uuid.uuid4().hex}"
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        finally:
+            path.unlink(missing_ok=True)
 
 
 class _File:
     """A scratch file that is read and written in place."""
 
     def __init__(self, descriptor: int, memory: memoryview, num_bytes: int, *, direct: bool) -> None:
-        self._descriptor, self._memory, self._num_bytes, self._direct = descriptor, memory, num_bytes, direct
+        self._descriptor, self._memory, self.num_bytes, self.direct = descriptor, memory, num_bytes, direct
+
+    def beside(self) -> "_File":
+        """Return the same file with other memory, for requests at the same time."""
+        return _File(self._descriptor, _memory(len(self._memory)), self.num_bytes, direct=self.direct)
 
     def fill(self) -> None:
-        os.posix_fallocate(self._descriptor, 0, self._num_bytes)  # a full disk shows here, before anything is written
-        for offset in range(0, self._num_bytes, len(self._memory)):
+        os.posix_fallocate(self._descriptor, 0, self.num_bytes)  # a full disk shows here, before anything is written
+        for offset in range(0, self.num_bytes, len(self._memory)):
             self.write(offset, len(self._memory))
 
     def write(self, offset: int, num_bytes: int) -> None:
         _in_full(lambda part, at: os.pwrite(self._descriptor, part, at), self._memory[:num_bytes], offset)
-        if not self._direct:
+        if not self.direct:
             os.fdatasync(self._descriptor)
 
     def read(self, offset: int, num_bytes: int) -> None:
-        if not self._direct:
+        if not self.direct:
             os.posix_fadvise(self._descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
         _in_full(lambda part, at: os.preadv(self._descriptor, [part], at), self._memory[:num_bytes], offset)
 
@@ -75,7 +138,7 @@ class _File:
 
     def next_request(self, num_bytes: int, request: Callable[[int, int], None]) -> Callable[[], None]:
         """Return a call that makes the request at the next place of the file."""
-        offsets = _cycle(self._num_bytes, num_bytes)
+        offsets = _cycle(self.num_bytes, num_bytes)
         return lambda: request(next(offsets), num_bytes)
 
 
@@ -125,4 +188,4 @@ def _explained(directory: Path, file_bytes: int) -> Iterator[None]:
             reason = "needs an existing directory; create it"
         else:
             reason = f"could not write there ({error.strerror}); check permissions"
-        raise CalibrationError(f"disk probe in {directory}: {reason}, or choose another scratch_dir") from error
+        raise CalibrationError(f"disk probe in {directory}: {reason}, or choose another folder") from error

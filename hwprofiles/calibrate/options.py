@@ -2,12 +2,15 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
+
+from hwprofiles.catalogue import PARTS, Part
+from hwprofiles.profile import HardwareProfile
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]*"  # as in HardwareProfile: found out before half a minute of measuring
 
@@ -21,8 +24,8 @@ CpuAdamW = Callable[[Array, Array, Array, Array, Array, int], object]
 #: ``sum_of_squares(bits)``: of a flat bfloat16 gradient (as uint16).
 SumOfSquares = Callable[[Array], float]
 
-#: ``progress(step, done, total)``: called before each step and once after the last.
-Progress = Callable[[str, int, int], None]
+#: ``progress(step, done_s, total_s)``: called before each step and once after the last, with seconds of the budget.
+Progress = Callable[[str, float, float], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,8 +76,12 @@ class CalibrationOptions:
             again). Nothing is left there.
         seed: seed of the random operands.
         device: ``gpu``, ``host``, or ``None`` for the GPU where there is one.
-        budget_s: seconds to spend on measuring, in place of the default of ``quick``. Sizes too large for it are
-            left out, and every size left is measured at least three times.
+        budget_s: seconds to spend on measuring all parts, in place of the default of ``quick``. Sizes too large for it
+            are left out, and every size left is measured at least three times.
+        only: parts to measure, with the folder of a file system where one is given; ``None``: all but ``pfs``. What
+            they do not measure is taken from ``base``.
+        base: the profile that ``only`` renews, of this machine.
+        endurance_bytes_per_day: of the drives, of their data sheet.
     """
 
     quick: bool = False
@@ -85,23 +92,56 @@ class CalibrationOptions:
     seed: int = 0
     device: str | None = None
     budget_s: float | None = None
+    only: Mapping[Part, Path | None] | None = None
+    base: HardwareProfile | None = None
+    endurance_bytes_per_day: float | None = None
 
     def __post_init__(self) -> None:
+        if self.only is not None and self.base is None:
+            raise CalibrationError("parts alone make no profile; give the one that they renew")
         if self.device not in {None, "gpu", "host"}:
             raise CalibrationError(f"device is {self.device!r}; choose 'gpu' or 'host', or leave it out")
         if self.name is not None and not re.fullmatch(NAME_PATTERN, self.name):
             raise CalibrationError(
                 f"name is {self.name!r}; start with a lower-case letter or digit, then letters, digits, '.', '_' or '-'"
             )
-        for field in ("device_cores", "device_memory_bytes", "budget_s"):
+        for field in ("device_cores", "device_memory_bytes", "budget_s", "endurance_bytes_per_day"):
             value = getattr(self, field)
             if value is not None and not value > 0:
                 raise CalibrationError(f"{field} is {value}; give a positive number, or leave it out")
 
+    def measures(self, part: Part) -> bool:
+        """Return whether a part is to be measured."""
+        return part != "pfs" if self.only is None else part in self.only
+
+    def folder(self, part: Part) -> Path | None:
+        """Return the folder in which a part is to be measured, if one was given."""
+        return (self.only or {}).get(part) or (self.scratch_dir if part == "disk" else None)
+
     @property
     def total_s(self) -> float:
-        """Seconds to spend on measuring."""
+        """Seconds to spend on measuring all parts."""
         return self.budget_s if self.budget_s is not None else (29.0 if self.quick else 240.0)
+
+
+def parse_only(text: str) -> dict[Part, Path | None]:
+    """Return parts from ``cpu,disk:/mnt/nvme``.
+
+    Raises:
+        CalibrationError: there is no such part, it has no folder, or it needs one.
+    """
+    found: dict[Part, Path | None] = {}
+    for word in text.split(","):
+        name, colon, folder = word.strip().partition(":")
+        part = next((part for part in get_args(Part) if part == name), None)
+        if part is None:
+            raise CalibrationError(f"there is no part {name!r}; choose of {', '.join(PARTS)}")
+        if colon and (part not in {"disk", "pfs"} or not folder):
+            raise CalibrationError(f"{word!r}: disk and pfs alone have a folder, as in disk:/mnt/nvme; leave it out")
+        if part == "pfs" and not folder:
+            raise CalibrationError("pfs needs a folder of the shared file system, as in pfs:/scratch/me")
+        found[part] = Path(folder) if folder else None
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

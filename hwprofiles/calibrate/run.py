@@ -1,141 +1,314 @@
 """Calibration from beginning to end."""
 
 import contextlib
+import dataclasses
+import functools
+import math
 import platform
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, Final
 
 import torch
 
 from hwprofiles.allocator import keep_freed_memory
 from hwprofiles.calibrate.backend import Backend, CudaBackend, HostBackend, adamw_cases
 from hwprofiles.calibrate.compute import ComputeProbe
-from hwprofiles.calibrate.disk import probe_disk
-from hwprofiles.calibrate.fabric import probe_fabric
-from hwprofiles.calibrate.machine import available_memory_bytes, cpu_name, num_cores, profile_name
+from hwprofiles.calibrate.disk import Disk, open_disk
+from hwprofiles.calibrate.fabric import joined, probe_fabric, probe_uplinks
 from hwprofiles.calibrate.options import (
     CalibrationError,
     CalibrationOptions,
     CalibrationReport,
     CpuAdamW,
     Kernels,
+    Pair,
     Progress,
 )
 from hwprofiles.calibrate.sampling import quantity
 from hwprofiles.calibrate.saving import probe_saving
 from hwprofiles.calibrate.traffic import TrafficProbe, fewest_threads, optimizer_by_threads
-from hwprofiles.profile import Device, HardwareProfile, Host, Storage
-from hwprofiles.quantity import Quantity
+from hwprofiles.catalogue import Part
+from hwprofiles.machine import available_memory_bytes, cpu_name, num_cores, profile_name, this_machine
+from hwprofiles.profile import Device, Fabric, HardwareProfile, Host, Link, Storage
+from hwprofiles.quantity import Provenance, Quantity
 
 _USABLE = 0.85  # of the available memory: the rest is for the program itself and for what other programs may want
-# Steps in order, with their shares of the time. The disk comes first: it is what most often cannot be measured.
-_SHARES = {
-    "disk": 3.0,
-    "products of few rows": 2.0,
-    "elementwise kernels": 2.0,
-    "the host's own time": 2.0,
-    "products in bf16": 3.0,
-    "products in fp32": 2.5,
-    "attention in bf16": 1.0,
-    "attention in fp32": 1.0,
-    "optimizer on the device": 2.0,
-    "device memory": 1.0,
-    "gradient norm": 1.0,
-    "optimizer against threads": 1.5,
-    "copies": 4.0,
-    "optimizer on the host": 2.5,
-    "host memory": 1.0,
-    "checkpoints": 1.0,
-    "all at once": 7.0,
-    "between devices": 1.0,
+# Steps of each part in order, with their shares of the time. The disk comes first: it is what most often cannot be
+# measured.
+_SHARES: Final[Mapping[Part, Mapping[str, float]]] = {
+    "disk": {"disk": 3.0},
+    "pfs": {"shared file system": 3.0},
+    "device": {
+        "products of few rows": 2.0,
+        "elementwise kernels": 2.0,
+        "the host's own time": 2.0,
+        "products in bf16": 3.0,
+        "products in fp32": 2.5,
+        "attention in bf16": 1.0,
+        "attention in fp32": 1.0,
+        "optimizer on the device": 2.0,
+        "device memory": 1.0,
+        "gradient norm": 1.0,
+    },
+    "cpu": {
+        "optimizer against threads": 1.5,
+        "optimizer on the host": 2.5,
+        "host memory": 1.0,
+        "checkpoints": 1.0,
+    },
+    "copies": {"copies": 4.0},
+    "together": {"all at once": 7.0},
+    "fabric": {"between devices": 1.0},
 }
+_ALL = sum(sum(steps.values()) for part, steps in _SHARES.items() if part != "pfs")
 
 
 class _Steps:
     """Reports each step as it begins, and shares the time out."""
 
-    def __init__(self, total_s: float, progress: Progress) -> None:
-        self._total_s, self._progress = total_s, progress
+    def __init__(self, options: CalibrationOptions, progress: Progress) -> None:
+        shares = {part: steps for part, steps in _SHARES.items() if options.measures(part)}
+        self._budgets_s = {
+            name: options.total_s * share / _ALL for steps in shares.values() for name, share in steps.items()
+        }
+        self._done_s, self._progress = 0.0, progress
 
     def begin(self, name: str) -> float:
         """Report a step and return its budget in seconds."""
-        self._progress(name, list(_SHARES).index(name), len(_SHARES))
-        return self._total_s * _SHARES[name] / sum(_SHARES.values())
+        self._progress(name, self._done_s, self._total_s)
+        self._done_s += self._budgets_s[name]
+        return self._budgets_s[name]
 
     def end(self) -> None:
         """Report that all steps are done."""
-        self._progress("done", len(_SHARES), len(_SHARES))
+        self._progress("done", self._total_s, self._total_s)
+
+    @property
+    def _total_s(self) -> float:
+        return math.fsum(self._budgets_s.values())
 
 
 def calibrate(
     options: CalibrationOptions, kernels: Kernels, progress: Progress
 ) -> tuple[HardwareProfile, CalibrationReport]:
-    """Measure this machine.
+    """Measure this machine, or parts of it.
 
     torch's number of threads is set meanwhile and restored; nothing is left on disk, not even after Ctrl-C.
+
+    Where several CPU cores compute, start Python with ``OMP_WAIT_POLICY=passive``, as the commands do and as training
+    runs: threads that spin between kernels begin the next one tens of microseconds sooner than those that sleep.
 
     Args:
         options: what to measure.
         kernels: what the executor runs, see :class:`hwprofiles.calibrate.options.Kernels`.
-        progress: called before each step and after the last with its name, steps done and steps in all.
+        progress: called before each step and after the last with its name, and seconds of the budget done and in all.
 
     Returns:
-        The profile, every value with provenance, and how activities slowed each other down.
+        The profile, every value that was measured with provenance, and how activities slowed each other down.
 
     Raises:
-        CalibrationError: the options do not fit the machine, or the disk cannot be measured.
+        CalibrationError: the options do not fit the machine, or a disk cannot be measured.
     """
     begin_s = time.perf_counter()
+    base = options.base if options.only is not None else None
     on_gpu = torch.cuda.is_available() if options.device is None else options.device == "gpu"
     if on_gpu and not torch.cuda.is_available():
         raise CalibrationError("device 'gpu' was asked for, but torch finds no CUDA GPU; choose 'host'")
-    cores, num_devices = num_cores(), torch.cuda.device_count() if on_gpu else 1
-    device_memory, host_memory = _divide_memory(options, on_gpu=on_gpu)
+    if base is not None and base.device.kind != ("gpu" if on_gpu else "host"):
+        raise CalibrationError(
+            f"profile {base.name} is of a {base.device.kind} device, but {'a' if on_gpu else 'no'} CUDA GPU is found "
+            "here; measure all parts anew, or choose another profile to renew"
+        )
     if not on_gpu:
         keep_freed_memory()  # as the executor does
-    backend = _backend(options, cores, int(device_memory.value), on_gpu=on_gpu)
-    # What computes keeps its cores; on GPUs each process needs one core to issue kernels from.
-    spare_cores = max(cores - (num_devices if on_gpu else backend.num_cores), 1)
-    steps = _Steps(options.total_s, progress)
-    with _torch_threads(backend.num_cores or cores, kernels.cpu_adamw), torch.no_grad():
-        nvme = _probe_scratch(options, steps.begin("disk"))
-        compute = ComputeProbe.create(backend, options.seed, quick=options.quick)
-        device = _probe_device(compute, kernels, device_memory, steps)
-        by_threads = optimizer_by_threads(kernels.cpu_adamw, cores, steps.begin("optimizer against threads"))
-        optimizer_cores = fewest_threads(by_threads, spare_cores)
-        traffic = TrafficProbe(backend, kernels.cpu_adamw, optimizer_cores, cores, quick=options.quick)
-        link = traffic.link(steps.begin("copies"))
-        optimizer = traffic.optimizer(steps.begin("optimizer on the host"))
-        passes = traffic.elementwise_bytes_per_s(steps.begin("host memory"))
-        saving = probe_saving(steps.begin("checkpoints"))
-        dram, pairs = traffic.contention(compute.gemm_call(), steps.begin("all at once"))
-        fabric = probe_fabric(num_devices, steps.begin("between devices"))
-    places = [f"{backend.kind}{i}" for i in range(num_devices)]
-    profile = HardwareProfile(
-        name=options.name or profile_name(),
-        description=f"{num_devices} x {backend.name}, {platform.system()}, torch {torch.__version__}",
-        device=device,
-        devices_per_node=num_devices,
-        host=Host(
-            name=cpu_name(),
-            memory_bytes=host_memory,
-            dram_bytes_per_s=dram,
-            num_cores=cores,
-            optimizer=optimizer,
-            num_optimizer_cores=optimizer_cores,
-            optimizer_by_threads=by_threads,
-            elementwise_bytes_per_s=passes,
-            **saving._asdict(),
-        ),
-        host_link=link,
-        nvme=nvme,
-        intra_node=fabric,
-        topology=(*((place, "dram") for place in places), ("dram", "nvme0")),
-    )
+    steps = _Steps(options, progress)
+    with contextlib.ExitStack() as stack:
+        machine = _Machine.find(options, on_gpu=on_gpu)
+        stack.enter_context(_torch_threads(machine.backend.num_cores or machine.cores, kernels.cpu_adamw))
+        stack.enter_context(torch.no_grad())
+        found = _Probes(options, kernels, machine, steps, stack).measure()
+    profile = (_new if base is None else functools.partial(_renewed, base))(found, machine, options)
     steps.end()
-    return profile, CalibrationReport(pairs, time.perf_counter() - begin_s)
+    return profile, CalibrationReport(found.pairs, time.perf_counter() - begin_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Machine:
+    """What is measured, and by what."""
+
+    backend: Backend
+    cores: int
+    num_devices: int
+    device_memory: Quantity
+    host_memory: Quantity
+
+    @classmethod
+    def find(cls, options: CalibrationOptions, *, on_gpu: bool) -> "_Machine":
+        cores, num_devices = num_cores(), torch.cuda.device_count() if on_gpu else 1
+        device_memory, host_memory = _divide_memory(options, on_gpu=on_gpu)
+        backend = _backend(options, cores, int(device_memory.value), on_gpu=on_gpu)
+        return cls(backend, cores, num_devices, device_memory, host_memory)
+
+    @property
+    def spare_cores(self) -> int:
+        """What computes keeps its cores; on GPUs each process needs one core to issue kernels from."""
+        taken = self.num_devices if self.backend.kind == "gpu" else self.backend.num_cores
+        return max(self.cores - taken, 1)
+
+
+@dataclasses.dataclass
+class _Found:
+    """What was measured; ``None`` and nothing where it was not."""
+
+    device: Device | None = None
+    host: dict[str, Any] = dataclasses.field(default_factory=dict)
+    link: Link | None = None
+    nvme: Storage | None = None
+    pfs: Storage | None = None
+    fabric: Fabric | None = None
+    uplinks: tuple[tuple[int, ...], ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    folders: tuple[Path, ...] = ()
+
+
+class _Probes:
+    """Measures the parts that are asked for, in order."""
+
+    def __init__(
+        self,
+        options: CalibrationOptions,
+        kernels: Kernels,
+        machine: _Machine,
+        steps: _Steps,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self._options, self._kernels, self._machine, self._steps = options, kernels, machine, steps
+        self._stack = stack  # what is open until the end
+        self._found = _Found()
+
+    def measure(self) -> _Found:
+        options, found, begin = self._options, self._found, self._steps.begin
+        disk = None
+        if options.measures("disk"):
+            budget_s = begin("disk")  # which opens it
+            disk = self._disk()
+            found.nvme = with_endurance(disk.probe(budget_s), options)
+        elif options.measures("together"):
+            disk = self._disk()
+        if (folder := options.folder("pfs")) is not None:
+            with open_disk(folder, quick=options.quick) as shared:
+                found.pfs = shared.probe(begin("shared file system"), shared=True)
+        compute = ComputeProbe.create(self._machine.backend, options.seed, quick=options.quick)
+        if options.measures("device"):
+            found.device = _probe_device(compute, self._kernels, self._machine.device_memory, self._steps)
+        traffic = self._cpu()
+        if options.measures("copies"):
+            found.link = traffic.link(begin("copies"))
+        if options.measures("together"):
+            dram, found.pairs = traffic.contention(compute.gemm_call(), disk, begin("all at once"))
+            found.host["dram_bytes_per_s"] = dram
+        if options.measures("fabric"):
+            self._fabric(begin("between devices"))
+        return found
+
+    def _disk(self) -> Disk:
+        options = self._options
+        folder = options.folder("disk")
+        if folder is None:
+            folder = self._stack.enter_context(_scratch_folder())
+        self._found.folders = (folder,)
+        return self._stack.enter_context(open_disk(folder, quick=options.quick))
+
+    def _cpu(self) -> TrafficProbe:
+        """Measure the host's updates if that is asked for; return what measures beside them."""
+        options, machine, kernels, begin = self._options, self._machine, self._kernels, self._steps.begin
+        if not options.measures("cpu"):
+            assert options.base is not None
+            cores = options.base.host.num_optimizer_cores
+            return TrafficProbe(machine.backend, kernels.cpu_adamw, cores, machine.cores, quick=options.quick)
+        by_threads = optimizer_by_threads(kernels.cpu_adamw, machine.cores, begin("optimizer against threads"))
+        cores = fewest_threads(by_threads, machine.spare_cores)
+        traffic = TrafficProbe(machine.backend, kernels.cpu_adamw, cores, machine.cores, quick=options.quick)
+        self._found.host |= {
+            "name": cpu_name(),
+            "num_cores": machine.cores,
+            "num_optimizer_cores": cores,
+            "optimizer_by_threads": by_threads,
+            "optimizer": traffic.optimizer(begin("optimizer on the host")),
+            "elementwise_bytes_per_s": traffic.elementwise_bytes_per_s(begin("host memory")),
+            **probe_saving(begin("checkpoints"))._asdict(),
+        }
+        return traffic
+
+    def _fabric(self, budget_s: float) -> None:
+        found, machine = self._found, self._machine
+        if machine.num_devices < 2 and self._options.only is not None:
+            raise CalibrationError(
+                "fabric: nothing joins a single device; start several ranks, `torchrun --nproc-per-node N -m ullage "
+                "calibrate --only fabric`"
+            )
+        found.fabric = probe_fabric(machine.num_devices, budget_s / 2)
+        if machine.num_devices > 1:
+            found.uplinks, pairs = probe_uplinks(machine.num_devices, budget_s / 2)
+            found.pairs += pairs
+
+
+def with_endurance(storage: Storage, options: CalibrationOptions) -> Storage:
+    """Return drives with what is known of their endurance, which no probe tells: what is asked for, or was before."""
+    known = storage.endurance_bytes_per_day
+    if known is None and options.base is not None and options.base.nvme is not None:
+        known = options.base.nvme.endurance_bytes_per_day
+    if options.endurance_bytes_per_day is not None:
+        stated = Provenance(origin="published", source="the drives' data sheet, as asked for")
+        known = Quantity(value=options.endurance_bytes_per_day, unit="bytes", provenance=stated)
+    return storage.model_copy(update={"endurance_bytes_per_day": known})
+
+
+def _new(found: _Found, machine: _Machine, options: CalibrationOptions) -> HardwareProfile:
+    """Return a profile of what was measured, which is everything."""
+    backend = machine.backend
+    assert found.device is not None
+    assert found.link is not None
+    return HardwareProfile(
+        name=options.name or profile_name(),
+        description=f"{machine.num_devices} x {backend.name}, {platform.system()}, torch {torch.__version__}",
+        device=found.device,
+        devices_per_node=machine.num_devices,
+        host=Host(memory_bytes=machine.host_memory, **found.host),
+        host_link=found.link,
+        nvme=found.nvme,
+        intra_node=found.fabric,
+        topology=(*joined(backend.kind, machine.num_devices, found.uplinks), ("dram", "nvme0")),
+        measured_on=this_machine(found.folders),
+    )
+
+
+def _renewed(base: HardwareProfile, found: _Found, _machine: _Machine, options: CalibrationOptions) -> HardwareProfile:
+    """Return a profile with what was measured in place of what it had."""
+    here = this_machine(found.folders if options.measures("disk") else ())
+    if base.measured_on is not None and not options.measures("disk"):
+        here = here.model_copy(update={"drives": base.measured_on.drives})
+    parts = {"device": found.device, "host_link": found.link, "nvme": found.nvme, "pfs": found.pfs}
+    changed: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+    if found.nvme is None and base.nvme is not None:  # endurance can be stated without measuring
+        changed["nvme"] = with_endurance(base.nvme, options)
+    if found.device is not None:  # how much training may use is asked for, or was
+        memory = found.device if options.device_memory_bytes else base.device
+        changed["device"] = found.device.model_copy(update={"memory_bytes": memory.memory_bytes})
+    if found.host:
+        changed["host"] = base.host.model_copy(update=found.host)
+    if found.fabric is not None:
+        kind, count = base.device.kind, base.devices_per_node
+        rest = tuple(pair for pair in base.topology if not any(f"{kind}{i}" in pair for i in range(count)))
+        rest = tuple(pair for pair in rest if not any(place.startswith("switch") for place in pair))
+        changed |= {"intra_node": found.fabric, "topology": (*joined(kind, count, found.uplinks), *rest)}
+    if options.name:
+        changed["name"] = options.name
+    renewed = base.model_copy(update={**changed, "measured_on": here})
+    return HardwareProfile.model_validate(renewed.model_dump(mode="json", exclude_none=True))
 
 
 def _probe_device(compute: ComputeProbe, kernels: Kernels, memory: Quantity, steps: _Steps) -> Device:
@@ -168,7 +341,8 @@ def _probe_device(compute: ComputeProbe, kernels: Kernels, memory: Quantity, ste
 def _backend(options: CalibrationOptions, cores: int, memory_bytes: int, *, on_gpu: bool) -> Backend:
     if on_gpu:
         return CudaBackend(quick=options.quick)
-    device_cores = options.device_cores or max(cores // 2, 1)
+    known = options.base.device.num_cores if options.only is not None and options.base is not None else None
+    device_cores = options.device_cores or known or max(cores // 2, 1)
     if device_cores > cores:
         raise CalibrationError(f"device_cores is {device_cores}, but only {cores} cores may be used; give fewer")
     return HostBackend(device_cores, memory_bytes, quick=options.quick)
@@ -193,17 +367,16 @@ def _divide_memory(options: CalibrationOptions, *, on_gpu: bool) -> tuple[Quanti
     )
 
 
-def _probe_scratch(options: CalibrationOptions, budget_s: float) -> Storage:
-    if options.scratch_dir is not None:
-        return probe_disk(options.scratch_dir, budget_s, quick=options.quick)
+@contextlib.contextmanager
+def _scratch_folder() -> Iterator[Path]:
     cache = Path.home() / ".cache"
     try:
         cache.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(prefix="ullage-", dir=cache)
     except OSError as error:
-        raise CalibrationError(f"disk probe: cannot write in {cache} ({error}); choose a scratch_dir") from error
-    with scratch as directory:
-        return probe_disk(Path(directory), budget_s, quick=options.quick)
+        raise CalibrationError(f"disk probe: cannot write in {cache} ({error}); choose another folder") from error
+    with scratch as folder:
+        yield Path(folder)
 
 
 @contextlib.contextmanager

@@ -139,9 +139,31 @@ def measured(source: str, num_samples: int) -> Provenance:
     return Provenance(origin="measured", source=source, date=today, num_samples=num_samples)
 
 
-def quantity(value: float, unit: Unit, source: str, num_samples: int) -> Quantity:
-    """Return a measured quantity."""
-    return Quantity(value=value, unit=unit, provenance=measured(source, num_samples))
+def quantity(
+    value: float, unit: Unit, source: str, num_samples: int, spread: Floats | Sequence[float] = ()
+) -> Quantity:
+    """Return a measured quantity; ``spread`` are values of repetitions, whose percentiles it gets."""
+    provenance = measured(source, num_samples)
+    if not len(spread):
+        return Quantity(value=value, unit=unit, provenance=provenance)
+    p10, p90 = np.percentile(spread, [10, 90]).tolist()
+    return _between(value, p10, p90, unit, provenance)
+
+
+def rate(size: float, time: Summary, unit: Unit, source: str) -> Quantity:
+    """Return ``size`` per second of a repetition."""
+    per_s = (size / time.median_s, size / time.p90_s, size / time.p10_s)
+    return _between(*per_s, unit, measured(source, time.num_samples))
+
+
+def seconds(time: Summary, num_parts: int, source: str, less_s: float = 0.0) -> Quantity:
+    """Return the seconds of one of ``num_parts`` equal parts of a repetition, less what is known of it otherwise."""
+    value, p10, p90 = (max(x / num_parts - less_s, 0.0) for x in (time.median_s, time.p10_s, time.p90_s))
+    return _between(value, p10, p90, "s", measured(source, time.num_samples))
+
+
+def _between(value: float, p10: float, p90: float, unit: Unit, provenance: Provenance) -> Quantity:
+    return Quantity(value=value, unit=unit, provenance=provenance, p10=min(p10, value), p90=max(p90, value))
 
 
 def build_curve(
@@ -211,7 +233,19 @@ def together(calls: Sequence[Call], window_s: float) -> list[Share]:
         return [first, *(future.result() for future in futures)]
 
 
-def sample_groups(groups: Sequence[Sequence[Call]], budget_s: float) -> list[Floats]:
+class Together(NamedTuple):
+    """Seconds per repetition of each call of a group: the median over windows that count, and all of these.
+
+    Attributes:
+        time_s: float64[calls].
+        windows_s: float64[windows, calls].
+    """
+
+    time_s: Floats
+    windows_s: Floats
+
+
+def sample_groups(groups: Sequence[Sequence[Call]], budget_s: float) -> list[Together]:
     """Run each group of calls together, in short windows that take turns, and return their seconds per repetition.
 
     Here the fastest repetitions would be those during which the others of the group stood still. So it is the windows
@@ -227,5 +261,6 @@ def sample_groups(groups: Sequence[Sequence[Call]], budget_s: float) -> list[Flo
         shares = np.array(found)  # window, call, (time, waited)
         waited = shares[:, :, 1].max(axis=1)
         allowed = max(_UNDISTURBED, float(np.quantile(waited, FASTEST)))
-        results.append(np.exp(np.median(np.log(shares[waited <= allowed, :, 0]), axis=0)))
+        kept = shares[waited <= allowed, :, 0]
+        results.append(Together(np.exp(np.median(np.log(kept), axis=0)), kept))
     return results

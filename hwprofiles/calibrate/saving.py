@@ -1,13 +1,14 @@
 """Probe of what the host does for checkpoints: checksums, new memory, and files of ``torch.save``."""
 
 import mmap
-from typing import IO, Any, NamedTuple, cast
+import os
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import xxhash
 
-from hwprofiles.calibrate.sampling import Case, quantity, sample, wall_clock
+from hwprofiles.calibrate.sampling import Case, rate, sample, wall_clock
 from hwprofiles.quantity import Quantity
 
 _NUM_BYTES = 2**28  # more than caches hold
@@ -22,16 +23,6 @@ class SavingRates(NamedTuple):
     serialise_bytes_per_s: Quantity
 
 
-class _Discarded:
-    """A file of which nothing is kept."""
-
-    def write(self, data: Any) -> int:
-        return len(data)
-
-    def flush(self) -> None:
-        pass
-
-
 def probe_saving(budget_s: float) -> SavingRates:
     """Measure what one thread reaches over memory that is in no cache."""
     values = torch.arange(_NUM_BYTES // 4, dtype=torch.float32)
@@ -39,15 +30,10 @@ def probe_saving(budget_s: float) -> SavingRates:
     calls = {
         "xxh3 (64 bits) by one thread": lambda: xxhash.xxh3_64_intdigest(data),
         "first touch of new pages by one thread": _touch,
-        "torch.save of one tensor to nowhere": lambda: torch.save({"values": values}, cast("IO[bytes]", _Discarded())),
+        "torch.save of one tensor to a new file in memory": lambda: _save({"values": values}),
     }
     found = [sample([Case(_NUM_BYTES, call)], wall_clock, budget_s / len(calls))[0] for call in calls.values()]
-    return SavingRates(
-        *(
-            quantity(_NUM_BYTES / one.median_s, "bytes_per_s", what, one.num_samples)
-            for what, one in zip(calls, found, strict=True)
-        )
-    )
+    return SavingRates(*(rate(_NUM_BYTES, one, "bytes_per_s", what) for what, one in zip(calls, found, strict=True)))
 
 
 def _touch() -> None:
@@ -55,3 +41,12 @@ def _touch() -> None:
         pages = np.frombuffer(memory, np.uint8)
         pages[::_PAGE_BYTES] = 1
         del pages  # or the memory cannot be given back
+
+
+def _save(values: dict[str, torch.Tensor]) -> None:
+    """Save as into the page cache: pages of a new file are new memory, and no drive holds up who fills them."""
+    fd = os.memfd_create("checkpoint")
+    try:
+        torch.save(values, f"/proc/self/fd/{fd}")  # by name, as its writer in C++ is what engines use
+    finally:
+        os.close(fd)

@@ -17,14 +17,17 @@ import torch
 
 from hwprofiles.calibrate.backend import Backend, adamw_cases
 from hwprofiles.calibrate.compute import optimizer_sizes
+from hwprofiles.calibrate.disk import Disk
 from hwprofiles.calibrate.options import CpuAdamW, Pair
 from hwprofiles.calibrate.sampling import (
     NUM_WINDOWS,
     Call,
     Case,
+    Summary,
     build_curve,
     clock_of,
     quantity,
+    rate,
     sample,
     sample_groups,
     team_clock,
@@ -64,9 +67,7 @@ def optimizer_by_threads(cpu_adamw: CpuAdamW, num_cores: int, budget_s: float) -
     cases = [adamw_cases((_THREADS_PARAMS,), cpu_adamw, count)[0] for count in counts]
     found = sample(cases, team_clock, budget_s)
     return {
-        count: quantity(
-            _THREADS_PARAMS / time.median_s, "params_per_s", f"CPU AdamW, {count} threads", time.num_samples
-        )
+        count: rate(_THREADS_PARAMS, time, "params_per_s", f"CPU AdamW, {count} threads")
         for count, time in zip(counts, found, strict=False)
     }
 
@@ -100,18 +101,21 @@ class TrafficProbe:
         }
         largest = int(min(sizes[-1], _PAIR_BYTES))
         calls = [self.backend.blocking(copier.call(largest)) for copier in copiers.values()]
-        (both_s,) = sample_groups([calls], budget_s / 4)
-        both = float(np.sum(largest / both_s))
+        (together,) = sample_groups([calls], budget_s / 4)
         alone = sum(curve.best_rate_per_s() for curve in curves.values())
-        pageable_case = Case(largest, self.backend.copier("down", pinned=False).call(largest))
-        (pageable,) = sample([pageable_case], self.backend.time_s, budget_s / 4)
+        both = np.minimum(np.sum(largest / together.windows_s, axis=1), alone)
+        unpinned = [
+            Case(largest, self.backend.copier(direction, pinned=False).call(largest)) for direction in ("up", "down")
+        ]
+        pageable_up, pageable_down = sample(unpinned, self.backend.time_s, budget_s / 4)
         return Link(
             down=curves["down"],
             up=curves["up"],
-            both_bytes_per_s=quantity(min(both, alone), "bytes_per_s", "copies both ways at once, sum", NUM_WINDOWS),
-            pageable_bytes_per_s=quantity(
-                largest / pageable.median_s, "bytes_per_s", "copy from pageable memory", pageable.num_samples
+            both_bytes_per_s=quantity(
+                float(np.median(both)), "bytes_per_s", "copies both ways at once, sum", len(both), both
             ),
+            pageable_bytes_per_s=rate(largest, pageable_up, "bytes_per_s", "copy to pageable memory"),
+            pageable_down_bytes_per_s=rate(largest, pageable_down, "bytes_per_s", "copy from pageable memory"),
             num_cores_per_copy=quantity(self.backend.cores_per_copy, "count", "how copies were made", 1),
         )
 
@@ -134,15 +138,17 @@ class TrafficProbe:
             found = sample(passes, clock_of(self.num_optimizer_cores), budget_s)
         finally:
             torch.set_num_threads(num_threads)
-        rate = sum(c.size for c in passes) / sum(s.median_s for s in found)
+        p10_s, median_s, p90_s = (sum(times) for times in zip(*(s[:3] for s in found), strict=True))
+        time = Summary(p10_s, median_s, p90_s, sum(s.num_samples for s in found))
         source = f"cast from bf16 and sign change in place on {self.num_optimizer_cores} cores"
-        return quantity(rate, "bytes_per_s", source, sum(s.num_samples for s in found))
+        return rate(sum(c.size for c in passes), time, "bytes_per_s", source)
 
-    def contention(self, gemm: Call, budget_s: float) -> tuple[Quantity, tuple[Pair, ...]]:
-        """Measure activities beside each other; see [Note: Calibrating contention]."""
-        groups = self._groups(gemm)
+    def contention(self, gemm: Call, disk: Disk | None, budget_s: float) -> tuple[Quantity, tuple[Pair, ...]]:
+        """Measure activities beside each other, a disk's too if there is one; see [Note: Calibrating contention]."""
+        groups = self._groups(gemm, disk)
         alone = [(activity,) for activity in dict.fromkeys(itertools.chain(*groups))]
-        times_s = sample_groups([[a.call for a in group] for group in (*alone, *groups)], budget_s)
+        found = sample_groups([[a.call for a in group] for group in (*alone, *groups)], budget_s)
+        times_s = [together.time_s for together in found]
         alone_s = {activity: float(t[0]) for (activity,), t in zip(alone, times_s, strict=False)}
         paired_s = times_s[len(alone) :]
         demands = [sum(a.dram_bytes / alone_s[a] for a in group) for group in groups]
@@ -166,9 +172,10 @@ class TrafficProbe:
             source = "CPU AdamW and copies together, which did not slow down: a lower bound"
         else:
             source = "CPU AdamW and copies, alone and together: the capacity that best explains how they slow down"
-        return quantity(capacity, "bytes_per_s", source, NUM_WINDOWS * sum(known)), tuple(pairs)
+        seen = [demand / slow for demand, slow, is_known in zip(demands, slow_downs, known, strict=True) if is_known]
+        return quantity(capacity, "bytes_per_s", source, NUM_WINDOWS * sum(known), seen), tuple(pairs)
 
-    def _groups(self, gemm: Call) -> list[tuple[Activity, ...]]:
+    def _groups(self, gemm: Call, disk: Disk | None) -> list[tuple[Activity, ...]]:
         backend, cores = self.backend, self.num_optimizer_cores
         num_bytes = min(_PAIR_BYTES, backend.copy_pool_bytes)
         (update,) = (c.call for c in adamw_cases((_POOL_PARAMS, _PAIR_PARAMS), self.cpu_adamw, cores)[1:])
@@ -184,6 +191,9 @@ class TrafficProbe:
         )
         product = Activity("GEMM", backend.blocking(gemm), 0.0, backend.num_cores)
         groups = [(adamw,), (down, adamw), (down, up), (down, up, adamw), (product, adamw), (product, down)]
+        if disk is not None:
+            read, write = (Activity(f"disk {name}", call, 0.0, 0) for name, call in disk.requests(_PAIR_BYTES).items())
+            groups += [(read, write), (write, adamw), (read, adamw), (write, down), (product, write)]
         return [group for group in groups if sum(a.num_cores for a in group) <= self.num_cores or len(group) == 1]
 
 

@@ -21,7 +21,7 @@ from planner.checkpoints.chosen import (
 from planner.checkpoints.costs import hash_bytes_per_s
 from planner.checkpoints.interval import Protection
 from planner.checkpoints.nesting import ContradictionError, Limits, Nested, nest, outcome
-from planner.checkpoints.policy import CHUNK_BYTES, LEAST_BUFFER_BYTES, POLICIES
+from planner.checkpoints.policy import CHUNK_BYTES, LEAST_BUFFER_BYTES, MORE_THAN_KEPT, POLICIES
 from planner.checkpoints.stores import LEVELS, Level, storage_of
 from planner.checkpoints.trial import OURS, Measured, Trial
 from planner.plan import Plan
@@ -122,7 +122,7 @@ class _Choice:
 
     def _why_not(self, level: Level) -> str | None:
         """Return why a level cannot be used at all, if so."""
-        count, storage = self._asked.keep + 1, storage_of(self._trial.cost, level)
+        count, storage = self._asked.keep + MORE_THAN_KEPT, storage_of(self._trial.cost, level)
         if level != "memory" and storage is None:
             return f"profile {self._profile.name} has none"
         free_bytes, size_bytes = {
@@ -140,11 +140,19 @@ class _Choice:
 
     def _endured_s(self) -> float:
         """Return the least seconds between checkpoints on the node's drives that these endure."""
-        nvme, per_day = self._profile.nvme, self._asked.drive_writes_per_day
-        if nvme is None or per_day is None:
+        if (per_day := self._endured_bytes_per_day()) is None:
             return 0.0
-        rate = per_day * nvme.capacity_bytes.value / _DAY_S - self._trial.written_bytes / self._iteration_s
+        rate = per_day / _DAY_S - self._trial.written_bytes / self._iteration_s
         return self._node_bytes / rate if rate > 0 else math.inf
+
+    def _endured_bytes_per_day(self) -> float | None:
+        """Return what the node's drives endure: as it was asked, or as the profile says; ``None``: not known."""
+        nvme, writes = self._profile.nvme, self._asked.drive_writes_per_day
+        if nvme is None:
+            return None
+        if writes is not None:
+            return writes * nvme.capacity_bytes.value
+        return nvme.endurance_bytes_per_day.value if nvme.endurance_bytes_per_day else None
 
     def _sets(self) -> Iterator[tuple[Level, ...]]:
         """Yield all sets of levels that survive all failures, and of which the slowest survives some by itself."""
@@ -279,7 +287,7 @@ class _Choice:
                 latency_s=each.latency_s,
                 restart_s=each.restart_s,
                 mtbf_s=1 / each.failures_per_s if each.failures_per_s else None,
-                stored_bytes=(self._asked.keep + 1) * size_bytes,
+                stored_bytes=(self._asked.keep + MORE_THAN_KEPT) * size_bytes,
                 written_bytes_per_day=size_bytes * _DAY_S * (1 - chosen.waste) / (every * self._iteration_s),
             )
 
@@ -334,8 +342,10 @@ class _Choice:
         yield f"restart: {self._asked.restart_s:g} s until state can be read"
         hashing = hash_bytes_per_s(self._profile.host)
         yield f"checksums: {hashing.value / 1e9:.3g} GB/s per core ({hashing.provenance.source})"
-        if self._asked.drive_writes_per_day is None:
-            yield "drives endure whatever is written (--drive-writes-per-day says how much)"
+        if self._endured_bytes_per_day() is None:
+            yield "drives endure whatever is written (--drive-writes-per-day says how much, or the profile)"
+        elif self._asked.drive_writes_per_day is None:
+            yield f"drives endure {_size(self._endured_bytes_per_day() or 0.0)} a day, as the profile says"
         yield "failures come at exponential times"
         if len(levels) > 1:
             yield "one thread of each node fills a slower level from the one above"

@@ -21,11 +21,12 @@ class CheckpointsAsked(Frozen):
         mtbf_s: by level, mean seconds between failures of the whole job that this level survives and faster ones do
             not: of a process (memory), of a node's power (nvme), of a node or its drives (pfs).
         restart_s: from a failure until state can be read again; assumed.
-        keep: checkpoints that stay at each level. There is room for one more, as old ones go when a new one is safe.
+        keep: checkpoints that stay at each level. There is room for two more, the newest and the next.
         buffer_bytes: of each rank, for what is copied and not yet written; ``None``: as much as pays.
         max_overhead: the most that checkpoints may add to training, as a fraction; ``None``: any.
         max_lost_s: the most that one failure may lose; ``None``: any.
-        drive_writes_per_day: how often a node's drives may be written over in a day, for years; ``None``: not known.
+        drive_writes_per_day: how often a node's drives may be written over in a day, for years; ``None``: as
+            the profile says, if it does.
         num_iterations: of the whole run; ``None``: a day's.
     """
 

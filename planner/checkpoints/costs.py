@@ -65,6 +65,10 @@ class CheckpointCosts:
             for task, origin in zip(run.schedule.tasks, run.origin, strict=True)
         ]
 
+    def read_again_s(self, num_bytes: int) -> float:
+        """Return the seconds that it takes to read so many bytes of each rank again, if nothing else goes on."""
+        return self._in_turn(num_bytes, self._store.read).duration_s
+
     def _interrupted(self, task: Task, price: Price) -> Price:
         """Return the price of a training task beside writers that may hold the interpreter.
 

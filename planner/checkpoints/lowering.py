@@ -55,6 +55,7 @@ def with_checkpoints(
     every: int,
     buffer_bytes: int,
     first: int | None = None,
+    reads_again: float = 0.0,
 ) -> Run:
     """Return the schedule of a run with a checkpoint after every so many iterations; see [Note: Checkpoint tasks].
 
@@ -66,6 +67,7 @@ def with_checkpoints(
         every: iterations from one checkpoint to the next.
         buffer_bytes: host memory of one rank for copies that are not written yet.
         first: the iteration after which the first one is made; by default ``every``.
+        reads_again: the share of each one that is read again once it is written.
 
     Raises:
         ValueError: a number is not positive, a piece of state does not belong to the schedule, or that is a pipeline.
@@ -79,7 +81,7 @@ def with_checkpoints(
                 f"state of {shard.unit or 'the model'} ({shard.num_bytes} B) is changed by task {shard.changed_by}; "
                 f"the schedule has tasks 0 to {len(schedule.tasks) - 1}, and sizes cannot be negative"
             )
-    builder = _Builder(schedule, policy, tuple(state), buffer_bytes)
+    builder = _Builder(schedule, policy, tuple(state), buffer_bytes, reads_again)
     made_after = range(every if first is None else first, num_iterations + 1, every)
     num_checkpoints = len(made_after)
     num_tasks = num_iterations * len(schedule.tasks) + num_checkpoints * builder.num_chunks * _TASKS_PER_CHUNK
@@ -131,7 +133,12 @@ class _Builder:
     """Appends iterations and checkpoints to one list of tasks."""
 
     def __init__(
-        self, schedule: Schedule, policy: CheckpointPolicy, state: tuple[Shard, ...], buffer_bytes: int
+        self,
+        schedule: Schedule,
+        policy: CheckpointPolicy,
+        state: tuple[Shard, ...],
+        buffer_bytes: int,
+        reads_again: float = 0.0,
     ) -> None:
         if schedule.num_stages > 1:
             raise ValueError(
@@ -143,6 +150,7 @@ class _Builder:
         names = {field.name for field in dataclasses.fields(Task)} - {"index", "after", "after_previous"}
         self._same = [{name: getattr(task, name) for name in sorted(names)} for task in schedule.tasks]
         self._policy = policy
+        self._reads_again = reads_again
         # A chunk must leave room for another one, or copies and writes would alternate.
         chunk_bytes = min(policy.chunk_bytes, max(buffer_bytes // 2, 1)) if policy.bounded else policy.chunk_bytes
         if (num_chunks := sum(-(-shard.num_bytes // chunk_bytes) for shard in state)) > _MAX_CHUNKS:
@@ -234,6 +242,10 @@ class _Builder:
                 writes.append(self._write(chunk, copy, created))
                 safe.append((writes[-1] if copy is None else copy,))
         self._last_writes.append(writes[-1] if writes else created)
+        if self._reads_again:
+            num_bytes = round(self._reads_again * sum(chunk.num_bytes for chunk in self._chunks))
+            read = Shard(num_bytes, Tier.HOST, 0)
+            self._add(Lane.RETENTION, Op.VERIFY, self._last_writes[-1:], read, number=number)
         staged = [i for indices in safe for i in indices]
         blocks = {BlocksUntil.CREATED: [created], BlocksUntil.STAGED: staged, BlocksUntil.WRITTEN: writes}
         block = self._latest(blocks.get(policy.blocks_until, ()))

@@ -18,6 +18,12 @@ HASH_BYTES_PER_S: Final = Quantity(
 CHUNK_BYTES: Final = 4 << 20
 """That our engine copies, hashes and writes as one."""
 
+READING_SHARE: Final = 1 / 8
+"""Of its time that our engine reads checkpoints again, at most; see :mod:`executor.checkpoint.keeper`."""
+
+MORE_THAN_KEPT: Final = 2
+"""Checkpoints that a level needs room for beside those that stay: the newest, not read again yet, and the next."""
+
 LEAST_BUFFER_BYTES: Final = 16 * CHUNK_BYTES
 """Of each rank: less would make copies and writes wait for each other."""
 
@@ -156,7 +162,7 @@ POLICIES: Mapping[str, CheckpointPolicy] = {
             Staging.PINNED,
             Gate.SHARD,
             CHUNK_BYTES,
-            num_writers=2,
+            num_writers=4,
             hashes=True,
             copies_late=True,
             weight=1 / 16,

@@ -15,15 +15,19 @@ class RunTimes:
 
     Attributes:
         end_to_end_s: until everything was computed and written.
+        over_s: until what is read again had been, too.
         training_s: until everything was computed.
         blocked_s: of each checkpoint: how long tasks of training that could have run waited for it.
         latency_s: of each checkpoint: from the moment that its state was complete until it was written.
+        busy_s: of each checkpoint: from that moment until it had been read again too, if it is.
     """
 
     end_to_end_s: float
+    over_s: float
     training_s: float
     blocked_s: tuple[float, ...]
     latency_s: tuple[float, ...]
+    busy_s: tuple[float, ...]
 
     def cost_s(self, plain: "RunTimes") -> float:
         """Return what one checkpoint adds to training, against the same run without any (interference included)."""
@@ -36,6 +40,7 @@ def times(run: Run, timeline: Timeline) -> RunTimes:
     waits: dict[int, list[tuple[float, float]]] = defaultdict(list)
     begun_s: dict[int, float] = {}
     written_s: dict[int, float] = defaultdict(float)
+    over_s: dict[int, float] = defaultdict(float)
     lane_end_s: dict[Lane, float] = defaultdict(float)
     for task, number in zip(run.schedule.tasks, run.checkpoint, strict=True):
         mine = [i for i in task.after if run.checkpoint[i] >= 0]
@@ -47,14 +52,20 @@ def times(run: Run, timeline: Timeline) -> RunTimes:
                 waits[run.checkpoint[last]].append((ready_s, start_s[task.index]))
         elif task.op is not Op.GATE:
             begun_s.setdefault(number, others_s)
-            written_s[number] = max(written_s[number], end_s[task.index])
+            over_s[number] = max(over_s[number], end_s[task.index])
+            if task.lane is not Lane.RETENTION:
+                written_s[number] = max(written_s[number], end_s[task.index])
         lane_end_s[task.lane] = end_s[task.index]
     numbers = range(run.num_checkpoints)
     return RunTimes(
-        end_to_end_s=max(end_s, default=0.0),
+        end_to_end_s=max(
+            (e for e, t in zip(end_s, run.schedule.tasks, strict=True) if t.lane is not Lane.RETENTION), default=0.0
+        ),
+        over_s=max(end_s, default=0.0),
         training_s=max((e for e, number in zip(end_s, run.checkpoint, strict=True) if number < 0), default=0.0),
         blocked_s=tuple(_union_s(waits[number]) for number in numbers),
         latency_s=tuple(written_s[number] - begun_s[number] for number in numbers),
+        busy_s=tuple(over_s[number] - begun_s[number] for number in numbers),
     )
 
 

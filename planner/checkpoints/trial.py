@@ -8,7 +8,7 @@ from typing import Final
 
 from planner.checkpoints.costs import CheckpointCosts
 from planner.checkpoints.lowering import Run, with_checkpoints, with_promotion
-from planner.checkpoints.policy import CheckpointPolicy, policy
+from planner.checkpoints.policy import READING_SHARE, CheckpointPolicy, policy
 from planner.checkpoints.reading import RunTimes, times
 from planner.checkpoints.state import coarse, state_of
 from planner.checkpoints.stores import Level, store_of
@@ -116,10 +116,12 @@ class Trial:
         if key not in self._saved:
             chosen, buffer_bytes = coarse(policy(engine), self._state, buffer_bytes)
             costs = CheckpointCosts(self.cost, chosen, level)
-            build = functools.partial(self._checkpoints, chosen, buffer_bytes)
+            share = self._share_read(costs, every) if engine == OURS else 0.0
+            build = functools.partial(self._checkpoints, chosen, buffer_bytes, share)
             if every is None:
                 written_s = store_of(self.cost, level).write(self.shard_bytes, chosen.num_writers).duration_s
-                self._saved[key] = self._settled(lambda n: build(num_iterations=n, every=n), costs, written_s)
+                about_s = written_s + (costs.read_again_s(self.shard_bytes) if share else 0.0)
+                self._saved[key] = self._settled(lambda n: build(num_iterations=n, every=n), costs, about_s)
             else:
                 number = _WARM_UP + every * _IN_A_ROW - 1
                 read = self._simulated(build(num_iterations=number, every=every), costs)
@@ -151,7 +153,15 @@ class Trial:
         """Return the seconds that it takes all ranks to read a checkpoint."""
         return store_of(self.cost, level).read(self.shard_bytes, policy(OURS).num_writers).duration_s
 
-    def _checkpoints(self, chosen: CheckpointPolicy, buffer_bytes: int, *, num_iterations: int, every: int) -> Run:
+    def _share_read(self, costs: CheckpointCosts, every: int | None) -> float:
+        """Return the share of each checkpoint that is read again: where they are close, some are and others not."""
+        if every is None:
+            return 1.0
+        return min(READING_SHARE * every * self._iteration_s / costs.read_again_s(self.shard_bytes), 1.0)
+
+    def _checkpoints(
+        self, chosen: CheckpointPolicy, buffer_bytes: int, reads_again: float, *, num_iterations: int, every: int
+    ) -> Run:
         return with_checkpoints(
             self._schedule,
             chosen,
@@ -160,10 +170,11 @@ class Trial:
             every=every,
             buffer_bytes=buffer_bytes,
             first=_WARM_UP,
+            reads_again=reads_again,
         )
 
     def _settled(self, build: Callable[[int], Run], costs: CheckpointCosts, about_s: float) -> Measured:
-        """Simulate runs with one checkpoint, until it is written before they end.
+        """Simulate runs with one checkpoint, until all of it is over before they end.
 
         That takes about so long. If it takes too long, what it does to training from then on is taken to be as before.
         """
@@ -171,15 +182,15 @@ class Trial:
         number = min(_FIRST_ITERATIONS + math.ceil(about_s / self._iteration_s), most)
         while True:
             read = self._simulated(build(number), costs)
-            rest_s = max(read.end_to_end_s - read.training_s, 0.0)
+            rest_s = max(read.over_s - read.training_s, 0.0)
             if not rest_s or number == most:
                 break
             number = min(number + math.ceil(_AS_LONG * rest_s * number / read.training_s), most)
-        (blocked_s,), (latency_s,) = read.blocked_s, read.latency_s
+        (blocked_s,), (latency_s,), (busy_s,) = read.blocked_s, read.latency_s, read.busy_s
         added_s = max(read.training_s - self._plain_s(number), 0.0)
         slowed_s = max(added_s - blocked_s, 0.0)
-        if rest_s < latency_s:
-            slowed_s *= latency_s / (latency_s - rest_s)
+        if rest_s < busy_s:
+            slowed_s *= busy_s / (busy_s - rest_s)
         return Measured(min(added_s, blocked_s) + slowed_s, latency_s)
 
     def _simulated(self, made: Run, costs: CheckpointCosts) -> RunTimes:

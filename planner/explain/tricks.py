@@ -110,7 +110,8 @@ def _shares_by_rate(bench: Bench) -> Iterator[Decisions]:
 
 
 def _resident_state(bench: Bench) -> Iterator[Decisions]:
-    if resident := bench.pieces(Place.GPU):
+    alone = bench.decisions.pipeline_parallel == 1  # stages keep everything on their devices
+    if alone and (resident := bench.pieces(Place.GPU)):
         for instead in (Place.STREAM, Place.CPU):
             yield bench.placed(dict.fromkeys(resident, instead))
 

@@ -41,16 +41,17 @@ class Simulation:
     @property
     def period_s(self) -> float:
         """Seconds per iteration, the mean over the cycle."""
-        return sum(self.timeline.period_s(i) for i in self._iterations) / self.cycle
+        return sum(self.timeline.period_s(i) for i in self.iterations) / self.cycle
 
     @property
     def phases(self) -> Phases:
         """Phases of an iteration, the mean over the cycle."""
-        phases = [self.timeline.phases(i).by_phase for i in self._iterations]
+        phases = [self.timeline.phases(i).by_phase for i in self.iterations]
         return Phases(*(sum(seconds[phase] for seconds in phases) / self.cycle for phase in Phase))
 
     @property
-    def _iterations(self) -> range:
+    def iterations(self) -> range:
+        """Iterations of the cycle."""
         return range(self.steady, self.steady + self.cycle)
 
 
@@ -78,12 +79,12 @@ class SimulatedMachine:
         """Simulate the whole iterations issued so far."""
         num_iterations, rest = divmod(self._issued, len(self._schedule.tasks))
         assert not rest, "the last iteration was not finished"
-        result = simulate(self._system(num_iterations))
+        result = simulate(self.system(num_iterations))
         shape = (num_iterations, len(self._schedule.tasks))
         return Timeline(self._schedule, result.start_s.reshape(shape), result.end_s.reshape(shape))
 
-    def _system(self, num_iterations: int) -> FluidSystem:
-        """Tile the arrays of one iteration over all; every pipeline stage has lanes and resources of its own."""
+    def system(self, num_iterations: int) -> FluidSystem:
+        """Return the arrays of one iteration, tiled; every pipeline stage has lanes and resources of its own."""
         tasks, prices, stages = self._schedule.tasks, self._prices, range(self._schedule.num_stages)
         uses = [(task.stage, use) for task, price in zip(tasks, prices, strict=True) for use in price.uses]
         pred_ptr, pred = self._predecessors(num_iterations)

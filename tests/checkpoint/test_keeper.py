@@ -1,12 +1,14 @@
 """Retention beside training: what stays was read again, and what there is stays bounded however fast it comes."""
 
 import threading
+import time
 
 import pytest
 from saving import save, step_of
 
 from executor.checkpoint import Checkpoint, Store
-from executor.checkpoint.keeper import Keeper
+from executor.checkpoint.keeper import READING_SHARE, Keeper
+from executor.checkpoint.levels import MORE_THAN_KEPT
 
 
 def steps(store):
@@ -97,3 +99,36 @@ def test_what_is_found_damaged_does_not_count(tmp_path, errors):
     keeper.close()
     assert steps(store) == [2, 3, 4], "the damaged one stays, for who wants to know why"
     assert step_of(Store(store.root)) == 4
+
+
+class Timed(Store):
+    """A store that takes a while to read, and knows how long it has."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.reads_s = []
+
+    def read_again(self, folder):
+        begin_s = time.monotonic()
+        time.sleep(0.01)
+        found = super().read_again(folder)
+        self.reads_s.append(time.monotonic() - begin_s)
+        return found
+
+
+def test_once_enough_were_read_reading_takes_its_share_of_the_time_and_no_more(tmp_path, errors):
+    store = Timed(tmp_path / "store")
+    keeper = Keeper(store, 2)
+    for step in (1, 2):
+        keeper.made(save(store, step), errors.append)
+        keeper.wait()
+    begin_s, first = time.monotonic(), len(store.reads_s)
+    step = 2
+    while len(store.reads_s) < first + 4:
+        step += 1
+        keeper.made(save(store, step), errors.append)
+        assert len(steps(store)) <= 2 + MORE_THAN_KEPT + 1, "and one that is read"
+    took_s, reads_s = time.monotonic() - begin_s, store.reads_s[first:]
+    keeper.close()
+    assert sum(reads_s[:-1]) <= READING_SHARE * took_s + reads_s[-1]
+    assert steps(store)[-1] == step

@@ -34,8 +34,7 @@ def plans(draw, sizes=(1,), grains=(977, 3000, 100_000), families=("gpt2", "llam
         "iterations": 3,
     }
     task = Task(**drawn | given)
-    stay = ["keep", "recompute"]  # where layers or experts are shared nothing leaves
-    ways = draw(st.lists(st.sampled_from(stay if degrees else ACTIVATIONS), min_size=3, max_size=3))
+    ways = draw(st.lists(st.sampled_from(ACTIVATIONS), min_size=3, max_size=3))
 
     def choose(unit, count):
         params = draw(st.sampled_from(["gpu", "host", "nvme"])) if fetches else "gpu"
@@ -73,9 +72,3 @@ def mixed(unit, count):
         {"layers.0": "offload", "layers.1": "recompute", "layers.2": "offload-nvme"}.get(unit.segment, "keep"),
         [places[(turn + i) % len(places)] for i in range(count)],
     )
-
-
-def staying(unit, count):
-    """Return the same, with activations that stay on the device."""
-    params, _, places = mixed(unit, count)
-    return params, "recompute" if unit.segment == "layers.1" else "keep", places

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from plans import mixed
+from together import compiled, trained
 from torch._dynamo.utils import counters
 from training import (
     ReferenceOptimizer,
@@ -143,3 +144,25 @@ def test_evaluation_sees_the_trained_weights():
         torch.testing.assert_close(ours, theirs)
         final = {n: w.clone() for n, w in session.full_parameters().items()}
     assert_same((seen, final), in_memory(task, PLAIN, mixed))
+
+
+@pytest.mark.parametrize(
+    ("family", "degrees"),
+    [
+        ("qwen3-shared", {"tensor_parallel": 2}),
+        ("mixtral-shared", {"data_parallel": 2, "expert_parallel": 2, "expert_units": 2}),
+    ],
+    ids=["qwen3", "mixtral"],
+)
+def test_blocks_that_ranks_share_are_compiled_between_what_they_exchange(processes, family, degrees):
+    """To rounding, as above; and all is compiled in the first iteration."""
+    task = Task(family, torch.float32, iterations=4)
+    decisions = decide(task, mixed, **degrees)
+    expected = processes.call(2, trained, task, decisions)
+    found = processes.call(2, compiled, task, decisions, DECOMPOSED)
+    for (seen, final, graphs), (losses, others) in zip(found, expected, strict=True):
+        assert seen == pytest.approx(losses, rel=1e-5)
+        assert graphs[0] > 1
+        assert set(graphs) == {graphs[0]}, "nothing is compiled again"
+        assert all(final[name].tobytes() == values.tobytes() for name, values in found[0][1].items()), "ranks agree"
+        assert any(final[name].tobytes() != values.tobytes() for name, values in others.items()), "really compiled"

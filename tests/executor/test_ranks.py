@@ -13,6 +13,7 @@ from ranks import assert_same_bits
 from together import (
     around_training,
     bound_cores,
+    changed,
     failed,
     reference,
     saved,
@@ -52,6 +53,64 @@ def test_two_ranks_give_the_bits_of_one_process(processes, zero_stage, choose, n
     task = Task(["gpt2", "llama"][turn % 2], [torch.bfloat16, torch.float32][turn // 2 % 2], num_micro_batches)
     decisions = decide(task, choose, data_parallel=2, zero_stage=zero_stage)
     assert_same_bits(processes.call(2, trained, task, decisions), reference(task, 2, decisions))
+
+
+CHANGES = [
+    (3, mixed),
+    (0, uniform("gpu", "gpu", "recompute")),
+    (2, uniform("gpu", "cpu")),
+    (3, uniform("host", "nvme")),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_another_plan_in_the_middle_gives_the_same_bits(processes, tmp_path, dtype):
+    """Of another ZeRO stage too, so that other shards of the state are on other ranks."""
+    task = Task("gpt2", dtype, iterations=5)
+    ways = [decide(task, choose, data_parallel=2, zero_stage=stage) for stage, choose in CHANGES]
+    results = processes.call(2, changed, task, ways, tmp_path / "handed over")
+    assert_same_bits([found[:2] for found in results], reference(task, 2, ways[0]))
+    assert [found[2] for found in results] == [[], []]
+    assert list((tmp_path / "handed over").iterdir()) == []
+
+
+@pytest.mark.parametrize("degrees", [{"tensor_parallel": 2}, {"data_parallel": 2, "expert_parallel": 2}], ids=str)
+def test_another_plan_where_ranks_share_layers_or_experts(processes, tmp_path, degrees):
+    task = Task("mixtral-shared", torch.float32, iterations=4)
+    ways = [
+        decide(task, choose, **degrees, expert_units=apart)
+        for choose, apart in ((mixed, 2), (uniform("gpu", "gpu"), 1), (uniform("host", "cpu", "offload"), 4 // 2))
+    ]
+    expected = processes.call(2, trained, task, ways[1])
+    for (seen, final, _), (losses, weights) in zip(
+        processes.call(2, changed, task, ways, tmp_path), expected, strict=True
+    ):
+        assert seen == losses
+        assert all(final[name].tobytes() == weight.tobytes() for name, weight in weights.items())
+
+
+def test_if_one_rank_cannot_begin_with_another_plan_all_go_on_with_the_old_one(processes, tmp_path):
+    task = Task("gpt2", iterations=4)
+    ways = [decide(task, choose, data_parallel=2, zero_stage=3) for choose in (mixed, uniform("host", "cpu"), mixed)]
+    results = processes.call(2, changed, task, ways, tmp_path, 1)
+    assert_same_bits([found[:2] for found in results], reference(task, 2, ways[0]))
+    assert [found[2] for found in results] == [["RankError"], ["DeviceMemoryError"]]
+
+
+def test_if_there_is_no_place_for_the_state_all_go_on(processes, tmp_path):
+    task = Task("gpt2", iterations=3)
+    ways = [decide(task, choose, data_parallel=2, zero_stage=3) for choose in (mixed, uniform("host", "cpu"))]
+    (tmp_path / "file").touch()
+    results = processes.call(2, changed, task, ways, tmp_path / "file")
+    assert_same_bits([found[:2] for found in results], reference(task, 2, ways[0]))
+    assert [found[2] for found in results] == [["StorageError"]] * 2
+
+
+def test_a_plan_for_other_ranks_is_refused(processes, tmp_path):
+    task = Task("gpt2", iterations=2)
+    ways = [decide(task, mixed, data_parallel=2, zero_stage=3), decide(task, mixed)]
+    with pytest.raises(ValueError, match="other plan has data_parallel 1, but training is under way with 2"):
+        processes.call(2, changed, task, ways, tmp_path)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])

@@ -300,15 +300,22 @@ def test_memory_taken_once_is_what_the_schedule_says(choose, dtype):
 
 def test_gradients_and_activations_are_metered():
     task = Task("llama", torch.float32, max_norm=None)
-    peaks = {}
+    peaks, after_forward = {}, {}
     for activations in ("keep", "recompute"):
         model, optimizer = prepare(task, decide(task, uniform("host", "cpu", activations)))
         with optimizer.session as session:
             assert session.memory()[Tier.GPU].dynamic_peak_bytes is None
             with session.metered():
                 one_iteration(model, optimizer, batches(task)[0, 0])
-            peaks[activations] = session.memory()[Tier.GPU].dynamic_peak_bytes
-            assert session.memory()[Tier.GPU].peak_bytes > peaks[activations]
+            memory = session.memory()[Tier.GPU]
+            peaks[activations] = memory.dynamic_peak_bytes
+            assert memory.peak_bytes > peaks[activations]
+            tasks = session.schedule.tasks
+            assert set(memory.dynamic_bytes_of) >= {task.index for task in tasks if task.lane is Lane.COMPUTE}
+            assert max(memory.dynamic_bytes_of.values()) == peaks[activations]
+            forward = [n for task, n in memory.dynamic_bytes_of.items() if tasks[task].op is Op.FORWARD]
+            after_forward[activations] = forward[-1]
+    assert after_forward["keep"] > after_forward["recompute"]
     assert peaks["keep"] > peaks["recompute"] > MICRO_BATCH * SEQ_LEN * 32 * 4
 
 

@@ -9,11 +9,12 @@ import torch
 import transformers
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from plans import plans, staying
+from plans import mixed, plans
 from rounding import assert_same_step, one_step, tensors
 from together import (
     around_training,
     failed,
+    left,
     reference,
     seen_from_outside,
     trained,
@@ -49,9 +50,7 @@ def test_one_step_has_the_gradients_of_the_whole_model(processes, family, ranks,
     tensor_parallel, data_parallel = ranks
     task = one_step(family, dtype)
     zero_stage = 3 if data_parallel > 1 else 0
-    decisions = decide(
-        task, staying, tensor_parallel=tensor_parallel, data_parallel=data_parallel, zero_stage=zero_stage
-    )
+    decisions = decide(task, mixed, tensor_parallel=tensor_parallel, data_parallel=data_parallel, zero_stage=zero_stage)
     results = processes.call(tensor_parallel * data_parallel, trained, task, decisions)
     assert_same_step(task, decisions, results, num_parts=4)
 
@@ -81,9 +80,9 @@ def test_norms_and_updates_where_data_is_shared_too(processes):
     task = Task("gpt2-shared", torch.float32, iterations=3)
     found = [
         processes.call(4, trained, task, decide(task, choose, tensor_parallel=2, data_parallel=2, zero_stage=stage))
-        for stage, choose in ((0, uniform("gpu", "gpu")), (2, uniform("gpu", "cpu", "recompute")), (3, staying))
+        for stage, choose in ((0, uniform("gpu", "gpu")), (2, uniform("gpu", "cpu", "recompute")), (3, mixed))
     ]
-    losses, _ = reference(task, 2, decide(task, staying, data_parallel=2, zero_stage=3))
+    losses, _ = reference(task, 2, decide(task, mixed, data_parallel=2, zero_stage=3))
     for rank, (seen, final) in enumerate(found[0]):
         assert seen == pytest.approx(losses[rank // 2], rel=1e-5)
         for other in found[1:]:
@@ -94,16 +93,27 @@ def test_norms_and_updates_where_data_is_shared_too(processes):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory_and_times_are_those_of_the_schedule(processes, dtype):
     task = Task("llama-tied-shared", dtype, iterations=2)
-    for ranks, zero_stage, choose in ((2, 0, staying), (4, 3, staying), (4, 2, uniform("gpu", "cpu"))):
+    for ranks, zero_stage, choose in ((2, 0, mixed), (4, 3, mixed), (4, 2, uniform("gpu", "cpu"))):
         decisions = decide(task, choose, tensor_parallel=2, data_parallel=ranks // 2, zero_stage=zero_stage)
         assert processes.call(ranks, seen_from_outside, task, decisions) == [[]] * ranks
+
+
+@pytest.mark.parametrize("family", ["gpt2-shared", "llama-shared", "qwen3-shared"])
+def test_what_leaves_is_what_the_plan_counts_and_no_sum_is_made_again(processes, family):
+    """Also where a bias comes behind the sum."""
+    task = Task(family, iterations=1)
+    decisions = decide(task, uniform("host", "cpu", "offload"), tensor_parallel=2)
+    for moved, stated, again, sums in processes.call(2, left, task, decisions):
+        assert moved == stated
+        assert again == ["ullage.summed_product.default"] * (len(stated) // 2), "the last of each layer"
+        assert sums == 0
 
 
 def test_evaluation_states_and_a_closed_model_are_whole(processes):
     task = Task("gpt2-shared", torch.float32, iterations=2, schedule=False)
     decisions, more = (
         decide(task, choose, tensor_parallel=2, data_parallel=2, zero_stage=stage)
-        for choose, stage in ((uniform("host", "cpu"), 3), (staying, 0))
+        for choose, stage in ((uniform("host", "cpu"), 3), (mixed, 0))
     )
     assert processes.call(4, around_training, task, decisions, more) == [[]] * 4
 
@@ -111,7 +121,7 @@ def test_evaluation_states_and_a_closed_model_are_whole(processes):
 def test_frozen_parameters_stay_as_they_are(processes):
     task = Task("gpt2-shared", torch.float32, iterations=3, optimizer="sgd")
     frozen = ("transformer.wte", "transformer.wpe", "transformer.h.0.", "transformer.h.1.mlp.c_proj")
-    decisions = decide(task, staying, tensor_parallel=2)
+    decisions = decide(task, mixed, tensor_parallel=2)
     losses, expected = reference(task, 1, decisions, frozen)
     first = weights(make_model(task))
     for seen, final in processes.call(2, trained, task, decisions, None, frozen):
@@ -208,7 +218,7 @@ def test_shares_join_to_the_whole(family, ranks, vocab_size):
 )
 def test_a_rank_that_fails_ends_those_that_share_layers_with_it(processes, moment, kind, message):
     task = Task("gpt2-shared", iterations=50)
-    processes.begin(2, failed, task, decide(task, staying, tensor_parallel=2), moment)
+    processes.begin(2, failed, task, decide(task, mixed, tensor_parallel=2), moment)
     begin_s = time.monotonic()
     first, second = processes.results(2, timeout_s=30)
     assert time.monotonic() - begin_s < 15

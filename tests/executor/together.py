@@ -24,6 +24,7 @@ from training import (
     make_model,
     make_optimizer,
     prepare,
+    session_options,
     train,
     uniform,
     units_of,
@@ -31,8 +32,12 @@ from training import (
 )
 
 from executor.checkpoint import Checkpoint, Level
+from executor.files import StorageError
+from executor.memory import DeviceMemoryError
+from executor.prepare import Way
 from executor.restoring import restore
 from executor.saving import Checkpoints
+from executor.watch import RankError
 from planner.decisions import Decisions
 from planner.schedule import Op
 
@@ -78,7 +83,8 @@ class Processes:
             if not pipe.poll(timeout_s):
                 for rank in range(size):  # or what they answer later would be taken for the next call's
                     self.workers[rank].kill()
-                    self.restart(rank)
+                    self.workers[rank].join()
+                    self._start(rank)
                 raise AssertionError("a rank does not answer")
             try:
                 found.append(pipe.recv())
@@ -403,6 +409,84 @@ def bound_cores(rank: int, size: int, choice, given):
 
 def _masks() -> set[frozenset[int]]:
     return {frozenset(os.sched_getaffinity(int(entry.name))) for entry in Path("/proc/self/task").iterdir()}
+
+
+def changed(rank: int, _size: int, task: Task, ways: list[Decisions], folder, refuses: int | None = None):
+    """Train, each iteration under the next of some decisions; return what ``trained`` does, and what was refused.
+
+    One rank may lack the memory for the first change.
+    """
+    model, optimizer = prepare(task, ways[0])
+    refused = []
+
+    def change(iteration: int) -> None:
+        if iteration + 1 >= len(ways):
+            return
+        small = iteration == 0 and refuses == rank
+        options = session_options(host_capacity_bytes=1000 if small else None)
+        way = Way(units_of(task, ways[iteration + 1]), ways[iteration + 1], options)
+        try:
+            optimizer.change(way, folder)
+        except (DeviceMemoryError, RankError, StorageError) as error:
+            refused.append(type(error).__name__)
+
+    try:
+        seen = train(task, model, optimizer, after_step=change, rank=rank // ways[0].tensor_parallel)
+        final = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
+    finally:
+        optimizer.session.close()
+    return seen, {n: w.view(torch.uint8).numpy() for n, w in final.items()}, refused
+
+
+def compiled(rank: int, _size: int, task: Task, decisions: Decisions, backend: str | None):
+    """Train with compiled blocks; return what ``trained`` does, and how many graphs there were after each step."""
+    from torch._dynamo.utils import counters  # noqa: PLC0415 - takes seconds, in every process
+
+    warnings.simplefilter("default")  # Dynamo warns of what it does itself
+    torch._dynamo.reset()
+    counters.clear()
+    model, optimizer = prepare(task, decisions, compile_backend=backend)
+    graphs = []
+    with optimizer.session as session:
+        seen = train(
+            task,
+            model,
+            optimizer,
+            rank=rank // decisions.tensor_parallel,
+            before_step=lambda _: graphs.append(counters["stats"]["unique_graphs"]),
+        )
+        final = {n: w.clone() for n, w in session.full_parameters().items()}
+    warnings.simplefilter("error")
+    return seen, {n: w.view(torch.uint8).numpy() for n, w in final.items()}, graphs
+
+
+def left(rank: int, _size: int, task: Task, decisions: Decisions):
+    """Train; return bytes that left and that were to leave by unit, what was made again, and sums made for that."""
+    model, optimizer = prepare(task, decisions)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # or what it keeps is behind the last product
+    moved, again, sums = {}, [], 0
+    with optimizer.session as session:
+        activations, group = session._offloaded, session._ranks.tensor
+        leave, add_up = activations.leave, group.add_up
+
+        def leaving(unit: str) -> None:
+            leave(unit)
+            visit = activations._visit[unit]
+            moved[unit] = sum(tensor.num_bytes for tensor in visit.moved(unit))
+            again.extend(str(product.function) for product in visit.made[unit] if not product.leaves_device)
+
+        def adding_up(values: torch.Tensor) -> None:
+            nonlocal sums
+            task_ = session._progress.task
+            sums += task_ is not None and task_.op is Op.REMAKE
+            add_up(values)
+
+        activations.leave, group.add_up = leaving, adding_up
+        train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
+        stated = {t.unit: t.num_bytes for t in session.schedule.tasks if t.op is Op.OFFLOAD}
+    return moved, stated, again, sums
 
 
 def with_another_plan(rank: int, _size: int, task: Task, decisions: Decisions) -> None:

@@ -184,15 +184,24 @@ def test_what_binds_is_named():
     assert "overhead" in {each.bound for each in asked(max_overhead=free.overhead / 4).levels}
     assert "lost work" in {each.bound for each in asked(100 * DAY, max_lost_s=20 * interval_s).levels}
     assert worn.waste > free.waste
+    endurance = plan.hardware.nvme.capacity_bytes.model_copy(
+        update={"value": per_day * plan.hardware.nvme.capacity_bytes.value}
+    )
+    nvme = plan.hardware.nvme.model_copy(update={"endurance_bytes_per_day": endurance})
+    stated = plan.model_copy(update={"hardware": plan.hardware.model_copy(update={"nvme": nvme})})
+    question = CheckpointsAsked(mtbf_s={"nvme": HOUR}, buffer_bytes=LEAST_BUFFER_BYTES)
+    by_profile = choose_checkpoints(stated, question, Trial(stated))
+    assert (by_profile.levels[-1].every, by_profile.levels[-1].bound) == (worn.levels[-1].every, "endurance")
+    assert any("a day, as the profile says" in line for line in by_profile.assumptions)
 
 
 def test_levels_without_room_are_left_out_and_that_is_said():
     plan, asked = far_from_pfs(), CheckpointsAsked(mtbf_s={"nvme": 6 * HOUR}, buffer_bytes=LEAST_BUFFER_BYTES)
     made = choose_checkpoints(plan.model_copy(update={"hardware": varied(plan.hardware, nvme=1e9)}), asked)
     assert made.levels[-1].level == "pfs"
-    assert made.left_out["nvme"] == "3 checkpoints of 15.8 GB have no room in the 1 GB that are free"
+    assert made.left_out["nvme"] == "4 checkpoints of 15.8 GB have no room in the 1 GB that are free"
     nowhere = plan.model_copy(update={"hardware": varied(plan.hardware, nvme=1e9, pfs=1e9)})
-    message = r"no storage is left that survives what nvme=21600s .*nvme: 3 checkpoints.*; pfs: 3 checkpoints"
+    message = r"no storage is left that survives what nvme=21600s .*nvme: 4 checkpoints.*; pfs: 4 checkpoints"
     with pytest.raises(CheckpointsError, match=message):
         choose_checkpoints(nowhere, asked)
     quantity = plan.hardware.host.memory_bytes.model_copy(update={"value": 1e9})

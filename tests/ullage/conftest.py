@@ -11,6 +11,7 @@ from planner.plan import Plan, load_plan
 from ullage.cli import main
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))  # objects.py
+sys.path.insert(0, str(Path(__file__).parent))  # report_objects.py
 
 TINY = {
     "model_type": "llama",
@@ -49,6 +50,15 @@ def plan_path(plan_args: list[str], tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="session")
 def plan(plan_path: Path) -> Plan:
     return load_plan(plan_path)
+
+
+@pytest.fixture(scope="session")
+def host_plan(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan that this machine can execute, within seconds."""
+    path = tmp_path_factory.mktemp("plan") / "host.json"
+    model = ["--model", str(tiny_model), "--seq-len", "32", "--hardware", "epyc-turin-2c"]
+    assert main(["plan", *model, "--budget", "5", "--output", str(path), "--json"]) == 0
+    return path
 
 
 @pytest.fixture

@@ -1,8 +1,14 @@
 """What planner and executor cannot import from each other, and have to agree on."""
 
 from executor.checkpoint.flusher import CHUNK_BYTES
+from executor.checkpoint.keeper import READING_SHARE
+from executor.checkpoint.levels import MORE_THAN_KEPT
 from planner.checkpoints.policy import CHUNK_BYTES as SIMULATED_CHUNK_BYTES
+from planner.checkpoints.policy import MORE_THAN_KEPT as PLANNED_MORE_THAN_KEPT
+from planner.checkpoints.policy import READING_SHARE as SIMULATED_READING_SHARE
 
 
-def test_chunks_are_simulated_as_they_are_written():
+def test_checkpoints_are_simulated_as_they_are_made():
     assert SIMULATED_CHUNK_BYTES == CHUNK_BYTES
+    assert SIMULATED_READING_SHARE == READING_SHARE
+    assert PLANNED_MORE_THAN_KEPT == MORE_THAN_KEPT

@@ -40,9 +40,10 @@ FLAGS = {
     "verify": {"plan_file", "--json"},
     "explain": {"plan_file", "unit", "--all", "--json"},
     "calibrate": {"--quick", "--name", "--output", "--device-memory", "--json"}
+    | {"--only", "--into", "--device-cores", "--drive-endurance", "--allow-other-machine", "--list"}
     | {"--from-runs", "--profile", "--fit-on", "--parameters", "--bounds"},
     "plan": {
-        *(*REQUEST, "--budget", "--output", "--json"),
+        *(*REQUEST, "--budget", "--output", "--allow-other-machine", "--json"),
         *("--mtbf", "--max-checkpoint-overhead", "--max-lost-work", "--restart", "--keep", "--checkpoint-buffer"),
         *("--drive-writes-per-day", "--pfs-bandwidth", "--iterations"),
     },
@@ -64,14 +65,21 @@ FLAGS = {
     "execute": {
         *("plan", "--iterations", "--text", "--tokens", "--token-dtype", "--data-position", "--seed", "--lr"),
         *("--output-dir", "--storage-dir", "--cores", "--compile", "--replan", "--json", "--device"),
+        "--allow-other-machine",
         *("--checkpoint-dir", "--checkpoint-every", "--keep", "--resume"),
+        *("--tensorboard", "--metrics-file"),
     },
     "checkpoint": {"action", "place", "--to", "--output-dir", "--dtype", "--keep", "--json"},
     "simulate": {*REQUEST, "plan", "--engine", "--iterations", "--trace", "--figure", "--text", "--json"},
-    "compare": {"run_file", "--trace", "--json"},
+    "compare": {"run_file", "--trace", "--refit", "--json"},
+    "report": {"files", "--output", "--figures", "--open", "--json"},
     "validate": {"files", "--hardware", "--case", "--max-mean-error", "--max-error", "--json"},
     "models": {"name", "--json"},
-    "hardware": {"action", "name", "--json"},
+    "hardware": {"action", "names", "--output", "--json"},
+    "completion": {"shell"},
+    "launch": {"plan", "--with"},
+    "import-deepspeed": {*REQUEST, "config", "--output", "--json"},
+    "export-deepspeed": {"plan", "--output", "--nvme-path"},
 }
 
 

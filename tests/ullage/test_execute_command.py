@@ -17,7 +17,7 @@ from planner.decisions import Place
 from planner.models import resolve_model
 from planner.plan import load_plan
 from planner.planning import Request, make_plan
-from planner.schedule import MemoryClass
+from planner.schedule import MemoryClass, Tier
 from ullage.arguments import parse_bytes
 from ullage.cli import main
 from ullage.formatting import si
@@ -46,6 +46,9 @@ def test_a_run_is_recorded_and_can_be_compared(plan: Path, tmp_path: Path, capsy
     assert printed["memory"]["host"]["error"] == 0
     run = load_run(out / "run.json")
     assert (run.timeline.num_iterations, run.data_position) == (12, 24)
+    assert {tier: sum(held.values()) for tier, held in run.static_bytes.items()} | {
+        Tier.GPU: sum(run.static_bytes[Tier.GPU].values()) + max(run.device_bytes.values())
+    } == run.memory
     assert sorted(path.name for path in out.iterdir()) == ["run.json", "trace.json.gz"]
     assert main(["compare", str(out / "run.json"), "--json"]) == 0
     compared = json.loads(capsys.readouterr().out)

@@ -1,5 +1,6 @@
 """``torchrun ... -m ullage execute`` with two processes on the cores of this machine."""
 
+import dataclasses
 import json
 import os
 import re
@@ -16,13 +17,16 @@ import pytest
 from hwprofiles.profile import Fabric, HardwareProfile
 from hwprofiles.quantity import Provenance, Quantity
 from hwprofiles.registry import load_profile
+from planner.decisions import Place, UnitDecision
 from planner.models import resolve_model
 from planner.plan import load_plan
-from planner.planning import Request, make_plan
+from planner.planning import Request, make_plan, prepare
+from planner.search import Scorer
 from ullage.cli import main
 from ullage.levels import memory_folder
 from ullage.processes import launch_line
 from ullage.runs import load_run
+from ullage.simulation import request_of
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 
@@ -83,6 +87,34 @@ def test_two_processes_train_one_model(plan: Path, tmp_path: Path, shared: str) 
     assert re.search(r"cores [\d,-]+: 1 compute, 1 update \(rank 0\)", run.machine), run.machine
     lanes = {task.lane for task in run.timeline.schedule.tasks}
     assert lanes >= ({"collective", "compute"} if shared == "data" else {"compute"})
+
+
+def test_two_processes_plan_again_by_what_both_measured(plan: Path, tmp_path: Path) -> None:
+    """All change to the same plan, and train as those that never did."""
+    good = load_plan(plan)
+    units = {
+        name: UnitDecision(params="host", activations=unit.activations, update=(Place.CPU,) * len(unit.update))
+        for name, unit in good.decisions.units.items()
+    }
+    decisions = good.decisions.model_copy(update={"units": units, "num_param_slots": 1, "zero_stage": 3})
+    request = request_of(good)
+    _, workload, cost = prepare(dataclasses.replace(request, num_micro_batches=1))
+    decisions = decisions.model_copy(update={"num_micro_batches": 1})
+    prediction = Scorer(workload, cost).predict(decisions)
+    bad = good.model_copy(update={"decisions": decisions, "prediction": prediction}).sealed()
+    path = tmp_path / "plan.json"
+    path.write_text(bad.to_json(), encoding="utf-8")
+    printed = []
+    for options in ([], ["--replan"]):
+        out = tmp_path / "out"
+        process = launch(2, str(path), "--iterations", "16", "--output-dir", str(out), "--json", *options)
+        text, err = process.communicate(timeout=200)
+        assert process.returncode == 0, err
+        printed.append(json.loads(text))
+    stayed, changed = printed
+    assert changed["replan"]["switched"], changed["replan"]["words"]
+    assert changed["losses"] == stayed["losses"], "in all bits"
+    assert sorted(path.name for path in out.iterdir()) == ["run.json", "trace.json.gz"]
 
 
 def test_ctrl_c_ends_all(plan: Path, tmp_path: Path) -> None:
@@ -169,3 +201,21 @@ def test_launch_lines() -> None:
     assert launch_line(16, 8) == (
         "torchrun --nproc-per-node 8 --nnodes 2 --node-rank N --master-addr FIRST -m ullage execute PLAN"
     )
+    assert launch_line(16, 8, plan="x.json", launcher="accelerate") == (
+        "accelerate launch --multi_gpu --num_processes 16 --num_machines 2 --machine_rank N --main_process_ip FIRST "
+        "--main_process_port 29500 --mixed_precision no --dynamo_backend no -m ullage execute x.json"
+    )
+
+
+def test_accelerate_starts_what_launch_prints(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", str(plan), "--with", "accelerate"]) == 0
+    words = capsys.readouterr().out.split()
+    assert words[:2] == ["accelerate", "launch"]
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *words[1:], "--iterations", "6"]
+    done = subprocess.run(
+        [*command, "--output-dir", str(tmp_path / "out")], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert load_run(tmp_path / "out" / "run.json").timeline.num_iterations == 6
+    assert main(["launch", str(plan)]) == 0
+    assert capsys.readouterr().out == f"torchrun --nproc-per-node 2 -m ullage execute {plan}\n"

@@ -3,6 +3,7 @@
 import doctest
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,27 @@ def checkpoint_figures() -> dict[str, str]:
     }
 
 
+def checkpoint_engine_figures() -> dict[str, str]:
+    """Return how other checkpoint engines compare with ours, over models and frequencies."""
+    models = result("cpu_checkpoint_engines.json")["models"].values()
+    runs = [{(row["engine"], row["every"]): row for row in found["rows"]} for found in models]
+
+    def ratios(engine: str, key: str, digits: int) -> str:
+        ours = ((rows[found], rows["ours", found[1]]) for rows in runs for found in rows if found[0] == engine)
+        each = [row[key] / our[key] for row, our in ours]
+        return f"{min(each):.{digits}f} to {max(each):.{digits}f} {TIMES}"
+
+    engines = ("torch.save", "checkfreq", "torchsnapshot")
+    rows = [row for found in runs for row in found.values() if not isinstance(row["predicted"], str)]
+    error = statistics.mean(abs(row["predicted"]["end_to_end_s"] / row["end_to_end_s"] - 1) for row in rows)
+    return {
+        "checkpoint engines": "; ".join(
+            f"{name} {ratios(name, 'end_to_end_s', 2)}, {ratios(name, 'blocked_s', 0)}" for name in engines
+        ),
+        "checkpoint engines, predicted": f"ends predicted {100 * error:.0f} % off on average",
+    }
+
+
 def figures() -> dict[str, str]:
     """Return every figure of the README, from the committed result files."""
     errors = [f"{100 * error:+.1f} %" for error in result("demo.json")["iteration_errors"]]
@@ -133,6 +155,7 @@ def figures() -> dict[str, str]:
         "adamw": f"{min(of_copy):.2f} to {max(of_copy):.2f} of its speed; {over_torch}; {over_deepspeed}",
         **peers_figures(),
         **checkpoint_figures(),
+        **checkpoint_engine_figures(),
     }
 
 

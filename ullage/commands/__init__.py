@@ -14,14 +14,19 @@ SUMMARIES = {
     "plan": "find the fastest way to train a model on some hardware",
     "whatif": "say what it would take: other machines, models, batches, and their cost",
     "execute": "run a plan",
+    "launch": "print the line that starts a plan on all its devices",
     "checkpoint": "list, check, export and remove checkpoints",
     "simulate": "show one iteration of a plan or an engine in detail",
     "verify": "check that a plan holds what it states",
     "explain": "say why a plan is what it is, and what comes next",
     "compare": "compare a prediction with a run",
+    "report": "show a plan, a run or a study as one HTML page",
     "validate": "predict published runs, and show the errors",
     "models": "list the models that are known by name",
-    "hardware": "list hardware profiles, or show one",
+    "hardware": "list, show, compare and check hardware profiles",
+    "import-deepspeed": "set a configuration of DeepSpeed beside a plan",
+    "export-deepspeed": "write the nearest configuration of DeepSpeed to a plan",
+    "completion": "print what completes these commands in a shell",
 }
 """The commands and what each does, in the order of the help text."""
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from hwprofiles.profile import HardwareProfile
-from hwprofiles.registry import local_profile_path, save_profile
+from hwprofiles.registry import load_profile, local_profile_path, save_profile
 from ullage import fitting
-from ullage.arguments import parse_bytes
+from ullage.arguments import parse_bytes, positive_int
 from ullage.commands import Subparsers, command_parser
-from ullage.progress import progress_bar
+from ullage.progress import seconds_bar
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -20,16 +20,30 @@ def add_parser(subparsers: Subparsers) -> None:
         "calibrate",
         run,
         "Measure what this machine can do and write its hardware profile, which `--hardware local` then means.\n"
-        "Takes about four minutes, with --quick half a minute; best while nothing else runs.\n"
+        "Takes about four minutes, with --quick half a minute; best while nothing else runs. Every quantity is\n"
+        "repeated in turns with the others; its value is the median of the fastest quarter of the repetitions, as\n"
+        "other programs only ever slow one down, and p10 and p90 are of all of them.\n"
+        "Under torchrun, collectives between the ranks are measured (--only fabric).\n"
         "Or fit the few quantities that no probe and no publication states to whole runs (--from-runs).",
         """
         ullage calibrate
         ullage calibrate --quick --device-memory 2GB
         ullage calibrate --name lab-box --output lab-box.json
+        ullage calibrate --only cpu,disk:/mnt/nvme
+        ullage calibrate --list
         ullage calibrate --from-runs cases.json --profile a100x4-40g --fit-on '*-blocking-*' '*-k2'
         """,
     )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller sizes: half a minute, less exact")
+    parser.add_argument(
+        "--only",
+        metavar="PART[:FOLDER],...",
+        help="measure these parts alone, and keep the rest of the profile: device, cpu, copies, disk[:FOLDER], "
+        "pfs:FOLDER, together, fabric",
+    )
+    parser.add_argument(
+        "--into", metavar="PROFILE", help="the profile whose parts are measured again (default: this machine's own)"
+    )
     parser.add_argument("--name", metavar="NAME", help="name of the profile (default: from the host's name)")
     parser.add_argument(
         "--output", type=Path, metavar="PATH", help=f"where the profile goes (default: {local_profile_path()})"
@@ -37,12 +51,37 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--device-memory", type=parse_bytes, metavar="SIZE", help="memory that training may use on each device"
     )
+    parser.add_argument(
+        "--device-cores",
+        type=positive_int,
+        metavar="N",
+        help="let so many CPU cores compute in a device's place (default, where there is no GPU: half of them)",
+    )
+    parser.add_argument(
+        "--drive-endurance",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="bytes that may be written to the drives a day, for years: their TBW over the days of their warranty",
+    )
+    parser.add_argument(
+        "--allow-other-machine",
+        action="store_true",
+        help="renew parts of a profile that was measured on another one",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="list all quantities, what measures each, and why the others are not"
+    )
     parser.add_argument("--json", action="store_true", help="print the profile itself (or the fit) instead of tables")
     fitting.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, write, print. Nothing is written before all is measured."""
+    if args.list:
+        from ullage.calibration_screen import list_quantities  # noqa: PLC0415 - slow to import
+
+        list_quantities(as_json=args.json)
+        return 0
     others = fitting.MEASURES if args.from_runs else fitting.FITS
     if given := [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]:
         rule = (
@@ -51,21 +90,61 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{given[0]} {rule}; leave it out, or correct the rest")
     if args.from_runs:
         return fitting.run(args)
-    from hwprofiles.calibrate import CalibrationOptions, calibrate  # noqa: PLC0415 - torch
+    from hwprofiles.calibrate import CalibrationOptions, calibrate, parse_only  # noqa: PLC0415 - torch
+    from hwprofiles.calibrate.collectives import ranks  # noqa: PLC0415
 
-    path: Path = args.output or local_profile_path()
-    if path.is_dir() or (args.output and not path.absolute().parent.is_dir()):
+    only = parse_only(args.only) if args.only else None
+    base = _base(args) if only is not None else None
+    if args.device_cores and only is not None:
+        raise ValueError("--device-cores is of a whole profile, and --only keeps what it has; leave one of them out")
+    if args.into and only is None:
+        raise ValueError("--into renews parts of a profile, but no parts are given; add --only PART,...")
+    path: Path = args.output or (Path(args.into) if args.into else local_profile_path())
+    if path.is_dir() or ((args.output or args.into) and not path.absolute().parent.is_dir()):
         raise ValueError(f"--output {path}: give the name of a file in a folder that is there")  # not after measuring
-    options = CalibrationOptions(quick=args.quick, name=args.name, device_memory_bytes=args.device_memory)
-    with progress_bar() as progress:
+    if ranks()[0] > 1:
+        return _collectives(args, base, path)
+    options = CalibrationOptions(
+        quick=args.quick,
+        name=args.name,
+        device_memory_bytes=args.device_memory,
+        device="host" if args.device_cores else None,
+        device_cores=args.device_cores,
+        only=only,
+        base=base,
+        endurance_bytes_per_day=args.drive_endurance,
+    )
+    with seconds_bar() as progress:
         profile, report = calibrate(options, kernels(), progress)
     save_profile(profile, path)
-    if args.json:
-        from hwprofiles.registry import canonical_json  # noqa: PLC0415
+    _tell(args, profile, path, base, report)
+    return 0
 
-        sys.stdout.write(canonical_json(profile))
-    else:
-        _print(profile, report, path)
+
+def _base(args: argparse.Namespace) -> HardwareProfile:
+    """Return the profile whose parts are measured again."""
+    from hwprofiles.machine import check_measured_here  # noqa: PLC0415
+
+    if args.into and not Path(args.into).is_file():
+        raise ValueError(f"--into {args.into}: there is no such file; give the path of a profile, or leave it out")
+    profile = load_profile(str(Path(args.into).absolute()) if args.into else "local")
+    if not args.allow_other_machine:
+        check_measured_here(profile)
+    return profile
+
+
+def _collectives(args: argparse.Namespace, base: HardwareProfile | None, path: Path) -> int:
+    """Measure between the ranks that torchrun has started; the first of them writes and prints."""
+    import os  # noqa: PLC0415
+
+    from hwprofiles.calibrate import calibrate_collectives  # noqa: PLC0415 - torch
+
+    if base is None or args.only != "fabric":
+        raise ValueError("torchrun has started several ranks, which measure what joins them; add --only fabric")
+    profile = calibrate_collectives(base, quick=args.quick)
+    if os.environ.get("RANK", "0") == "0":
+        save_profile(profile, path)
+        _tell(args, profile, path, base, None)
     return 0
 
 
@@ -87,23 +166,12 @@ def kernels() -> Any:
     return Kernels(cpu_adamw=step, sum_of_squares=sum_of_squares, host_times=host_times)
 
 
-def _print(profile: HardwareProfile, report: Any, path: Path) -> None:
-    from hwprofiles.paths import quantities  # noqa: PLC0415
-    from ullage.console import console, table  # noqa: PLC0415 - slow to import
-    from ullage.formatting import si  # noqa: PLC0415
-    from ullage.provenance import unit_and_value  # noqa: PLC0415
+def _tell(args: argparse.Namespace, profile: HardwareProfile, path: Path, base: Any, report: Any) -> None:
+    if args.json:
+        from hwprofiles.registry import canonical_json  # noqa: PLC0415
 
-    out = console()
-    out.print(f"{profile.name}: {profile.description}", markup=False)
-    out.print()
-    rows = table("measured", "quantity", "value")
-    for name, item in quantities(profile).items():
-        unit, value = unit_and_value(item)
-        rows.add_row(name, si(value, unit) if unit else f"{value:.3g}")
-    out.print(rows)
-    out.print()
-    pairs = table("at the same time", "what", "slow-down", "as the profile implies")
-    for pair in report.pairs:
-        pairs.add_row(pair.what, f"{pair.slow_down:.2f}", "-" if pair.predicted is None else f"{pair.predicted:.2f}")
-    out.print(pairs)
-    out.print(f"measured in {report.elapsed_s:.0f} s; profile written to {path}", markup=False, soft_wrap=True)
+        sys.stdout.write(canonical_json(profile))
+        return
+    from ullage.calibration_screen import calibrated  # noqa: PLC0415 - slow to import
+
+    calibrated(profile, path, base, report)

@@ -28,6 +28,7 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints --checkpoint-every 10
         ullage execute plan.json --iterations 1000 --checkpoint-dir checkpoints --resume
         ullage execute plan.json --checkpoint-dir memory --checkpoint-dir s3://bucket/run --checkpoint-every 10,100
+        ullage execute plan.json --tensorboard runs/1 --metrics-file /var/lib/node_exporter/ullage.prom
         ullage execute plan.json --tokens corpus.bin --token-dtype uint16 --data-position 8000
         """,
     )
@@ -120,6 +121,21 @@ def add_parser(subparsers: Subparsers) -> None:
         help="go on from the newest whole checkpoint in any --checkpoint-dir, made under whatever plan, up to "
         "--iterations",
     )
+    parser.add_argument(
+        "--tensorboard", type=Path, metavar="DIR", help="write loss, rate and times of every iteration for TensorBoard"
+    )
+    parser.add_argument(
+        "--metrics-file",
+        type=Path,
+        metavar="PATH",
+        help="keep the latest metrics in a file in Prometheus' text format, for the textfile collector of its node "
+        "exporter: a name that ends in .prom",
+    )
+    parser.add_argument(
+        "--allow-other-machine",
+        action="store_true",
+        help="run here what was planned for a profile that was measured on another machine",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
         "--device",
@@ -148,6 +164,9 @@ def run(args: argparse.Namespace) -> int:
         checkpoint_every=args.checkpoint_every,
         keep=args.keep,
         resume=args.resume,
+        tensorboard=args.tensorboard,
+        metrics_file=args.metrics_file,
+        allow_other_machine=args.allow_other_machine,
         json=args.json,
         device=args.device,
     )

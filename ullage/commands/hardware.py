@@ -1,16 +1,12 @@
-"""``ullage hardware``: profiles, and every quantity of one with its origin."""
+"""``ullage hardware``: profiles, every quantity of one with its origin, and what differs or has drifted."""
 
 import argparse
-from typing import Any
+from pathlib import Path
 
-from hwprofiles.paths import quantities
-from hwprofiles.profile import HardwareProfile
-from hwprofiles.quantity import Curve
-from hwprofiles.registry import list_profiles, load_profile
+from hwprofiles.registry import list_profiles, load_profile, save_profile
 from ullage.commands import Subparsers, command_parser
-from ullage.console import console, facts, table, write_json
-from ullage.formatting import si
-from ullage.provenance import origin_shares, unit_and_value
+
+_NUM_NAMES = {"list": (0, 0), "show": (1, 1), "diff": (2, 2), "check": (0, 1)}
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -19,71 +15,62 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "hardware",
         run,
-        "List hardware profiles, or show every quantity of one with its unit, value, origin and source.\n"
+        "  list   all profiles, and how much of each is measured\n"
+        "  show   every quantity of one with its unit, value, spread, origin and source\n"
+        "  diff   the quantities in which two profiles differ by more than the spread of their repetitions\n"
+        "  check  measure some quantities of this machine's profile (or another of it) again, and say what has\n"
+        "         drifted: exit code 1 if anything has\n"
         "Of a curve (time against size) the best rate is shown; --json has all its points.",
         """
         ullage hardware
         ullage hardware show a100-80
         ullage hardware show local --json
+        ullage hardware diff local yesterday.json
+        ullage hardware check
         """,
     )
-    parser.add_argument("action", nargs="?", choices=("list", "show"), default="list", help="what to do (list)")
-    parser.add_argument("name", nargs="?", metavar="NAME|PATH|local", help="which profile to show")
+    parser.add_argument("action", nargs="?", choices=tuple(_NUM_NAMES), default="list", help="what to do (list)")
+    parser.add_argument("names", nargs="*", metavar="NAME|PATH|local", help="of which profile, or profiles")
+    parser.add_argument("--output", type=Path, metavar="PATH", help="of check: write what was measured as a profile")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
-    """List, or show one."""
-    if (args.action == "show") != (args.name is not None):
-        raise ValueError("`ullage hardware show` needs one name, and `ullage hardware list` none")
-    if args.action == "list":
-        _list(as_json=args.json)
-    else:
-        _show(load_profile(args.name), as_json=args.json)
+    """List, show, compare or check."""
+    fewest, most = _NUM_NAMES[args.action]
+    if not fewest <= len(args.names) <= most:
+        wanted = {0: "no name", 1: "one name", 2: "two names"}
+        needed = wanted[most] if fewest == most else "at most one name"
+        raise ValueError(f"`ullage hardware {args.action}` needs {needed}, but {len(args.names)} were given")
+    if args.output and (args.action != "check" or not args.output.absolute().parent.is_dir()):
+        raise ValueError(f"--output {args.output}: only check writes a profile, into a folder that is there")
+    from ullage import hardware_screens as screens  # noqa: PLC0415 - rich is slow to import
+
+    match args.action:
+        case "list":
+            screens.listed({name: load_profile(name) for name in list_profiles()}, as_json=args.json)
+        case "show":
+            screens.shown(load_profile(args.names[0]), as_json=args.json)
+        case "diff":
+            screens.different(*map(load_profile, args.names), as_json=args.json)
+        case "check":
+            return _check(args)
     return 0
 
 
-def _list(*, as_json: bool) -> None:
-    profiles = {name: load_profile(name) for name in list_profiles()}
-    if as_json:
-        write_json({name: profile.description for name, profile in profiles.items()})
-        return
-    rows = table("hardware", "name", "description", "devices", "device memory", num_text=2)
-    for name, profile in profiles.items():
-        memory = si(profile.device.memory_bytes.value, "B")
-        rows.add_row(name, profile.description, str(profile.devices_per_node), memory)
-    console().print(rows)
+def _check(args: argparse.Namespace) -> int:
+    from hwprofiles.calibrate import CalibrationOptions, calibrate  # noqa: PLC0415 - torch
+    from hwprofiles.machine import check_measured_here  # noqa: PLC0415
+    from ullage import hardware_screens as screens  # noqa: PLC0415
+    from ullage.commands.calibrate import kernels  # noqa: PLC0415
+    from ullage.progress import seconds_bar  # noqa: PLC0415
 
-
-def _show(profile: HardwareProfile, *, as_json: bool) -> None:
-    if as_json:
-        write_json({path: _plain(item) for path, item in quantities(profile).items()})
-        return
-    out = console()
-    origins = ", ".join(f"{100 * share:.0f} % {origin}" for origin, share in origin_shares(profile).items())
-    out.print(
-        facts(
-            {
-                "name": profile.name,
-                "description": profile.description,
-                "device": f"{profile.device.name} ({profile.device.kind}), {profile.devices_per_node} per node",
-                "host": f"{profile.host.name}, {profile.host.num_cores} cores",
-                "quantities": origins,
-            }
-        )
-    )
-    out.print()
-    rows = table("quantities", "quantity", "value", "origin", "source")
-    rows.columns[2].justify = rows.columns[3].justify = "left"
-    for path, item in quantities(profile).items():
-        unit, value = unit_and_value(item)
-        shown = f"{'up to ' if isinstance(item, Curve) else ''}{si(value, unit) if unit else f'{value:.3g}'}"
-        rows.add_row(path, shown, item.provenance.origin, item.provenance.source)
-    out.print(rows)
-
-
-def _plain(item: Any) -> dict[str, Any]:
-    unit, value = unit_and_value(item)
-    kind = "curve" if isinstance(item, Curve) else "quantity"
-    plain: dict[str, Any] = item.model_dump(mode="json", exclude_none=True)
-    return {"kind": kind, **plain} if kind == "quantity" else {"kind": kind, **plain, "best_rate": value, "rate": unit}
+    profile = load_profile(args.names[0] if args.names else "local")
+    check_measured_here(profile, otherwise="")
+    sampled = {part: None for part in ("device", "cpu", "copies", "disk") if part != "disk" or profile.nvme}
+    options = CalibrationOptions(quick=True, only=sampled, base=profile)  # type: ignore[arg-type]
+    with seconds_bar() as progress:
+        now, _ = calibrate(options, kernels(), progress)
+    if args.output:
+        save_profile(now, args.output)
+    return 1 if screens.drifted(profile, now, as_json=args.json) else 0

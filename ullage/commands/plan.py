@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hwprofiles.files import write_whole
+from hwprofiles.machine import check_measured_here
+from hwprofiles.registry import LOCAL
 from planner.checkpoints.choosing import protected
 from planner.planning import InfeasibleError, Request, make_plan
 from planner.remedies import what_would_fit
@@ -52,6 +54,11 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("plan.json"), metavar="PATH", help="where the plan goes (plan.json)"
     )
+    parser.add_argument(
+        "--allow-other-machine",
+        action="store_true",
+        help="plan for --hardware local also if it was measured on another machine than this one",
+    )
     parser.add_argument("--json", action="store_true", help="print the plan itself instead of tables")
 
 
@@ -60,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.output.absolute().parent.is_dir():
         raise ValueError(f"--output {args.output}: there is no such folder; make it first")  # not after the search
     request, checkpoints = request_of(args), checkpoints_of(args)
+    if args.hardware == LOCAL and not args.allow_other_machine:
+        check_measured_here(request.hardware)
     if args.pfs_bandwidth is not None:
         request = dataclasses.replace(request, hardware=with_pfs(request.hardware, args.pfs_bandwidth))
     try:

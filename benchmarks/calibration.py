@@ -1,0 +1,131 @@
+"""How well does calibration repeat itself? Calibrate twice, and compare every quantity and what is predicted by both.
+
+    python benchmarks/calibration.py                about nine minutes; best while nothing else runs
+    python benchmarks/calibration.py --quick        about a minute and a half
+
+Each calibration is a process of its own, as a user would start it. Of every quantity the spread of its repetitions
+(p10, p90, their number) is kept beside the ratio of both values; of each prediction, the iteration time of one plan
+priced by both profiles, and of the plan that each of them would choose.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from hwprofiles.machine import cpu_name
+from hwprofiles.paths import Item, quantities
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.registry import load_profile
+from planner.costs import CostModel
+from planner.models import resolve_model
+from planner.plan import Plan
+from planner.planning import Request, make_plan
+from planner.simulate.machine import run_until_steady
+from ullage.hardware_screens import differences
+from ullage.provenance import spread, unit_and_value
+
+RESULTS = Path(__file__).parent / "results"
+
+# What is predicted: model, device memory, tokens per sequence, sequences per micro-batch. Some are bound by computing,
+# some, with hardly any tokens, by updates and copies.
+SETTINGS: tuple[tuple[str, float, int, int], ...] = (
+    ("demo-llama", 180e6, 256, 2),
+    ("demo-llama", 120e6, 16, 1),
+    ("gpt2", 700e6, 512, 1),
+    ("gpt2", 400e6, 16, 1),
+    ("opt-350m", 1.2e9, 128, 1),
+)
+
+
+def calibrated(path: Path, *, quick: bool) -> HardwareProfile:
+    """Measure this machine in a process of its own."""
+    command = [sys.executable, "-m", "ullage", "calibrate", "--output", str(path), "--json"]
+    subprocess.run([*command, *(["--quick"] if quick else [])], check=True, stdout=subprocess.DEVNULL)
+    return load_profile(str(path))
+
+
+def prediction(setting: tuple[str, float, int, int], profiles: list[HardwareProfile]) -> dict[str, Any]:
+    """Return what both profiles predict of the first one's plan, and of their own."""
+    model, memory_bytes, seq_len, micro_batch = setting
+    plans = []
+    for profile in profiles:
+        hardware = profile.with_device_memory(int(memory_bytes))
+        plans.append(make_plan(Request(resolve_model(model), hardware, seq_len=seq_len, micro_batch=micro_batch)))
+    same_s = [_iteration_s(plans[0], profile) for profile in profiles]
+    own_s = [plan.prediction.iteration_s for plan in plans]
+    return {
+        "model": model,
+        "device_memory_bytes": memory_bytes,
+        "seq_len": seq_len,
+        "micro_batch": micro_batch,
+        "same_plan_s": same_s,
+        "own_plan_s": own_s,
+        "ratio": same_s[1] / same_s[0],
+        "own_ratio": own_s[1] / own_s[0],
+    }
+
+
+def _iteration_s(plan: Plan, profile: HardwareProfile) -> float:
+    return run_until_steady(plan.schedule(), CostModel.of(profile, plan.units(), plan.decisions)).period_s
+
+
+def described(item: Item) -> dict[str, Any]:
+    """Return a quantity's value (of a curve, its best rate), spread and number of repetitions."""
+    unit, value = unit_and_value(item)
+    low, high = spread(item) or (None, None)
+    return {"value": value, "p10": low, "p90": high, "n": item.provenance.num_samples, "unit": unit}
+
+
+def main() -> None:
+    """Calibrate twice, predict, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the quick calibration")
+    parser.add_argument("--output", type=Path, default=RESULTS / "calibration.json")
+    args = parser.parse_args()
+    loads = []
+    with tempfile.TemporaryDirectory() as folder:
+        profiles = []
+        for number in range(2):
+            loads.append(os.getloadavg()[0])
+            profiles.append(calibrated(Path(folder) / f"{number}.json", quick=args.quick))
+    first, second = (quantities(profile) for profile in profiles)
+    repeated = {
+        d.path: {"first": described(first[d.path]), "second": described(second[d.path]), "ratio": d.ratio}
+        for d in differences(*profiles)
+        if d.ratio is not None and d.path in first and not d.path.endswith(("memory_bytes", "capacity_bytes"))
+    }
+    predictions = [prediction(setting, profiles) for setting in SETTINGS]
+    ratios = [max(q["ratio"], 1 / q["ratio"]) for q in repeated.values()]
+    worst = max((p[kind] for p in predictions for kind in ("ratio", "own_ratio")), key=lambda r: max(r, 1 / r))
+    summary = {
+        "num_quantities": len(repeated),
+        "median_quantity_off": statistics.median(ratios) - 1,
+        "worst_quantity_off": max(ratios) - 1,
+        "worst_prediction_off": max(worst, 1 / worst) - 1,
+    }
+    result = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "cpu": cpu_name(),
+        "num_cores": os.cpu_count(),
+        "versions": {name: version(name) for name in ("torch", "numba", "numpy")},
+        "load_averages": loads,
+        "quick": args.quick,
+        "summary": summary,
+        "quantities": repeated,
+        "predictions": predictions,
+    }
+    args.output.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    print(json.dumps({**summary, "written": args.output.name}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""What the operating system says about this machine: cores, memory, names, and whether a profile is of it.
+
+All of it is read from files of Linux, so that planning can ask without torch; elsewhere less is known.
+"""
+
+import itertools
+import math
+import os
+import platform
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hwprofiles.profile import HardwareProfile, MachineIdentity
+
+_SYS, _PROC = Path("/sys"), Path("/proc")
+_SAME_MEMORY = 0.02  # kernels keep a little back, each its own
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def num_cores() -> int:
+    """Return the cores this process may use: its affinity, and the CPU quota of its control groups."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for directory in _cgroups():
+        quota, _, period = _read(directory / "cpu.max").partition(" ")
+        if quota.isdigit() and period.isdigit():
+            cores = min(cores, max(math.ceil(int(quota) / int(period)), 1))
+    return cores
+
+
+def available_memory_bytes() -> int:
+    """Return the memory that is free for use: the system's, or what the control groups leave, if that is less."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", _read(Path("/proc/meminfo")))
+    available = int(found[1]) * 1024 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for directory in (*_cgroups(), _CGROUP / "memory"):
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit, used = _read(directory / limit_name), _read(directory / used_name)
+            if limit.isdigit() and used.isdigit():
+                available = min(available, max(int(limit) - int(used), 0))
+    return available
+
+
+def cpu_name() -> str:
+    """Return the processor's model name."""
+    found = re.search(r"model name\s*:\s*(.+)", _read(Path("/proc/cpuinfo")))
+    return found[1].strip() if found else platform.processor() or platform.machine() or "CPU"
+
+
+def profile_name() -> str:
+    """Return the host's name in the form that a profile's name must have."""
+    slug = re.sub(r"[^a-z0-9._-]+", "-", socket.gethostname().lower()).lstrip("._-")
+    return slug or "this-machine"
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Return the names of the GPUs that NVIDIA's driver tells of, in the order of their addresses on the bus."""
+    files = sorted((_PROC / "driver/nvidia/gpus").glob("*/information"))
+    found = (re.search(r"Model:\s*(.+)", _read(file)) for file in files)
+    return tuple(match[1].strip() for match in found if match)
+
+
+def drive_names(folder: Path) -> tuple[str, ...]:
+    """Return the models of the drives that a folder's file system is on; ``()`` if they have no names.
+
+    A virtual drive often has none, nor has a file system that several devices or a network make up.
+    """
+    try:
+        device = folder.stat().st_dev
+    except OSError:
+        return ()
+    place = _SYS / f"dev/block/{os.major(device)}:{os.minor(device)}"
+    return tuple(sorted({name for path in _drives(place) if (name := _read(path / "device/model"))}))
+
+
+def _drives(place: Path) -> Iterator[Path]:
+    """Yield the whole drives that a block device, partition, RAID or mapping consists of."""
+    parts = sorted((place / "slaves").glob("*"))
+    if parts:
+        yield from itertools.chain.from_iterable(map(_drives, parts))
+    elif (place / "partition").exists():
+        yield place.resolve().parent
+    else:
+        yield place
+
+
+def this_machine(folders: Sequence[Path] = ()) -> MachineIdentity:
+    """Return what tells this machine from others, with the drives of some folders."""
+    names = {name for folder in folders for name in drive_names(folder)}
+    return MachineIdentity(
+        cpu=cpu_name(),
+        num_cpus=os.cpu_count() or 1,
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        gpus=gpu_names(),
+        drives=tuple(sorted(names)),
+    )
+
+
+def differences(profile: HardwareProfile) -> tuple[str, ...]:
+    """Return what this machine has otherwise than the one that a profile was measured on; ``()``: nothing is known to.
+
+    Drives that were measured have to be here still; others may have come.
+    """
+    then = profile.measured_on
+    if then is None:
+        return ()
+    now = this_machine()
+    result = []
+    if now.cpu != then.cpu:
+        result.append(f"its CPU is {then.cpu!r}, this one {now.cpu!r}")
+    if now.num_cpus != then.num_cpus:
+        result.append(f"it has {then.num_cpus} logical CPUs, this one {now.num_cpus}")
+    if abs(now.memory_bytes / then.memory_bytes - 1) > _SAME_MEMORY:
+        result.append(f"it has {then.memory_bytes / 1e9:.1f} GB of memory, this one {now.memory_bytes / 1e9:.1f} GB")
+    if now.gpus != then.gpus:
+        result.append(f"its GPUs are {_listed(then.gpus)}, those of this one {_listed(now.gpus)}")
+    if missing := sorted(set(then.drives) - _all_drive_names()):
+        result.append(f"its drives {_listed(missing)} are not in this one")
+    return tuple(result)
+
+
+class OtherMachineError(ValueError):
+    """A profile was measured on another machine; the message says what differs, and what to do."""
+
+
+ALLOWED = ", or take it all the same with --allow-other-machine"
+
+
+def check_measured_here(profile: HardwareProfile, otherwise: str = ALLOWED) -> None:
+    """Refuse a profile that was measured on another machine.
+
+    Args:
+        profile: what is about to be used.
+        otherwise: what else can be done than to calibrate here.
+
+    Raises:
+        OtherMachineError: it was.
+    """
+    if found := differences(profile):
+        raise OtherMachineError(
+            f"profile {profile.name} was measured on another machine: {'; '.join(found)}; run `ullage calibrate` "
+            f"here{otherwise}"
+        )
+
+
+def _all_drive_names() -> set[str]:
+    return {name for file in (_SYS / "block").glob("*/device/model") if (name := _read(file))}
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def _cgroups() -> list[Path]:
+    """Return the directories of this process's version 2 control group and of all groups around it."""
+    found = re.search(r"^0::/(.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)
+    own = _CGROUP / found[1] if found else _CGROUP
+    return [d for d in (own, *own.parents) if d == _CGROUP or _CGROUP in d.parents]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # not Linux, or not this version of control groups
+        return ""

@@ -1,0 +1,45 @@
+"""A schedule with durations in place of prices: nothing is shared, and all that is left is who waits for whom."""
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.costs import Price, Resource
+from planner.loop import Loop
+from planner.schedule import Schedule
+from planner.simulate.kernel import simulate
+from planner.simulate.machine import SimulatedMachine
+from planner.timeline import Timeline
+
+Seconds = npt.NDArray[np.float64]
+
+# Iterations that are simulated, and those of them that are not yet read: what lanes begin with has to wear off.
+_NUM, _FIRST = 9, 4
+
+
+class Replays:
+    """Simulates one schedule with many sets of durations; its arrays are built once.
+
+    Args:
+        schedule: what is walked.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        machine = SimulatedMachine(schedule, [Price(0.0, 0.0)] * len(schedule.tasks), dict.fromkeys(Resource, 1.0))
+        loop = Loop(schedule, machine)
+        for _ in range(_NUM):
+            loop.finish()
+        self._system = machine.system(_NUM)
+
+    def period_s(self, durations_s: Seconds) -> float:
+        """Return the seconds per iteration if tasks take so long, each alone on the machine.
+
+        Args:
+            durations_s: float64[num_tasks], seconds.
+        """
+        result = simulate(dataclasses.replace(self._system, duration_s=np.tile(durations_s, _NUM)))
+        shape = (_NUM, len(self.schedule.tasks))
+        timeline = Timeline(self.schedule, result.start_s.reshape(shape), result.end_s.reshape(shape))
+        return (timeline.begin_s(_NUM - 1) - timeline.begin_s(_FIRST)) / (_NUM - 1 - _FIRST)

@@ -1,0 +1,21 @@
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # fake_kernels.py
+
+from fake_kernels import KERNELS, Calibrated
+
+from hwprofiles.calibrate import CalibrationOptions, calibrate
+
+
+@pytest.fixture(scope="session")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
+    scratch = tmp_path_factory.mktemp("scratch")
+    steps: list[tuple[str, float, float]] = []
+    options = CalibrationOptions(quick=True, budget_s=3, scratch_dir=scratch, name="here", device="host")
+    threads_before = torch.get_num_threads()
+    profile, report = calibrate(options, KERNELS, lambda *step: steps.append(step))
+    return Calibrated(profile, report, steps, scratch, threads_before)

@@ -1,0 +1,41 @@
+"""Kernels that touch what the executor's touch, and what a calibration with them found."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hwprofiles.calibrate import CalibrationReport, HostTimes, Kernels
+from hwprofiles.profile import HardwareProfile
+
+
+def cpu_adamw(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any, num_threads: int) -> None:
+    """Touches what AdamW touches."""
+    assert num_threads >= 1
+    exp_avg *= np.float32(0.9)
+    exp_avg_sq *= np.float32(0.95)
+    master -= exp_avg
+    np.copyto(weight, grad)
+
+
+HOST = HostTimes(compute_s=(3e-3,) * 5, num_kernels=200, step_s=(1e-3,) * 5, num_tensors=40)
+
+KERNELS = Kernels(
+    cpu_adamw=cpu_adamw,
+    sum_of_squares=lambda bits: float(np.square(bits, dtype=np.float64).sum()),
+    host_times=lambda _device: HOST,
+)
+
+
+def silent(step: str, done: float, total: float) -> None:
+    del step, done, total
+
+
+@dataclasses.dataclass
+class Calibrated:
+    profile: HardwareProfile
+    report: CalibrationReport
+    steps: list[tuple[str, float, float]]
+    scratch: Path
+    threads_before: int

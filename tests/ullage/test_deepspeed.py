@@ -1,0 +1,215 @@
+"""DeepSpeed's JSON: read as DeepSpeed reads it, simulated by its engine model, and written from plans."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hwprofiles.registry import load_profile
+from planner.decisions import Place
+from planner.deepspeed import DeepSpeed, configured
+from planner.engines import Setup, gpu_only, twin_flow, zero_infinity, zero_offload
+from planner.graph import Batch, build_graph, units
+from planner.models import resolve_model
+from planner.plan import Plan
+from planner.planning import Request, make_plan
+from ullage.cli import main
+from ullage.integrations.deepspeed.config import known_keys, load_config
+from ullage.integrations.deepspeed.exporting import exported
+from ullage.integrations.deepspeed.importing import imported
+
+SETUP = Setup(units(build_graph(resolve_model("opt-1.3b"), Batch(2, 512))), data_parallel=4)
+MODEL = ["--model", "opt-1.3b", "--seq-len", "512"]
+
+
+def same(found, expected) -> None:
+    """Compare decisions but for the name of the policy."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.model_copy(update={"policy": theirs.policy}) == theirs
+
+
+def test_defaults_are_the_published_engines():
+    same(configured(SETUP, DeepSpeed(3, "cpu")), zero_offload(SETUP))
+    same(configured(SETUP, DeepSpeed(3, "cpu", 0.3)), twin_flow(SETUP, (0.3,)))
+    same(configured(SETUP, DeepSpeed(3, "nvme", pipeline_read=True)), zero_infinity(SETUP, pipeline_read=True))
+    buckets = {"device_buffer_bytes": 2 * 500_000_000 * 2}
+    same(configured(SETUP, DeepSpeed(2)), [d.model_copy(update=buckets) for d in gpu_only(SETUP) if d.zero_stage == 2])
+
+
+def test_settings_change_what_they_are_about():
+    kept, _ = configured(SETUP, DeepSpeed(3, "cpu", 0.5, "cpu", reduce_bucket_params=10, prefetch_params=20))
+    assert (kept.device_buffer_bytes, kept.max_prefetch_params) == (2 * 10 * 2, 20)
+    for unit in SETUP.units:
+        decided = kept.units[unit.name]
+        may_leave = Place.GPU not in decided.update and unit.name not in {"embed", "head"}  # tied
+        assert (decided.params == "host") == (may_leave and unit.num_params > 100_000), unit.name
+    assert {d.params for d in kept.units.values()} == {"gpu", "host"}
+    whole, _ = configured(SETUP, DeepSpeed(2, "cpu"))
+    assert (whole.zero_stage, whole.module_hooks) == (2, False)
+    assert {place for d in whole.units.values() for place in d.update} == {Place.CPU}
+
+
+def read(tmp_path: Path, data: dict[str, Any], *given: str, **request: Any):
+    """Return what a configuration asks for, beside options of the command line that are ``given``."""
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(data))
+    model, machine = resolve_model("opt-1.3b"), load_profile(request.pop("machine", "h100x4-80g"))
+    return imported(load_config(path), Request(model, machine, seq_len=512, **request), given.__contains__)
+
+
+@pytest.mark.parametrize(
+    ("batch", "given", "expected"),
+    [
+        ((32, 2, 4), {}, (4, 2, 4)),
+        ((None, 2, 4), {"num_devices": 2}, (2, 2, 4)),
+        (("auto", "auto", "auto"), {"micro_batch": 3, "num_devices": 2}, (2, 3, 1)),
+        ((32, None, 4), {"num_devices": 4}, (4, 2, 4)),
+        ((32, 2, None), {"num_devices": 4}, (4, 2, 4)),
+        ((32, None, None), {"num_devices": 4}, (4, 8, 1)),
+    ],
+)
+def test_batches_are_completed_as_deepspeed_does(tmp_path, batch, given, expected):
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    data = {key: value for key, value in zip(keys, batch, strict=True) if value is not None} | {"zero_optimization": {}}
+    request = read(tmp_path, data, *given, **given).request
+    assert (request.num_devices, request.micro_batch, request.num_micro_batches) == expected
+
+
+def test_types_clipping_optimizer_and_auto(tmp_path):
+    found = read(
+        tmp_path,
+        {
+            "bf16": {"enabled": "auto"},
+            "gradient_clipping": 0,
+            "optimizer": {"type": "Lion"},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/x"},
+                "reduce_bucket_size": "auto",
+                "stage3_prefetch_bucket_size": 5e7,
+                "sub_group_size": 1e8,
+            },
+        },
+        machine="h100x4-56core-nvme",
+    )
+    request = found.request
+    assert (request.precision.weights, request.optimizer, request.clip, request.storage) == (
+        "bf16",
+        "lion",
+        False,
+        "nvme",
+    )
+    assert found.settings.reduce_bucket_params == request.model.hidden_size**2
+    assert (found.settings.prefetch_params, found.subgroup_params) == (50_000_000, 100_000_000)
+    plain = read(tmp_path, {"gradient_clipping": 1.0}).request
+    assert (plain.precision.weights, plain.clip) == ("fp32", True)
+
+
+def test_what_is_not_known_or_not_simulated_is_named(tmp_path):
+    zero = {"stage": 3, "overlap_com": True, "zero_quantized_weights": True, "zero_hpz_partition_size": 1}
+    found = read(tmp_path, {"fp16": {"enabled": True}, "nonsense": 1, "steps_per_print": 5, "zero_optimization": zero})
+    told = "\n".join(found.assumed)
+    assert "zero_optimization.overlap_com is no key of DeepSpeed (is overlap_comm meant?); ignored" in told
+    assert "nonsense is no key of DeepSpeed; ignored" in told
+    assert "zero_quantized_weights: gathers are simulated as not quantised" in told
+    assert "fp16 is simulated as bf16" in told
+    assert "steps_per_print" not in told
+    assert "hpz" not in told
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage is 4: Input should be less than or equal to 3"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "disk"}}}, "offload_optimizer.device is 'disk'"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "needs zero_optimization.stage 1, 2 or 3"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            "offload_optimizer.device nvme needs zero_optimization.stage 3, but it is 2",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            "offload_param.device is nvme, but .* has no drives",
+        ),
+        ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "train_batch_size is 7, but 2 sequences x"),
+        ({"train_micro_batch_size_per_gpu": -1}, "train_micro_batch_size_per_gpu is -1: Input should be greater"),
+        ({"optimizer": {"type": "Muon"}}, "optimizer.type is Muon, which is not simulated; choose .* --optimizer"),
+        ({"model_type": "opt"}, "has none of DeepSpeed's keys"),
+    ],
+)
+def test_bad_configurations_are_one_line(tmp_path, capsys, data, message):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(data))
+    assert main(["import-deepspeed", str(path), *MODEL, "--hardware", "a100x8-nvlink", "--gpus", "4"]) == 2
+    err = capsys.readouterr().err
+    assert re.search(message, err), err
+    assert err.count("\n") == 1
+
+
+def test_both_are_predicted_side_by_side(tmp_path, capsys):
+    path, out = tmp_path / "ds_config.json", tmp_path / "plan.json"
+    data = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    }
+    path.write_text(json.dumps(data))
+    arguments = ["import-deepspeed", str(path), *MODEL, "--hardware", "h100x4-80g", "--gpus", "4"]
+    assert main([*arguments, "--json", "--output", str(out)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    plan = Plan.model_validate_json(out.read_text())
+    by_engine = {row.name: row.iteration_s for row in plan.engines}
+    assert found["ours"]["iteration_s"] == pytest.approx(plan.prediction.iteration_s)
+    assert found["ratio"] == pytest.approx(found["theirs"]["iteration_s"] / found["ours"]["iteration_s"])
+    assert found["theirs"]["iteration_s"] >= by_engine["zero-offload"] * 0.999, "its subgroups are larger"
+    assert found["theirs"]["memory_bytes"]["gpu"] > 0
+    assert any("DeepSpeed is bound by" in reason for reason in found["reasons"])
+
+
+@pytest.fixture(scope="module")
+def offloading() -> Plan:
+    machine = load_profile("h100x4-80g").with_device_memory(6_000_000_000)
+    request = Request(resolve_model("opt-1.3b"), machine, num_devices=2, seq_len=512, micro_batch=2)
+    return make_plan(request, max_simulations=30)
+
+
+def test_a_plan_becomes_twin_flow_and_comes_back(offloading, tmp_path):
+    found = exported(offloading)
+    decided = offloading.decisions
+    pieces = [piece for unit in offloading.units() for piece in decided.placed_pieces(unit)]
+    away = sum(count for count, place in pieces if place is not Place.GPU) / sum(count for count, _ in pieces)
+    zero = found.config["zero_optimization"]
+    assert away > 0
+    assert away <= zero["offload_optimizer"]["ratio"] <= away + 1e-3
+    assert found.config["train_batch_size"] == 2 * 2
+    assert any("updates overlap with the next forward" in line for line in found.lost)
+    again = read(tmp_path, found.config)
+    request, asked = again.request, offloading.decisions
+    assert (request.num_devices, request.micro_batch, request.clip) == (2, asked.micro_batch, asked.clip)
+    assert again.settings.cpu_ratio == zero["offload_optimizer"]["ratio"]
+    assert set(zero) <= set(known_keys()["zero_optimization"])
+    assert set(found.config) <= set(known_keys()["config"])
+
+
+def test_export_prints_or_writes_and_names_what_is_lost(offloading, tmp_path, capsys):
+    path, out = tmp_path / "plan.json", tmp_path / "ds_config.json"
+    path.write_text(offloading.to_json())
+    assert main(["export-deepspeed", str(path)]) == 0
+    printed, told = capsys.readouterr()
+    assert main(["export-deepspeed", str(path), "--output", str(out)]) == 0
+    assert json.loads(out.read_text()) == json.loads(printed)
+    assert "not in the configuration: updates overlap with the next forward" in told
+
+
+def test_deepspeeds_own_parser_takes_what_is_exported(offloading, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    config = pytest.importorskip("deepspeed.runtime.config", reason="DeepSpeed is not installed")
+    monkeypatch.setattr(config.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(config.dist, "get_world_size", lambda *_: 2)
+    found = exported(offloading).config
+    read_by_them = config.DeepSpeedConfig(found)
+    zero = read_by_them.zero_config
+    assert zero.offload_optimizer.ratio == found["zero_optimization"]["offload_optimizer"]["ratio"]
+    assert (zero.stage, read_by_them.train_batch_size) == (3, found["train_batch_size"])

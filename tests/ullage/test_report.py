@@ -1,0 +1,393 @@
+"""``ullage report``: what is in the page, read without a browser. The browser's tests are in test_report_browser.py."""
+
+import base64
+import hashlib
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_objects import SLOWER, Page, page_of, part_of, slower_run, study
+
+from planner.schedule import MemoryClass, Op, Tier
+from ullage.cli import main
+from ullage.palette import COLOURS, WORK, Work
+from ullage.report import over_time, side_by_side
+from ullage.report.charts import Axis, Band, Chart, Gantt, Level, Mark, Row, Table, Trace
+from ullage.report.interactive import figure, theme
+from ullage.report.page import render
+from ullage.report.static import save_figures
+from ullage.runs import save_run
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \"'`{{7*7}}<b>$\\frac"
+SECTIONS = ["peaks", "timeline", "memory", "traffic", "resources", "roofline", "engines", "tricks", "offloading"]
+
+
+@pytest.fixture(scope="module")
+def plan_part(plan):
+    return part_of(plan)
+
+
+@pytest.fixture(scope="module")
+def run_part(plan):
+    return part_of(slower_run(plan))
+
+
+@pytest.fixture(scope="module")
+def page(plan_part, run_part) -> Page:
+    return page_of(plan_part, run_part)
+
+
+def pictures(part):
+    return {picture.key: picture for section in part.sections for picture in section.pictures}
+
+
+def table_of(part, title):
+    tables = [each for section in part.sections for each in section.parts if isinstance(each, Table)]
+    return next(table for table in tables if table.title == title)
+
+
+def test_every_question_has_its_section(plan_part, run_part):
+    assert [section.key for section in plan_part.sections] == SECTIONS
+    assert [section.key for section in run_part.sections] == [SECTIONS[0], "comparison", *SECTIONS[1:]]
+
+
+def test_the_first_screen_says_what_is_predicted_and_what_measured(plan, plan_part, run_part):
+    facts = {fact.name: fact for fact in plan_part.summary.facts}
+    assert facts["Fits in memory"].verdict == "good"
+    assert facts["Iteration"].words.startswith("predicted")
+    assert facts["Tokens per second"].value == f"{plan.prediction.tokens_per_s:,.0f}"
+    measured = {fact.name: fact for fact in run_part.summary.facts}
+    assert measured["Iteration"].words.startswith("measured")
+    assert float(measured["Tokens per second"].value.replace(",", "")) == pytest.approx(
+        plan.prediction.tokens_per_s / SLOWER, abs=1
+    )
+
+
+def test_what_does_not_fit_is_said_first(plan):
+    use = plan.gpu_memory.model_copy(update={"capacity_bytes": plan.gpu_memory.peak_bytes - 1_000_000})
+    memory = plan.prediction.memory | {Tier.GPU: use}
+    short = plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"memory": memory})})
+    summary = part_of(short).summary
+    assert "does not fit" in summary.sentence
+    assert summary.facts[0].verdict == "bad"
+    assert "lacks 1.00 MB of gpu memory" in summary.facts[0].words
+
+
+def test_charts_hold_the_numbers_of_the_plan(plan, plan_part):
+    shown, seen = pictures(plan_part), plan.prediction
+    for row in shown["gantt"].rows:
+        busy_s = sum(e - s for s, e in zip(row.start_s, row.end_s, strict=True))
+        assert busy_s == pytest.approx(seen.busy_s[row.name]), row.name
+    areas = [trace for trace in shown["memory-gpu"].traces if trace.mark is Mark.AREA]
+    assert max(np.sum([trace.y for trace in areas], axis=0)) == seen.memory[Tier.GPU].peak_bytes
+    engines = shown["engines"].traces[0]
+    found = dict(zip(engines.y, engines.x, strict=True))
+    assert found.pop("ullage (this plan)") == seen.iteration_s
+    assert found == {row.name: row.iteration_s for row in plan.engines if row.iteration_s is not None}
+    moved = sum(task.num_bytes for task in plan.schedule().tasks if task.lane in {"h2d", "state-in", "activation-in"})
+    faint = next(t for t in shown["traffic-host-link"].traces if t.faint and t.colour == "down")
+    assert sum(np.diff(faint.x) * faint.y[:-1]) == pytest.approx(moved)
+    peaks = {trace.name: trace.x[0] for trace in shown["peaks"].traces}
+    of = seen.memory[Tier.GPU]
+    assert peaks == pytest.approx({c: of.by_class.get(c, 0) / of.capacity_bytes for c in peaks})
+    assert shown["offload-memory"].levels[0].value == of.capacity_bytes
+    own = next(t for t in shown["offload-time"].traces if t.name == "this plan")
+    assert own.y == [pytest.approx(seen.iteration_s)]
+
+
+def test_a_lane_is_never_faster_than_its_roof(plan_part):
+    lanes = pictures(plan_part)["lanes"]
+    assert lanes.traces
+    assert all(0 < share <= 1 + 1e-9 for trace in lanes.traces for share in trace.x)
+    for key, chart in pictures(plan_part).items():
+        if key.startswith("rates-"):
+            roof, *tasks = chart.traces
+            for trace in tasks:
+                best = np.exp(np.interp(np.log(trace.x), np.log(roof.x), np.log(roof.y)))
+                assert all(np.asarray(trace.y) <= best * 1.02), key
+
+
+def test_measured_stands_beside_predicted(plan, run_part):
+    shown = pictures(run_part)
+    phases = {trace.name: dict(zip(trace.y, trace.x, strict=True)) for trace in shown["compared-phases"].traces}
+    assert phases["measured"]["iteration"] == pytest.approx(SLOWER * phases["predicted"]["iteration"])
+    assert phases["predicted"]["iteration"] == pytest.approx(plan.prediction.iteration_s)
+    rows = shown["gantt"].rows
+    assert [row.measured for row in rows] == [False, True] * (len(rows) // 2)
+    for predicted, measured in zip(rows[::2], rows[1::2], strict=True):
+        assert measured.name == predicted.name.replace("predicted", "measured")
+        assert measured.end_s == pytest.approx(
+            np.multiply(predicted.end_s, SLOWER), abs=5e-9
+        )  # a run file has nanoseconds
+    line = next(trace for trace in shown["memory-gpu"].traces if trace.measured)
+    assert set(line.y) == {plan.gpu_memory.peak_bytes}
+    for key in ("traffic-host-link", "traffic-dram", "phases", "busy", "lanes", "engines", "offload-time"):
+        assert {trace.measured for trace in shown[key].traces} == {True, False}, key
+
+
+def test_a_run_without_metered_memory_says_so(plan):
+    run = slower_run(plan).model_copy(update={"device_bytes": {}})
+    memory = next(section for section in part_of(run).sections if section.key == "memory")
+    assert "run it again" in memory.words[0]
+    assert not any(trace.measured for trace in memory.pictures[0].traces)
+
+
+def test_every_task_has_a_colour_and_every_colour_two_grounds():
+    assert set(WORK) == set(Op)
+    for name, colour in COLOURS.items():
+        for value in (colour.light, colour.dark):
+            assert re.fullmatch("#[0-9a-f]{6}", value), name
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 0.999), st.integers(0, 10**9)), min_size=1, max_size=50), st.integers(1, 9))
+def test_fewer_steps_keep_the_peak(steps, num_parts):
+    """And hold only what was held at some one moment."""
+    times_s = np.array(sorted({0.0, *(at for at, _ in steps)}))
+    first = np.resize([n for _, n in steps], len(times_s)).astype(float)
+    held = {MemoryClass.PARAMETERS: first, MemoryClass.GRADIENTS: first[::-1] / 2}
+    over_time._MOST_STEPS, before = num_parts, over_time._MOST_STEPS
+    try:
+        at_s, fewer = over_time._most_held(times_s, held, 1.0)
+    finally:
+        over_time._MOST_STEPS = before
+    assert len(at_s) == num_parts
+    total, full = sum(fewer.values()), sum(held.values())
+    assert total.max() == full.max()
+    moments = set(zip(*(held[kind].tolist() for kind in held), strict=True))
+    assert set(zip(*(fewer[kind].tolist() for kind in held), strict=True)) <= moments
+
+
+def test_gantt_ticks_are_finer_than_a_screen(plan_part):
+    gantt = pictures(plan_part)["gantt"]
+    drawn = figure(gantt)
+    for row, of in zip(drawn["rows"], gantt.rows, strict=True):
+        assert np.allclose(np.multiply(row["start"], drawn["tick"]), of.start_s, atol=gantt.period_s * 1e-7)
+        assert [drawn["names"][i] for i in row["task"]] == list(of.tasks)
+        assert [drawn["work"][i]["name"] for i in row["work"]] == list(of.work)
+
+
+def in_colour(value, colours):
+    """Do what the page does with names of colours."""
+    if isinstance(value, str) and value.startswith("@"):
+        return colours[value[1:].partition("/")[0]]
+    if isinstance(value, dict):
+        return {key: in_colour(item, colours) for key, item in value.items()}
+    return [in_colour(item, colours) for item in value] if isinstance(value, list) else value
+
+
+def test_plotly_knows_every_attribute(run_part):
+    for picture in pictures(run_part).values():
+        drawn = in_colour(figure(picture), theme(dark=True))
+        for note in drawn["layout"]["annotations"]:
+            note.pop("share", None)  # the page's own
+        go.Figure(data=drawn.get("data"), layout=drawn["layout"])  # raises for what it does not know
+
+
+def test_the_page_needs_nothing_from_outside(page):
+    for tag, attributes in page.elements:
+        for name in ("src", "href", "action", "data", "poster", "srcset"):
+            target = attributes.get(name) or ""
+            assert target.startswith(("#", "data:,")) or not target, (tag, attributes)
+    assert not [text for text in page.text("style") if "url(" in text or "@import" in text]
+    policy = next(a["content"] for a in page.named("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    scripts = [
+        text
+        for attributes, text in zip(page.named("script"), page.text("script"), strict=True)
+        if attributes.get("type") != "application/json"
+    ]
+    assert len(scripts) == 2
+    for script in scripts:
+        assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
+
+
+def test_every_chart_has_a_place_words_and_a_table(page):
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    plots = {a["id"]: a for a in page.named("div") if a.get("class") == "plot"}
+    assert set(plots) == {drawn["id"] for drawn in page.figures}
+    assert all(a["role"] == "img" and len(a["aria-label"]) > 20 for a in plots.values())
+    assert len(page.named("figure")) == len(page.named("details")) == len(plots)
+    linked = [a["href"][1:] for a in page.named("a")]
+    assert len(linked) > len(SECTIONS)
+    assert set(linked) <= set(ids)
+
+
+def test_every_axis_has_a_title_and_its_unit(plan_part, run_part):
+    for part in (plan_part, run_part):
+        for picture in pictures(part).values():
+            axes = [picture.x] if isinstance(picture, Gantt) else [picture.x, picture.y]
+            for axis in axes:
+                if axis.title:
+                    assert axis.unit or axis.title == "FLOP per byte"
+            names = not isinstance(picture, Gantt) and any(trace.mark is Mark.BARS for trace in picture.traces)
+            assert picture.x.title
+            assert names or isinstance(picture, Gantt) or picture.y.title
+            table = picture.table
+            assert table.rows
+            assert all(len(row) == len(table.columns) for row in table.rows)
+
+
+def test_hostile_names_stay_text(plan):
+    model = plan.model.model_copy(update={"name": HOSTILE})
+    hardware = plan.hardware.model_copy(update={"description": HOSTILE})
+    run = slower_run(plan.model_copy(update={"model": model, "hardware": hardware}).sealed(), machine=HOSTILE)
+    part = part_of(run)
+    page = page_of(part)
+    assert page.words.count(HOSTILE) >= 3
+    assert [a.get("type", a.get("id")) for a in page.named("script")] == [
+        "application/json",
+        "application/json",
+        None,
+        None,
+    ]
+    assert not page.named("img")
+    assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
+    assert "<b>" not in json.dumps(page.figures).replace("<br>", "")
+
+
+def test_names_in_charts_are_no_tags():
+    """plotly.js knows a few: names of units, which a captured module gives, must not be read as such."""
+    x, y = Axis("x", "s"), Axis("y", "B")
+    trace = Trace(HOSTILE, [1.0], [HOSTILE], Mark.BARS, "first", texts=[HOSTILE])
+    bars = Chart("bars", HOSTILE, HOSTILE, x, Axis(""), (trace,))
+    level, band = Level(1.0, HOSTILE), Band(0.0, 1.0, HOSTILE, "grid")
+    line = Trace(HOSTILE, [0.0, 1.0], [0.0, 1.0], Mark.LINE, "first", texts=[HOSTILE] * 2)
+    lines = Chart("lines", HOSTILE, HOSTILE, x, y, (line,), levels=(level,), bands=(band,))
+    gantt = Gantt("gantt", "", "", x, (Row(HOSTILE, [0.0], [1.0], [Work.UPDATE], [HOSTILE]),), 1.0, (band,))
+    for picture in (bars, lines, gantt):
+        text = re.sub("<(br|extra|/extra)>", "", json.dumps(figure(picture)))
+        assert "&lt;script" in text or "&lt;/script" in text
+        assert "<" not in text, picture.key
+
+
+def test_several_files_stand_side_by_side(plan_part, run_part):
+    table = side_by_side([plan_part, run_part])
+    assert table.columns[1:] == tuple(f"{p.summary.title} ({p.summary.kind})" for p in (plan_part, run_part))
+    assert [row[0] for row in table.rows] == [fact.name for fact in plan_part.summary.facts]
+    predicted, measured = next(row[1:] for row in table.rows if row[0] == "Iteration")
+    assert predicted.endswith(", predicted")
+    assert measured.endswith(", measured")
+    words = Page(render([plan_part, run_part], table)).words
+    assert "Side by side" in words
+    assert side_by_side([plan_part]) is None
+
+
+def test_figures_are_written_whole_and_the_same(run_part, tmp_path):
+    few = [type(run_part)(run_part.summary, tuple(s for s in run_part.sections if s.key in {"timeline", "engines"}))]
+    paths = save_figures(few, tmp_path / "a")
+    assert [path.name for path in paths] == ["gantt.svg", "gantt.png", "engines.svg", "engines.png"]
+    for path in paths[::2]:
+        assert Page(path.read_text(encoding="utf-8")).named("svg")
+        assert paths[1].read_bytes().startswith(b"\x89PNG")
+    assert [p.read_bytes() for p in save_figures(few, tmp_path / "b")] == [p.read_bytes() for p in paths]
+
+
+def test_the_command_says_where_and_what(plan, plan_path, tmp_path, capsys):
+    save_run(slower_run(plan), tmp_path / "run.json")
+    output = tmp_path / "both.html"
+    assert main(["report", str(plan_path), str(tmp_path / "run.json"), "--output", str(output), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["output"] == str(output)
+    assert told["num_bytes"] == output.stat().st_size
+    assert [part["kind"] for part in told["parts"]] == ["plan", "run"]
+    assert told["parts"][0]["sections"]["memory"] == ["memory-gpu", "memory-host"]
+    assert main(["report", str(plan_path), "--output", str(output)]) == 0
+    assert capsys.readouterr().out == f"report written to {output}\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot read {path}: No such file or directory; give what `ullage plan`"),
+        ("{", "is not JSON"),
+        ("[]", "is no plan, run or study"),
+        ('{"host_link": 1}', "is no plan, run or study"),
+        ('{"decisions": 1, "schema_version": 99}', "has schema_version 99, but this program reads"),
+        ('{"start_s": [], "schema_version": 99}', "is not a run file of schema_version 1 (found 99)"),
+    ],
+)
+def test_bad_files_are_one_line(content, says, tmp_path, capsys):
+    path = tmp_path / "file.json"
+    if content is not None:
+        path.write_text(content)
+    assert main(["report", str(path), "--output", str(tmp_path / "r.html")]) == 2
+    error = capsys.readouterr().err
+    assert says.format(path=path) in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_bad_outputs_are_one_line(plan_path, tmp_path, capsys):
+    assert main(["report", str(plan_path), "--output", "r.pdf"]) == 2
+    assert "--output r.pdf: a report is HTML; let its name end in .html" in capsys.readouterr().err
+    assert main(["report", str(plan_path), "--output", str(tmp_path / "no" / "r.html")]) == 2
+    assert "r.html: there is no such folder; make it first\n" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    output = tmp_path / "r.html"
+    assert main(["report", str(plan_path), "--output", str(output), "--figures", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err.endswith("File exists\n")
+    assert not output.exists()
+
+
+def test_without_the_extra_the_remedy_is_named(plan_path, tmp_path):
+    code = "import sys; sys.modules['plotly'] = None; from ullage.cli import main; sys.exit(main(sys.argv[1:]))"
+    arguments = [sys.executable, "-c", code, "report", str(plan_path), "--output", str(tmp_path / "r.html")]
+    found = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    assert found.stderr == "ullage report: error: a report needs plotly and jinja2; pip install 'ullage[report]'\n"
+
+
+def test_a_study_has_curves_what_binds_and_the_front():
+    asked = study()
+    part = part_of(asked)
+    shown = pictures(part)
+    assert [s.key for s in part.sections] == [
+        "answer", "along-gpus", "along-host-link", "bottlenecks", "sensitivities", "money"
+    ]  # fmt: skip
+    fits = [point for point in asked.points if point.figures]
+    for key, read in {
+        "along-gpus-speed": lambda p: (p.settings["gpus"], p.figures.tokens_per_s),
+        "along-host-link-iteration": lambda p: (p.varied["host-link"].after, p.figures.iteration_s),
+        "along-host-link-cost": lambda p: (p.varied["host-link"].after, p.cost.per_million_tokens),
+    }.items():
+        drawn = [pair for trace in shown[key].traces for pair in zip(trace.x, trace.y, strict=True)]
+        assert sorted(drawn) == sorted(map(read, fits))
+    assert shown["bottlenecks"].traces[0].texts == ["8 points", "3 points"]
+    front = shown["pareto"].traces[-1]
+    assert list(front.x) == sorted(p.figures.tokens_per_s for p in fits if p.on_front)
+    table = table_of(part, "Points, predicted")
+    assert len(table.rows) == len(asked.points)
+    assert table.rows[-1] == ("1", "0.5x", "-", "-", "-", "-", "lacks 5 GB", "-", "-")
+    assert part.summary.facts[0].value == "11 of 12"
+    assert "nothing fits" in str(shown["sensitivities"].traces[1].texts)
+    assert page_of(part).named("figure")
+    for picture in shown.values():
+        go.Figure(data=figure(picture)["data"] and in_colour(figure(picture)["data"], theme(dark=False)))
+
+
+def test_of_many_combinations_the_best_is_drawn():
+    part = part_of(study(num_values=8, priced=False))
+    chart = pictures(part)["along-host-link-speed"]
+    assert [trace.name for trace in chart.traces] == ["all points", "the best of all others"]
+    best = chart.traces[1]
+    assert list(best.x) == [10e9, 20e9, 40e9]
+    assert list(best.y) == pytest.approx([8000.0, 8800.0, 8800.0])
+    assert "money" not in [section.key for section in part.sections]
+
+
+def test_a_study_that_was_not_run_says_how(tmp_path, capsys):
+    path = tmp_path / "study.json"
+    path.write_text(study().model_copy(update={"points": (), "sensitivities": None}).to_json())
+    assert main(["report", str(path), "--output", str(tmp_path / "r.html")]) == 2
+    assert f"{path} is a study that was not run; run it with `ullage whatif {path}`" in capsys.readouterr().err
+
+
+def test_equal_plans_have_equal_pages(plan, plan_part):
+    assert render([plan_part]) == render([part_of(plan)])

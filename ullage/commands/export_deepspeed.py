@@ -1,0 +1,47 @@
+"""``ullage export-deepspeed``: the nearest configuration of DeepSpeed to a plan."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from planner.plan import load_plan
+from ullage.commands import Subparsers, command_parser
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of this command."""
+    parser = command_parser(
+        subparsers,
+        "export-deepspeed",
+        run,
+        "Write the configuration of DeepSpeed that comes nearest to a plan: stage, what is offloaded, Twin-Flow's\n"
+        "ratio, batch and types. What of the plan DeepSpeed has no word for is named. The learning rate is that of\n"
+        "`ullage execute`. `ullage import-deepspeed` says what the result takes.",
+        """
+        ullage export-deepspeed plan.json
+        ullage export-deepspeed plan.json --output ds_config.json --nvme-path /mnt/nvme
+        """,
+    )
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="what `ullage plan` wrote")
+    parser.add_argument("--output", type=Path, metavar="PATH", help="where the configuration goes (default: printed)")
+    parser.add_argument(
+        "--nvme-path", default="/local_nvme", metavar="DIR", help="a folder on the drives of the machine (/local_nvme)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export."""
+    from ullage.integrations.deepspeed.exporting import exported  # noqa: PLC0415
+
+    found = exported(load_plan(args.plan), args.nvme_path)
+    text = json.dumps(found.config, indent=2) + "\n"
+    if args.output is None:
+        sys.stdout.write(text)
+    else:
+        from hwprofiles.files import write_whole  # noqa: PLC0415
+
+        write_whole(args.output, text)
+    for line in found.lost:
+        sys.stderr.write(f"not in the configuration: {line}\n")
+    return 0

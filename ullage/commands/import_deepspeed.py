@@ -1,0 +1,69 @@
+"""``ullage import-deepspeed``: what a configuration of DeepSpeed takes, and what it leaves on the table."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from ullage.commands import Subparsers, command_parser
+from ullage.request import add_request_options, given_options, request_of
+
+# What a request says, by the options that say it.
+_OPTIONS = {
+    "num_devices": "--gpus",
+    "micro_batch": "--micro-batch",
+    "num_micro_batches": "--accumulate",
+    "precision": "--precision",
+    "optimizer": "--optimizer",
+    "clip": "--no-clip",
+    "storage": "--storage",
+}
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of this command."""
+    parser = command_parser(
+        subparsers,
+        "import-deepspeed",
+        run,
+        "Simulate an iteration as a configuration of DeepSpeed says, plan the same training by Ullage, and show both\n"
+        "side by side: time, memory, and where the difference comes from. Batch, accumulation, types, optimizer and\n"
+        "clipping are the configuration's; what is 'auto' there can be given here. Keys that DeepSpeed does not have,\n"
+        "and what is not simulated, are named. Nothing is executed: all figures are predicted.",
+        """
+        ullage import-deepspeed ds_config.json --model opt-13b --hardware h100x4-80g --gpus 4
+        ullage import-deepspeed ds_config.json --model llama-3-8b --micro-batch 4 --output plan.json
+        ullage import-deepspeed ds_config.json --model opt-13b --gpus 4 --json
+        """,
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a ds_config.json")
+    parser.add_argument("--output", type=Path, metavar="PATH", help="write the plan there (default: nowhere)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_request_options(parser, model_required=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, simulate, plan, print; 1 if DeepSpeed's does not fit."""
+    from ullage.integrations.deepspeed.config import load_config  # noqa: PLC0415 - pydantic models take a moment
+    from ullage.integrations.deepspeed.importing import beside, imported  # noqa: PLC0415
+
+    if args.output is not None and not args.output.absolute().parent.is_dir():
+        raise ValueError(f"--output {args.output}: there is no such folder; make it first")
+    if args.global_batch is not None:
+        raise ValueError("--global-batch is train_batch_size in the configuration; leave it out")
+    config, given = load_config(args.config), set(given_options(args))
+    found = beside(imported(config, request_of(args), lambda name: _OPTIONS[name] in given))
+    if args.output is not None and found.ours is not None:
+        from hwprofiles.files import write_whole  # noqa: PLC0415
+
+        write_whole(args.output, found.ours.to_json())
+    if args.json:
+        from ullage.console import write_json  # noqa: PLC0415
+
+        write_json(found.to_json())
+    else:
+        from ullage.integrations.deepspeed.screen import beside_screen  # noqa: PLC0415 - rich is slow to import
+
+        beside_screen(found)
+        if args.output is not None and found.ours is not None:
+            sys.stdout.write(f"plan written to {args.output}\n")
+    return 1 if found.theirs.missing else 0

@@ -1,0 +1,43 @@
+"""``ullage launch``: how a plan is started."""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import get_args
+
+from planner.plan import load_plan
+from ullage.commands import Subparsers, command_parser
+from ullage.processes import Launcher, launch_line, ranks_per_node
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of this command."""
+    parser = command_parser(
+        subparsers,
+        "launch",
+        run,
+        "Print the line that starts one process for each device of a plan; options of `ullage execute` may follow it.\n"
+        "Of several nodes each has such a line, in which N is the number of the node from 0 on, FIRST the address of\n"
+        "the first. Nothing is started.",
+        """
+        ullage launch plan.json
+        ullage launch plan.json --with accelerate
+        """,
+    )
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="what `ullage plan` wrote")
+    parser.add_argument(
+        "--with", dest="launcher", choices=get_args(Launcher), default="torchrun", help="what starts them (torchrun)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print."""
+    plan = load_plan(args.plan)
+    if (stages := plan.decisions.pipeline_parallel) > 1:
+        raise ValueError(f"the plan has {stages} pipeline stages, which are not executed; plan --pipeline-parallel 1")
+    line = launch_line(
+        plan.decisions.num_devices, ranks_per_node(plan), plan=shlex.quote(str(args.plan)), launcher=args.launcher
+    )
+    sys.stdout.write(line + "\n")
+    return 0

@@ -1,0 +1,91 @@
+"""``ullage report``: one HTML file about plans, runs and studies."""
+
+import argparse
+import sys
+import webbrowser
+from pathlib import Path
+
+from hwprofiles.files import write_whole
+from ullage.commands import Subparsers, command_parser
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of this command."""
+    parser = command_parser(
+        subparsers,
+        "report",
+        run,
+        "Write one HTML file that shows a plan, a run of one, or a study: the answer on its first screen, then all\n"
+        "tasks of an iteration, memory and traffic over time, lanes against what they could do, other engines, what\n"
+        "each trick is worth, predicted against measured; of a study its curves, and cost against speed. It needs no\n"
+        "network and nothing beside it, and prints well. Several files come side by side.",
+        """
+        ullage report plan.json
+        ullage report out/run.json --output run.html --open
+        ullage report a100.json h100.json --figures figures
+        ullage report study.json --output study.html
+        """,
+    )
+    parser.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="what `ullage plan`, `ullage execute` or `ullage whatif` wrote",
+    )
+    parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="PATH", help="default: %(default)s")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="write each figure as SVG and PNG too")
+    parser.add_argument("--open", action="store_true", help="open the report in the browser")
+    parser.add_argument("--json", action="store_true", help="print as JSON what was written, and what is in it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Report and say where."""
+    if args.output.suffix not in {".html", ".htm"}:
+        raise ValueError(f"--output {args.output}: a report is HTML; let its name end in .html")
+    if not args.output.absolute().parent.is_dir():
+        raise ValueError(f"--output {args.output}: there is no such folder; make it first")
+    if args.figures:
+        args.figures.mkdir(parents=True, exist_ok=True)  # before the work: a bad path must not cost it
+    from ullage.report import load, report_on, side_by_side  # noqa: PLC0415 - the simulator is slow to import
+
+    sources = [load(path) for path in args.files]
+    from ullage.report.page import render  # noqa: PLC0415 - the same, and it may be missing
+
+    if args.figures:
+        from ullage.report.static import save_figures  # noqa: PLC0415 - matplotlib is slow to import, and may be missing
+    from ullage.progress import progress_bar  # noqa: PLC0415
+
+    with progress_bar() as progress:
+        parts = [report_on(source, progress) for source in sources]
+        progress("writing", 0, 0)
+        write_whole(args.output, render(parts, side_by_side(parts)))
+        figures = save_figures(parts, args.figures) if args.figures else []
+    if args.json:
+        from ullage.console import write_json  # noqa: PLC0415
+
+        write_json(
+            {
+                "output": str(args.output),
+                "num_bytes": args.output.stat().st_size,
+                "parts": [
+                    {
+                        "file": str(path),
+                        "kind": part.summary.kind,
+                        "title": part.summary.title,
+                        "sections": {
+                            section.key: [picture.key for picture in section.pictures] for section in part.sections
+                        },
+                    }
+                    for path, part in zip(args.files, parts, strict=True)
+                ],
+                "figures": [str(path) for path in figures],
+            }
+        )
+    else:
+        sys.stdout.write(f"report written to {args.output}\n")
+        if figures:
+            sys.stdout.write(f"{len(figures)} figures written to {args.figures}\n")
+    if args.open and not webbrowser.open(args.output.resolve().as_uri()):
+        sys.stderr.write(f"ullage report: no browser was found; open {args.output} yourself\n")
+    return 0

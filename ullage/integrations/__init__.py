@@ -1,0 +1,1 @@
+"""What others have around training: their metrics, launchers, trainers, and configurations."""

@@ -1,0 +1,173 @@
+"""Reads a configuration of DeepSpeed: what a schedule depends on, and the names of all else."""
+
+import difflib
+import functools
+import importlib.resources
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from planner.deepspeed import Device
+
+AUTO: Final = "auto"
+Auto = Literal["auto"]
+
+
+def _whole(value: object) -> object:
+    """Return ``5e8``, which JSON has as a float, as the whole number that it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Positive = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+class Offload(_Part):
+    """``offload_optimizer`` or ``offload_param``; what only one of them has is left alone in the other."""
+
+    device: Device = "none"
+    ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    pin_memory: bool = True
+    pipeline_read: bool = False
+    pipeline_write: bool = False
+    super_offload: bool = False
+
+
+class Zero(_Part):
+    """``zero_optimization``."""
+
+    stage: Annotated[int, Field(ge=0, le=3)] = 0
+    offload_optimizer: Offload | None = None
+    offload_param: Offload | None = None
+    cpu_offload: bool = False  # what ``offload_optimizer`` was once
+    reduce_bucket_size: Positive | Auto = 500_000_000
+    sub_group_size: Positive | Auto = 1_000_000_000
+    stage3_prefetch_bucket_size: Count | Auto = 50_000_000
+    stage3_param_persistence_threshold: Count | Auto = 100_000
+    stage3_max_live_parameters: Positive | Auto = 1_000_000_000
+    stage3_max_reuse_distance: Count | Auto = 1_000_000_000
+
+
+class Switch(_Part):
+    """``bf16`` or ``fp16``."""
+
+    enabled: bool | Auto = False
+
+
+class NamedOptimizer(_Part):
+    """``optimizer``."""
+
+    type: str
+
+
+class Config(_Part):
+    """All of it."""
+
+    train_batch_size: Positive | Auto | None = None
+    train_micro_batch_size_per_gpu: Positive | Auto | None = None
+    gradient_accumulation_steps: Positive | Auto | None = None
+    gradient_clipping: Annotated[float, Field(ge=0)] | Auto = 0.0
+    zero_optimization: Zero = Zero()
+    bf16: Switch = Switch()
+    fp16: Switch = Switch()
+    optimizer: NamedOptimizer | None = None
+
+
+class DeepSpeedConfigError(ValueError):
+    """A file is no configuration of DeepSpeed."""
+
+
+def load_config(path: Path) -> Config:
+    """Read a file.
+
+    Raises:
+        DeepSpeedConfigError: it cannot be read, is not JSON, or a value is not what DeepSpeed takes.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DeepSpeedConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise DeepSpeedConfigError(f"{path} is not JSON ({error})") from error
+    if not isinstance(data, dict) or not data.keys() & set(known_keys()["config"]):
+        raise DeepSpeedConfigError(
+            f"{path} has none of DeepSpeed's keys, such as zero_optimization or train_batch_size; give a ds_config.json"
+        )
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if not _VARIANTS.fullmatch(str(part)))
+        raise DeepSpeedConfigError(
+            f"{path}: {where} is {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
+        ) from error
+
+
+@functools.cache
+def known_keys() -> dict[str, list[str]]:
+    """Return the keys of DeepSpeed's configuration, by part."""
+    text = importlib.resources.files(__package__).joinpath("keys.json").read_text(encoding="utf-8")
+    found: dict[str, list[str]] = json.loads(text)
+    return found
+
+
+def unknown_keys(config: Config) -> list[str]:
+    """Return the keys that DeepSpeed has not either, each with the one that may have been meant."""
+    return [
+        f"{path}{name} is no key of DeepSpeed" + (f" (is {near[0]} meant?)" if near else "")
+        for path, part, known in _parts(config)
+        for name in part.model_extra or {}
+        if name not in known
+        for near in [difflib.get_close_matches(name, known, 1)]
+    ]
+
+
+def left_out(config: Config) -> list[str]:
+    """Return what the configuration asks for that changes its time or memory, and is not simulated."""
+    return [
+        f"{path}{name}: {_UNMODELLED[name]}"
+        for path, part, _ in _parts(config)
+        for name, value in (part.model_extra or {}).items()
+        if name in _UNMODELLED and _is_on(value)
+    ]
+
+
+def _is_on(value: Any) -> bool:
+    """Return whether a value asks for something: degrees of 1, and parts that are not enabled, do not."""
+    if isinstance(value, dict):
+        return bool(value) and value.get("enabled") is not False
+    return value is True or (isinstance(value, int | float) and value > 1)
+
+
+def _parts(config: Config) -> Iterator[tuple[str, _Part, list[str]]]:
+    zero, known = config.zero_optimization, known_keys()
+    yield "", config, known["config"]
+    yield "zero_optimization.", zero, known["zero_optimization"]
+    for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        if offload is not None:
+            yield f"zero_optimization.{name}.", offload, known["offload"]
+
+
+_VARIANTS: Final = re.compile(r"bool|.*[^A-Za-z0-9_].*")  # what pydantic calls the types of a union
+_UNMODELLED: Final = {
+    "zenflow": "updates of chosen gradients only are not simulated; ZeRO's own are",
+    "super_offload": "its kernels for superchips are not simulated; CPUAdam is",
+    "zero_quantized_weights": "gathers are simulated as not quantised",
+    "zero_quantized_gradients": "reductions are simulated as not quantised",
+    "zero_hpz_partition_size": "parameters are simulated as sharded over all devices",
+    "mics_shard_size": "parameters are simulated as sharded over all devices",
+    "tensor_parallel": "layers are simulated as not shared; give --tensor-parallel",
+    "sequence_parallel_size": "sequences are simulated as not shared",
+    "compression_training": "not simulated",
+    "sparse_attention": "attention is simulated as dense",
+    "torch_autocast": "weights and gradients are simulated in one type",
+    "pipeline": "layers are simulated as not cut into stages",
+}

@@ -1,0 +1,123 @@
+"""The configuration of DeepSpeed that comes nearest to a plan, and what of the plan it cannot say."""
+
+import dataclasses
+from typing import Any, Final
+
+from planner.decisions import Decisions, Place
+from planner.plan import Plan
+from ullage.formatting import percent
+
+_TYPES: Final = {"adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad", "lion": "Lion"}
+_LR: Final = 1e-3  # of `ullage execute`
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """What came of it.
+
+    Attributes:
+        config: for ``ds_config.json``.
+        lost: what the plan does and DeepSpeed will not, in words.
+    """
+
+    config: dict[str, Any]
+    lost: tuple[str, ...]
+
+
+def exported(plan: Plan, nvme_path: str = "/local_nvme") -> Exported:
+    """Return the nearest configuration.
+
+    Twin-Flow's ``ratio`` is the fraction of the parameters that the plan does not keep the optimizer state of on the
+    device. What the plan streams through the device is updated by the CPU there.
+
+    Args:
+        plan: any.
+        nvme_path: a folder on the drives, for a plan that uses them.
+    """
+    decided = plan.decisions
+    placed = dict.fromkeys(Place, 0)
+    for unit in plan.units():
+        for num_params, place in decided.placed_pieces(unit):
+            placed[place] += num_params
+    total = sum(placed.values())
+    away = total - placed[Place.GPU]
+    fetched = any(unit.fetched for unit in decided.units.values())
+    zero: dict[str, Any] = {"stage": 3 if away or fetched else decided.zero_stage}
+    if placed[Place.NVME]:
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": nvme_path, "pin_memory": True}
+        if decided.num_nvme_slots > 1:
+            zero["offload_optimizer"] |= {"pipeline_read": True, "pipeline_write": decided.num_nvme_slots > 2}
+    elif away:
+        # Rounded up: more on the device than planned may not fit there.
+        ratio = min(-(-away * 1000 // total) / 1000, 1.0)
+        zero["offload_optimizer"] = {"device": "cpu", "ratio": ratio, "pin_memory": True}
+    if fetched:
+        on_nvme = any(unit.params == "nvme" for unit in decided.units.values())
+        zero["offload_param"] = {"device": "nvme" if on_nvme else "cpu", "pin_memory": True}
+        if on_nvme:
+            zero["offload_param"]["nvme_path"] = nvme_path
+    if zero["stage"]:
+        zero |= {"overlap_comm": True, "contiguous_gradients": True}
+    if zero["stage"] == 3:
+        zero["sub_group_size"] = decided.subgroup_params
+    config = {
+        "train_batch_size": decided.micro_batch * decided.num_micro_batches * decided.data_parallel,
+        "train_micro_batch_size_per_gpu": decided.micro_batch,
+        "gradient_accumulation_steps": decided.num_micro_batches,
+        "gradient_clipping": 1.0 if decided.clip else 0.0,
+        "bf16": {"enabled": decided.precision.weights == "bf16"},
+        "optimizer": {"type": _TYPES[decided.optimizer], "params": {"lr": _LR}},
+        "zero_optimization": zero,
+    }
+    return Exported(config, tuple(_lost(plan, decided, placed)))
+
+
+def _lost(plan: Plan, decided: Decisions, placed: dict[Place, int]) -> list[str]:
+    """Return what a configuration has no word for, most weighty first."""
+    return [*_lost_of_ranks(decided), *_lost_of_updates(decided, placed), *_lost_of_units(plan)]
+
+
+def _lost_of_ranks(decided: Decisions) -> list[str]:
+    lost = []
+    if decided.tensor_parallel > 1:
+        lost.append(f"layers are shared by {decided.tensor_parallel} ranks: give DeepSpeed a model that does so (mpu)")
+    if decided.pipeline_parallel > 1:
+        lost.append(f"{decided.pipeline_parallel} pipeline stages: write the model as a PipelineModule")
+    if decided.expert_parallel > 1:
+        lost.append(f"experts are shared by {decided.expert_parallel} ranks: use DeepSpeed's own MoE layers")
+    return lost
+
+
+def _lost_of_updates(decided: Decisions, placed: dict[Place, int]) -> list[str]:
+    lost, total = [], sum(placed.values())
+    if placed[Place.STREAM]:
+        lost.append(
+            f"{percent(placed[Place.STREAM] / total)} of the updates are streamed through the device; DeepSpeed's CPU "
+            "makes them"
+        )
+    if 0 < placed[Place.NVME] < total:
+        lost.append("state is on NVMe for some of the parameters only; DeepSpeed has all of it there")
+    if placed[Place.GPU] < total and decided.overlap_next_forward:
+        lost.append("updates overlap with the next forward; DeepSpeed's next iteration begins when all have ended")
+    if 0 < placed[Place.GPU] < total:
+        lost.append("which parameters stay on the device; DeepSpeed takes the first ones")
+    return lost
+
+
+def _lost_of_units(plan: Plan) -> list[str]:
+    lost, decided, units = [], plan.decisions, plan.units()
+    stay = {name for unit in units for name in (*unit.shared_units, *([unit.name] if unit.shared_units else []))}
+    movable = [unit for unit in units if unit.num_params and unit.name not in stay]
+    num_fetched = sum(decided.units[unit.name].fetched for unit in movable)
+    if 0 < num_fetched < len(movable):
+        lost.append(f"parameters of {num_fetched} of {len(movable)} units leave the device; with DeepSpeed all do")
+    again = {unit.segment: decided.units[unit.name].activations for unit in units if unit.recompute}
+    ways = set(again.values())
+    if ways == {"recompute"}:
+        lost.append("activations are recomputed: call model.gradient_checkpointing_enable()")
+    elif ways & {"offload", "offload-nvme"}:
+        lost.append("activations leave the device; DeepSpeed can recompute them (gradient_checkpointing_enable)")
+    elif "recompute" in ways:
+        count = sum(way == "recompute" for way in again.values())
+        lost.append(f"activations of {count} of {len(again)} layers are recomputed: of all, or of none, with DeepSpeed")
+    return lost

@@ -1,0 +1,296 @@
+"""The same training by DeepSpeed, as a configuration says, and by a plan of ours: what each takes, and why."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Final
+
+from hwprofiles.profile import HardwareProfile
+from planner.choices import DEFAULT_MICRO_BATCH
+from planner.decisions import BF16, Precision
+from planner.deepspeed import DeepSpeed, configured
+from planner.engines import MAX_LIVE_PARAMS, MAX_REUSE_PARAMS, PREFETCH_BUCKET_PARAMS, REDUCE_BUCKET_PARAMS
+from planner.optimizers import Optimizer
+from planner.plan import Plan
+from planner.planning import InfeasibleError, Request, make_plan, prepare
+from planner.schedule import Tier
+from planner.search import Scorer
+from ullage.formatting import percent, si
+from ullage.integrations.deepspeed.config import AUTO, Config, DeepSpeedConfigError, Offload, left_out, unknown_keys
+from ullage.iteration import Iteration
+from ullage.simulation import Subject, planned
+
+# What DeepSpeed's and PyTorch's optimizers are planned as.
+_OPTIMIZERS: Final[dict[str, Optimizer]] = {
+    "adam": "adamw",
+    "adamw": "adamw",
+    "fusedadam": "adamw",
+    "deepspeedcpuadam": "adamw",
+    "sgd": "sgd",
+    "adagrad": "adagrad",
+    "lion": "lion",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Imported:
+    """What a configuration asks for.
+
+    Attributes:
+        request: the training, for ``prepare`` and ``make_plan`` alike.
+        settings: what DeepSpeed does with it.
+        subgroup_params: of DeepSpeed's steps.
+        assumed: what the configuration leaves open, or is not simulated as it says, in words.
+    """
+
+    request: Request
+    settings: DeepSpeed
+    subgroup_params: int
+    assumed: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """The same training by both.
+
+    Attributes:
+        theirs: an iteration by DeepSpeed.
+        ours: the plan; ``None`` if none fits.
+        our_iteration: an iteration of it.
+        missing: why there is no plan.
+    """
+
+    imported: Imported
+    theirs: Iteration
+    ours: Plan | None
+    our_iteration: Iteration | None
+    missing: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as long DeepSpeed takes; ``None`` where one of them does not fit."""
+        if self.our_iteration is None or self.theirs.missing:
+            return None
+        return self.theirs.period_s / self.our_iteration.period_s
+
+    @property
+    def reasons(self) -> list[str]:
+        """What is left on the table, in words: where the time goes, and what lies idle."""
+        theirs, ours = self.theirs, self.our_iteration
+        if ours is None or theirs.missing:  # what does not fit takes no time
+            return []
+        found = []
+        for phase, theirs_s in theirs.phases.by_phase.items():
+            more_s = theirs_s - ours.phases.by_phase[phase]
+            if more_s > 0.02 * theirs.period_s:
+                found.append((more_s, f"{phase.value} takes {si(more_s, 's')} longer by DeepSpeed"))
+        told = [words for _, words in sorted(found, reverse=True)]
+        told += [f"DeepSpeed is {theirs.verdict}", f"the plan is {ours.verdict}"]
+        for tier in {Tier.GPU, Tier.HOST} & theirs.peaks.keys() & ours.peaks.keys():
+            unused = theirs.peaks[tier].capacity_bytes - theirs.peaks[tier].peak_bytes
+            ours_uses = ours.peaks[tier].peak_bytes - theirs.peaks[tier].peak_bytes
+            if unused > 0 and ours_uses > 0.05 * theirs.peaks[tier].capacity_bytes:
+                where = "of one device" if tier is Tier.GPU else "of the host"
+                told.append(
+                    f"DeepSpeed leaves {si(unused, 'B')} {where} unused, of which the plan takes {si(ours_uses, 'B')}"
+                )
+        return told
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data: predicted seconds and bytes of both, and the words."""
+
+        def plain(seen: Iteration) -> dict[str, Any]:
+            return {
+                "fits": not seen.missing,
+                "iteration_s": seen.period_s,
+                "phases_s": {phase.value: s for phase, s in seen.phases.by_phase.items()},
+                "memory_bytes": {tier.value: use.peak_bytes for tier, use in seen.peaks.items()},
+            }
+
+        return {
+            "theirs": plain(self.theirs) | {"missing": self.theirs.missing},
+            "ours": plain(self.our_iteration) if self.our_iteration else None,
+            "ratio": self.ratio,
+            "reasons": self.reasons,
+            "assumed": list(self.imported.assumed),
+            "why_no_plan": self.missing or None,
+        }
+
+
+def imported(config: Config, request: Request, given: Callable[[str], bool]) -> Imported:
+    """Return what a configuration asks for.
+
+    Args:
+        config: what was read.
+        request: the model, the machine, and what the command line says.
+        given: whether the command line says ``micro_batch``, ``num_micro_batches``, ``num_devices``, ``precision``,
+            ``optimizer``, ``clip`` or ``storage``.
+
+    Raises:
+        DeepSpeedConfigError: it contradicts itself or the command line, or asks for what nobody can simulate.
+    """
+    assumed = [f"{key}; ignored" for key in unknown_keys(config)] + left_out(config)
+    request = _typed(config, request, given, assumed)
+    request = _batch(config, request, given, assumed)
+    settings, subgroup_params = _settings(config, request, assumed)
+    if not given("storage") and "nvme" in {settings.optimizer_device, settings.param_device}:
+        request = dataclasses.replace(request, storage="nvme")
+    assumed.append(
+        "whether activations are recomputed is the model's business, not the configuration's: whatever is faster"
+    )
+    return Imported(request, settings, subgroup_params, tuple(assumed))
+
+
+def beside(found: Imported) -> Beside:
+    """Simulate an iteration by DeepSpeed, and plan the same training."""
+    setup, workload, cost = prepare(dataclasses.replace(found.request, subgroup_params=found.subgroup_params))
+    scorer = Scorer(workload, cost)
+    best = min(map(scorer.score, configured(setup, found.settings)), key=lambda candidate: candidate.order)
+    request = found.request
+    subject = Subject("DeepSpeed", request.model, request.hardware, workload, best.decisions, cost)
+    theirs = Iteration.of(subject, subject.simulate())
+    try:
+        plan = make_plan(request)
+    except InfeasibleError as error:
+        return Beside(found, theirs, None, None, str(error))
+    ours = planned(plan)
+    return Beside(found, theirs, plan, Iteration.of(ours, ours.simulate()))
+
+
+def _typed(config: Config, request: Request, given: Callable[[str], bool], assumed: list[str]) -> Request:
+    """Return the request with the configuration's types, optimizer and clipping."""
+    changes: dict[str, Any] = {}
+    if not given("precision"):
+        switches = {"bf16": config.bf16.enabled, "fp16": config.fp16.enabled}
+        on = [name for name, enabled in switches.items() if enabled is True]
+        if not on and AUTO in switches.values():
+            assumed.append("the type of weights is 'auto': bf16")
+            on = ["bf16"]
+        if "fp16" in on:
+            assumed.append("fp16 is simulated as bf16, which has the same bytes and rates")
+        changes["precision"] = BF16 if on else Precision(weights="fp32")
+    if not given("optimizer"):
+        name = config.optimizer.type if config.optimizer else "AdamW"
+        if config.optimizer is None:
+            assumed.append("no optimizer is named: AdamW")
+        if name.lower() not in _OPTIMIZERS:
+            raise DeepSpeedConfigError(
+                f"optimizer.type is {name}, which is not simulated; choose what is nearest in state with --optimizer "
+                f"({', '.join(dict.fromkeys(_OPTIMIZERS.values()))})"
+            )
+        changes["optimizer"] = _OPTIMIZERS[name.lower()]
+    if not given("clip"):
+        if config.gradient_clipping == AUTO:
+            assumed.append("gradient_clipping is 'auto': gradients are clipped")
+        changes["clip"] = config.gradient_clipping == AUTO or config.gradient_clipping > 0
+    return dataclasses.replace(request, **changes)
+
+
+def _batch(config: Config, request: Request, given: Callable[[str], bool], assumed: list[str]) -> Request:
+    """Return the request with the configuration's batch; DeepSpeed's rule joins the three and the number of devices."""
+    whole, micro, accumulate = (
+        None if value == AUTO else value
+        for value in (
+            config.train_batch_size,
+            config.train_micro_batch_size_per_gpu,
+            config.gradient_accumulation_steps,
+        )
+    )
+    for name, key, value in (
+        ("micro_batch", "train_micro_batch_size_per_gpu", micro),
+        ("num_micro_batches", "gradient_accumulation_steps", accumulate),
+    ):
+        if given(name) and value is not None and value != getattr(request, name):
+            raise DeepSpeedConfigError(
+                f"{key} is {value}, but the command line says {getattr(request, name)}; leave one of them out"
+            )
+    micro = request.micro_batch if given("micro_batch") else micro
+    accumulate = request.num_micro_batches if given("num_micro_batches") else accumulate
+    shared = (request.tensor_parallel or 1) * (request.pipeline_parallel or 1)
+    ranks = request.num_devices // shared if given("num_devices") else None
+    if ranks is None and whole and micro and accumulate:
+        ranks = max(whole // (micro * accumulate), 1)
+        assumed.append(f"{ranks * shared} device(s), by train_batch_size; --gpus says otherwise")
+    ranks = ranks or 1
+    if micro is None and whole:
+        micro = max(whole // (ranks * (accumulate or 1)), 1)
+    if micro is None:
+        micro = DEFAULT_MICRO_BATCH
+        assumed.append(f"the micro-batch is left open: {micro}; --micro-batch says otherwise")
+    if accumulate is None:
+        accumulate = max(whole // (micro * ranks), 1) if whole else 1
+    if whole and whole != micro * accumulate * ranks:
+        raise DeepSpeedConfigError(
+            f"train_batch_size is {whole}, but {micro} sequences x {accumulate} micro-batches x {ranks} data-parallel "
+            f"device(s) are {micro * accumulate * ranks}; change one of them, or --gpus"
+        )
+    return dataclasses.replace(
+        request, num_devices=ranks * shared, micro_batch=micro, num_micro_batches=accumulate, global_batch=None
+    )
+
+
+def _settings(config: Config, request: Request, assumed: list[str]) -> tuple[DeepSpeed, int]:
+    """Return what a schedule depends on, and the parameters of a subgroup."""
+    zero = config.zero_optimization
+    optimizer = zero.offload_optimizer or Offload(device="cpu" if zero.cpu_offload else "none")
+    params = zero.offload_param or Offload()
+    _check_devices(zero.stage, optimizer, params, request.hardware)
+    if zero.stage < 3 and optimizer.ratio < 1:
+        assumed.append(f"offload_optimizer.ratio needs stage 3; in stage {zero.stage} the CPU updates all")
+    if 0 < zero.stage < 3 and optimizer.device == "cpu":
+        assumed.append(f"stage {zero.stage} moves gradients to the host as stage 3 does, without hooks and gathers")
+    if not optimizer.pin_memory or not params.pin_memory:
+        assumed.append("pin_memory is off, which is slower than it is simulated")
+    if params.device != "none" and 0 < optimizer.ratio < 1 and optimizer.device == "cpu":
+        assumed.append("parameters of what the device updates stay on it")
+    if params.device == "nvme" and optimizer.device == "cpu":
+        assumed.append("parameters on NVMe are simulated as on the host, as their optimizer state is there")
+    if optimizer.super_offload:
+        assumed.append("offload_optimizer.super_offload: its kernels are not simulated; CPUAdam is")
+    hidden = getattr(request.model, "hidden_size", None)
+    square = hidden * hidden if hidden else None
+
+    def size(value: int | str, usual: int, auto: int | None = None) -> int:
+        return (auto or usual) if isinstance(value, str) else value
+
+    settings = DeepSpeed(
+        stage=zero.stage,
+        optimizer_device=optimizer.device,
+        cpu_ratio=optimizer.ratio,
+        param_device=params.device,
+        pipeline_read=optimizer.pipeline_read,
+        pipeline_write=optimizer.pipeline_write,
+        # What ``transformers`` puts in the place of 'auto'.
+        reduce_bucket_params=size(zero.reduce_bucket_size, REDUCE_BUCKET_PARAMS, square),
+        prefetch_params=size(
+            zero.stage3_prefetch_bucket_size, PREFETCH_BUCKET_PARAMS, int(0.9 * square) if square else None
+        ),
+        persistent_params=size(
+            zero.stage3_param_persistence_threshold, 100_000, 10 * hidden if hidden is not None else None
+        ),
+        max_live_params=size(zero.stage3_max_live_parameters, MAX_LIVE_PARAMS),
+        max_reuse_params=size(zero.stage3_max_reuse_distance, MAX_REUSE_PARAMS),
+    )
+    return settings, size(zero.sub_group_size, 1_000_000_000)
+
+
+def _check_devices(stage: int, optimizer: Offload, params: Offload, hardware: HardwareProfile) -> None:
+    if stage == 0 and optimizer.device != "none":
+        raise DeepSpeedConfigError("offload_optimizer needs zero_optimization.stage 1, 2 or 3, but it is 0")
+    for key, device in (("offload_param", params.device), ("offload_optimizer", optimizer.device)):
+        if stage < 3 and (device == "nvme" or (key == "offload_param" and device != "none")):
+            raise DeepSpeedConfigError(f"{key}.device {device} needs zero_optimization.stage 3, but it is {stage}")
+        if device == "nvme" and hardware.nvme is None:
+            raise DeepSpeedConfigError(
+                f"{key}.device is nvme, but {hardware.name} has no drives; give a --hardware that has some"
+            )
+
+
+def words(settings: DeepSpeed) -> str:
+    """Return settings in a few words."""
+    where = {"none": "the device", "cpu": "the host", "nvme": "NVMe"}
+    told = [f"ZeRO-{settings.stage}", f"optimizer on {where[settings.optimizer_device]}"]
+    if settings.optimizer_device == "cpu" and settings.stage == 3 and settings.cpu_ratio < 1:
+        told[-1] = f"{percent(settings.cpu_ratio)} of the optimizer on the host"
+    if settings.param_device != "none":
+        told.append(f"parameters on {where[settings.param_device]}")
+    return ", ".join(told)

@@ -1,0 +1,233 @@
+"""Metrics of an execution as it goes: event files for TensorBoard, and a text file for Prometheus.
+
+Rank 0 writes both. What cannot be written is said once and given up: training is not to end because nobody can watch.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol, final
+
+from planner.plan import Plan
+from planner.schedule import Tier
+from ullage.training import Step, Trainer
+
+_PERIOD_S: Final = 1.0  # between two writes of the text file, which whoever reads it does much less often
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """What is known behind one iteration.
+
+    Attributes:
+        iteration: counted from 0.
+        loss: see :class:`ullage.training.Step`.
+        learning_rate: the largest of all groups that the next iteration has.
+        measured_s, predicted_s: seconds of the iteration, and those that the plan predicts.
+        tokens_per_s: of all ranks together, measured.
+        held_bytes: by tier, what this rank has taken once.
+        num_saved, num_failed: checkpoints of this process so far, on all levels.
+    """
+
+    iteration: int
+    loss: float
+    learning_rate: float
+    measured_s: float
+    predicted_s: float
+    tokens_per_s: float
+    held_bytes: Mapping[Tier, int]
+    num_saved: int
+    num_failed: int
+
+    @classmethod
+    def of(cls, step: Step, trainer: Trainer) -> "Sample":
+        """Return what a trainer knows behind a step."""
+        failed = sum(outcome.error is not None for outcome in trainer.outcomes)
+        return cls(
+            iteration=step.iteration,
+            loss=step.loss,
+            learning_rate=max(float(group["lr"]) for group in trainer.optimizer.param_groups),
+            measured_s=step.measured_s,
+            predicted_s=trainer.plan.prediction.iteration_s,
+            tokens_per_s=tokens_per_iteration(trainer.plan) / step.measured_s,
+            held_bytes={tier: sum(use.static_bytes.values()) for tier, use in trainer.session.memory().items()},
+            num_saved=len(trainer.outcomes) - failed,
+            num_failed=failed,
+        )
+
+
+def tokens_per_iteration(plan: Plan) -> int:
+    """Return the tokens of one iteration over all ranks; of a captured model, its samples."""
+    decided = plan.decisions
+    return decided.data_parallel * decided.num_micro_batches * decided.micro_batch * plan.seq_len
+
+
+class Sink(Protocol):
+    """Where samples go."""
+
+    def write(self, sample: Sample) -> None:
+        """Take a sample. May raise OSError."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left. May raise OSError."""
+        ...
+
+
+@final
+class TensorBoard:
+    """Event files in a folder.
+
+    Args:
+        folder: made if it does not exist. Of an earlier run there, iterations that come again are not shown any more.
+
+    Raises:
+        ModuleNotFoundError: TensorBoard is missing.
+        ValueError: it is a file.
+        OSError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - takes a second, and may be missing
+        except ImportError as error:
+            raise ModuleNotFoundError(
+                "--tensorboard needs TensorBoard; pip install 'ullage[metrics]'", name="tensorboard"
+            ) from error
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"--tensorboard {folder}: that is a file; give a folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._open: Callable[..., Any] = SummaryWriter
+        self._folder = str(folder)
+        self._writer: Any = None
+
+    def write(self, sample: Sample) -> None:
+        """Add a point to every curve."""
+        self._writer = self._writer or self._open(self._folder, purge_step=sample.iteration)
+        values = {
+            "loss": sample.loss,
+            "learning rate": sample.learning_rate,
+            "seconds per iteration/measured": sample.measured_s,
+            "seconds per iteration/predicted": sample.predicted_s,
+            "tokens per second": sample.tokens_per_s,
+            **{f"held bytes/{tier.value}": num_bytes for tier, num_bytes in sample.held_bytes.items()},
+        }
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, sample.iteration)
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+@final
+class Prometheus:
+    """A file in Prometheus' text format, for the textfile collector of its node exporter: always a whole one.
+
+    Args:
+        path: ends in ``.prom``, as the collector wants it.
+        model: the label of all metrics.
+
+    Raises:
+        ModuleNotFoundError: Prometheus' client is missing.
+        ValueError: the path has another ending, or there is no such folder.
+        OSError: no permission.
+    """
+
+    def __init__(self, path: Path, model: str) -> None:
+        try:
+            from prometheus_client import CollectorRegistry, Counter, Gauge  # noqa: PLC0415 - may be missing
+        except ImportError as error:
+            raise ModuleNotFoundError(
+                "--metrics-file needs Prometheus' client; pip install 'ullage[metrics]'", name="prometheus_client"
+            ) from error
+        if path.suffix != ".prom":
+            raise ValueError(f"--metrics-file {path}: node_exporter reads only names that end in .prom; give one")
+        if not path.absolute().parent.is_dir():
+            raise ValueError(f"--metrics-file {path}: there is no such folder; make it first")
+        self._path = path
+        self._labels = {"model": model}
+        self._registry = CollectorRegistry()
+        self._latest: Sample | None = None
+        self._written_s = -_PERIOD_S
+
+        def gauge(name: str, words: str, *labels: str) -> Gauge:
+            return Gauge(f"ullage_{name}", words, ("model", *labels), registry=self._registry)
+
+        self._running = gauge("running", "1 while training goes on, 0 when it has ended in order")
+        self._time = gauge("last_iteration_time_seconds", "Unix time at which the last iteration ended")
+        self._gauges = {
+            "iteration": gauge("iteration", "Iterations that have ended"),
+            "loss": gauge("loss", "Mean over micro-batches and ranks"),
+            "learning_rate": gauge("learning_rate", "The largest of all parameter groups"),
+            "measured_s": gauge("iteration_seconds", "Measured time of the last iteration"),
+            "predicted_s": gauge("predicted_iteration_seconds", "What the plan predicts for it"),
+            "tokens_per_s": gauge("tokens_per_second", "Of all ranks together, measured"),
+        }
+        self._held = gauge("held_bytes", "Memory that rank 0 has taken once", "tier")
+        self._checkpoints = Counter(
+            "ullage_checkpoints", "Checkpoints of rank 0 that have ended", ("model", "result"), registry=self._registry
+        )
+        self._running.labels(**self._labels).set(1)
+        self._write()
+
+    def write(self, sample: Sample) -> None:
+        """Take a sample; the file has it within about a second, or with the next one."""
+        self._time.labels(**self._labels).set_to_current_time()
+        for name, gauge in self._gauges.items():
+            gauge.labels(**self._labels).set(getattr(sample, name) + (name == "iteration"))
+        for tier, num_bytes in sample.held_bytes.items():
+            self._held.labels(**self._labels, tier=tier.value).set(num_bytes)
+        before = self._latest
+        for result, name in (("saved", "num_saved"), ("failed", "num_failed")):
+            more = getattr(sample, name) - (getattr(before, name) if before else 0)
+            self._checkpoints.labels(**self._labels, result=result).inc(more)
+        self._latest = sample
+        if time.monotonic() - self._written_s >= _PERIOD_S:
+            self._write()
+
+    def close(self) -> None:
+        """Say that training has ended."""
+        self._running.labels(**self._labels).set(0)
+        self._write()
+
+    def _write(self) -> None:
+        from prometheus_client import write_to_textfile  # noqa: PLC0415 - see above
+
+        write_to_textfile(str(self._path), self._registry)
+        self._written_s = time.monotonic()
+
+
+@final
+class Metrics:
+    """All sinks of an execution.
+
+    Args:
+        sinks: where samples go.
+        warn: is told once of each sink that fails.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], warn: Callable[[str], None]) -> None:
+        self._sinks = list(sinks)
+        self._warn = warn
+
+    def after(self, step: Step, trainer: Trainer) -> None:
+        """Take a step that has ended."""
+        if self._sinks:
+            sample = Sample.of(step, trainer)
+            self._all(lambda sink: sink.write(sample))
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._all(lambda sink: sink.close())
+
+    def _all(self, do: Callable[[Sink], None]) -> None:
+        for sink in tuple(self._sinks):
+            try:
+                do(sink)
+            except OSError as error:
+                self._sinks.remove(sink)
+                where = f"{error.filename}: " if error.filename else ""
+                self._warn(f"warning: no more metrics for {type(sink).__name__}: {where}{error.strerror or error}")

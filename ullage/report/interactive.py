@@ -1,0 +1,290 @@
+"""Charts as plotly.js draws them.
+
+A colour is written ``@name`` or ``@name/opacity``, after :data:`ullage.palette.COLOURS`: the page puts in those of the
+theme that it is shown in. Words of a chart are text to plotly.js, which knows a few tags: ``<`` and ``&`` are escaped.
+"""
+
+import html
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from ullage.palette import COLOURS, ORDINALS, Work
+from ullage.report.charts import PREFIXED, Axis, Chart, Gantt, Mark, Trace, said
+
+_NAME_COLUMNS = 26  # of the name of a bar, so that on a phone there is room for the bar
+_BAR_PX, _LINE_PX, _GROUP_PX, _ROW_PX = 17, 15, 12, 24
+_TICKS = 10_000_000  # that the time of an iteration is counted in: whole numbers are short, and finer than any screen
+_PLAIN = ",.4~r"  # 24,450 and 0.1453
+_MANY = 20  # points, which are then smaller
+_DASHES = {False: "solid", True: "dot"}
+
+
+def theme(*, dark: bool) -> dict[str, str]:
+    """Return every colour of a theme by its name."""
+    return {name: colour.dark if dark else colour.light for name, colour in COLOURS.items()}
+
+
+def figure(picture: Chart | Gantt) -> dict[str, Any]:
+    """Return what the page draws: ``data`` and ``layout`` of plotly.js, or for a Gantt chart its rows."""
+    return _gantt(picture) if isinstance(picture, Gantt) else _chart(picture)
+
+
+def _chart(chart: Chart) -> dict[str, Any]:
+    bars = any(trace.mark is Mark.BARS for trace in chart.traces)
+    names = list(dict.fromkeys(str(name) for trace in chart.traces if bars for name in trace.y))
+    shown_of = {trace.name for trace in chart.traces}
+    layout: dict[str, Any] = {
+        "xaxis": _axis(chart.x, [x for trace in chart.traces for x in trace.x if not isinstance(x, str)])
+        | ({"rangemode": "tozero"} if bars else {}),
+        "yaxis": {
+            "type": "category",
+            "categoryorder": "array",
+            "categoryarray": [_wrapped(name) for name in names],
+            "autorange": "reversed",
+            "dtick": 1,
+            "automargin": True,
+            "fixedrange": True,
+            "tickfont": {"size": 12},
+        }
+        if bars
+        else _axis(chart.y, [y for trace in chart.traces for y in trace.y if not isinstance(y, str)])
+        | ({} if chart.y.log else {"rangemode": "tozero"})
+        | {"fixedrange": chart.over_time},
+        "showlegend": len(shown_of) > 1 or chart.bars == "stack",
+        "hovermode": "x unified" if chart.over_time else "closest",
+        "shapes": [*_bands(chart), *_levels(chart)],
+        "annotations": _annotations(chart),
+        "barmode": chart.bars,
+        "bargap": 0.18,
+        "bargroupgap": 0.04,
+    }
+    if chart.over_time:
+        end = max((float(trace.x[-1]) for trace in chart.traces if len(trace.x)), default=1.0)
+        layout["xaxis"] |= {"range": [0.0, max(end, *(band.end for band in chart.bands), 1e-9)]}
+    if bars:
+        per_name = len(chart.traces) if chart.bars == "group" else 1
+        lines = (max(per_name * _BAR_PX, (1 + _wrapped(name).count("<br>")) * _LINE_PX) + _GROUP_PX for name in names)
+        layout["height"] = 90 + sum(lines)
+    else:
+        layout["height"] = 340
+    return {
+        "key": chart.key,
+        "kind": "bars" if bars else "chart",
+        "linked": chart.over_time,
+        "data": [_trace(chart, trace, bars=bars) for trace in chart.traces],
+        "layout": layout,
+    }
+
+
+def _axis(axis: Axis, values: Sequence[float] = ()) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "title": {"text": _plain(f"{axis.title} ({axis.unit})" if axis.unit else axis.title)},
+        "automargin": True,
+    }
+    if axis.log:
+        shown = _round_values(min(values), max(values))
+        result |= {"type": "log", "tickvals": shown, "ticktext": [said(value, axis.unit) for value in shown]}
+        result |= {"tickangle": 0}
+        low, high = (math.log10(value) for value in (min(values), max(values)))
+        return result | {"range": [low - 0.05 * (high - low) - 0.02, high + 0.05 * (high - low) + 0.02]}
+    if axis.unit == "%":
+        return result | {"tickformat": ".0%"}
+    return result | ({"tickformat": "~s", "ticksuffix": axis.unit} if axis.unit in PREFIXED else {"tickformat": _PLAIN})
+
+
+def _round_values(low: float, high: float) -> list[float]:
+    """Return 1, 2 and 5 of every power of ten between two values, or only the powers where that is too many."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    digits = (1, 2, 5) if len(powers) <= 4 else (1,)
+    return [digit * 10.0**power for power in powers for digit in digits]
+
+
+def _trace(chart: Chart, trace: Trace, *, bars: bool) -> dict[str, Any]:
+    result = {"name": _plain(trace.name), "x": _values(trace.x), "y": _values(trace.y)}
+    return result | (_bars(chart, trace) if bars else _line(chart, trace))
+
+
+def _bars(chart: Chart, trace: Trace) -> dict[str, Any]:
+    single = isinstance(trace.colour, str)
+    colour = f"@{trace.colour}" if single else [f"@{name}" for name in trace.colour]
+    marker: dict[str, Any] = {"color": colour, "line": {"width": 0}}
+    if trace.measured:
+        marker["pattern"] = {"shape": "/", "size": 6, "solidity": 0.3, "fgcolor": "@paper", "fillmode": "overlay"}
+    result = {
+        "type": "bar",
+        "orientation": "h",
+        "marker": marker,
+        "y": [_wrapped(str(name)) for name in trace.y],
+        "constraintext": "none",
+        "textangle": 0,
+        "textfont": {"size": 11},
+        "cliponaxis": False,
+        "textposition": "none" if chart.bars == "stack" else "outside",
+    }
+    number = _number("x", chart.x.unit)
+    if not trace.texts:
+        texttemplate = "%{x:.0%}" if chart.x.unit == "%" else number
+        return result | {"texttemplate": texttemplate, "hovertemplate": f"%{{fullData.name}}: {number}<extra></extra>"}
+    words = f"%{{text}}, {number}" if chart.bars == "stack" else "%{text}"
+    texts = [_plain(text) for text in trace.texts]
+    return result | {"text": texts, "hovertemplate": f"%{{fullData.name}}: {words}<extra></extra>"}
+
+
+def _line(chart: Chart, trace: Trace) -> dict[str, Any]:
+    assert isinstance(trace.colour, str), "lines have one colour"
+    name, colour = _plain(trace.name), f"@{trace.colour}"
+    line: dict[str, Any] = {"color": colour, "width": 2, "dash": _DASHES[trace.measured]}
+    result = {"type": "scatter", "mode": "lines", "line": line, "legendgroup": name}
+    if trace.faint:
+        line |= {"shape": "hv", "width": 0}
+        shade = {"fill": "tozeroy", "fillcolor": f"{colour}/0.22"}
+        return result | shade | {"showlegend": False, "hoverinfo": "skip"}
+    result["hovertemplate"] = _number("y", chart.y.unit)
+    if trace.mark is Mark.AREA:
+        line |= {"shape": "hv", "width": 0.5, "dash": "solid"}
+        result |= {"stackgroup": "one", "fillcolor": f"{colour}/0.85"}
+    elif trace.mark is Mark.STEPS:
+        line |= {"shape": "hv"}
+    elif trace.mark in {Mark.CURVE, Mark.POINTS}:
+        many = len(trace.x) > _MANY
+        symbol = "diamond-open" if trace.measured else "circle"
+        result["marker"] = {"color": colour, "size": 7 if many else 9, "symbol": symbol, "opacity": 0.6 if many else 1}
+        result["mode"] = "lines+markers" if trace.mark is Mark.CURVE else "markers"
+        if trace.texts:
+            texts = [_plain(text) for text in trace.texts]
+            result |= {"text": texts, "hovertemplate": "%{text}<extra>%{fullData.name}</extra>"}
+    return result
+
+
+def _number(of: str, unit: str) -> str:
+    if unit == "%":
+        return f"%{{{of}:.1%}}"
+    return f"%{{{of}:.3s}}{unit}" if unit in PREFIXED else f"%{{{of}:{_PLAIN}}} {unit}"
+
+
+def _levels(chart: Chart) -> list[dict[str, Any]]:
+    line = {"color": "@ink", "width": 1.2, "dash": "dash"}
+    lying = [
+        {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": level.value, "y1": level.value, "line": line}
+        for level in chart.levels
+    ]
+    standing = [
+        {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": level.value, "x1": level.value, "line": line}
+        for level in chart.limits
+    ]
+    return lying + standing
+
+
+def _bands(chart: Chart | Gantt) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "rect",
+            "layer": "below",
+            "xref": "x",
+            "yref": "paper",
+            "x0": band.start,
+            "x1": band.end,
+            "y0": 0,
+            "y1": 1,
+            "fillcolor": f"@{band.colour}",
+            "line": {"width": 0},
+        }
+        for band in chart.bands
+    ]
+
+
+def _annotations(chart: Chart | Gantt) -> list[dict[str, Any]]:
+    words = [
+        {
+            "xref": "x",
+            "yref": "paper",
+            "x": (band.start + band.end) / 2,
+            "y": 1,
+            "yanchor": "bottom",
+            "text": _plain(band.words),
+            "showarrow": False,
+            "font": {"size": 11, "color": "@soft"},
+            "share": (band.end - band.start) / max(chart.bands[-1].end, 1e-30),
+        }
+        for band in chart.bands
+        if band.words
+    ]
+    if isinstance(chart, Gantt):
+        return words
+    return words + [
+        {
+            "xref": "paper",
+            "yref": "y",
+            "x": 1,
+            "xanchor": "right",
+            "y": level.value,
+            "yanchor": "top" if level.value < 0 else "bottom",
+            "text": _plain(f"{level.words} {said(abs(level.value), chart.y.unit)}"),
+            "showarrow": False,
+            "font": {"size": 11, "color": "@ink"},
+            "bgcolor": "@paper/0.7",
+        }
+        for level in chart.levels
+    ]
+
+
+def _gantt(gantt: Gantt) -> dict[str, Any]:
+    names: dict[str, int] = {}
+    kinds = [work for work in Work if any(work in row.work for row in gantt.rows)]
+    number = {work: i for i, work in enumerate(kinds)}
+    tick_s = gantt.period_s / _TICKS
+    rows = [
+        {
+            "name": _plain(row.name),
+            "start": [round(start_s / tick_s) for start_s in row.start_s],
+            "end": [round(end_s / tick_s) for end_s in row.end_s],
+            "work": [number[work] for work in row.work],
+            "task": [names.setdefault(name, len(names)) for name in row.tasks],
+        }
+        for row in gantt.rows
+    ]
+    return {
+        "key": gantt.key,
+        "kind": "gantt",
+        "linked": True,
+        "tick": tick_s,
+        "rows": rows,
+        "names": [_plain(name) for name in names],
+        "work": [{"name": work.value, "color": f"@{work}"} for work in kinds],
+        "layout": {
+            "xaxis": _axis(gantt.x) | {"range": [0.0, gantt.period_s]},
+            "yaxis": {
+                "tickvals": list(range(len(rows))),
+                "ticktext": [row["name"] for row in rows],
+                "range": [len(rows) - 0.4, -0.6],
+                "fixedrange": True,
+                "automargin": True,
+                "showgrid": False,
+                "zeroline": False,
+            },
+            "shapes": _bands(gantt),
+            "annotations": _annotations(gantt),
+            "showlegend": True,
+            "hovermode": "closest",
+            "height": 130 + _ROW_PX * len(rows),
+        },
+    }
+
+
+def _values(values: Sequence[float | str]) -> list[Any]:
+    """Return values with as many digits as any screen can show."""
+    return [value if isinstance(value, str) else float(f"{value:.7g}") for value in values]
+
+
+def _wrapped(name: str) -> str:
+    lines = textwrap.wrap(name, _NAME_COLUMNS, break_long_words=True) or [name]
+    return "<br>".join(_plain(line) for line in lines)
+
+
+def _plain(text: str) -> str:
+    return html.escape(text, quote=False)
+
+
+assert set(ORDINALS) <= set(COLOURS)

@@ -1,0 +1,132 @@
+"""Predicted against measured, and which assumption was wrong: what `ullage compare` tells, as pictures."""
+
+from collections.abc import Iterable
+
+from ullage.comparison import Explained, Row, kind_words
+from ullage.formatting import si, signed_percent
+from ullage.report.charts import Axis, Chart, Mark, Section, Table, Trace
+
+_LEAST = 1e-3  # of the iteration: causes that explain less are told in the table alone
+
+
+def comparison_section(explained: Explained) -> Section:
+    """Show phases, lanes and memory, predicted beside measured, and what their difference comes from."""
+    comparison = explained.comparison
+    measured = (
+        f"Measured figures are means of the {comparison.num_read} middle ones of {comparison.num_iterations} "
+        f"iterations, of which a tenth took less than {si(explained.p10_s, 's')} and a tenth more than "
+        f"{si(explained.p90_s, 's')}. Errors are predicted over measured: +10 % means that a tenth too much was "
+        "predicted."
+    )
+    words = [f"{explained.answer[0].upper()}{explained.answer[1:]}.", measured]
+    if explained.before:
+        words.append(f"Before the plan was changed on the way: {explained.before.answer}.")
+    note = "The error is behind the predicted figure."
+    time = Axis("time", "s")
+    return Section(
+        "comparison",
+        "Measured",
+        "Predicted against measured",
+        tuple(words),
+        (
+            *_causes(explained),
+            _bars("compared-phases", "Time by phase", time, note, comparison.phases),
+            _bars("compared-lanes", "Busy time of each lane in an iteration", time, note, comparison.lanes),
+            _bars("compared-memory", "Peak memory of each tier", Axis("peak", "B"), note, comparison.memory),
+            Table(
+                "Predicted against measured, in figures",
+                ("", "predicted", "measured", "error"),
+                tuple(_cells(row) for row in (*comparison.phases, *comparison.lanes, *comparison.memory)),
+            ),
+            *_refit(explained),
+        ),
+    )
+
+
+def _causes(explained: Explained) -> tuple[Chart | Table, ...]:
+    """Show the steps from the predicted iteration to the measured one."""
+    found = explained.attribution
+    told = [cause for cause in found.causes if abs(cause.seconds) >= _LEAST * found.measured_s]
+    rows = tuple((cause.kind, explained.reason(cause), _signed_s(cause.seconds)) for cause in found.causes)
+    total = ("", "measured - predicted", _signed_s(explained.error_s))
+    table = Table("Which assumption was wrong, and what it explains", ("", "what happened", "explains"), (*rows, total))
+    if not told:
+        return (table,)
+    chart = Chart(
+        key="causes",
+        title="Which assumption was wrong",
+        note="What of the difference between the measured and the predicted iteration each explains; they add up.",
+        x=Axis("measured - predicted", "s"),
+        y=Axis(""),
+        traces=(
+            Trace(
+                "explains",
+                [cause.seconds for cause in told],
+                [cause.kind + (f": {kind_words(cause.of)}" if cause.of else "") for cause in told],
+                Mark.BARS,
+                ["second" if cause.seconds > 0 else "third" for cause in told],
+                texts=[_signed_s(cause.seconds) for cause in told],
+            ),
+        ),
+    )
+    return (chart, table)
+
+
+def _signed_s(seconds: float) -> str:
+    return f"{'+' if seconds >= 0 else '-'}{si(abs(seconds), 's')}"
+
+
+def _refit(explained: Explained) -> tuple[Table, ...]:
+    """List the quantities of the profile that this run would have otherwise."""
+    if not explained.changes:
+        return ()
+    rows = tuple(
+        (
+            change.path,
+            *(si(value, change.unit) if change.unit else f"{value:.3g}" for value in (change.before, change.after)),
+            signed_percent(change.after / change.before - 1),
+        )
+        for change in explained.changes
+    )
+    predicted = si(explained.refitted.predicted_s, "s")
+    note = f"With it {predicted} would have been predicted. `ullage compare RUN --refit PATH` writes that profile."
+    return (Table("The profile that this run proposes", ("quantity", "from", "to", "change"), rows, note),)
+
+
+def _bars(key: str, title: str, axis: Axis, note: str, rows: Iterable[Row]) -> Chart:
+    known = [row for row in rows if row.predicted is not None or row.measured is not None]
+    names = [row.name for row in known]
+    predicted = [row.predicted or 0.0 for row in known]
+    measured = [row.measured or 0.0 for row in known]
+    errors = ["" if row.error is None else f" ({signed_percent(row.error)})" for row in known]
+    return Chart(
+        key=key,
+        title=title,
+        note=note,
+        x=axis,
+        y=Axis(""),
+        traces=(
+            Trace(
+                "predicted",
+                predicted,
+                names,
+                Mark.BARS,
+                "first",
+                texts=[si(value, axis.unit) + error for value, error in zip(predicted, errors, strict=True)],
+            ),
+            Trace(
+                "measured",
+                measured,
+                names,
+                Mark.BARS,
+                "second",
+                measured=True,
+                texts=[si(value, axis.unit) for value in measured],
+            ),
+        ),
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    values = ("-" if value is None else si(value, row.unit) for value in (row.predicted, row.measured))
+    return (row.name, *values, "-" if row.error is None else signed_percent(row.error))

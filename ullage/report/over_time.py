@@ -1,0 +1,328 @@
+"""What happens within one iteration: tasks, memory, traffic, and what phases ask of the machine."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from planner.costs import CostModel, Resource
+from planner.prediction import capacities
+from planner.schedule import Lane, MemoryClass, Tier
+from planner.series import Series
+from planner.timeline import MemoryUse
+from ullage.formatting import percent, si
+from ullage.report.charts import Axis, Chart, Gantt, Level, Mark, Row, Section, Trace
+from ullage.report.views import View
+from ullage.runs import RunRecord
+
+_TIME = Axis("time since the iteration began", "s")
+_TIERS = {Tier.GPU: "one device", Tier.HOST: "one host", Tier.NVME: "the drives of one node"}
+# A capacity far above what is held would press the picture flat: it is told, not drawn.
+_DRAWN = 0.25
+# Lines are means over this part of the period, as a sampling monitor would show them; behind them is every single task.
+_WINDOW = 1 / 60
+_NUM_SAMPLES = 600
+_MOST_STEPS = 3000  # of a step function that is drawn as it is; a longer one as so many equal parts
+_LINKS = {
+    "host-link": ("host link (PCIe)", "towards the device", Lane.H2D, "to the host", Lane.D2H),
+    "nvme": ("NVMe", "read", Lane.NVME_READ, "written", Lane.NVME_WRITE),
+}
+_CAPACITY = {
+    Lane.H2D: Resource.LINK_DOWN,
+    Lane.D2H: Resource.LINK_UP,
+    Lane.NVME_READ: Resource.NVME_READ,
+    Lane.NVME_WRITE: Resource.NVME_WRITE,
+}
+
+
+def gantt_section(views: Sequence[View]) -> Section:
+    """Show every task of an iteration on its lane, predicted above measured."""
+    rows: dict[tuple[int, int, bool], Row] = {}
+    for view in views:
+        for (stage, lane), row in view.rows(says_who=len(views) > 1):
+            rows[stage, lane, view.measured] = row
+    shown = tuple(rows[key] for key in sorted(rows))
+    note = "Each bar is a task; bars narrower than a pixel are drawn as one, and come apart when you zoom in (drag)."
+    if len(views) > 1:
+        note += " Phases behind them are those predicted."
+    gantt = Gantt(
+        key="gantt",
+        title="Tasks of one iteration, by lane",
+        note=note,
+        x=_TIME,
+        rows=shown,
+        period_s=max(view.period_s for view in views),
+        bands=views[0].bands,
+    )
+    return Section("timeline", "Tasks", "What happens when", (), (gantt,))
+
+
+def memory_section(views: Sequence[View], cost: CostModel, run: RunRecord | None) -> Section:
+    """Show what each tier holds over time, by class."""
+    predicted = views[0]
+    charts = []
+    for tier, use in predicted.memory.items():
+        num_ranks = 1 if tier is Tier.GPU else cost.ranks_per_node
+        capacity_bytes = capacities(cost)[tier]
+        traces = list(_areas(use, predicted.period_s, num_ranks))
+        if run is not None and (line := _measured_memory(run, views[-1], tier)) is not None:
+            traces.append(line)
+        peak_bytes = use.peak_bytes * num_ranks
+        drawn = peak_bytes >= _DRAWN * capacity_bytes
+        share = percent(peak_bytes / capacity_bytes)
+        note = f"Peak {si(peak_bytes, 'B')} predicted, {share} of {si(capacity_bytes, 'B')}."
+        if run is not None and tier in run.memory:
+            note += f" Measured peak {si(run.memory[tier], 'B')}."
+        if num_ranks > 1:
+            note += f" All {num_ranks} ranks of a node together."
+        if predicted.timeline.schedule.num_stages > 1:
+            note += " Of pipeline stages the fullest."
+        charts.append(
+            Chart(
+                key=f"memory-{tier}",
+                title=f"Memory of {_TIERS[tier]}",
+                note=note,
+                x=_TIME,
+                y=Axis("memory", "B"),
+                traces=tuple(traces),
+                levels=(Level(capacity_bytes, "capacity"),) if drawn else (),
+                bands=predicted.bands,
+                over_time=True,
+            )
+        )
+    words = []
+    if run is not None and not run.device_bytes:
+        words.append("This run kept no measured device memory over time: run it again with this version to see it.")
+    return Section("memory", "Memory", "Memory over time", tuple(words), tuple(charts))
+
+
+def _areas(use: MemoryUse, period_s: float, num_ranks: int) -> Sequence[Trace]:
+    """Stack the classes, those that change least at the bottom."""
+    held = {kind: np.array(values, np.float64) * num_ranks for kind, values in use.num_bytes.items() if any(values)}
+    times_s = np.array(use.times_s)
+    if len(times_s) > _MOST_STEPS:
+        times_s, held = _most_held(times_s, held, period_s)
+    result = []
+    for kind, values in sorted(held.items(), key=lambda item: float(np.ptp(item[1]))):
+        x, y = [*times_s.tolist(), period_s], [*values.tolist(), float(values[-1])]
+        result.append(Trace(kind.value, x, y, Mark.AREA, kind))
+    return result
+
+
+def _most_held(
+    times_s: np.ndarray[tuple[int], np.dtype[np.float64]],
+    held: Mapping[MemoryClass, np.ndarray[tuple[int], np.dtype[np.float64]]],
+    period_s: float,
+) -> tuple[
+    np.ndarray[tuple[int], np.dtype[np.float64]], dict[MemoryClass, np.ndarray[tuple[int], np.dtype[np.float64]]]
+]:
+    """Return the same in equal parts, each with what all classes hold when they hold most together."""
+    edges_s = np.linspace(0.0, period_s, _MOST_STEPS, endpoint=False)
+    part = np.minimum((times_s / period_s * _MOST_STEPS).astype(np.int64), _MOST_STEPS - 1)
+    total = np.sum(list(held.values()), axis=0)
+    # What holds when a part begins is a candidate too, and where nothing changes the only one.
+    chosen = np.maximum(np.searchsorted(times_s, edges_s, side="right") - 1, 0)
+    order = np.lexsort((total, part))
+    last = np.append(np.flatnonzero(np.diff(part[order])), len(order) - 1)
+    best = order[last]
+    better = total[best] > total[chosen[part[best]]]
+    chosen[part[best][better]] = best[better]
+    return edges_s, {kind: values[chosen] for kind, values in held.items()}
+
+
+def _measured_memory(run: RunRecord, view: View, tier: Tier) -> Trace | None:
+    """Return measured bytes over time: of the device from task to task of the metered iteration, else what is constant.
+
+    What came and went was metered in another iteration, which took longer: it is laid over the times of this one.
+    """
+    if tier not in run.memory:
+        return None
+    if tier is not Tier.GPU:
+        x, y = [0.0, view.period_s], [float(run.memory[tier])] * 2
+        return Trace("measured", x, y, Mark.STEPS, "ink", measured=True)
+    if not run.device_bytes:
+        return None
+    static_bytes = sum(run.static_bytes[tier].values())
+    starts_s = view.timeline.start_s[view.iteration] - view.begin_s
+    seen = sorted((float(starts_s[task]), static_bytes + n) for task, n in run.device_bytes.items())
+    seen = [(at_s, n) for at_s, n in seen if not np.isnan(at_s)]
+    x, y = [at_s for at_s, _ in seen], [float(n) for _, n in seen]
+    return Trace("measured", [*x, view.period_s], [*y, y[-1]], Mark.STEPS, "ink", measured=True)
+
+
+def traffic_section(views: Sequence[View], cost: CostModel) -> Section:
+    """Show bytes per second over every link, both ways, and of host memory."""
+    capacity = cost.capacities()
+    charts = [
+        chart
+        for key, (title, first, down, second, up) in _LINKS.items()
+        if (chart := _both_ways(views, key, title, ((first, down, 1), (second, up, -1)), capacity)) is not None
+    ]
+    network = tuple(
+        (words, lane, 1)
+        for words, lane in (
+            ("gathers and reductions", Lane.COLLECTIVE),
+            ("to the next stage", Lane.SEND),
+            ("to the previous stage", Lane.SEND_BACK),
+        )
+    )
+    if (chart := _both_ways(views, "network", "network between devices", network, {})) is not None:
+        charts.append(chart)
+    charts.append(_dram(views, cost, capacity[Resource.DRAM]))
+    words = (
+        "Rates of one rank. A line is the mean over a sixtieth of the iteration, as a monitor would show it; behind "
+    )
+    words += "it is every single transfer at its own mean rate."
+    return Section("traffic", "Traffic", "Traffic over time", (words,), tuple(charts))
+
+
+def _both_ways(
+    views: Sequence[View],
+    key: str,
+    title: str,
+    directions: Sequence[tuple[str, Lane, int]],
+    capacity: Mapping[Resource, float],
+) -> Chart | None:
+    """Draw what goes to the device upwards and what comes from it downwards."""
+    traces, told = [], []
+    levels = []
+    for number, (words, lane, sign) in enumerate(directions):
+        colour = ("down", "up", "third")[number]
+        for view in views:
+            if (series := view.traffic.get(lane)) is None:
+                continue
+            name = f"{words}, {view.who}" if len(views) > 1 else words
+            traces += _rate(series, name, colour, sign, measured=view.measured)
+            told.append(f"{name} {si(series.integral, 'B')}, at most {si(series.peak, 'B/s')}")
+        if told and lane in _CAPACITY and _CAPACITY[lane] in capacity:
+            levels.append(Level(sign * capacity[_CAPACITY[lane]], f"{words}: the most there is"))
+    if not traces:
+        return None
+    mirrored = any(sign < 0 for _, _, sign in directions)
+    return Chart(
+        key=f"traffic-{key}",
+        title=f"Traffic over the {title}" if key != "network" else "Traffic over the network between devices",
+        note=f"{'; '.join(told)}.{' The second direction is drawn downwards.' if mirrored else ''}",
+        x=_TIME,
+        y=Axis("rate", "B/s"),
+        traces=tuple(traces),
+        levels=tuple(levels),
+        bands=views[0].bands,
+        over_time=True,
+    )
+
+
+def _dram(views: Sequence[View], cost: CostModel, capacity: float) -> Chart:
+    traces = []
+    for view in views:
+        name = view.who if len(views) > 1 else "reads and writes"
+        traces += _rate(view.used(_dram_bytes(view, cost)), name, "dram", 1, measured=view.measured)
+    return Chart(
+        key="traffic-dram",
+        title="Traffic of host memory (DRAM)",
+        note="Bytes that tasks read and write, by the cost model's count, at the times of the tasks.",
+        x=_TIME,
+        y=Axis("rate", "B/s"),
+        traces=tuple(traces),
+        levels=(Level(capacity, "the most there is"),),
+        bands=views[0].bands,
+        over_time=True,
+    )
+
+
+def _dram_bytes(view: View, cost: CostModel) -> list[float]:
+    """Return the bytes of host memory that each task reads and writes."""
+    prices = cost.prices(view.timeline.schedule)
+    return [dict(price.uses).get(Resource.DRAM, 0.0) * price.duration_s for price in prices]
+
+
+def _rate(series: Series, name: str, colour: str, sign: int, *, measured: bool) -> list[Trace]:
+    """Return the mean over a sliding window, and behind it every single step."""
+    at_s = np.linspace(0.0, series.period_s, _NUM_SAMPLES)
+    means = sign * series.moving_means(at_s, _WINDOW * series.period_s)
+    line = Trace(name, at_s.tolist(), means.tolist(), Mark.LINE, colour, measured=measured)
+    if measured:  # two shades upon one another would be neither's
+        return [line]
+    if len(series.times_s) <= _MOST_STEPS:
+        x, y = [*series.times_s.tolist(), series.period_s], [*series.values.tolist(), float(series.values[-1])]
+    else:
+        x = np.linspace(0.0, series.period_s, _MOST_STEPS + 1).tolist()
+        means_of_parts = series.means(_MOST_STEPS)
+        y = [*means_of_parts.tolist(), float(means_of_parts[-1])]
+    return [Trace(name, x, [sign * value for value in y], Mark.STEPS, colour, faint=True), line]
+
+
+def resources_section(views: Sequence[View], cost: CostModel) -> Section:
+    """Show how much of the machine each phase uses, and how busy the processors are over time."""
+    over_time = []
+    for view in views:
+        for processor, colour, words in (("gpu", "device", "device computes"), ("cpu", "cores", "CPU updates")):
+            if (series := view.busy.get(processor)) is not None and series.integral:
+                name = f"{words}, {view.who}" if len(views) > 1 else words
+                over_time += _rate(series, name, colour, 1, measured=view.measured)
+    busy = Chart(
+        key="busy",
+        title="How busy the processors are",
+        note="The device that computes, and the CPU where it updates, as a share of the time.",
+        x=_TIME,
+        y=Axis("busy", "%"),
+        traces=tuple(over_time),
+        bands=views[0].bands,
+        over_time=True,
+    )
+    shares = [(view, _shares(view, cost)) for view in views]
+    phases = list(dict.fromkeys(phase for _, found in shares for phase in found))
+    used = [name for _, found in shares for of in found.values() for name, share in of.items() if share]
+    resources = list(dict.fromkeys(used))
+    traces = []
+    for number, phase in enumerate(phases):
+        for view, found in shares:
+            values = [found.get(phase, {}).get(name, 0.0) for name in resources]
+            name = f"{phase}, {view.who}" if len(views) > 1 else phase
+            colour = ("first", "fifth", "third", "fourth")[number]
+            traces.append(Trace(name, values, resources, Mark.BARS, colour, measured=view.measured))
+    by_phase = Chart(
+        key="phases",
+        title="What each phase asks of the machine",
+        note="Mean use within each phase: processors as a share of the time, links and memory as a share of their "
+        "highest rate.",
+        x=Axis("mean use within the phase", "%"),
+        y=Axis(""),
+        traces=tuple(traces),
+    )
+    return Section("resources", "Phases", "Phases against resources", (), (by_phase, busy))
+
+
+def _shares(view: View, cost: CostModel) -> dict[str, dict[str, float]]:
+    """Return the mean use of every resource within each phase, all stretches of it together."""
+    capacity = cost.capacities()
+    used: dict[str, tuple[Series, float]] = {
+        "device computes": (view.busy["gpu"], 1.0),
+        "CPU updates": (view.busy["cpu"], 1.0),
+        "host memory (DRAM)": (view.used(_dram_bytes(view, cost)), capacity[Resource.DRAM]),
+    }
+    names = {
+        Lane.H2D: "host link, to the device",
+        Lane.D2H: "host link, to the host",
+        Lane.NVME_READ: "NVMe, read",
+        Lane.NVME_WRITE: "NVMe, written",
+    }
+    used |= {
+        name: (view.traffic[lane], capacity[_CAPACITY[lane]]) for lane, name in names.items() if lane in view.traffic
+    }
+    result: dict[str, dict[str, float]] = {}
+    stretches = view.timeline.stretches(view.iteration)
+    for phase in dict.fromkeys(stretch.phase for stretch in stretches):
+        own = [s for s in stretches if s.phase is phase and s.end_s > s.start_s]
+        length_s = sum(s.end_s - s.start_s for s in own)
+        if length_s <= 0:
+            continue
+        result[phase.value] = {
+            name: sum(
+                series.mean_within(s.start_s - view.begin_s, s.end_s - view.begin_s) * (s.end_s - s.start_s)
+                for s in own
+            )
+            / length_s
+            / most
+            for name, (series, most) in used.items()
+        }
+    return result

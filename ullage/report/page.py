@@ -1,0 +1,112 @@
+"""The page: everything in one HTML file, which reaches for nothing outside it.
+
+Words from files are text: Jinja escapes them in the page, ``tojson`` inside its data, and
+:mod:`ullage.report.interactive` for plotly.js. A content security policy lets the browser run the scripts of the page
+by their digests, and no other, and load nothing at all.
+"""
+
+import base64
+import dataclasses
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+from hwprofiles import __version__
+from ullage.report.charts import Chart, Gantt, Part, Table
+from ullage.report.interactive import figure, theme
+
+try:
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "a report needs plotly and jinja2; pip install 'ullage[report]'", name="plotly"
+    ) from error
+
+_NUMBER = re.compile(r"^[+-]?[\d.,]+(e[+-]?\d+)?( ?[^\s\d]\S*){0,2}$")
+
+
+def render(parts: Sequence[Part], overview: Table | None = None) -> str:
+    """Return the HTML of a report on some files.
+
+    Args:
+        parts: what it says about each.
+        overview: what they have in common, side by side.
+    """
+    own = files("ullage.report")
+    scripts = [get_plotlyjs(), own.joinpath("page.js").read_text(encoding="utf-8")]
+    ids = [f"part{number}" for number in range(len(parts))]
+    digests = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    template = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).from_string(own.joinpath("page.html").read_text(encoding="utf-8"))
+    titles = list(dict.fromkeys(part.summary.title for part in parts))
+    return template.render(
+        policy=f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'",
+        version=__version__,
+        title=titles[0] if len(titles) == 1 else f"{len(parts)} side by side",
+        css=_trusted(own.joinpath("page.css").read_text(encoding="utf-8")),
+        scripts=[_trusted(script) for script in scripts],
+        parts=[_part(part, part_id) for part, part_id in zip(parts, ids, strict=True)],
+        overview=overview and _table(overview),
+        themes={name: theme(dark=name == "dark") for name in ("light", "dark")},
+        figures=[
+            figure(picture) | {"id": f"{part_id}-chart-{picture.key}", "part": part_id}
+            for part, part_id in zip(parts, ids, strict=True)
+            for section in part.sections
+            for picture in section.pictures
+        ],
+    )
+
+
+def _trusted(text: str) -> Markup:
+    """Return text of our own, or of plotly's, as it is."""
+    assert "</script" not in text.lower()
+    assert "</style" not in text.lower()
+    return Markup(text)  # noqa: S704 - not of a file that a user gave
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _part(part: Part, part_id: str) -> Mapping[str, Any]:
+    return {
+        "id": part_id,
+        "summary": part.summary,
+        "sections": [
+            {
+                "key": section.key,
+                "short": section.short,
+                "title": section.title,
+                "words": section.words,
+                "parts": [_shown(shown, part_id) for shown in section.parts],
+            }
+            for section in part.sections
+        ],
+    }
+
+
+def _shown(shown: Chart | Gantt | Table, part_id: str) -> Mapping[str, Any]:
+    if isinstance(shown, Table):
+        return {"id": "", **_table(shown)}
+    return {
+        "id": f"{part_id}-chart-{shown.key}",
+        "wide": isinstance(shown, Gantt) or not shown.half,
+        "title": shown.title,
+        "note": shown.note,
+        "table": _table(shown.table),
+    }
+
+
+def _table(table: Table) -> Mapping[str, Any]:
+    """Return a table and, of each column, whether it is of words."""
+    words = [
+        not position or any(row[position] not in {"", "-"} and not _NUMBER.match(row[position]) for row in table.rows)
+        for position in range(len(table.columns))
+    ]
+    return dataclasses.asdict(table) | {"words": words}

@@ -1,0 +1,226 @@
+"""What each lane achieves, against what the profile says that the machine can do."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from hwprofiles.quantity import Curve
+from planner.costs import CostModel, Resource
+from planner.schedule import Lane, Op, Task
+from planner.series import link_of
+from ullage.formatting import LANE_WORDS, percent, si
+from ullage.palette import WORK
+from ullage.report.charts import Axis, Chart, Mark, Section, Table, Trace
+from ullage.report.views import View
+
+_MOST_POINTS = 400  # tasks that a picture shows of one kind: equal ones lie upon one another anyway
+_UPDATES = {Lane.CPU, Lane.GPU_UPDATE}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Lane:
+    """A lane with what bounds it.
+
+    Attributes:
+        lane: which.
+        unit: of the amounts of its tasks.
+        best_per_s: the most that the profile lets it do.
+        amount: of a task.
+        roof: rate against the size of a task; ``None``: ``best_per_s`` at any size.
+    """
+
+    lane: Lane
+    unit: str
+    best_per_s: float
+    amount: Callable[[Task], float]
+    roof: Callable[[float], float] | None
+
+
+def roofline_section(views: Sequence[View], cost: CostModel, precision: str) -> Section:
+    """Show the roofline of computing, and for every other lane the rate of its tasks against their size."""
+    tasks = views[0].timeline.schedule.tasks
+    lanes = [lane for lane in Lane if any(task.lane is lane for task in tasks)]
+    known = [found for lane in lanes if (found := _lane(lane, cost, precision)) is not None]
+    rows, traces = [], []
+    for view in views:
+        shares, busies = [], []
+        for of in known:
+            amount, busy_s = _achieved(view, of)
+            rate = amount / busy_s if busy_s else 0.0
+            share = rate / of.best_per_s
+            shares.append(share)
+            busies.append(busy_s / view.period_s)
+            rows.append(
+                (
+                    of.lane.value,
+                    LANE_WORDS[of.lane],
+                    view.who,
+                    si(amount, of.unit),
+                    si(busy_s, "s"),
+                    percent(busy_s / view.period_s),
+                    si(rate, f"{of.unit}/s"),
+                    si(of.best_per_s, f"{of.unit}/s"),
+                    percent(share),
+                )
+            )
+        names = [of.lane.value for of in known]
+        suffix = f", {view.who}" if len(views) > 1 else ""
+        traces.append(Trace(f"rate while busy{suffix}", shares, names, Mark.BARS, "first", measured=view.measured))
+        traces.append(Trace(f"busy{suffix}", busies, names, Mark.BARS, "fourth", measured=view.measured))
+    overview = Chart(
+        key="lanes",
+        title="Each lane against what it could do",
+        note="Rate while busy, as a share of the best that the profile has for it, and the share of the iteration in "
+        "which it is busy. A lane that is busy all the time at its best rate is the wall.",
+        x=Axis("share", "%"),
+        y=Axis(""),
+        traces=tuple(traces),
+    )
+    columns = (
+        "lane",
+        "does",
+        "",
+        "amount",
+        "busy",
+        "of the iteration",
+        "rate while busy",
+        "the profile's best",
+        "share",
+    )
+    table = Table("Lanes in figures", columns, tuple(sorted(rows, key=lambda row: names.index(row[0]))))
+    compute = _compute(views, cost, precision) if Lane.COMPUTE in lanes else ()
+    others = [chart for of in known if of.roof and (chart := _sizes(views, of)) is not None]
+    return Section("roofline", "Roofline", "Lanes against the roofline", (), (overview, *compute, *others, table))
+
+
+def _lane(lane: Lane, cost: CostModel, precision: str) -> _Lane | None:
+    """Return what bounds a lane; ``None`` where the profile has no rate for it."""
+    profile, capacity, ranks = cost.profile, cost.capacities(), cost.ranks_per_node
+    host, device, fabric = profile.host, profile.device, profile.intra_node or profile.inter_node
+    link = link_of(lane)
+    found: _Lane | None = None
+    if lane is Lane.COMPUTE:
+        best = _best_flop_per_s(cost, precision)
+        found = _Lane(lane, "FLOP", best, lambda task: cost.work(task)[0], None)
+    elif lane is Lane.GPU_UPDATE:
+        best = device.optimizer.best_rate_per_s()
+        found = _Lane(lane, "params", best, _updated, _rate_of(device.optimizer, 1))
+    elif lane is Lane.CPU:
+        best = host.optimizer.best_rate_per_s() / ranks
+        found = _Lane(lane, "params", best, _updated, _rate_of(host.optimizer, ranks))
+    elif link is Lane.H2D or link is Lane.D2H:
+        down = link is Lane.H2D
+        curve = profile.host_link.down if down else profile.host_link.up
+        best = capacity[Resource.LINK_DOWN if down else Resource.LINK_UP]
+        found = _Lane(lane, "B", best, _moved, _rate_of(curve, curve.best_rate_per_s() / best))
+    elif profile.nvme is not None and (link is Lane.NVME_READ or link is Lane.NVME_WRITE):
+        curve = profile.nvme.read if link is Lane.NVME_READ else profile.nvme.write
+        found = _Lane(lane, "B", curve.best_rate_per_s() / ranks, _moved, _rate_of(curve, ranks))
+    elif fabric is not None and lane in {Lane.COLLECTIVE, Lane.SEND, Lane.SEND_BACK}:
+        found = _Lane(lane, "B", fabric.bytes_per_s.value, _moved, None)
+    return found
+
+
+def _best_flop_per_s(cost: CostModel, precision: str) -> float:
+    return cost.profile.device.gemm["fp32" if precision == "fp32" else "bf16"].best_rate_per_s()
+
+
+def _moved(task: Task) -> float:
+    return task.num_bytes
+
+
+def _updated(task: Task) -> float:
+    return task.num_params if task.op is Op.UPDATE else 0.0
+
+
+def _rate_of(curve: Curve, ranks: float) -> Callable[[float], float]:
+    """Return the rate that each of some ranks gets of a curve for a task of some size, when all do theirs at once."""
+    return lambda size: size / curve.time_s(size * ranks)
+
+
+def _achieved(view: View, of: _Lane) -> tuple[float, float]:
+    """Return the amount that a lane does in an iteration, and the seconds it is busy: in the busiest stage."""
+    totals: dict[int, tuple[float, float]] = {}
+    for span in view.timeline.of_iteration(view.iteration):
+        task = view.timeline.schedule.tasks[span.task]
+        if task.lane is of.lane:
+            amount, busy_s = totals.get(task.stage, (0.0, 0.0))
+            totals[task.stage] = (amount + of.amount(task), busy_s + span.end_s - span.start_s)
+    return max(totals.values(), key=lambda found: found[1], default=(0.0, 0.0))
+
+
+def _compute(views: Sequence[View], cost: CostModel, precision: str) -> tuple[Chart, ...]:
+    """Draw computing: FLOP/s against FLOP per byte of device memory, under the roofs of both."""
+    device = cost.profile.device
+    best = _best_flop_per_s(cost, precision)
+    memory = device.memory_bytes_per_s.value
+    traces, intensities = [], []
+    for view in views:
+        for op in (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD):
+            points = []
+            for span in view.timeline.of_iteration(view.iteration):
+                task = view.timeline.schedule.tasks[span.task]
+                length_s = span.end_s - span.start_s
+                if task.lane is not Lane.COMPUTE or task.op is not op or length_s <= 0:
+                    continue
+                flop, num_bytes = cost.work(task)
+                if flop and num_bytes:
+                    points.append((flop / num_bytes, flop / length_s, f"{task.name}: {si(length_s, 's')}"))
+            if points:
+                name = f"{op}, {view.who}" if len(views) > 1 else op.value
+                intensities += [point[0] for point in points]
+                traces.append(_points(name, points, WORK[op], measured=view.measured))
+    if not intensities:
+        return ()
+    ridge = best / memory
+    low, high = min(*intensities, ridge) / 2, max(*intensities, ridge) * 2
+    roof = Trace("roof", [low, ridge, high], [low * memory, best, best], Mark.LINE, "ink")
+    chart = Chart(
+        key="roofline",
+        title="Roofline of computing",
+        note=f"Each point is a task on the compute lane. The roof: {si(best, 'FLOP/s')} of matrix products, and "
+        f"{si(memory, 'B/s')} of device memory. Bytes are those that kernels touch; caches keep some from memory.",
+        x=Axis("FLOP per byte", "", log=True),
+        y=Axis("rate", "FLOP/s", log=True),
+        traces=(roof, *traces),
+    )
+    return (chart,)
+
+
+def _sizes(views: Sequence[View], of: _Lane) -> Chart | None:
+    """Draw the rate of each task of a lane against its size, under the profile's curve."""
+    assert of.roof is not None
+    traces, sizes = [], []
+    for view in views:
+        points = []
+        for span in view.timeline.of_iteration(view.iteration):
+            task = view.timeline.schedule.tasks[span.task]
+            amount, length_s = of.amount(task), span.end_s - span.start_s
+            if task.lane is of.lane and amount and length_s > 0:
+                points.append((amount, amount / length_s, f"{task.name}: {si(length_s, 's')}"))
+        if points:
+            sizes += [point[0] for point in points]
+            colour = "second" if view.measured else "first"
+            traces.append(_points(view.who if len(views) > 1 else "tasks", points, colour, measured=view.measured))
+    if not sizes:
+        return None
+    low, high = math.log10(min(sizes) / 2), math.log10(max(sizes) * 2)
+    at = [10 ** (low + (high - low) * i / 40) for i in range(41)]
+    roof = Trace("the profile's curve", at, [of.roof(size) for size in at], Mark.LINE, "ink")
+    what = "parameters" if of.lane in _UPDATES else "bytes"
+    return Chart(
+        key=f"rates-{of.lane}",
+        title=f"Lane {of.lane}: {LANE_WORDS[of.lane]}",
+        note="Each point is a task; the line is what the profile gives a task of that size alone on the machine.",
+        x=Axis(f"{what} of one task", of.unit, log=True),
+        y=Axis("rate", f"{of.unit}/s", log=True),
+        traces=(roof, *traces),
+        half=True,
+    )
+
+
+def _points(name: str, points: Sequence[tuple[float, float, str]], colour: str, *, measured: bool) -> Trace:
+    step = -(-len(points) // _MOST_POINTS)
+    shown = points[::step]
+    x, y, texts = [p[0] for p in shown], [p[1] for p in shown], [p[2] for p in shown]
+    return Trace(name, x, y, Mark.POINTS, colour, measured=measured, texts=texts)

@@ -1,0 +1,57 @@
+"""Checkpoints, as a plan has them."""
+
+from planner.checkpoints.chosen import CheckpointPlan
+from ullage.formatting import duration, percent, si
+from ullage.report.charts import Axis, Chart, Mark, Section, Table, Trace
+
+
+def checkpoints_section(chosen: CheckpointPlan) -> Section:
+    """Show when checkpoints are made, what they cost, and what other engines lose at their best."""
+    words = (
+        f"Expected: {percent(chosen.waste)} of the time is lost, {percent(chosen.overhead)} for making checkpoints of "
+        f"{si(chosen.size_bytes, 'B')}, the rest by failures. {duration(chosen.work_s)} of training take "
+        f"{duration(chosen.expected_s)}, and without checkpoints {duration(chosen.without_s)}. One failure loses at "
+        f"most {duration(chosen.most_lost_s)} of work."
+    )
+    levels = Table(
+        "Levels",
+        ("level", "every", "costs", "safe after", "restart", "for failures every", "stored", "because of"),
+        tuple(
+            (
+                level.level,
+                f"{level.every} iterations, {duration(level.every * chosen.iteration_s)}",
+                si(level.cost_s, "s"),
+                duration(level.latency_s),
+                duration(level.restart_s),
+                "-" if level.mtbf_s is None else duration(level.mtbf_s),
+                si(level.stored_bytes, "B"),
+                level.bound,
+            )
+            for level in chosen.levels
+        ),
+        "; ".join(f"{level} not used: {why}" for level, why in chosen.left_out.items()),
+    )
+    engines = [("ullage (this plan)", chosen.waste, ""), *((e.name, e.waste, e.why_not or "") for e in chosen.engines)]
+    engines = [row for row in engines if row[0] != "ullage"]
+    known = [(name, waste) for name, waste, _ in engines if waste is not None]
+    chart = Chart(
+        key="checkpoints",
+        title="Time lost to checkpoints and failures",
+        note="Each checkpoint engine at its own best interval.",
+        x=Axis("expected share of the time", "%"),
+        y=Axis(""),
+        traces=(
+            Trace(
+                "lost",
+                [waste for _, waste in known],
+                [name for name, _ in known],
+                Mark.BARS,
+                ["first", *["quiet"] * (len(known) - 1)],
+                texts=[percent(waste) for _, waste in known],
+            ),
+        ),
+    )
+    unknown = "; ".join(f"{name}: {why}" for name, waste, why in engines if waste is None)
+    rows = tuple((assumption,) for assumption in chosen.assumptions)
+    assumed = Table("Assumed, with no measurement behind it", ("assumption",), rows, unknown)
+    return Section("checkpoints", "Checkpoints", "Checkpoints", (words,), (levels, chart, assumed))
