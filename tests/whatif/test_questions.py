@@ -1,6 +1,7 @@
 import pytest
 
 from hwprofiles.registry import load_profile
+from planner.schedule import Lane
 from ullage.whatif.command import load_example_prices
 from ullage.whatif.design import Space
 from ullage.whatif.fields import of_machine
@@ -9,9 +10,29 @@ from ullage.whatif.questions import answer
 from ullage.whatif.running import Bench
 from ullage.whatif.sensitivity import STEP, sensitivities
 from ullage.whatif.store import Store
-from ullage.whatif.study import Asked, StudyError
+from ullage.whatif.study import Asked, Figures, Result, StudyError
 from ullage.whatif.values import Number
 from ullage.whatif.workers import in_this_process
+
+
+def figures(tokens_per_s: float, num_devices: int = 1, num_nodes: int = 1) -> Figures:
+    numbers = dict.fromkeys(("forward_s", "backward_s", "update_s", "loop_s", "model_flop_per_s"), 0.0)
+    return Figures(
+        **numbers,
+        iteration_s=1.0,
+        tokens_per_iteration=1,
+        tokens_per_s=tokens_per_s,
+        num_devices=num_devices,
+        num_nodes=num_nodes,
+        bound_by="compute",
+        critical_shares={},
+        busy_shares={},
+        memory={},
+        choice="",
+        placement="",
+        engines={},
+        num_simulations=1,
+    )
 
 
 def asked(tiny, question, tmp_path, prices=None, set_=None, **options):
@@ -43,16 +64,22 @@ def test_fits_finds_the_least_that_fits(tiny, tmp_path):
 
 
 def test_cheapest_is_the_cheapest_in_time(tiny, tmp_path):
-    prices = load_example_prices()
-    _, found = asked(tiny, "cheapest", tmp_path, prices, tokens=1e10, deadline_s=3600.0, set_={"gpus": "8"})
+    prices, machine = load_example_prices(), {"hardware": "a100-80", "gpus": "8"}
+    _, found = asked(tiny, "cheapest", tmp_path, prices, tokens=2.88e8, deadline_s=4e3, set_=machine)
     in_time = [point for point in found.points if point.cost and point.cost.in_time]
     assert 0 < len(in_time) < len([point for point in found.points if point.cost])
     best = found.points[found.answer.points[0]]
     assert best.cost.run == min(point.cost.run for point in in_time)
-    assert found.answer.words[0].startswith(f"Cheapest within 60 min: {best.settings['gpus']} x {best.hardware}")
+    assert found.answer.words[0].startswith(f"Cheapest within 66.7 min: {best.settings['gpus']} x {best.hardware}")
     (tmp_path / "more").mkdir()
     _, late = asked(
-        tiny, "cheapest", tmp_path / "more", prices, tokens=1e15, deadline_s=1.0, set_={"hardware": "v100", "gpus": "1"}
+        tiny,
+        "cheapest",
+        tmp_path / "more",
+        prices,
+        tokens=1e15,
+        deadline_s=1.0,
+        set_={"hardware": "a100-80", "gpus": "1"},
     )
     assert late.answer.words[0].startswith("None of 1 machines")
     for missing in ({"prices": None, "tokens": 1e9}, {"prices": prices}):
@@ -73,7 +100,7 @@ def test_upgrade_orders_by_what_it_buys(tiny, tmp_path):
 
 
 def test_scale_tells_efficiency(tiny, tmp_path):
-    _, found = asked(tiny, "scale", tmp_path, set_={"hardware": "rtx-4090x8"})
+    _, found = asked(tiny, "scale", tmp_path, set_={"hardware": "a100-80", "gpus": "8"})
     assert [point.settings["gpus"] for point in found.points] == [1, 2, 4, 8]
     first = found.points[0].figures
     for point, share in zip(found.points, found.answer.efficiency, strict=True):
@@ -85,23 +112,31 @@ def test_questions_choose_their_own_points(tiny, tmp_path):
         asked(tiny, "scale", tmp_path, sweep={"pcie": ("1x,2x",)})
 
 
-def test_sensitivities_are_found_by_planning_anew(tiny, tmp_path):
-    space = Space(Asked(set={"model": tiny, "hardware": "a100-80", "issue": "60us"}))
+def limited_by_gemm_or_launch(tasks, effort):
+    """Plan on a machine that everything is known of: products take 1 s at the base's rate, and issuing takes 0.5 s."""
+    assert effort == "plan"
+    base = of_machine(load_profile("a100-80"), "device-gemm")
+    for key, request in tasks:
+        products_s = base / of_machine(request.hardware, "device-gemm")
+        lane = Lane.COMPUTE if products_s > 0.5 else Lane.LAUNCH
+        found = figures(1.0).model_copy(update={"iteration_s": max(products_s, 0.5), "bound_by": lane})
+        yield key, Result(status="fits", figures=found)
+
+
+def test_sensitivities_and_crossings_of_a_known_machine(tiny, tmp_path):
+    space = Space(Asked(set={"model": tiny, "hardware": "a100-80"}))
     with Store(tmp_path / "s.jsonl") as store:
-        found = sensitivities(space, Bench(store, in_this_process))
+        found = sensitivities(space, Bench(store, limited_by_gemm_or_launch))
     rows = {row.name: row for row in found.rows}
-    base_s = found.base.figures.iteration_s
-    gemm = rows["device-gemm"]
-    again = plan_point(space.case({"device-gemm": Number(gemm.value * (1 + STEP))}).request, "plan")
-    assert gemm.more.iteration_s == again.figures.iteration_s
-    assert gemm.elasticity_more <= 0 <= rows["issue"].elasticity_more
-    assert rows["issue"].more.factor == pytest.approx(1 + STEP)
-    crossings = [(row, crossing) for row in found.rows for crossing in (row.below, row.above) if crossing]
-    assert crossings
-    for row, crossing in crossings:
-        assert crossing.bound_by is not found.base.figures.bound_by
-        nearer = crossing.factor / 1.1 if crossing.factor > 1 else crossing.factor * 1.1
-        inside = plan_point(space.case({row.name: Number(row.value * nearer)}).request, "plan")
-        assert inside.figures.bound_by is found.base.figures.bound_by
-    assert all(row.less.iteration_s and row.more.iteration_s for row in found.rows)
-    assert base_s > 0
+    gemm = rows.pop("device-gemm")
+    assert gemm is found.rows[0]
+    assert gemm.elasticity_more == pytest.approx(-1.0) == gemm.elasticity_less
+    assert gemm.seconds_per_step == pytest.approx(-1e12 / gemm.value)
+    assert (gemm.more.factor, gemm.less.factor) == (pytest.approx(1 + STEP), pytest.approx(1 / (1 + STEP)))
+    assert gemm.below is None
+    assert 2.0 <= gemm.above.factor <= 2.0 * 1.1
+    assert gemm.above.value == pytest.approx(gemm.above.factor * gemm.value)
+    assert gemm.above.bound_by is Lane.LAUNCH
+    assert {"host-link", "host-memory", "host.num_cores"} <= set(rows)
+    for row in rows.values():
+        assert (row.elasticity_more, row.elasticity_less, row.below, row.above) == (0.0, 0.0, None, None)

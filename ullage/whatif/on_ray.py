@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import os
+import socket
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -46,15 +47,24 @@ def _connect(address: str, num_workers: int | None) -> None:
     options = {"log_to_driver": False, "logging_level": "error", "configure_logging": True}
     try:
         if address:
+            _check_reachable(address)
             ray.init(address=address, **options)
         else:
             ray.init(num_cpus=num_workers or num_usable_cores(), include_dashboard=False, **options)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ClusterError(
             f"no Ray cluster at {address or 'this machine'}: {reason}; start one with `ray start --head`, or give "
             "--ray alone for one of this machine"
         ) from error
+
+
+def _check_reachable(address: str) -> None:
+    """Fail at once where nobody listens: Ray itself tries for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        with socket.create_connection((host, int(port)), timeout=10):
+            pass
 
 
 def _check_program() -> None:
