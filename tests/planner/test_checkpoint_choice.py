@@ -279,7 +279,7 @@ def test_checksums_are_made_at_the_rate_of_the_profile():
     host = plan.hardware.host.model_copy(update={"hash_bytes_per_s": rate})
     slow = plan.model_copy(update={"hardware": plan.hardware.model_copy(update={"host": host})})
     made = choose_checkpoints(slow, CheckpointsAsked(mtbf_s={"nvme": DAY}))
-    assert made.levels[-1].latency_s >= made.size_bytes / 2e8  # by two threads
+    assert made.levels[-1].latency_s >= made.size_bytes / 4e8  # by four threads
     assert any(words.startswith("checksums: 0.1 GB/s per core") for words in made.assumptions)
 
 

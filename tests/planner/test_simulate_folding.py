@@ -157,4 +157,4 @@ def test_a_lowered_schedule(name: str, num_ranks: int, place: Place, clip: bool,
     # Three times what they use, so that they compete wherever they meet.
     prices = [dataclasses.replace(p, uses=tuple((r, 3 * a) for r, a in p.uses)) for p in cost.prices(schedule)]
     machine = SimulatedMachine(schedule, prices, folded)
-    check(machine._system(3), capacity, num_ranks, sharers)
+    check(machine.system(3), capacity, num_ranks, sharers)
