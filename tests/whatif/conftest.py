@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # made_figures.py
+
 TINY = {
     "model_type": "llama",
     "num_hidden_layers": 2,

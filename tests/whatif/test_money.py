@@ -1,34 +1,15 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_figures import figures
 
 from hwprofiles.quantity import Provenance
 from ullage.whatif.command import load_example_prices
 from ullage.whatif.money import charged, pareto_front
 from ullage.whatif.prices import Extra, MachinePrice, Prices, PricesError, load_prices
-from ullage.whatif.study import Asked, Cost, Figures, Point, Result, Varied
+from ullage.whatif.study import Asked, Cost, Point, Result, Varied
 
 ASSUMED = Provenance(origin="assumed", source="a test")
-
-
-def figures(tokens_per_s: float, num_devices: int = 8, num_nodes: int = 1) -> Figures:
-    numbers = dict.fromkeys(("forward_s", "backward_s", "update_s", "loop_s", "model_flop_per_s"), 0.0)
-    return Figures(
-        **numbers,
-        iteration_s=1.0,
-        tokens_per_iteration=1,
-        tokens_per_s=tokens_per_s,
-        num_devices=num_devices,
-        num_nodes=num_nodes,
-        bound_by="compute",
-        critical_shares={},
-        busy_shares={},
-        memory={},
-        choice="",
-        placement="",
-        engines={},
-        num_simulations=1,
-    )
 
 
 def point(tokens_per_s: float, cost: float | None = None, model: str = "m", **options: object) -> Point:

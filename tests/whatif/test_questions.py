@@ -1,4 +1,5 @@
 import pytest
+from made_figures import figures
 
 from hwprofiles.registry import load_profile
 from planner.schedule import Lane
@@ -10,29 +11,9 @@ from ullage.whatif.questions import answer
 from ullage.whatif.running import Bench
 from ullage.whatif.sensitivity import STEP, sensitivities
 from ullage.whatif.store import Store
-from ullage.whatif.study import Asked, Figures, Result, StudyError
+from ullage.whatif.study import Asked, Result, StudyError
 from ullage.whatif.values import Number
 from ullage.whatif.workers import in_this_process
-
-
-def figures(tokens_per_s: float, num_devices: int = 1, num_nodes: int = 1) -> Figures:
-    numbers = dict.fromkeys(("forward_s", "backward_s", "update_s", "loop_s", "model_flop_per_s"), 0.0)
-    return Figures(
-        **numbers,
-        iteration_s=1.0,
-        tokens_per_iteration=1,
-        tokens_per_s=tokens_per_s,
-        num_devices=num_devices,
-        num_nodes=num_nodes,
-        bound_by="compute",
-        critical_shares={},
-        busy_shares={},
-        memory={},
-        choice="",
-        placement="",
-        engines={},
-        num_simulations=1,
-    )
 
 
 def asked(tiny, question, tmp_path, prices=None, set_=None, **options):
@@ -119,7 +100,7 @@ def limited_by_gemm_or_launch(tasks, effort):
     for key, request in tasks:
         products_s = base / of_machine(request.hardware, "device-gemm")
         lane = Lane.COMPUTE if products_s > 0.5 else Lane.LAUNCH
-        found = figures(1.0).model_copy(update={"iteration_s": max(products_s, 0.5), "bound_by": lane})
+        found = figures(1.0, num_devices=1).model_copy(update={"iteration_s": max(products_s, 0.5), "bound_by": lane})
         yield key, Result(status="fits", figures=found)
 
 
