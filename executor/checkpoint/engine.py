@@ -27,7 +27,7 @@ from typing import Any, Final, Protocol, final
 import numpy as np
 
 from executor.checkpoint.files import CheckpointError
-from executor.checkpoint.flusher import Flusher, Work, yield_cores
+from executor.checkpoint.flusher import Flusher, Loan, yield_cores
 from executor.checkpoint.keeper import Keeper
 from executor.checkpoint.layout import ITEM_BYTES, Box, Entry, boxes, layout
 from executor.checkpoint.manifest import Manifest, Part
@@ -164,7 +164,7 @@ class CheckpointEngine:
         self._runs = {key: _runs(slices, self._boxes) for key, slices in source.slices.items()}
         self._entries = files_of(source, self._member.rank)
         self._captures: dict[int, _Capture] = {}  # that are being taken, by turn
-        self._loans: dict[Key, tuple[_Capture, list[Work]]] = {}  # of pieces that have not changed since
+        self._loans: dict[Key, tuple[_Capture, list[Loan]]] = {}  # of pieces that have not changed since
         self._lock = threading.Condition()  # guards what follows
         self._open_ones: list[_Capture] = []
         self._work: queue.SimpleQueue[_Capture | None] = queue.SimpleQueue()
@@ -322,7 +322,7 @@ class CheckpointEngine:
         return draft, writers
 
     def _append(self, capture: "_Capture", key: Key) -> None:
-        loans: list[Work] = []
+        loans: list[Loan] = []
         self._loans[key] = capture, loans  # first, as what is lent before a failure is lent too
         for state, values in zip(self._source.keys, self._source.tensors(key), strict=True):
             for index, start, stop in self._runs[key]:

@@ -4,8 +4,10 @@ They call nothing but xxh3 and ``pwrite`` for long, both of which let go of Pyth
 launches kernels from Python, is not held up by them.
 
 [Note: Loans] State in host memory is not copied: its owner lends it, goes on, and settles the loan before it changes
-what it has lent. By then it is written, as a rule. What no thread has begun with is copied where a buffer is free, the
-last first, while the threads write the first; for the rest the owner waits.
+what it has lent. By then it is written, as a rule. What no thread has begun with is copied where there is a buffer, the
+last first, while the threads write the first; for the rest the owner waits. Only whole blocks of the file can be
+written from where they are: what is before and behind them goes into a buffer of the same chunk, where room is left for
+what is lent.
 """
 
 import collections
@@ -15,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Self, final
 
 import numpy as np
@@ -24,7 +26,7 @@ import xxhash
 
 from executor.checkpoint.files import CheckpointError, Files, write_all
 from executor.checkpoint.patience import no_answer
-from executor.direct import in_blocks
+from executor.direct import BLOCK_BYTES, in_blocks
 
 CHUNK_BYTES: Final = 4 << 20
 """Bytes of one write: smaller ones are slower past the page cache, and larger ones only take memory."""
@@ -66,30 +68,76 @@ class Pending:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Work:
-    """Bytes that are to be hashed and written.
+class Chunk:
+    """Bytes of a file that are hashed and written together, in a buffer of the ring or lent, part by part.
 
     Attributes:
         done: of their file.
         fd: of the file.
-        data: where they are: a buffer of the ring, or what is lent.
-        length: how many they are; what is written is rounded up to whole blocks, with zeros.
         offset: in the file, of the first.
         keep: is called with the checksum, in the thread that writes.
         skip: bytes at the beginning that are hashed and not written, whole blocks.
-        is_lent: whether ``data`` is somebody else's, and may not change yet.
-        is_queued: whether no thread has begun with it.
+        length: how many there are; what is written is rounded up to whole blocks, with zeros.
+        buffer: has each byte that is not lent, at its own place; ``None`` while all are.
+        loans: in the order of the file.
+        is_submitted: whether it is complete.
+        has_begun: whether a thread has begun with it: loans stay where they are then.
     """
 
     done: Pending
     fd: int
-    data: Buffer
-    length: int
     offset: int
     keep: Callable[[str], None]
     skip: int = 0
-    is_lent: bool = False
-    is_queued: bool = False
+    length: int = 0
+    buffer: Buffer | None = None
+    loans: list["Loan"] = dataclasses.field(default_factory=list)
+    is_submitted: bool = False
+    has_begun: bool = False
+
+    def lend(self, data: Buffer) -> "Loan":
+        """Let whole blocks, from a block on, be written from where they are."""
+        assert self.length % BLOCK_BYTES == 0 == len(data) % BLOCK_BYTES
+        loan = Loan(self, self.length, data)
+        self.loans.append(loan)
+        self.length += len(data)
+        return loan
+
+    def parts(self) -> Iterator[tuple[int, Buffer]]:
+        """Yield where each part begins in the chunk, and its bytes; the last is filled up to whole blocks."""
+        begin = 0
+        for loan in self.loans:
+            if loan.is_lent:
+                if begin < loan.begin:
+                    yield begin, self._own[begin : loan.begin]
+                yield loan.begin, loan.data
+                begin = loan.begin + len(loan.data)
+        if begin < self.length:
+            yield begin, self._own[begin : in_blocks(self.length)]
+
+    @property
+    def _own(self) -> Buffer:
+        assert self.buffer is not None
+        return self.buffer
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Loan:
+    """A part of a chunk that is somebody else's memory.
+
+    Attributes:
+        chunk: which.
+        begin: where, in the chunk.
+        data: whole blocks.
+        is_lent: whether they may not change yet.
+        is_moving: whether somebody is copying them into the chunk's buffer.
+    """
+
+    chunk: Chunk
+    begin: int
+    data: Buffer
+    is_lent: bool = True
+    is_moving: bool = False
 
 
 @final
@@ -110,11 +158,11 @@ class Flusher:
     def __init__(self, files: Files, ring: Buffer, num_threads: int = 4, patience_s: float = 60.0) -> None:
         assert ring.shape[1] == in_blocks(ring.shape[1])
         self.files = files
-        self.chunk_bytes = ring.shape[1]
+        self.chunk_bytes: int = ring.shape[1]
         self.patience_s = patience_s
         self._changed = threading.Condition()  # guards all below
         self._free = list(ring)
-        self._queue: collections.deque[Work] = collections.deque()
+        self._queue: collections.deque[Chunk] = collections.deque()
         self._num_ended = 0
         self._hung_at = -1  # what it was when nothing had ended for too long
         self._is_closed = False
@@ -129,66 +177,87 @@ class Flusher:
         """Writes that have ended so far: while this grows the drive answers."""
         return self._num_ended
 
-    def take(self, done: Pending) -> Buffer:
-        """Return a free buffer; waits until there is one.
+    def furnish(self, chunk: Chunk) -> None:
+        """Give a chunk a buffer, if it has none; waits until there is one.
 
         Raises:
             CheckpointError: a write of the same file has failed, or none has ended for too long.
         """
         with self._changed:
-            self._wait(lambda: bool(self._free) or done.failure is not None)
-            if done.failure is not None:
-                raise done.failure
-            buffer: Buffer = self._free.pop()
-            return buffer
+            self._wait(lambda: bool(chunk.buffer is not None or self._free or chunk.done.failure))
+            if chunk.done.failure is not None:
+                raise chunk.done.failure
+            self._furnish(chunk)
 
-    def give_back(self, buffer: Buffer) -> None:
-        """Give a buffer up that was taken and is not to be written."""
+    def submit(self, chunk: Chunk) -> None:
+        """Hash and write a chunk, after what was submitted before; then free its buffer."""
         with self._changed:
-            self._free.append(buffer)
-            self._changed.notify_all()
+            chunk.done.num_open += 1
+            chunk.is_submitted = True
+            if not _is_moving(chunk):
+                self._queue.append(chunk)
+                self._changed.notify_all()
 
-    def submit(self, work: Work) -> None:
-        """Hash and write something, after what was submitted before; then free its buffer."""
+    def drop(self, chunk: Chunk) -> None:
+        """Give a chunk up that was not submitted."""
         with self._changed:
-            work.done.num_open += 1
-            work.is_queued = True
-            self._queue.append(work)
-            self._changed.notify_all()
+            self._changed.wait_for(lambda: not _is_moving(chunk))
+            self._free_memory(chunk)
 
-    def settle(self, loans: Sequence[Work]) -> None:
+    def settle(self, loans: Sequence[Loan]) -> None:
         """Wait until nobody reads what was lent, see [Note: Loans].
 
         Raises:
             CheckpointError: nothing has ended for too long; their files have failed then, and what is lent may change.
         """
 
-        def copied() -> Work | None:
-            return next((loan for loan in reversed(loans) if loan.is_lent and loan.is_queued and self._free), None)
+        def movable() -> Loan | None:
+            return next((loan for loan in reversed(loans) if self._can_move(loan)), None)
 
         with self._changed:
             try:
                 while any(loan.is_lent for loan in loans):
-                    self._wait(lambda: copied() is not None or not any(loan.is_lent for loan in loans))
-                    if (loan := copied()) is not None:
-                        self._copy(loan)
+                    self._wait(lambda: movable() is not None or not any(loan.is_lent for loan in loans))
+                    if (loan := movable()) is not None:
+                        self._move(loan)
             except CheckpointError as error:
                 for loan in loans:
-                    loan.done.failure = loan.done.failure or error
+                    loan.chunk.done.failure = loan.chunk.done.failure or error
                 raise
 
-    def _copy(self, loan: Work) -> None:
-        """Move what is lent into a buffer, without the lock meanwhile."""
-        buffer = self._free.pop()
-        self._queue.remove(loan)
-        loan.is_queued = False
+    def _can_move(self, loan: Loan) -> bool:
+        has_room = bool(self._free) or loan.chunk.buffer is not None
+        return loan.is_lent and not loan.is_moving and not loan.chunk.has_begun and has_room
+
+    def _move(self, loan: Loan) -> None:
+        """Copy what is lent into the chunk's buffer, without the lock meanwhile; no thread begins with the chunk."""
+        chunk = loan.chunk
+        buffer = self._furnish(chunk)
+        if chunk in self._queue:
+            self._queue.remove(chunk)
+        loan.is_moving = True
         self._changed.release()
         try:
-            np.copyto(buffer[: loan.length], loan.data[: loan.length])
+            np.copyto(buffer[loan.begin : loan.begin + len(loan.data)], loan.data)
         finally:
             self._changed.acquire()
-        loan.data, loan.is_lent, loan.is_queued = buffer, False, True
-        self._queue.appendleft(loan)  # a buffer is worth more than memory that was lent
+        loan.is_moving = loan.is_lent = False
+        if chunk.is_submitted and not _is_moving(chunk):
+            self._queue.appendleft(chunk)  # a buffer is worth more than memory that was lent
+        self._changed.notify_all()
+
+    def _furnish(self, chunk: Chunk) -> Buffer:
+        if chunk.buffer is None:
+            chunk.buffer = self._free.pop()
+        return chunk.buffer
+
+    def _free_memory(self, chunk: Chunk) -> None:
+        """Let the chunk's buffer be another's, and what was lent change."""
+        if chunk.buffer is not None:
+            self._free.append(chunk.buffer)
+            chunk.buffer = None
+        for loan in chunk.loans:
+            loan.is_lent = False
         self._changed.notify_all()
 
     def wait(self, done: Pending) -> None:
@@ -233,36 +302,41 @@ class Flusher:
 
     def _run(self) -> None:
         yield_cores()
-        while (work := self._next()) is not None:
+        while (chunk := self._next()) is not None:
             failure: OSError | None = None
             try:
-                if work.done.failure is None:
-                    self._flush(work)
+                if chunk.done.failure is None:
+                    self._flush(chunk)
             except OSError as error:
                 failure = error
             with self._changed:
-                work.done.failure = work.done.failure or failure
-                work.done.num_open -= 1
+                chunk.done.failure = chunk.done.failure or failure
+                chunk.done.num_open -= 1
                 self._num_ended += 1
-                if not work.is_lent:
-                    self._free.append(work.data)
-                work.is_lent = False
-                self._changed.notify_all()
+                self._free_memory(chunk)
 
-    def _next(self) -> Work | None:
+    def _next(self) -> Chunk | None:
         """Wait for something to do; ``None``: there will be nothing more."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._queue) or self._is_closed)
             if not self._queue:
                 return None
-            work = self._queue.popleft()
-            work.is_queued = False
-            return work
+            chunk = self._queue.popleft()
+            chunk.has_begun = True
+            return chunk
 
-    def _flush(self, work: Work) -> None:
-        work.keep(checksum(work.data[: work.length]))
-        end = in_blocks(work.length)
-        if end > work.length:
-            work.data[work.length : end] = 0
-        if end > work.skip:
-            write_all(self.files, work.fd, work.data[work.skip : end].data, work.offset + work.skip)
+    def _flush(self, chunk: Chunk) -> None:
+        if (end := in_blocks(chunk.length)) > chunk.length:
+            assert chunk.buffer is not None
+            chunk.buffer[chunk.length : end] = 0
+        digest = xxhash.xxh3_64()
+        for begin, data in chunk.parts():
+            digest.update(data[: chunk.length - begin].data)
+        chunk.keep(digest.hexdigest())
+        for begin, data in chunk.parts():
+            if (skip := max(chunk.skip - begin, 0)) < len(data):
+                write_all(self.files, chunk.fd, data[skip:].data, chunk.offset + begin + skip)
+
+
+def _is_moving(chunk: Chunk) -> bool:
+    return any(loan.is_moving for loan in chunk.loans)

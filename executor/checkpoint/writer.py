@@ -4,18 +4,20 @@ import contextlib
 import mmap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 
 from executor.checkpoint.files import CheckpointError, write_all
-from executor.checkpoint.flusher import Buffer, Flusher, Pending, Work
+from executor.checkpoint.flusher import Buffer, Chunk, Flusher, Loan, Pending
 from executor.checkpoint.layout import Layout
 from executor.checkpoint.manifest import FileRecord
 from executor.direct import BLOCK_BYTES, NO_ROOM, alignment_bytes, in_blocks
 
 CopyChunk = Callable[[Buffer, Any], None]
 """Copies bytes into a part of a buffer."""
+
+_LEAST_LENT: Final = 1 / 64  # of a chunk: a transfer of its own costs more than the copy of fewer bytes
 
 
 @final
@@ -44,7 +46,7 @@ class ShardWriter:
         self._done = Pending()
         self._checksums: dict[int, str] = {}
         self._fd: int | None = None
-        self._buffer: Buffer | None = None
+        self._chunk: Chunk | None = None  # that is not full
         self._end = 0  # of what has been given
         try:
             self._fd = self._open()
@@ -80,7 +82,7 @@ class ShardWriter:
         """
         self._put(values, copy)
 
-    def lend(self, values: Buffer) -> list[Work]:
+    def lend(self, values: Buffer) -> list[Loan]:
         """Write the next bytes from where they are, if transfers can begin there, and copies of the rest.
 
         Returns:
@@ -89,18 +91,32 @@ class ShardWriter:
         Raises:
             CheckpointError: some write has failed, or none has ended for too long.
         """
-        chunk_bytes, loans = self._flusher.chunk_bytes, []
+        least_bytes = max(int(_LEAST_LENT * self._flusher.chunk_bytes), BLOCK_BYTES)
+        loans = []
         while len(values):
-            room = chunk_bytes - self._end % chunk_bytes
-            if room == chunk_bytes <= len(values) and values.ctypes.data % self._alignment_bytes == 0:
-                if self._done.failure is not None:
-                    raise self._error(self._done.failure)
-                self._end += chunk_bytes
-                loans.append(self._submit(values[:chunk_bytes], is_lent=True))
+            begin = min(-self._end % BLOCK_BYTES, len(values))
+            end = begin + (min(len(values), self._room) - begin) // BLOCK_BYTES * BLOCK_BYTES
+            if end - begin >= least_bytes and values[begin:].ctypes.data % self._alignment_bytes == 0:
+                self._put(values[:begin], np.copyto)
+                loans.append(self._lend(values[begin:end]))
+                values = values[end:]
             else:
-                self._put(values[:room], np.copyto)
-            values = values[room:]
+                count = min(self._room, len(values))
+                self._put(values[:count], np.copyto)
+                values = values[count:]
         return loans
+
+    @property
+    def _room(self) -> int:
+        """Bytes up to the end of the chunk."""
+        return self._flusher.chunk_bytes - self._end % self._flusher.chunk_bytes
+
+    def _lend(self, values: Buffer) -> Loan:
+        if self._done.failure is not None:
+            raise self._error(self._done.failure)
+        loan = self._open_chunk().lend(values)
+        self._went_on(len(values))
+        return loan
 
     def finish(self) -> FileRecord:
         """Make the file whole and durable, the header last; return what the manifest says of it.
@@ -109,7 +125,7 @@ class ShardWriter:
             CheckpointError: something could not be written.
         """
         assert self._end == self.layout.num_bytes, f"{self.path}: {self._end} of {self.layout.num_bytes} bytes came"
-        self._submit_buffer()
+        self._submit_chunk()
         try:
             self._flusher.wait(self._done)
             self._write_header()
@@ -129,9 +145,9 @@ class ShardWriter:
 
     def abandon(self) -> None:
         """Stop writing; the file stays as it is. Abandoning twice, or after the end, is allowed."""
-        if self._buffer is not None:
-            self._flusher.give_back(self._buffer)
-            self._buffer = None
+        if self._chunk is not None:
+            self._flusher.drop(self._chunk)
+            self._chunk = None
         if self._fd is not None:
             with contextlib.suppress(OSError):  # that is why it is abandoned, perhaps
                 self._flusher.wait(self._done)
@@ -144,38 +160,45 @@ class ShardWriter:
         self._files.close(fd)
 
     def _put(self, values: Any, copy: CopyChunk) -> None:
-        chunk_bytes = self._flusher.chunk_bytes
         while len(values):
-            if self._buffer is None:
-                try:
-                    self._buffer = self._flusher.take(self._done)
-                except OSError as error:
-                    raise self._error(error) from error
-            at = self._end % chunk_bytes
-            count = min(chunk_bytes - at, len(values))
-            copy(self._buffer[at : at + count], values[:count])
+            chunk = self._open_chunk()
+            try:
+                self._flusher.furnish(chunk)
+            except OSError as error:
+                raise self._error(error) from error
+            assert chunk.buffer is not None
+            count = min(self._room, len(values))
+            copy(chunk.buffer[chunk.length : chunk.length + count], values[:count])
+            chunk.length += count
+            self._went_on(count)
             values = values[count:]
-            self._end += count
-            if self._end % chunk_bytes == 0:
-                self._submit_buffer()
 
-    def _submit_buffer(self) -> None:
-        if self._buffer is not None:
-            self._submit(self._buffer)
-            self._buffer = None
+    def _open_chunk(self) -> Chunk:
+        """Return the chunk that the next byte belongs to."""
+        if self._chunk is None:
+            assert self._fd is not None
+            chunk_bytes, keep = self._flusher.chunk_bytes, self._checksums.__setitem__
+            number = self._end // chunk_bytes
+            offset = number * chunk_bytes
+            self._chunk = Chunk(
+                self._done,
+                self._fd,
+                offset,
+                lambda digits: keep(number, digits),
+                skip=min(max(len(self.layout.header) - offset, 0), chunk_bytes),
+            )
+        return self._chunk
 
-    def _submit(self, data: Buffer, *, is_lent: bool = False) -> Work:
-        """Have the last chunk written, but for the header."""
-        assert self._fd is not None
-        chunk = (self._end - 1) // self._flusher.chunk_bytes
-        offset = chunk * self._flusher.chunk_bytes
-        skip = min(max(len(self.layout.header) - offset, 0), self._flusher.chunk_bytes)
-        keep = self._checksums.__setitem__
-        work = Work(
-            self._done, self._fd, data, self._end - offset, offset, lambda digits: keep(chunk, digits), skip, is_lent
-        )
-        self._flusher.submit(work)
-        return work
+    def _went_on(self, count: int) -> None:
+        self._end += count
+        if self._end % self._flusher.chunk_bytes == 0:
+            self._submit_chunk()
+
+    def _submit_chunk(self) -> None:
+        """Have the open chunk written, but for the header."""
+        if self._chunk is not None:
+            self._flusher.submit(self._chunk)
+            self._chunk = None
 
     def _write_header(self) -> None:
         """Write it from memory of its own: who waited for a buffer here could keep others from giving theirs back."""
