@@ -99,7 +99,7 @@ class Precision(Frozen):
         return self.weights == "fp32"
 
 
-BF16 = Precision(weights="bf16")
+BF16, FP32 = Precision(weights="bf16"), Precision(weights="fp32")
 
 
 class Decisions(Frozen):

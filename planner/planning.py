@@ -5,13 +5,13 @@ import time
 from collections.abc import Mapping
 
 from hwprofiles import __version__
-from hwprofiles.profile import HardwareProfile
+from hwprofiles.profile import Device, HardwareProfile
 from planner.bounds.certificate import certify, infeasible
 from planner.bounds.proof import Certificate, Proof
 from planner.choices import Asked
 from planner.competition import compete
 from planner.costs import CostModel
-from planner.decisions import BF16, Decisions, Place, Precision, Storage
+from planner.decisions import BF16, FP32, Decisions, Place, Precision, Storage
 from planner.engines import Setup
 from planner.graph import Unit
 from planner.models.captured import Model
@@ -43,6 +43,19 @@ class InfeasibleError(ValueError):
         super().__init__(message)
         self.missing_bytes = dict(missing_bytes)
         self.proven = proven
+
+
+def default_precision(device: Device) -> Precision:
+    """Return bf16, or fp32 if the device multiplies that more than twice as fast.
+
+    Types of half the size make nothing more than twice as fast but products. A processor without instructions for bf16
+    may be twenty times slower with it.
+    """
+    rate_flop_per_s = {
+        dtype: device.gemm[dtype].best_rate_per_s() for dtype in ("bf16", "fp32") if dtype in device.gemm
+    }
+    prefers_fp32 = rate_flop_per_s.get("fp32", 0.0) > 2 * rate_flop_per_s.get("bf16", 0.0)
+    return FP32 if prefers_fp32 else BF16
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from cases import decide, small_units
-from machines import machine
+from machines import machine, rate
 
 from hwprofiles.registry import load_profile
 from planner.decisions import Place
 from planner.models import resolve_model
-from planner.planning import InfeasibleError, Request, describe, make_plan
+from planner.planning import InfeasibleError, Request, default_precision, describe, make_plan
 from planner.schedule import Tier
 
 DEMO = resolve_model("demo-llama")
@@ -21,6 +21,24 @@ DEMO = resolve_model("demo-llama")
 def request(**options: object) -> Request:
     defaults = {"model": DEMO, "hardware": machine(), "seq_len": 256, "micro_batch": 1, "subgroup_params": 1_000_000}
     return Request(**{**defaults, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("flop_per_s", "weights"),
+    [
+        ({"bf16": 2e14, "fp32": 1e14}, "bf16"),
+        ({"bf16": 1e14, "fp32": 2e14}, "bf16"),
+        ({"bf16": 1e14, "fp32": 2.1e14}, "fp32"),
+        ({"bf16": 1e14}, "bf16"),
+        ({"fp32": 1e14}, "fp32"),
+    ],
+)
+def test_the_default_precision_is_bf16_unless_fp32_is_multiplied_more_than_twice_as_fast(
+    flop_per_s: dict[str, float], weights: str
+) -> None:
+    gemm = {dtype: rate(per_s, "flop") for dtype, per_s in flop_per_s.items()}
+    device = machine().device.model_copy(update={"gemm": gemm})
+    assert default_precision(device).weights == weights
 
 
 def test_a_plan_says_what_was_asked_and_predicted() -> None:

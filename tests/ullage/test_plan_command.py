@@ -89,6 +89,23 @@ def test_options_reach_the_plan(tiny_model, tmp_path):
     assert plan.hardware.name == "h100"
 
 
+def test_a_device_without_bf16_instructions_trains_in_fp32_unless_asked_not_to(tiny_model, tmp_path):
+    fields = load_profile("h100").model_dump(mode="json")
+    for point in fields["device"]["gemm"]["bf16"]["points"]:
+        point |= {name: 100 * point[name] for name in ("p10_s", "median_s", "p90_s")}
+    slow = tmp_path / "slow.json"
+    slow.write_text(json.dumps(fields))
+
+    def planned(*options):
+        path = tmp_path / "p.json"
+        arguments = ["plan", "--model", str(tiny_model), "--hardware", str(slow), "--seq-len", "32", "--budget", "1"]
+        assert main([*arguments, *options, "--output", str(path), "--json"]) == 0
+        return load_plan(path).decisions.precision.weights
+
+    assert planned() == "fp32"
+    assert planned("--precision", "bf16") == "bf16"
+
+
 def test_a_plan_that_cannot_fit_leaves_the_old_file(plan_args, tmp_path, capsys):
     path = tmp_path / "p.json"
     path.write_text("old")

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from hwprofiles.registry import load_profile
 from planner.decisions import Precision
-from planner.planning import Request
+from planner.planning import Request, default_precision
 from ullage.request import DEFAULT_HARDWARE, request_of, trained
 from ullage.whatif.fields import (
     SUBGROUP_PARAMS,
@@ -193,7 +193,8 @@ def _fields(asked: Asked) -> Fields:
     named = ("model", "hardware", "input_shape", "precision")
     options = {name: Field(name, "option", "").parse(texts[name]) for name in named if name in texts}
     hardware = load_profile(str(options.get("hardware", DEFAULT_HARDWARE)))
-    precision = Precision.model_validate({"weights": options.get("precision", "bf16")})
+    default = default_precision(hardware.device)
+    precision = Precision.model_validate({"weights": options.get("precision", default.weights)})
     as_on_gpu = hardware.device.kind == "gpu"
     model, *_ = trained(namespace(options), precision, lambda model: model, as_on_gpu=as_on_gpu)
     return Fields(hardware, model)
