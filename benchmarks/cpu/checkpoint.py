@@ -22,6 +22,7 @@ threads, in turns.
 
 import argparse
 import concurrent.futures
+import dataclasses
 import json
 import logging
 import mmap
@@ -43,7 +44,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ullage
-from benchmarks.cpu.peers import cells
+from benchmarks.cpu.peers import calibrated, cells
 from benchmarks.cpu.saving import BUFFER_BYTES, Training, plan_for, torch_save
 from benchmarks.peers.driver import machine
 from benchmarks.peers.jobs import Job
@@ -53,12 +54,16 @@ from executor.checkpoint.flusher import CHUNK_BYTES
 from executor.checkpoint.reader import NUM_READERS
 from executor.direct import go_direct
 from hwprofiles.files import write_whole
+from hwprofiles.profile import Dtype
 from planner.checkpoints.trial import Trial
+from planner.planning import default_precision
 
 OUTPUT = Path(__file__).parents[1] / "results" / "cpu_checkpoint.json"
 ITERATIONS_OF_A_BLOCK = 3
 ITERATIONS_IN_A_ROW = 6
 ROUNDS_OF_SLOW_DOWN = 3  # of each: what is little takes more of them to be seen
+NUM_COMPUTE_THREADS = 1
+SEQ_LEN: dict[Dtype, int] = {"bf16": 256, "fp32": 64}  # iterations take about as long on processors that prefer it
 NUM_THREADS = 4  # that write
 Save = Callable[[Path], Callable[[], None]]
 """Begins to save into a new folder, and returns what waits for the end."""
@@ -225,8 +230,11 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     load = os.getloadavg()[0]
-    job = Job(cells(2, quick=True)[0], "ours", num_threads=1, num_warm_up=0, num_timed=10**6)
-    plan = plan_for(job)
+    profile = calibrated(NUM_COMPUTE_THREADS)
+    dtype = default_precision(profile.device).weights
+    cell = dataclasses.replace(cells(2 * NUM_COMPUTE_THREADS, dtype, quick=True)[0], seq_len=SEQ_LEN[dtype])
+    job = Job(cell, "ours", num_threads=NUM_COMPUTE_THREADS, num_warm_up=0, num_timed=10**6)
+    plan = plan_for(cell, profile)
     training = Training(plan, job)
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
@@ -266,6 +274,7 @@ def main() -> None:
         "load_average_before": load,
         **machine("cpu"),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "dtype": dtype,
         "num_bytes": sum(value.numel() * value.element_size() for value in state.values()),
         "iteration_s": statistics.median(r["none"]["block_s"] for r in rounds) / ITERATIONS_OF_A_BLOCK,
         **summary(rounds),

@@ -41,14 +41,17 @@ import torch
 
 import ullage
 from benchmarks.cpu.engines import Blocking, CheckFreq, Engine, Ours, Tensors, TorchSnapshot
+from benchmarks.cpu.peers import calibrated
 from benchmarks.cpu.saving import BUFFER_BYTES, Training, plan_for
 from benchmarks.peers.driver import machine
 from benchmarks.peers.jobs import Cell, Job
 from hwprofiles.files import write_whole
+from hwprofiles.profile import HardwareProfile
 from planner.cases.checkpoints import PhaseTimes, iteration
 from planner.checkpoints import CheckpointCosts, Shard, policy, times, with_checkpoints
 from planner.costs import CostModel
 from planner.decisions import BF16
+from planner.planning import default_precision
 from planner.schedule import Tier
 from planner.simulate.machine import run as simulate
 
@@ -129,6 +132,7 @@ class Study:
 
     Attributes:
         job: what is trained.
+        profile: of this machine.
         folder: where checkpoints go.
         num_iterations: of a run.
         frequencies: iterations from one checkpoint to the next.
@@ -136,6 +140,7 @@ class Study:
     """
 
     job: Job
+    profile: HardwareProfile
     folder: Path
     num_iterations: int
     frequencies: Sequence[int]
@@ -143,7 +148,7 @@ class Study:
 
     def measure(self, num_rounds: int) -> dict[str, Any]:
         """Run everything, in turns, and return medians, with what is predicted."""
-        plan = plan_for(self.job)
+        plan = plan_for(self.job.cell, self.profile)
         training = Training(plan, self.job)
         training.iterate()
         state = training.state()
@@ -231,13 +236,14 @@ def main() -> None:
     load = os.getloadavg()[0]
     sizes = {"llama-tiny": 100_000_000} if args.quick else {name: SIZES[name] for name in args.models}
     frequencies = (2, 1) if args.quick else FREQUENCIES
+    profile = calibrated(1)
     models: dict[str, Any] = {}
     absent: dict[str, str] = {}
     for model, memory_bytes in sizes.items():
         with tempfile.TemporaryDirectory(dir=args.folder) as name:
-            cell = Cell(model, "bf16", 1, 128, 1, 1.0, memory_bytes, 1)
+            cell = Cell(model, default_precision(profile.device).weights, 1, 128, 1, 1.0, memory_bytes, 1)
             job = Job(cell, "ours", num_threads=1, num_warm_up=0, num_timed=10**6)
-            study = Study(job, Path(name), 4 if args.quick else args.iterations, frequencies)
+            study = Study(job, profile, Path(name), 4 if args.quick else args.iterations, frequencies)
             models[model] = study.measure(args.rounds)
             absent |= study.absent
     result = {

@@ -10,6 +10,7 @@ Peers are installed by ``pip install --target PEERS -r benchmarks/requirements-p
 row that says so. Every engine trains in a process of its own; rows take turns, and a row whose losses are not those of
 training in memory counts for nothing.
 
+Forward and backward are in bf16, or in fp32 where a plan would choose that: processors without instructions for bf16.
 In cells that end in ``-1t`` one core stands in for the device: forward and backward of every engine run in one thread,
 updates may use all cores. In the others all cores compute. Our plan may use so little of the device that its optimizer
 has to be on the host; the peers on a CPU have no device to run out of.
@@ -24,20 +25,21 @@ from pathlib import Path
 
 from benchmarks.peers.command import Rounds, add_arguments, compare
 from benchmarks.peers.jobs import Cell
-from hwprofiles.profile import HardwareProfile
+from hwprofiles.profile import Dtype, HardwareProfile
 from hwprofiles.registry import load_profile
+from planner.planning import default_precision
 
 OUTPUT = Path(__file__).parents[1] / "results" / "cpu_peers.json"
 TINY = (Cell("llama-tiny", "fp32", 2, 32, 2, 1.0, 3_000_000, 1),)
 
 
-def cells(num_cores: int, *, quick: bool) -> tuple[Cell, ...]:
+def cells(num_cores: int, dtype: Dtype, *, quick: bool) -> tuple[Cell, ...]:
     """Return what is trained; the device's memory holds weights and activations of a cell, and no optimizer."""
     few = max(num_cores // 2, 1)
-    model, memory_bytes = "llama-79m", 500_000_000
-    device = Cell(model, "bf16", 1, 256, 1, 1.0, memory_bytes, few)
-    accumulated = Cell(model, "bf16", 1, 128, 4, 0.0, memory_bytes, few)
-    every = Cell(model, "bf16", 2, 256, 1, 1.0, memory_bytes, num_cores)
+    model, memory_bytes = "llama-79m", {"bf16": 500_000_000, "fp32": 900_000_000}[dtype]
+    device = Cell(model, dtype, 1, 256, 1, 1.0, memory_bytes, few)
+    accumulated = Cell(model, dtype, 1, 128, 4, 0.0, memory_bytes, few)
+    every = Cell(model, dtype, 2, 256, 1, 1.0, memory_bytes, num_cores)
     return (device, every) if quick else (device, accumulated, every)
 
 
@@ -63,11 +65,12 @@ def main() -> None:
     )
     args = parser.parse_args()
     num_cores = len(os.sched_getaffinity(0))
-    chosen = TINY if args.tiny else cells(num_cores, quick=args.quick)
-    threads = sorted({cell.compute_threads for cell in chosen})
-    profiles = {n: load_profile(args.profile) if args.profile else calibrated(n) for n in threads}
-    few = args.quick or args.tiny
-    rounds = Rounds(1 if few else 3, 2, 4 if few else 5, quick=few)
+    few = 1 if args.tiny else max(num_cores // 2, 1)
+    profiles = {n: load_profile(args.profile) if args.profile else calibrated(n) for n in sorted({few, num_cores})}
+    dtype = default_precision(profiles[few].device).weights
+    chosen = TINY if args.tiny else cells(num_cores, dtype, quick=args.quick)
+    quick = args.quick or args.tiny
+    rounds = Rounds(1 if quick else 3, 2, 4 if quick else 5, quick=quick)
     compare(args, "cpu", chosen, profiles, rounds)
 
 

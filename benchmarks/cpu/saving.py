@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 import ullage
-from benchmarks.cpu.peers import calibrated
-from benchmarks.peers.jobs import Job, model_config
+from benchmarks.peers.jobs import Cell, Job, model_config
 from benchmarks.peers.training import adamw_options, loss_of, make_model, micro_batches
 from hwprofiles.allocator import keep_freed_memory
+from hwprofiles.profile import HardwareProfile
 from planner.decisions import Precision
 
 BUFFER_BYTES = 64 << 20
@@ -43,10 +43,9 @@ class Training:
         self.step += 1
 
 
-def plan_for(job: Job) -> ullage.Plan:
-    """Plan what is trained, for this machine as it is measured now."""
-    cell = job.cell
-    profile = calibrated(job.num_threads).with_device_memory(int(cell.device_memory_bytes or 0))
+def plan_for(cell: Cell, profile: HardwareProfile) -> ullage.Plan:
+    """Plan what is trained."""
+    profile = profile.with_device_memory(int(cell.device_memory_bytes or 0))
     return ullage.plan(
         ullage.Request(
             model_config(cell.model),
