@@ -14,18 +14,12 @@ What is still under way at the end of a block is waited for, untimed.
 
 Then training goes on with a checkpoint at every iteration, in turns with none, and how much longer iterations take is
 compared with what the simulator predicts.
-
-Then, with no training beside it, a checkpoint is written by us, read and checked (*verify*), and brought back into
-training (*restore*), and the same bytes are written and read by a loop of direct transfers of the same size by as many
-threads, in turns.
 """
 
 import argparse
-import concurrent.futures
 import dataclasses
 import json
 import logging
-import mmap
 import os
 import platform
 import shlex
@@ -48,11 +42,6 @@ from benchmarks.cpu.peers import calibrated, cells
 from benchmarks.cpu.saving import BUFFER_BYTES, Training, plan_for, torch_save
 from benchmarks.peers.driver import machine
 from benchmarks.peers.jobs import Job
-from executor.checkpoint import Checkpoint
-from executor.checkpoint.files import Files, write_all
-from executor.checkpoint.flusher import CHUNK_BYTES
-from executor.checkpoint.reader import NUM_READERS
-from executor.direct import go_direct
 from hwprofiles.files import write_whole
 from hwprofiles.profile import Dtype
 from planner.checkpoints.trial import Trial
@@ -64,7 +53,6 @@ ITERATIONS_IN_A_ROW = 6
 ROUNDS_OF_SLOW_DOWN = 3  # of each: what is little takes more of them to be seen
 NUM_COMPUTE_THREADS = 1
 SEQ_LEN: dict[Dtype, int] = {"bf16": 256, "fp32": 64}  # iterations take about as long on processors that prefer it
-NUM_THREADS = 4  # that write
 Save = Callable[[Path], Callable[[], None]]
 """Begins to save into a new folder, and returns what waits for the end."""
 
@@ -135,90 +123,6 @@ def slow_down(
     }
 
 
-def raw_write(path: Path, data: memoryview) -> float:
-    """Write so many bytes past the page cache, from memory that is in no cache either, and sync; return bytes/s."""
-    start_s = time.perf_counter()
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    os.posix_fallocate(fd, 0, len(data))
-    go_direct(fd, probes=False)
-    with concurrent.futures.ThreadPoolExecutor(NUM_THREADS) as pool:
-        chunks = range(0, len(data), CHUNK_BYTES)
-        list(pool.map(lambda at: write_all(Files(), fd, data[at : at + CHUNK_BYTES], at), chunks))
-    os.fsync(fd)
-    os.close(fd)
-    return len(data) / (time.perf_counter() - start_s)
-
-
-def raw_read(path: Path, num_bytes: int) -> float:
-    """Read so many bytes past the page cache by as many threads as we do, each into one buffer; return bytes/s."""
-
-    def read(first: int) -> None:
-        for at in range(first * CHUNK_BYTES, num_bytes, NUM_READERS * CHUNK_BYTES):
-            os.preadv(fd, [buffers[first]], at)
-
-    memory = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(NUM_READERS)]
-    buffers = [memoryview(one) for one in memory]
-    start_s = time.perf_counter()
-    fd = os.open(path, os.O_RDONLY)
-    go_direct(fd, probes=False)
-    with concurrent.futures.ThreadPoolExecutor(NUM_READERS) as pool:
-        list(pool.map(read, range(NUM_READERS)))
-    os.close(fd)
-    return num_bytes / (time.perf_counter() - start_s)
-
-
-def bandwidths(training: Training, checkpoints: ullage.Checkpoints, folder: Path, num_rounds: int) -> dict[str, float]:
-    """Return rates of writing and reading a checkpoint, ours and raw, and the medians of their ratios.
-
-    *verify* reads and checks every byte; *restore* brings it back into training, checking all of it on the way. In each
-    round they and the raw loops are paired, in turns, with nothing else under way.
-    """
-    rounds: list[dict[str, float]] = []
-    raw = folder / "raw"
-    memory = memoryview(mmap.mmap(-1, CHUNK_BYTES))
-    for number in range(num_rounds):
-        training.iterate()
-        checkpoints.settle()
-        start_s = time.perf_counter()
-        checkpoints.save(training.step)
-        checkpoints.take_rest()
-        while not (path := checkpoints.levels.fastest.folder(training.step)).exists():
-            time.sleep(1e-3)
-        write_s = time.perf_counter() - start_s
-        checkpoints.settle()
-        with Checkpoint(path) as checkpoint:
-            num_bytes = checkpoint.num_bytes
-        whole_bytes = num_bytes // CHUNK_BYTES * CHUNK_BYTES
-        if len(memory) < whole_bytes:
-            memory = memoryview(mmap.mmap(-1, whole_bytes))
-            for at in range(0, whole_bytes, CHUNK_BYTES):
-                memory[at : at + CHUNK_BYTES] = os.urandom(CHUNK_BYTES)
-        found = {"ours_write": num_bytes / write_s, "raw_write": raw_write(raw, memory[:whole_bytes])}
-        ways: list[tuple[str, Callable[[], float]]] = [
-            ("verify", lambda path=path: rate_of(path, Checkpoint.verify)),  # type: ignore[misc]
-            ("restore", lambda path=path: rate_of(path, lambda c: ullage.restore(training.optimizer, c))),  # type: ignore[misc]
-            ("raw_read", lambda whole_bytes=whole_bytes: raw_read(raw, whole_bytes)),  # type: ignore[misc]
-        ]
-        for name, measure in (*ways[number % 3 :], *ways[: number % 3]):
-            found[name] = measure()
-        rounds.append(found)
-        raw.unlink()
-    medians = {f"{name}_bytes_per_s": statistics.median(r[name] for r in rounds) for name in rounds[0]}
-    pairs = {"write": ("ours_write", "raw_write"), "verify": ("verify", "raw_read"), "restore": ("restore", "raw_read")}
-    ratios = {
-        f"{way}_of_raw": statistics.median(r[ours] / r[bare] for r in rounds) for way, (ours, bare) in pairs.items()
-    }
-    return {"checkpoint_bytes": num_bytes, "num_readers": NUM_READERS, **medians, **ratios}
-
-
-def rate_of(path: Path, read: Callable[[Checkpoint], object]) -> float:
-    """Return the bytes/s at which a checkpoint is read in some way, from opening it on."""
-    start_s = time.perf_counter()
-    with Checkpoint(path) as checkpoint:
-        read(checkpoint)
-    return checkpoint.num_bytes / (time.perf_counter() - start_s)
-
-
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -266,7 +170,6 @@ def main() -> None:
             )
         assert all(outcome.error is None for outcome in outcomes), outcomes
         slower = slow_down(training, checkpoints, plan, ROUNDS_OF_SLOW_DOWN * args.rounds)
-        drive = bandwidths(training, checkpoints, folder, args.rounds)
         checkpoints.close()
     result = {
         "command": shlex.join(["python", *sys.argv]),
@@ -279,7 +182,6 @@ def main() -> None:
         "iteration_s": statistics.median(r["none"]["block_s"] for r in rounds) / ITERATIONS_OF_A_BLOCK,
         **summary(rounds),
         **slower,
-        **drive,
     }
     write_whole(args.output, json.dumps(result, indent=1) + "\n")
     for key, value in result.items():

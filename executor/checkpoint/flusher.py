@@ -31,6 +31,9 @@ from executor.direct import BLOCK_BYTES, in_blocks
 CHUNK_BYTES: Final = 4 << 20
 """Bytes of one write: smaller ones are slower past the page cache, and larger ones only take memory."""
 
+NUM_WRITERS: Final = 8
+"""Threads that write: while some make checksums, others keep the drive busy."""
+
 _LEAST_PRIORITY: Final = 19  # of "nice"
 
 Buffer = npt.NDArray[np.uint8]
@@ -147,7 +150,7 @@ class Flusher:
     Args:
         files: what writes.
         ring: uint8 ``[num_buffers, chunk_bytes]``, whole blocks: see :func:`ring_of`.
-        num_threads: that write at once: while one makes checksums, others keep the drive busy.
+        num_threads: that write at once.
         patience_s: longest wait for a buffer or a write; a drive that does not answer must not stop training.
 
     Attributes:
@@ -155,7 +158,7 @@ class Flusher:
         chunk_bytes: of each buffer.
     """
 
-    def __init__(self, files: Files, ring: Buffer, num_threads: int = 4, patience_s: float = 60.0) -> None:
+    def __init__(self, files: Files, ring: Buffer, num_threads: int = NUM_WRITERS, patience_s: float = 60.0) -> None:
         assert ring.shape[1] == in_blocks(ring.shape[1])
         self.files = files
         self.chunk_bytes: int = ring.shape[1]

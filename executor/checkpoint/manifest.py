@@ -137,12 +137,14 @@ class Manifest(_Frozen):
         tensors: dict[str, TensorRecord] = {}
         for part in parts:
             for name, record in part.tensors.items():
-                moved = tuple(f.model_copy(update={"file": f.file + len(files)}) for f in record.fragments)
-                known = tensors.get(name, record.model_copy(update={"fragments": ()}))
-                if (known.dtype, known.shape) != (record.dtype, record.shape):
+                if (known := tensors.get(name)) is None and not files:
+                    tensors[name] = record  # all there is to do for one rank, where the drive waits for it
+                    continue
+                if known is not None and (known.dtype, known.shape) != (record.dtype, record.shape):
                     raise CheckpointError(f"{name} is {known.dtype}{list(known.shape)} and {record.dtype} elsewhere")
-                both = sorted((*known.fragments, *moved), key=_start)
-                tensors[name] = known.model_copy(update={"fragments": tuple(both)})
+                moved = (f.model_copy(update={"file": f.file + len(files)}) for f in record.fragments)
+                both = sorted((*(known.fragments if known else ()), *moved), key=_start)
+                tensors[name] = record.model_copy(update={"fragments": tuple(both)})
             files += part.files
         made = cls(step=step, files=tuple(files), tensors=tensors, extra=extra)
         made._check_whole()

@@ -1,0 +1,169 @@
+"""How fast a checkpoint is written and read with no training beside it, against the bare drive.
+
+    python benchmarks/cpu/checkpoint_drive.py                   about four minutes where nothing else runs
+    python benchmarks/cpu/checkpoint_drive.py --folder DIR      on another drive
+
+In each round a checkpoint is *written*, from the call until it is durable and known; read and checked (*verify*), every
+byte; and brought back into training (*restore*), checked on the way. In turns with these, with nothing else under way,
+a loop of direct transfers writes and reads as many bytes, in chunks of the same size by as many threads.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import mmap
+import os
+import platform
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ullage
+from benchmarks.cpu.peers import calibrated
+from benchmarks.cpu.saving import Training, plan_for
+from benchmarks.peers.driver import machine
+from benchmarks.peers.jobs import Cell, Job
+from executor.checkpoint import Checkpoint
+from executor.checkpoint.files import Files, write_all
+from executor.checkpoint.flusher import CHUNK_BYTES, NUM_WRITERS
+from executor.checkpoint.reader import NUM_READERS
+from executor.direct import go_direct
+from hwprofiles.files import write_whole
+from planner.planning import default_precision
+
+OUTPUT = Path(__file__).parents[1] / "results" / "cpu_checkpoint_drive.json"
+MODEL, DEVICE_MEMORY_BYTES, SEQ_LEN = "opt-350m", 2_000_000_000, 16
+
+
+def raw_write(path: Path, data: memoryview) -> float:
+    """Write so many bytes past the page cache, from memory that is in no cache either, and sync; return bytes/s."""
+    start_s = time.perf_counter()
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    os.posix_fallocate(fd, 0, len(data))
+    go_direct(fd, probes=False)
+    with concurrent.futures.ThreadPoolExecutor(NUM_WRITERS) as pool:
+        chunks = range(0, len(data), CHUNK_BYTES)
+        list(pool.map(lambda at: write_all(Files(), fd, data[at : at + CHUNK_BYTES], at), chunks))
+    os.fsync(fd)
+    os.close(fd)
+    return len(data) / (time.perf_counter() - start_s)
+
+
+def raw_read(path: Path, num_bytes: int) -> float:
+    """Read so many bytes past the page cache by as many threads as we do, each into one buffer; return bytes/s."""
+
+    def read(first: int) -> None:
+        for at in range(first * CHUNK_BYTES, num_bytes, NUM_READERS * CHUNK_BYTES):
+            os.preadv(fd, [buffers[first]], at)
+
+    memory = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(NUM_READERS)]
+    buffers = [memoryview(one) for one in memory]
+    start_s = time.perf_counter()
+    fd = os.open(path, os.O_RDONLY)
+    go_direct(fd, probes=False)
+    with concurrent.futures.ThreadPoolExecutor(NUM_READERS) as pool:
+        list(pool.map(read, range(NUM_READERS)))
+    os.close(fd)
+    return num_bytes / (time.perf_counter() - start_s)
+
+
+def bandwidths(training: Training, checkpoints: ullage.Checkpoints, folder: Path, num_rounds: int) -> dict[str, Any]:
+    """Return rates of writing and reading a checkpoint, ours and raw, and the medians of their ratios."""
+    rounds: list[dict[str, float]] = []
+    raw = folder / "raw"
+    memory = memoryview(mmap.mmap(-1, CHUNK_BYTES))
+    for number in range(num_rounds):
+        training.iterate()
+        checkpoints.settle()
+        start_s = time.perf_counter()
+        checkpoints.save(training.step)
+        checkpoints.take_rest()
+        while not (path := checkpoints.levels.fastest.folder(training.step)).exists():
+            time.sleep(1e-3)
+        write_s = time.perf_counter() - start_s
+        checkpoints.settle()
+        with Checkpoint(path) as checkpoint:
+            num_bytes = checkpoint.num_bytes
+        whole_bytes = num_bytes // CHUNK_BYTES * CHUNK_BYTES
+        if len(memory) < whole_bytes:
+            memory = memoryview(mmap.mmap(-1, whole_bytes))
+            for at in range(0, whole_bytes, CHUNK_BYTES):
+                memory[at : at + CHUNK_BYTES] = os.urandom(CHUNK_BYTES)
+        found = {"ours_write": num_bytes / write_s, "raw_write": raw_write(raw, memory[:whole_bytes])}
+        ways: list[tuple[str, Callable[[], float]]] = [
+            ("verify", lambda path=path: rate_of(path, Checkpoint.verify)),  # type: ignore[misc]
+            ("restore", lambda path=path: rate_of(path, lambda c: ullage.restore(training.optimizer, c))),  # type: ignore[misc]
+            ("raw_read", lambda whole_bytes=whole_bytes: raw_read(raw, whole_bytes)),  # type: ignore[misc]
+        ]
+        for name, measure in (*ways[number % 3 :], *ways[: number % 3]):
+            found[name] = measure()
+        rounds.append(found)
+        raw.unlink()
+    medians = {f"{name}_bytes_per_s": statistics.median(r[name] for r in rounds) for name in rounds[0]}
+    pairs = {"write": ("ours_write", "raw_write"), "verify": ("verify", "raw_read"), "restore": ("restore", "raw_read")}
+    ratios = {
+        f"{way}_of_raw": statistics.median(r[ours] / r[bare] for r in rounds) for way, (ours, bare) in pairs.items()
+    }
+    return {
+        "checkpoint_bytes": num_bytes,
+        "num_writers": NUM_WRITERS,
+        "num_readers": NUM_READERS,
+        **medians,
+        **ratios,
+        "rounds": rounds,
+    }
+
+
+def rate_of(path: Path, read: Callable[[Checkpoint], object]) -> float:
+    """Return the bytes/s at which a checkpoint is read in some way, from opening it on."""
+    start_s = time.perf_counter()
+    with Checkpoint(path) as checkpoint:
+        read(checkpoint)
+    return checkpoint.num_bytes / (time.perf_counter() - start_s)
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="on the drive to measure (default: where temporary files are)")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="of everything (7)")
+    parser.add_argument("--model", default=MODEL, help=f"whose state is written ({MODEL})")
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="PATH", help="result file")
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    warnings.filterwarnings("ignore")
+    load = os.getloadavg()[0]
+    profile = calibrated(1)
+    cell = Cell(args.model, default_precision(profile.device).weights, 1, SEQ_LEN, 1, 1.0, DEVICE_MEMORY_BYTES, 1)
+    training = Training(plan_for(cell, profile), Job(cell, "ours", num_threads=1, num_warm_up=0, num_timed=10**6))
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name)
+        checkpoints = ullage.Checkpoints(training.optimizer, ullage.Level(folder / "ours"))
+        found = bandwidths(training, checkpoints, folder, args.rounds)
+        checkpoints.close()
+    result = {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "load_average_before": load,
+        **machine("cpu"),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "model": args.model,
+        **found,
+    }
+    write_whole(args.output, json.dumps(result, indent=1) + "\n")
+    for key, value in result.items():
+        if key != "rounds":
+            print(f"{key}: {value}")
+
+
+if __name__ == "__main__":
+    main()
