@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
-from hwprofiles.files import write_whole
+from hwprofiles.files import complaint, read_json, write_whole
 from hwprofiles.profile import HardwareProfile
 
 LOCAL = "local"
@@ -65,7 +64,8 @@ def load_profile(text: str) -> HardwareProfile:
         return _load_file(path)
     names = list_profiles()
     if text in names:
-        return parse_profile((_DATA / f"{text}.json").read_text(encoding="utf-8"), f"built-in profile {text}")
+        data = json.loads((_DATA / f"{text}.json").read_text(encoding="utf-8"))
+        return profile_of(data, f"built-in profile {text}")
     path = Path(text).expanduser()
     if path.is_file():
         return _load_file(path)
@@ -78,16 +78,12 @@ def load_profile(text: str) -> HardwareProfile:
     )
 
 
-def parse_profile(text: str, where: str) -> HardwareProfile:
-    """Return the profile that the JSON ``text`` states; ``where`` is what error messages call it.
+def profile_of(data: Any, where: str) -> HardwareProfile:
+    """Return the profile that JSON states; ``where`` is what error messages call it.
 
     Raises:
-        ProfileError: the text is not JSON, is of another schema version, or breaks a rule of the schema.
+        ProfileError: it is of another schema version, or breaks a rule of the schema.
     """
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ProfileError(f"{where} is not JSON: {error}; give a profile as `ullage calibrate` writes it") from None
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:
         raise ProfileError(
@@ -97,7 +93,7 @@ def parse_profile(text: str, where: str) -> HardwareProfile:
     try:
         return HardwareProfile.model_validate(data)
     except ValidationError as error:
-        raise ProfileError(f"{where}: {_explain(error)}") from None
+        raise ProfileError(f"{where}: {complaint(error, 'the profile')}") from None
 
 
 def canonical_json(profile: HardwareProfile) -> str:
@@ -116,38 +112,4 @@ def save_profile(profile: HardwareProfile, path: Path) -> None:
 
 
 def _load_file(path: Path) -> HardwareProfile:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ProfileError(f"{path} is not JSON: {error}; give a profile as `ullage calibrate` writes it") from None
-    except OSError as error:
-        raise ProfileError(f"{path} cannot be read: {error.strerror}; check the file and its permissions") from None
-    return parse_profile(text, str(path))
-
-
-def _explain(error: ValidationError) -> str:
-    """Return pydantic's first complaint as one line: field, value, rule, remedy, and how many more there are."""
-    details = error.errors(include_url=False)
-    first = details[0]
-    field = ".".join(str(part) for part in first["loc"]) or "the profile"
-    rule = first["msg"].removeprefix("Value error, ")
-    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
-    return f"{field}: {rule}{_value(first['input'])}{_remedy(first)}{more}"
-
-
-def _value(value: Any) -> str:
-    """Return ``, not <value>`` for what fits in a line, else nothing."""
-    return "" if isinstance(value, (dict, list)) else f", not {str(value)[:40]!r}"
-
-
-def _remedy(detail: ErrorDetails) -> str:
-    """Return what to do; the schema's own rules (``value_error``) say it themselves."""
-    match detail["type"]:
-        case "value_error":
-            return ""
-        case "missing":
-            return "; add it (`ullage calibrate` measures every field)"
-        case "extra_forbidden":
-            return "; remove it, or correct its name"
-        case _:
-            return "; correct it in the file"
+    return profile_of(read_json(path, ProfileError, "give a profile as `ullage calibrate` writes it"), str(path))

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from hwprofiles.files import complaint, read_json
 from hwprofiles.profile import HardwareProfile
 from planner.bounds.proof import Certificate
 from planner.checkpoints.chosen import CheckpointPlan
@@ -135,13 +136,7 @@ def load_plan(path: Path | str) -> Plan:
         PlanError: it is missing, not a plan, of another schema version, or was changed by hand.
     """
     path = Path(path)
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise PlanError(f"cannot read {path}: {reason}; make a plan with `ullage plan`") from error
-    except ValueError as error:
-        raise PlanError(f"{path} is not JSON ({error}); make a plan with `ullage plan`") from error
+    data = read_json(path, PlanError, "make a plan with `ullage plan`")
     version = data.get("schema_version") if isinstance(data, dict) else None
     for field, kind in (("start_s", "a run; `ullage compare` reads it"), ("host_link", "a hardware profile")):
         if isinstance(data, dict) and field in data:
@@ -154,10 +149,7 @@ def load_plan(path: Path | str) -> Plan:
     try:
         plan = Plan.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "plan"
-        message = first["msg"].removeprefix("Value error, ")
-        raise PlanError(f"{path}: {where}: {message}") from error
+        raise PlanError(f"{path}: {complaint(error, 'plan')}") from error
     if not plan.content_digest:
         raise PlanError(f"{path}: content_digest is missing, so the file cannot be trusted; make the plan again")
     return plan

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
+from hwprofiles.files import read_json
 from planner.models import experts
 from planner.models.captured import Model
 from planner.models.config import ModelConfig
@@ -37,10 +38,9 @@ def expert_load(text: str, model: Model) -> tuple[tuple[float, ...], ...]:
         if not 0 <= exponent <= 10:
             raise ValueError(f"--expert-load {text}: the exponent must be a number from 0 to 10, as in zipf:1.2")
         return (experts.zipf(model.num_experts, exponent),)
+    data = read_json(Path(text), ValueError, "--expert-load takes uniform, zipf:S or a JSON file")
     try:
-        return TypeAdapter(_Shares).validate_json(Path(text).read_bytes())
-    except OSError as error:
-        raise ValueError(f"--expert-load {text}: {error.strerror}; give uniform, zipf:S or a JSON file") from error
+        return TypeAdapter(_Shares).validate_python(data)
     except ValidationError as error:
         raise ValueError(
             f"--expert-load {text} must hold a list of shares, or one for each layer; "

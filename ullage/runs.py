@@ -7,7 +7,7 @@ from typing import Final, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from hwprofiles.files import write_whole
+from hwprofiles.files import complaint, read_json, write_whole
 from planner.decisions import Frozen
 from planner.plan import Plan
 from planner.schedule import MemoryClass, Tier
@@ -82,12 +82,7 @@ def load_run(path: Path) -> RunRecord:
     Raises:
         RunError: it is missing, not a run, or of another schema version.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror}; `ullage execute` writes run files") from error
-    except ValueError as error:
-        raise RunError(f"{path} is not JSON ({error}); `ullage execute` writes run files") from error
+    data = read_json(path, RunError, "`ullage execute` writes run files")
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION or "start_s" not in data:
         raise RunError(
@@ -96,6 +91,4 @@ def load_run(path: Path) -> RunRecord:
     try:
         return RunRecord.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "run"
-        raise RunError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}") from error
+        raise RunError(f"{path}: {complaint(error, 'run')}") from error

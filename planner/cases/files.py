@@ -1,6 +1,5 @@
 """Files of cases: JSON with ``schema_version`` 1, a list ``cases`` and, if wanted, ``title`` and ``note``."""
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from hwprofiles.files import read_json
 from planner.cases.base import Case, CaseError
 from planner.cases.checkpoints import CheckpointCase
 from planner.cases.swapping import SwappingCase
@@ -21,13 +21,10 @@ def load_cases(path: Path) -> tuple[Case, ...]:
     """Read a file of cases.
 
     Raises:
-        CaseError: it is not such a file, a case has an unknown, missing or wrong field, or two have the same id.
-        OSError: it cannot be read.
+        CaseError: it cannot be read, is not such a file, a case has an unknown, missing or wrong field, or two have
+            the same id.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
-        raise CaseError(f"{path} is not JSON ({error}); give a file of cases") from error
+    data = read_json(path, CaseError, "give a file of cases")
     version = data.get("schema_version") if isinstance(data, dict) else None
     entries = data.get("cases") if isinstance(data, dict) else None
     if version != 1 or not isinstance(entries, list) or not entries:
@@ -46,16 +43,6 @@ def repeated_id(cases: Sequence[Case]) -> str | None:
     """Return an id that several cases have, if there is one."""
     counts = Counter(case.id for case in cases)
     return next((name for name, count in counts.items() if count > 1), None)
-
-
-def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, of which Python would keep only the last of two values."""
-    fields: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in fields:
-            raise ValueError(f"field {name!r} is given twice in one object")
-        fields[name] = value
-    return fields
 
 
 def _parse(path: Path, position: int, entry: Any) -> Case:

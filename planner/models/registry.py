@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hwprofiles.files import read_json
 from planner.models.config import ModelConfig, ModelConfigError, UnknownModelError
 from planner.models.huggingface import build, from_hf_config
 from planner.models.parameters import num_parameters
@@ -77,10 +78,7 @@ def model_from_case(case: Mapping[str, Any]) -> ModelConfig:
 
 
 def _from_file(path: Path) -> ModelConfig:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not UTF-8, or not JSON
-        raise ModelConfigError(f"{path}: not JSON ({error}); give a Hugging Face config.json") from error
+    data = read_json(path, ModelConfigError, "give a Hugging Face config.json")
     if not isinstance(data, dict):
         raise ModelConfigError(f"{path}: holds a {type(data).__name__}, not an object; give a Hugging Face config.json")
     try:

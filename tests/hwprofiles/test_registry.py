@@ -12,7 +12,7 @@ from hwprofiles.registry import (
     list_profiles,
     load_profile,
     local_profile_path,
-    parse_profile,
+    profile_of,
     save_profile,
 )
 
@@ -113,13 +113,13 @@ def test_the_canonical_form_does_not_depend_on_how_the_file_was_written(keys):
     data["device"]["memory_bytes"]["value"] = int(data["device"]["memory_bytes"]["value"])
     data["pfs"] = None
     text = json.dumps({**{key: data[key] for key in keys}, "pfs": None})
-    assert canonical_json(parse_profile(text, "x")) == canonical_json(load_profile("h100"))
+    assert canonical_json(profile_of(json.loads(text), "x")) == canonical_json(load_profile("h100"))
 
 
 def test_the_canonical_form_has_every_number():
     profile = load_profile("h100")
     text = broken(lambda d: d["device"]["issue_s"].update(value=d["device"]["issue_s"]["value"] * (1 + 1e-15)))
-    assert canonical_json(parse_profile(text, "x")) != canonical_json(profile)
+    assert canonical_json(profile_of(json.loads(text), "x")) != canonical_json(profile)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """A report: one HTML file about plans, runs and studies. :func:`report_on` says what is in it, as data."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from hwprofiles.files import read_json
 from planner.explain.trial import Bench
 from planner.plan import Plan, PlanError, load_plan
 from ullage.comparison import explain_run
@@ -35,12 +35,7 @@ def load(path: Path) -> Source:
         ReportError: it is none of them, or a study that was not run.
         PlanError, RunError, StudyError: it is one that cannot be used.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ReportError(f"cannot read {path}: {error.strerror}; give what {_MAKERS} wrote") from error
-    except ValueError as error:
-        raise ReportError(f"{path} is not JSON ({error}); give what {_MAKERS} wrote") from error
+    data = read_json(path, ReportError, f"give what {_MAKERS} wrote")
     keys = data.keys() if isinstance(data, dict) else ()
     if "start_s" in keys:
         return load_run(path)

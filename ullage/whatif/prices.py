@@ -1,11 +1,11 @@
 """What machines cost: the schema of a prices file."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import Field, ValidationError
 
+from hwprofiles.files import complaint, read_json
 from hwprofiles.quantity import Provenance
 from planner.decisions import Frozen
 
@@ -77,14 +77,6 @@ def load_prices(path: Path | str) -> Prices:
     """
     path = Path(path)
     try:
-        return Prices.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise PricesError(
-            f"cannot read {path}: {error.strerror}; `--prices example` shows what one looks like"
-        ) from error
+        return Prices.model_validate(read_json(path, PricesError, "`--prices example` shows what one looks like"))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise PricesError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}; correct it") from error
-    except ValueError as error:
-        raise PricesError(f"{path} is not JSON ({error}); `--prices example` shows what one looks like") from error
+        raise PricesError(f"{path}: {complaint(error, 'prices')}") from error

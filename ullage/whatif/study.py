@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, ValidationError
 
+from hwprofiles.files import complaint, read_json
 from planner.decisions import Frozen
 from planner.schedule import Lane, Tier
 from ullage.whatif.prices import Prices
@@ -343,12 +344,7 @@ def load_study(path: Path | str) -> Study:
         StudyError: it is missing, not a study, or of another schema version.
     """
     path = Path(path)
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise StudyError(f"cannot read {path}: {error.strerror}; make a study with `ullage whatif`") from error
-    except ValueError as error:
-        raise StudyError(f"{path} is not JSON ({error}); make a study with `ullage whatif`") from error
+    data = read_json(path, StudyError, "make a study with `ullage whatif`")
     if not isinstance(data, dict) or "asked" not in data:
         raise StudyError(f'{path} is not a study: it has no "asked"; `ullage whatif --help` shows one')
     if (version := data.get("schema_version", SCHEMA_VERSION)) != SCHEMA_VERSION:
@@ -356,6 +352,4 @@ def load_study(path: Path | str) -> Study:
     try:
         return Study.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise StudyError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}; correct it") from error
+        raise StudyError(f"{path}: {complaint(error, 'study')}") from error

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from hwprofiles.files import read_json
 from planner.deepspeed import Device
 
 AUTO: Final = "auto"
@@ -91,12 +92,7 @@ def load_config(path: Path) -> Config:
     Raises:
         DeepSpeedConfigError: it cannot be read, is not JSON, or a value is not what DeepSpeed takes.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DeepSpeedConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise DeepSpeedConfigError(f"{path} is not JSON ({error})") from error
+    data = read_json(path, DeepSpeedConfigError, "give a ds_config.json")
     if not isinstance(data, dict) or not data.keys() & set(known_keys()["config"]):
         raise DeepSpeedConfigError(
             f"{path} has none of DeepSpeed's keys, such as zero_optimization or train_batch_size; give a ds_config.json"
