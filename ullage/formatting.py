@@ -13,6 +13,9 @@ _LONG_UNITS = ((_YEAR_S, "years"), (_DAY_S, "d"), (_HOUR_S, "h"), (_MINUTE_S, "m
 _FEWEST = 1.5  # of a unit, before a smaller one is told
 _BARS = "▁▂▃▄▅▆▇█"
 
+UNIT_SYMBOLS = {"bytes": "B", "bytes_per_s": "B/s", "flop_per_s": "FLOP/s", "params_per_s": "params/s", "s": "s"}
+"""How units of profiles and studies are written."""
+
 LANE_WORDS = {
     Lane.COMPUTE: "computing",
     Lane.GPU_UPDATE: "optimizer steps on the device",

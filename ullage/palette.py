@@ -83,6 +83,9 @@ COLOURS: Final[dict[str, Colour]] = {
     "fourth": _ORANGE,
     "fifth": _PURPLE,
     "sixth": _SKY,
+    "least": Colour("#e3f0f8", "#1c2c38"),
+    "middle": Colour("#4ba3dc", "#2f7fb3"),
+    "most": Colour("#003b5c", "#c3e6fb"),
     "bad": Colour("#b3261e", "#ff8a80"),
     "quiet": _GREY,
     "ink": Colour("#1a1d21", "#e8eaed"),
@@ -95,6 +98,9 @@ COLOURS: Final[dict[str, Colour]] = {
     f"phase {Phase.LOOP}": Colour("#f6f0e2", "#2c281d"),
 }
 """Every colour by what it stands for; ``first`` to ``sixth`` are those of what has no class."""
+
+SCALE: Final = ("least", "middle", "most")
+"""Names of colours between which amounts are: one hue, whose lightness alone tells them apart."""
 
 ORDINALS: Final = ("first", "second", "third", "fourth", "fifth", "sixth")
 """Names of colours for what has no class, in the order in which they are taken."""

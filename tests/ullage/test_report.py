@@ -18,7 +18,7 @@ from planner.schedule import MemoryClass, Op, Tier
 from ullage.cli import main
 from ullage.palette import COLOURS, WORK, Work
 from ullage.report import over_time, side_by_side
-from ullage.report.charts import Axis, Band, Chart, Gantt, Level, Mark, Row, Table, Trace
+from ullage.report.charts import Axis, Band, Chart, Gantt, Level, Mark, Part, Row, Table, Trace
 from ullage.report.interactive import figure, theme
 from ullage.report.page import render
 from ullage.report.static import save_figures
@@ -280,9 +280,11 @@ def test_several_files_stand_side_by_side(plan_part, run_part):
 
 
 def test_figures_are_written_whole_and_the_same(run_part, tmp_path):
-    few = [type(run_part)(run_part.summary, tuple(s for s in run_part.sections if s.key in {"timeline", "engines"}))]
+    sections = (*run_part.sections, *part_of(study(priced=False)).sections)
+    few = [Part(run_part.summary, tuple(s for s in sections if s.key in {"timeline", "engines", "maps"}))]
     paths = save_figures(few, tmp_path / "a")
-    assert [path.name for path in paths] == ["gantt.svg", "gantt.png", "engines.svg", "engines.png"]
+    names = ["gantt", "engines", "map-gpus-host-link-speed"]
+    assert [path.name for path in paths] == [f"{name}.{kind}" for name in names for kind in ("svg", "png")]
     for path in paths[::2]:
         assert Page(path.read_text(encoding="utf-8")).named("svg")
         assert paths[1].read_bytes().startswith(b"\x89PNG")
@@ -349,7 +351,7 @@ def test_a_study_has_curves_what_binds_and_the_front():
     part = part_of(asked)
     shown = pictures(part)
     assert [s.key for s in part.sections] == [
-        "answer", "along-gpus", "along-host-link", "bottlenecks", "sensitivities", "money"
+        "answer", "maps", "along-gpus", "along-host-link", "bottlenecks", "sensitivities", "money"
     ]  # fmt: skip
     fits = [point for point in asked.points if point.figures]
     for key, read in {
@@ -370,6 +372,57 @@ def test_a_study_has_curves_what_binds_and_the_front():
     assert page_of(part).named("figure")
     for picture in shown.values():
         go.Figure(data=figure(picture)["data"] and in_colour(figure(picture)["data"], theme(dark=False)))
+
+
+def test_two_fields_make_a_map_of_speed_and_one_of_cost():
+    asked = study()
+    shown = pictures(part_of(asked))
+    for key, read in {"speed": lambda p: p.figures.tokens_per_s, "cost": lambda p: p.cost.per_million_tokens}.items():
+        drawn = shown[f"map-gpus-host-link-{key}"]
+        assert (drawn.columns, drawn.rows) == (("1", "2", "3", "4"), ("0.5x", "1x", "2x"))
+        found = {
+            (gpus, factor): value
+            for factor, row in zip(asked.axes[1].values, drawn.values, strict=True)
+            for gpus, value in zip(asked.axes[0].values, row, strict=True)
+        }
+        assert found == {
+            (p.settings["gpus"], p.settings["host-link"]): read(p) if p.figures else None for p in asked.points
+        }
+        assert drawn.table.rows[0][:2] == ("0.5x", "-")
+        assert "lacks 5 GB" in drawn.texts[0][0]
+        (cells,) = figure(drawn)["data"]
+        assert cells["z"][0][0] is None
+
+
+def test_a_map_of_three_fields_has_the_best_of_the_third():
+    asked = study()
+    third = asked.axes[0].model_copy(update={"name": "micro_batch", "values": (1, 2)})
+    slower = [
+        point.model_copy(
+            update={
+                "settings": point.settings | {"micro_batch": size},
+                "result": point.result.model_copy(
+                    update={"figures": point.figures.model_copy(update={"tokens_per_s": size * 100.0})}
+                ),
+            }
+        )
+        for point in asked.points
+        if point.figures
+        for size in (1, 2)
+    ]
+    three = asked.model_copy(update={"axes": (*asked.axes, third), "points": tuple(slower)})
+    shown = pictures(part_of(three))
+    assert {value for row in shown["map-gpus-host-link-speed"].values for value in row} == {None, 200.0}
+    assert shown["map-gpus-host-link-speed"].texts[0][0] == "not asked for"
+    assert set(shown["map-gpus-micro-batch-speed"].values) == {(100.0,) * 4, (200.0,) * 4}
+
+
+def test_fields_that_go_side_by_side_make_no_map():
+    asked = study(num_values=3)
+    beside = [p for p in asked.points if p.settings["host-link"] == (0.5, 1.0, 2.0)[p.settings["gpus"] - 1]]
+    part = part_of(asked.model_copy(update={"points": tuple(beside[1:])}))
+    assert "maps" in [section.key for section in part.sections], "two of four pairs are half"
+    assert "maps" not in [s.key for s in part_of(asked.model_copy(update={"points": tuple(beside)})).sections]
 
 
 def test_of_many_combinations_the_best_is_drawn():

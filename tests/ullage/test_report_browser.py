@@ -9,7 +9,7 @@ import pytest
 from report_objects import part_of, slower_run, study
 
 from planner.schedule import Op
-from ullage.palette import COLOURS, WORK
+from ullage.palette import COLOURS, SCALE, WORK
 from ullage.report.charts import Axis, Gantt, Part, Row, Section, Summary
 from ullage.report.page import render
 
@@ -108,7 +108,8 @@ def test_every_chart_is_drawn_with_its_data(shown):
             id: place.id,
             traces: place.data.length,
             filled: place.data.filter(trace => trace.x.length > 0).length,
-            marks: place.querySelectorAll('.main-svg path.js-fill, .main-svg path.js-line, .main-svg .point').length,
+            marks: place.querySelectorAll('.main-svg path.js-fill, .main-svg path.js-line, .main-svg .point, '
+                + '.main-svg .hm image').length,
             height: place.querySelector('.main-svg').getBoundingClientRect().height,
             wide: place.querySelector('.main-svg').getBoundingClientRect().width <= place.clientWidth + 1,
         }))"""
@@ -119,6 +120,14 @@ def test_every_chart_is_drawn_with_its_data(shown):
         assert place["marks"] > 0, place
         assert place["height"] > 100, place
         assert place["wide"], place
+
+
+def test_a_map_has_its_figures_in_cells_of_the_colours_of_the_theme(shown):
+    place = "document.getElementById('part2-chart-map-gpus-host-link-speed')"
+    written = shown.run(f"[...{place}.querySelectorAll('.heatmap-label')].map(each => each.textContent)")
+    faster = ["1,100", "2,200", "3,300", "4,400"]
+    assert sorted(written) == sorted(["-", "2,000", "3,000", "4,000", *faster, *faster])
+    assert shown.run(f"{place}.data[0].colorscale.map(([_, colour]) => colour)") == [COLOURS[n].light for n in SCALE]
 
 
 def test_names_do_nothing(shown):

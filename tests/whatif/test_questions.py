@@ -70,7 +70,9 @@ def test_cheapest_is_the_cheapest_in_time(tiny, tmp_path):
 
 def test_upgrade_orders_by_what_it_buys(tiny, tmp_path):
     _, found = asked(tiny, "upgrade", tmp_path, load_example_prices(), set_={"hardware": "a100-80"})
-    speeds = [found.points[at].figures.tokens_per_s for at in found.answer.points]
+    present, *changes = found.answer.points
+    assert found.points[present].settings["change"] == "as it is", "what the others are held against"
+    speeds = [found.points[at].figures.tokens_per_s for at in changes]
     assert speeds == sorted(speeds, reverse=True)
     assert "gpus 2x" in found.answer.words[0]  # every device has its own batch
     doubled = {p.settings["change"]: p for p in found.points}

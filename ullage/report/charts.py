@@ -220,7 +220,44 @@ class Gantt:
         return Table(self.title, ("lane", "tasks", "busy", "of the iteration", *shown), tuple(rows))
 
 
-Picture = Chart | Gantt
+@dataclasses.dataclass(frozen=True, eq=False)
+class HeatMap:
+    """One value for every pair of values of two fields, as a colour; see :class:`Chart` for fields of the same names.
+
+    Attributes:
+        x, y: what varies from column to column, and from row to row, upwards.
+        columns, rows: their values, in words.
+        of: what the values are, and in which unit.
+        values: one row of values for each of ``rows``, one value for each of ``columns``; ``None``: there is none.
+        texts: of each value, or why there is none, in words.
+    """
+
+    key: str
+    title: str
+    note: str
+    x: Axis
+    y: Axis
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    of: Axis
+    values: tuple[tuple[float | None, ...], ...]
+    texts: tuple[tuple[str, ...], ...]
+    half: bool = True
+
+    @property
+    def words(self) -> tuple[tuple[str, ...], ...]:
+        """The values as they are written into the cells: with a unit only where its prefix varies."""
+        unit = self.of.unit if self.of.unit in {"%", *PREFIXED} else ""
+        return tuple(tuple("-" if value is None else said(value, unit) for value in row) for row in self.values)
+
+    @property
+    def table(self) -> Table:
+        """The same as a table."""
+        rows = tuple((name, *words) for name, words in zip(self.rows, self.words, strict=True))
+        return Table(self.title, (f"{self.y.title}, by {self.x.title}", *self.columns), rows, self.note)
+
+
+Picture = Chart | Gantt | HeatMap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +274,7 @@ class Section:
     short: str
     title: str
     words: tuple[str, ...]
-    parts: tuple[Chart | Gantt | Table, ...]
+    parts: tuple[Picture | Table, ...]
 
     @property
     def pictures(self) -> tuple[Picture, ...]:

@@ -10,8 +10,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from ullage.palette import COLOURS, ORDINALS, Work
-from ullage.report.charts import PREFIXED, Axis, Chart, Gantt, Mark, Trace, said
+from ullage.palette import COLOURS, ORDINALS, SCALE, Work
+from ullage.report.charts import PREFIXED, Axis, Chart, Gantt, HeatMap, Mark, Picture, Trace, said
 
 _NAME_COLUMNS = 26  # of the name of a bar, so that on a phone there is room for the bar
 _BAR_PX, _LINE_PX, _GROUP_PX, _ROW_PX = 17, 15, 12, 24
@@ -26,9 +26,11 @@ def theme(*, dark: bool) -> dict[str, str]:
     return {name: colour.dark if dark else colour.light for name, colour in COLOURS.items()}
 
 
-def figure(picture: Chart | Gantt) -> dict[str, Any]:
+def figure(picture: Picture) -> dict[str, Any]:
     """Return what the page draws: ``data`` and ``layout`` of plotly.js, or for a Gantt chart its rows."""
-    return _gantt(picture) if isinstance(picture, Gantt) else _chart(picture)
+    if isinstance(picture, Gantt):
+        return _gantt(picture)
+    return _map(picture) if isinstance(picture, HeatMap) else _chart(picture)
 
 
 def _chart(chart: Chart) -> dict[str, Any]:
@@ -78,20 +80,57 @@ def _chart(chart: Chart) -> dict[str, Any]:
     }
 
 
-def _axis(axis: Axis, values: Sequence[float] = ()) -> dict[str, Any]:
-    result: dict[str, Any] = {
-        "title": {"text": _plain(f"{axis.title} ({axis.unit})" if axis.unit else axis.title)},
-        "automargin": True,
+def _map(shown: HeatMap) -> dict[str, Any]:
+    columns, rows = ([_plain(name) for name in names] for names in (shown.columns, shown.rows))
+    cells: dict[str, Any] = {
+        "type": "heatmap",
+        "x": columns,
+        "y": rows,
+        "z": [[None if value is None else float(f"{value:.7g}") for value in values] for values in shown.values],
+        "text": shown.words,
+        "texttemplate": "%{text}",
+        "hovertext": [[_plain(text) for text in texts] for texts in shown.texts],
+        "hovertemplate": "%{hovertext}<extra></extra>",
+        "hoverongaps": True,
+        "colorscale": [[place / (len(SCALE) - 1), f"@{name}"] for place, name in enumerate(SCALE)],
+        "colorbar": {"thickness": 10, "outlinewidth": 0, **_ticks(shown.of)},
+        "xgap": 1,
+        "ygap": 1,
     }
+    return {
+        "key": shown.key,
+        "kind": "map",
+        "linked": False,
+        "data": [cells],
+        "layout": {
+            axis: _titled(of)
+            | {"type": "category", "categoryorder": "array", "categoryarray": names, "showgrid": False}
+            for axis, of, names in (("xaxis", shown.x, columns), ("yaxis", shown.y, rows))
+        }
+        | {"showlegend": False, "hovermode": "closest", "height": max(300, 130 + _ROW_PX * len(rows))},
+    }
+
+
+def _titled(axis: Axis) -> dict[str, Any]:
+    words = f"{axis.title} ({axis.unit})" if axis.unit else axis.title
+    return {"title": {"text": _plain(words)}, "automargin": True}
+
+
+def _ticks(axis: Axis) -> dict[str, Any]:
+    if axis.unit == "%":
+        return {"tickformat": ".0%"}
+    return {"tickformat": "~s", "ticksuffix": axis.unit} if axis.unit in PREFIXED else {"tickformat": _PLAIN}
+
+
+def _axis(axis: Axis, values: Sequence[float] = ()) -> dict[str, Any]:
+    result = _titled(axis)
     if axis.log:
         shown = _round_values(min(values), max(values))
         result |= {"type": "log", "tickvals": shown, "ticktext": [said(value, axis.unit) for value in shown]}
         result |= {"tickangle": 0}
         low, high = (math.log10(value) for value in (min(values), max(values)))
         return result | {"range": [low - 0.05 * (high - low) - 0.02, high + 0.05 * (high - low) + 0.02]}
-    if axis.unit == "%":
-        return result | {"tickformat": ".0%"}
-    return result | ({"tickformat": "~s", "ticksuffix": axis.unit} if axis.unit in PREFIXED else {"tickformat": _PLAIN})
+    return result | _ticks(axis)
 
 
 def _round_values(low: float, high: float) -> list[float]:

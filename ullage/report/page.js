@@ -26,8 +26,8 @@
       const part = (i) => parseInt(hex.slice(i, i + 2), 16);
       return `rgba(${part(1)},${part(3)},${part(5)},${opacity})`;
     }
-    if (Array.isArray(value)) {
-      return value.length && typeof value[0] === "number" ? value : value.map((item) => coloured(item, colours));
+    if (Array.isArray(value)) { // many numbers are as they are; a scale has pairs of a number and a colour
+      return value.length > 2 && typeof value[0] === "number" ? value : value.map((item) => coloured(item, colours));
     }
     if (value && typeof value === "object") {
       return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, coloured(item, colours)]));

@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from hwprofiles import __version__
-from ullage.report.charts import Chart, Gantt, Part, Table
+from ullage.report.charts import Gantt, Part, Picture, Table
 from ullage.report.interactive import figure, theme
 
 try:
@@ -91,7 +91,7 @@ def _part(part: Part, part_id: str) -> Mapping[str, Any]:
     }
 
 
-def _shown(shown: Chart | Gantt | Table, part_id: str) -> Mapping[str, Any]:
+def _shown(shown: Picture | Table, part_id: str) -> Mapping[str, Any]:
     if isinstance(shown, Table):
         return {"id": "", **_table(shown)}
     return {

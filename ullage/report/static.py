@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from hwprofiles.files import write_whole
-from ullage.palette import COLOURS, Work
-from ullage.report.charts import PREFIXED, Axis, Chart, Gantt, Mark, Part, Trace, said
+from ullage.palette import COLOURS, SCALE, Work
+from ullage.report.charts import PREFIXED, Axis, Chart, Gantt, HeatMap, Mark, Part, Picture, Trace, said
 
 try:
     import matplotlib as mpl
     from matplotlib.axes import Axes
     from matplotlib.collections import PolyCollection
+    from matplotlib.colors import LinearSegmentedColormap, Normalize
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 except ModuleNotFoundError as error:
@@ -22,6 +23,8 @@ except ModuleNotFoundError as error:
 
 _WIDTH_INCHES, _HEIGHT_INCHES, _DPI = 9.0, 3.8, 150
 _BAR_INCHES, _ROW_INCHES = 0.2, 0.26
+_MOST_WRITTEN = 10  # columns of a map whose cells have room for figures
+_DARK = 0.65  # of the scale of colours: upwards of it white is read more easily
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -54,7 +57,7 @@ def _bytes_of(drawn: Figure, kind: str) -> bytes:
     return data.getvalue()
 
 
-def draw(picture: Chart | Gantt, subject: str) -> Figure:
+def draw(picture: Picture, subject: str) -> Figure:
     """Return a picture; ``subject`` says what it is of."""
     figure = Figure(figsize=(_WIDTH_INCHES, _height_inches(picture)), layout="constrained")
     axes = figure.subplots()
@@ -62,9 +65,12 @@ def draw(picture: Chart | Gantt, subject: str) -> Figure:
     axes.set_axisbelow(True)
     if isinstance(picture, Gantt):
         _draw_gantt(axes, picture)
+    elif isinstance(picture, HeatMap):
+        _draw_map(figure, axes, picture)
     else:
         _draw_chart(axes, picture)
-    _draw_bands(axes, picture)
+    if not isinstance(picture, HeatMap):
+        _draw_bands(axes, picture)
     figure.suptitle(_plain(f"{picture.title}: {subject}"), x=0.01, ha="left", fontsize=11, fontweight="bold")
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1:
@@ -72,9 +78,11 @@ def draw(picture: Chart | Gantt, subject: str) -> Figure:
     return figure
 
 
-def _height_inches(picture: Chart | Gantt) -> float:
+def _height_inches(picture: Picture) -> float:
     if isinstance(picture, Gantt):
         return 1.6 + _ROW_INCHES * len(picture.rows)
+    if isinstance(picture, HeatMap):
+        return max(_HEIGHT_INCHES, 1.4 + _ROW_INCHES * len(picture.rows))
     if names := _names(picture):
         per_name = len(picture.traces) if picture.bars == "group" else 1
         return 1.6 + len(names) * (per_name * _BAR_INCHES + 0.12)
@@ -103,6 +111,27 @@ def _draw_gantt(axes: Axes, gantt: Gantt) -> None:
     axes.set_ylim(len(gantt.rows) - 0.4, -0.6)
     axes.set_xlim(0.0, gantt.period_s)
     _name(axes, gantt.x, "x")
+
+
+def _draw_map(figure: Figure, axes: Axes, shown: HeatMap) -> None:
+    """Colour the cells, and write their values where there is room."""
+    values = np.array([[np.nan if value is None else value for value in row] for row in shown.values])
+    scale = LinearSegmentedColormap.from_list("amounts", [COLOURS[name].light for name in SCALE])
+    norm = Normalize(float(np.nanmin(values)), float(np.nanmax(values)))
+    drawn = axes.pcolormesh(values, cmap=scale, norm=norm, edgecolors="white", linewidth=0.6)
+    if len(shown.columns) <= _MOST_WRITTEN:
+        for (y, x), value in np.ndenumerate(values):
+            colour = COLOURS["paper" if norm(value) > _DARK else "ink"].light  # ink where there is none
+            words = _plain(shown.words[y][x])
+            axes.text(x + 0.5, y + 0.5, words, ha="center", va="center", fontsize=8, color=colour)
+    axes.set_xticks(np.arange(len(shown.columns)) + 0.5, [_plain(name) for name in shown.columns], fontsize=9)
+    axes.set_yticks(np.arange(len(shown.rows)) + 0.5, [_plain(name) for name in shown.rows], fontsize=9)
+    axes.set_xlabel(_plain(shown.x.title), fontsize=9)
+    axes.set_ylabel(_plain(shown.y.title), fontsize=9)
+    axes.tick_params(length=0)
+    bar = figure.colorbar(drawn, ax=axes, format=lambda value, _: _tick(value, shown.of), aspect=30)
+    bar.set_label(_plain(f"{shown.of.title} ({shown.of.unit})" if shown.of.unit else shown.of.title), fontsize=9)
+    bar.ax.tick_params(labelsize=9)
 
 
 def _draw_chart(axes: Axes, chart: Chart) -> None:

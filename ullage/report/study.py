@@ -3,21 +3,21 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hwprofiles import __version__
 from planner.schedule import Tier
-from ullage.formatting import LANE_WORDS, duration, percent, si
+from ullage.formatting import LANE_WORDS, UNIT_SYMBOLS, duration, percent, si
 from ullage.palette import ORDINALS
 from ullage.report.charts import Axis as ChartAxis
-from ullage.report.charts import Chart, Fact, Mark, Part, Section, Summary, Table, Trace
+from ullage.report.charts import Chart, Fact, HeatMap, Mark, Part, Section, Summary, Table, Trace
 from ullage.whatif.screen import reasons, value_words
 from ullage.whatif.study import Axis, Figures, Point, Sensitivities, Sensitivity, Study, Value
 
-_UNITS = {"bytes": "B", "bytes_per_s": "B/s", "flop_per_s": "FLOP/s", "params_per_s": "params/s", "s": "s"}
 _MOST_CURVES = len(ORDINALS)
 _MOST_ROWS = 400
 _MOST_POINTS = 2000
+_MOST_CELLS = 40  # along one side of a map: more are too small to be told apart
 
 
 def study_part(study: Study) -> Part:
@@ -25,6 +25,8 @@ def study_part(study: Study) -> Part:
     fitting = [point for point in study.points if point.figures is not None]
     sections = [_answer_section(study)]
     if fitting:
+        maps = _maps(study)
+        sections += [Section("maps", "Maps", "Two fields at once", (), maps)] if maps else []
         sections += [*_curve_sections(study, fitting), _bottleneck_section(fitting)]
     if study.sensitivities is not None:
         sections.append(_sensitivity_section(study.sensitivities))
@@ -117,6 +119,79 @@ def _answer_section(study: Study) -> Section:
     )
 
 
+# -- maps ---------------------------------------------------------------------------------------------------------
+
+
+def _maps(study: Study) -> tuple[HeatMap, ...]:
+    """Return for every two fields how speed, and cost, go over both, if most pairs of their values were planned."""
+    found = []
+    for x, y in itertools.combinations(study.axes, 2):
+        cells: dict[tuple[Value, Value], list[Point]] = {}
+        for point in study.points:
+            cells.setdefault((point.settings[x.name], point.settings[y.name]), []).append(point)
+        columns, rows = {pair[0] for pair in cells}, {pair[1] for pair in cells}
+        if not all(1 < len(values) <= _MOST_CELLS for values in (columns, rows)):
+            continue
+        if 2 * len(cells) < len(columns) * len(rows):
+            continue
+        found.append(_map(study, x, y, cells, "speed", ChartAxis("speed", "tokens/s"), max, _speed))
+        if study.prices is not None and all(point.cost for point in study.points if point.figures):
+            of = ChartAxis(f"{study.prices.currency} per million tokens", study.prices.currency)
+            found.append(_map(study, x, y, cells, "cost", of, min, _cost))
+    return tuple(found)
+
+
+def _map(
+    study: Study,
+    x: Axis,
+    y: Axis,
+    cells: Mapping[tuple[Value, Value], Sequence[Point]],
+    key: str,
+    of: ChartAxis,
+    best: Callable[..., Point],
+    read: Callable[[Point], float],
+) -> HeatMap:
+    """Return one map, of which every cell is the best of all points that it stands for."""
+    columns = [value for value in x.values if any(pair[0] == value for pair in cells)]
+    rows = [value for value in y.values if any(pair[1] == value for pair in cells)]
+    values, texts = [], []
+    for row in rows:
+        points = [cells.get((column, row), ()) for column in columns]
+        fitting = [[point for point in of_cell if point.figures] for of_cell in points]
+        chosen = [best(of_cell, key=read) if of_cell else None for of_cell in fitting]
+        values.append(tuple(None if point is None else read(point) for point in chosen))
+        texts.append(
+            tuple(
+                _point_words(study, point) if point else _no_plan(study, of_cell)
+                for point, of_cell in zip(chosen, points, strict=True)
+            )
+        )
+    others = [axis.name for axis in study.axes if axis not in (x, y)]
+    rest = f"; of {', '.join(others)} always the best" if others else ""
+    return HeatMap(
+        key=f"map-{_key(x.name)}-{_key(y.name)}-{key}",
+        title=f"{of.title[0].upper()}{of.title[1:]} by {x.name} and {y.name}",
+        note=f"In {of.unit}. Every cell is planned anew{rest}. Where there is a dash no plan was found.",
+        x=ChartAxis(x.name),
+        y=ChartAxis(y.name),
+        columns=tuple(value_words(x, value) for value in columns),
+        rows=tuple(value_words(y, value) for value in rows),
+        of=of,
+        values=tuple(values),
+        texts=tuple(texts),
+    )
+
+
+def _no_plan(study: Study, points: Sequence[Point]) -> str:
+    if not points:
+        return "not asked for"
+    return f"{_settings(study, points[0])}: {points[0].result.reason or points[0].result.status}"
+
+
+def _speed(point: Point) -> float:
+    return _figures(point).tokens_per_s
+
+
 # -- curves -------------------------------------------------------------------------------------------------------
 
 
@@ -125,7 +200,7 @@ def _curve_sections(study: Study, fitting: Sequence[Point]) -> Iterator[Section]
     for axis in study.axes:
         if len({point.settings[axis.name] for point in fitting}) < 2:
             continue
-        charts = [_along(study, axis, fitting, "speed", "speed", "tokens/s", lambda p: _figures(p).tokens_per_s)]
+        charts = [_along(study, axis, fitting, "speed", "speed", "tokens/s", _speed)]
         charts.append(_along(study, axis, fitting, "iteration", "iteration", "s", lambda p: _figures(p).iteration_s))
         if study.prices is not None and all(point.cost for point in fitting):
             currency = study.prices.currency
@@ -213,7 +288,7 @@ def _x(axis: Axis, point: Point) -> float:
 
 
 def _unit(axis: Axis) -> str:
-    return _UNITS.get(axis.unit, "x" if axis.relative else "")
+    return UNIT_SYMBOLS.get(axis.unit, "x" if axis.relative else "")
 
 
 def _key(name: str) -> str:
@@ -268,7 +343,7 @@ def _sensitivity_section(found: Sensitivities) -> Section:
         title="What each resource is worth",
         note="Relative change of the iteration over relative change of the resource, each side planned anew: -1 is "
         "twice as fast with twice as much, 0 does not matter.",
-        x=ChartAxis("elasticity of the iteration", "%"),
+        x=ChartAxis("elasticity of the iteration"),
         y=ChartAxis(""),
         traces=tuple(traces),
     )
@@ -278,7 +353,7 @@ def _sensitivity_section(found: Sensitivities) -> Section:
         tuple(
             (
                 row.words,
-                si(row.value, _UNITS.get(row.unit, "")).strip(),
+                si(row.value, UNIT_SYMBOLS.get(row.unit, "")).strip(),
                 row.step_words,
                 "-" if row.seconds_per_step is None else si(-row.seconds_per_step, "s"),
                 _crossing(row, less=True),
@@ -296,7 +371,7 @@ def _crossing(row: Sensitivity, *, less: bool) -> str:
     if crossing is None:
         return "-"
     lane = LANE_WORDS[crossing.bound_by] if crossing.bound_by else "nothing"
-    return f"{si(crossing.value, _UNITS.get(row.unit, '')).strip()}: {lane}"
+    return f"{si(crossing.value, UNIT_SYMBOLS.get(row.unit, '')).strip()}: {lane}"
 
 
 def _money_section(study: Study, fitting: Sequence[Point], currency: str) -> Section:

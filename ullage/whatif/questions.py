@@ -205,7 +205,7 @@ def _upgrade(space: Space, prices: Prices | None, bench: Bench) -> Study:
         words.append(f"{len(fits) - len(faster)} of {len(fits)} changes make it no more than 1 % faster")
     if prices and (cheap := _cheapest_change(study.points)):
         words.append(cheap)
-    return _answered(study, "upgrade", words, [at for at, _ in order])
+    return _answered(study, "upgrade", words, [0, *(at for at, _ in order)])
 
 
 def _gain(point: Point, tokens_per_s: float) -> str:
@@ -257,7 +257,7 @@ def _scale(space: Space, prices: Prices | None, bench: Bench) -> Study:
         for f, e in zip((p.figures for p in study.points), efficiency, strict=True)
         if f and e and e >= _GOOD
     ]
-    words.append(f"Above {percent(_GOOD)} it stays on up to {max(good)} devices")
+    words.append(f"It stays above {percent(_GOOD)} on up to {max(good)} devices")
     if "global_batch" not in space.asked.set:
         words.append("Every device has its own batch, so that more of them train on more tokens per iteration")
     found = _answered(study, "scale", words, [])

@@ -8,10 +8,9 @@ from rich.table import Table
 
 from planner.schedule import Tier
 from ullage.console import console, table
-from ullage.formatting import LANE_WORDS, duration, percent, si
+from ullage.formatting import LANE_WORDS, UNIT_SYMBOLS, duration, percent, si
 from ullage.whatif.study import Axis, Least, Point, Sensitivities, Study, Value
 
-_UNITS = {"bytes": "B", "bytes_per_s": "B/s", "flop_per_s": "FLOP/s", "params_per_s": "param/s", "s": "s"}
 _MOST_ROWS, _MOST_ANSWERS = 48, 16
 _COMMON = 5  # columns that every point has behind its settings
 _STATUS_WORDS = {"lacks-memory": "lacks memory", "refused": "cannot be asked for", "failed": "the planner failed"}
@@ -32,7 +31,7 @@ def study_screen(study: Study, path: Path, table_path: Path | None) -> None:
         out.print(points_table(study, shown))
         if len(shown) < len(study.points):
             which = "the best" if study.answer else "the fastest"
-            out.print(f"{len(study.points) - len(shown)} more points are in {path}; these are {which}")
+            out.print(f"{len(shown)} of {len(study.points)} points, {which}; all are in {path}")
     if study.sensitivities:
         out.print()
         out.print(sensitivity_table(study.sensitivities))
@@ -56,7 +55,7 @@ def value_words(axis: Axis, value: Value) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float) or (axis.unit and isinstance(value, int)):
-        return si(float(value), _UNITS.get(axis.unit, "")).strip()
+        return si(float(value), UNIT_SYMBOLS.get(axis.unit, "")).strip()
     return str(value)
 
 
@@ -89,7 +88,7 @@ def points_table(study: Study, points: Sequence[Point]) -> Table:
 
 def least_table(study: Study, rows: Sequence[Least]) -> Table:
     """Return what every machine needs at least, beside what it has."""
-    columns = ["devices", "device memory", "host memory", "iteration"]
+    columns = ["devices", "device memory", "of", "host memory", "of", "iteration"]
     drives = any(row.num_drives is not None for row in rows)
     result = table(
         "least with which a plan was found, each by itself", "machine", *columns, *(["drives"] if drives else [])
@@ -97,7 +96,10 @@ def least_table(study: Study, rows: Sequence[Least]) -> Table:
     points = {(point.settings["hardware"], point.settings["gpus"]): point for point in study.points}
     for row in rows:
         figures = points[row.hardware, row.num_devices].figures
-        cells = [str(row.num_devices), si(row.device_memory_bytes, "B"), si(row.host_memory_bytes, "B")]
+        cells = [str(row.num_devices)]
+        for tier, least_bytes in ((Tier.GPU, row.device_memory_bytes), (Tier.HOST, row.host_memory_bytes)):
+            has = figures.memory.get(tier) if figures else None
+            cells += [si(least_bytes, "B"), si(has.capacity_bytes, "B") if has else "-"]
         cells += [si(figures.iteration_s, "s") if figures else ""]
         cells += ["" if row.num_drives is None else str(row.num_drives)] if drives else []
         result.add_row(row.hardware, *cells)
@@ -111,7 +113,7 @@ def sensitivity_table(found: Sensitivities) -> Table:
     columns = ("here", "with less", "with more", "one more is worth", "bound by something else from")
     result = table("sensitivities, predicted", "resource", *columns)
     for row in found.rows:
-        unit = _UNITS.get(row.unit, "")
+        unit = UNIT_SYMBOLS.get(row.unit, "")
         worth = "" if row.seconds_per_step is None else f"{row.step_words}: {_signed_seconds(row.seconds_per_step)}"
         moves = [
             f"{si(crossing.value, unit).strip()} ({LANE_WORDS[crossing.bound_by]})"
