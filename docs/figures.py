@@ -11,10 +11,11 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from hwprofiles.registry import load_profile
 from planner.models.registry import resolve_model
 from planner.planning import Request
-from planner.schedule import Lane, Op
+from planner.schedule import Lane
 from planner.timeline import Timeline
 from ullage.figure import save_figure
 from ullage.iteration import Iteration
+from ullage.palette import COLOURS, ORDINALS, WORK, Work
 from ullage.runs import load_run
 from ullage.simulation import requested, simulate
 
@@ -27,19 +28,7 @@ PUBLISHED_PANELS = (
     ("phases: backward and update (s)", ("backward", "update"), 1.0),
     ("peak GPU memory (GB)", ("peak GPU",), 1e9),
 )
-PUBLISHED_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
-COLOURS = {
-    Op.FORWARD: "#4c78a8",
-    Op.RECOMPUTE: "#9ecae9",
-    Op.BACKWARD: "#f58518",
-    Op.FLUSH: "#e45756",
-    Op.UPDATE: "#54a24b",
-    Op.UPLOAD: "#b279a2",
-    Op.FETCH: "#72b7b2",
-    Op.LOAD: "#72b7b2",
-    Op.STORE: "#d67195",
-    Op.CLIP: "#222222",
-}
+COLOUR = {name: colour.light for name, colour in COLOURS.items()}
 LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.STATE_IN, Lane.STATE_OUT, Lane.CPU, Lane.GPU_UPDATE)
 
 
@@ -53,8 +42,8 @@ def draw(axes: Axes, timeline: Timeline, iteration: int, title: str) -> None:
         start_s, end_s = max(span.start_s - begin_s, 0.0), min(span.end_s - begin_s, period_s)
         if task.lane in used and end_s > start_s:
             axes.barh(
-                used.index(task.lane), (end_s - start_s) * 1e3, left=start_s * 1e3, height=0.8, color=COLOURS[task.op],
-                linewidth=0.4, edgecolor=COLOURS[task.op],
+                used.index(task.lane), (end_s - start_s) * 1e3, left=start_s * 1e3, height=0.8, linewidth=0.4,
+                color=COLOUR[WORK[task.op]], edgecolor=COLOUR[WORK[task.op]],
             )  # fmt: skip
     axes.set_yticks(range(len(used)), [lane.value for lane in used])
     axes.invert_yaxis()
@@ -70,11 +59,12 @@ def draw_published() -> None:
         found = [(case["file"], case["fitted"], case[q]) for case in cases for q in quantities if q in case]
         values = [row[side] / unit for _, _, row in found for side in ("predicted", "measured")]
         low, high = min(values) / 1.3, max(values) * 1.3
-        axes.fill_between([low, high], [low / 1.15, high / 1.15], [low * 1.15, high * 1.15], color="#dddddd", lw=0)
-        axes.plot([low, high], [low, high], color="#666666", lw=0.8)
-        for colour, file in zip(PUBLISHED_COLOURS, dict.fromkeys(case["file"] for case in cases), strict=False):
+        axes.fill_between([low, high], [low / 1.15, high / 1.15], [low * 1.15, high * 1.15], color=COLOUR["grid"], lw=0)
+        axes.plot([low, high], [low, high], color=COLOUR["soft"], lw=0.8)
+        for name, file in zip(ORDINALS, dict.fromkeys(case["file"] for case in cases), strict=False):
+            colour = COLOUR[name]
             for fitted in (True, False):
-                points = [row for name, was, row in found if (name, was) == (file, fitted)]
+                points = [row for of, was, row in found if (of, was) == (file, fitted)]
                 axes.scatter(
                     [row["measured"] / unit for row in points],
                     [row["predicted"] / unit for row in points],
@@ -101,7 +91,7 @@ def draw_growth() -> None:
     figure, panels = plt.subplots(1, len(growth), figsize=(9, 3), sharey=True, layout="constrained")
     for axes, (what, rows) in zip(panels, growth.items(), strict=True):
         counts = [next(value for key, value in row.items() if key.startswith("num_")) for row in rows]
-        axes.loglog(counts, [row["process_s"] for row in rows], "o-", color="#0072b2")
+        axes.loglog(counts, [row["process_s"] for row in rows], "o-", color=COLOUR["first"])
         axes.set_xticks(counts, [f"{count:,}" for count in counts])
         axes.set_yticks((1, 2, 5, 10, 20))
         axes.minorticks_off()
@@ -131,9 +121,10 @@ def main() -> None:
     draw(above, simulation.timeline, simulation.steady, "predicted")
     draw(below, measured, middle, "measured (median iteration)")
     below.set_xlabel("ms since the iteration began")
-    used = {task.op for task in measured.schedule.tasks if task.lane in LANES}
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for op, colour in COLOURS.items() if op in used]
-    figure.legend(handles, [op.value for op in COLOURS if op in used], loc="outside right upper", frameon=False)
+    used = {WORK[task.op] for task in measured.schedule.tasks if task.lane in LANES}
+    shown = [work for work in Work if work in used]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOUR[work]) for work in shown]
+    figure.legend(handles, [work.value for work in shown], loc="outside right upper", frameon=False)
     figure.savefig(HERE / "demo_iteration.svg", metadata={"Date": None})
     draw_simulated()
     draw_growth()

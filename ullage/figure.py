@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from hwprofiles.files import write_whole
-from planner.schedule import Lane, MemoryClass, Phase, Tier
+from planner.schedule import Lane, Tier
 from planner.series import Series
 from ullage.formatting import percent, si
 from ullage.iteration import Iteration
+from ullage.palette import COLOURS
 
 try:
     import matplotlib as mpl
@@ -26,23 +27,9 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("a figure needs matplotlib; pip install 'ullage[figure]'", name="matplotlib") from error
 
-# Okabe and Ito's palette, which people with any kind of colour vision tell apart ("Color Universal Design", 2008).
-_MEMORY_COLOURS = {
-    MemoryClass.PARAMETERS: "#0072b2",
-    MemoryClass.OPTIMIZER: "#009e73",
-    MemoryClass.GRADIENTS: "#d55e00",
-    MemoryClass.ACTIVATIONS: "#e69f00",
-    MemoryClass.WORKSPACE: "#56b4e9",
-}
-_OTHER_COLOURS = ("#cc79a7", "#999999", "#f0e442", "#000000")
-_DIRECTIONS = {Lane.H2D: (1, "#0072b2", "host to GPU"), Lane.D2H: (-1, "#d55e00", "GPU to host")}
-_BUSY = {"gpu": ("#0072b2", "-", "GPU computes"), "cpu": ("#d55e00", "--", "CPU updates")}
-_PHASE_SHADES = {
-    Phase.FORWARD: "#e4ebf3",
-    Phase.BACKWARD: "#ffffff",
-    Phase.UPDATE: "#eeeeee",
-    Phase.LOOP: "#f6f0e2",
-}
+_COLOURS = {name: colour.light for name, colour in COLOURS.items()}
+_DIRECTIONS = {Lane.H2D: (1, "down", "host to GPU"), Lane.D2H: (-1, "up", "GPU to host")}
+_BUSY = {"gpu": ("device", "-", "GPU computes"), "cpu": ("cores", "--", "CPU updates")}
 _SIZE_INCHES = (10.0, 7.0)
 _MIN_LABELLED = 0.09  # of the period: a narrower stretch has no room for its name
 # Lines are means over this part of the period, as a sampling monitor would show them; behind them is every single task.
@@ -70,7 +57,7 @@ def draw(seen: Iteration) -> Figure:
         fontsize=11,
         fontweight="bold",
     )
-    figure.supxlabel(seen.verdict, x=0.01, ha="left", fontsize=9, color="#444444")
+    figure.supxlabel(seen.verdict, x=0.01, ha="left", fontsize=9, color=_COLOURS["soft"])
     return figure
 
 
@@ -103,11 +90,11 @@ def _page(seen: Iteration, svg: str) -> str:
 
 def _shade(axes: Axes, seen: Iteration) -> None:
     for stretch in seen.stretches:
-        axes.axvspan(stretch.start_s, stretch.end_s, color=_PHASE_SHADES[stretch.phase], linewidth=0, zorder=0)
-        axes.axvline(stretch.start_s, color="#bbbbbb", linewidth=0.6, zorder=1)
+        axes.axvspan(stretch.start_s, stretch.end_s, color=_COLOURS[f"phase {stretch.phase}"], linewidth=0, zorder=0)
+        axes.axvline(stretch.start_s, color=_COLOURS["quiet"], linewidth=0.6, zorder=1)
     axes.set_xlim(0.0, seen.period_s)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#d9d9d9", linewidth=0.6, zorder=1)
+    axes.grid(axis="y", color=_COLOURS["grid"], linewidth=0.6, zorder=1)
     axes.set_axisbelow(True)
 
 
@@ -126,14 +113,12 @@ def _draw_memory(axes: Axes, seen: Iteration) -> None:
     times_s = np.append(use.times_s, seen.period_s)
     held = {c: np.array([*n, n[-1]]) / 1e9 for c, n in use.num_bytes.items() if any(n)}
     base = np.zeros(len(times_s))
-    free = iter(_OTHER_COLOURS)
     bands = []
     for name, values in sorted(held.items(), key=lambda item: float(np.ptp(item[1]))):
-        colour = _MEMORY_COLOURS.get(name) or next(free)
         label = f"{name}\nup to {si(float(values.max()) * 1e9, 'B')}"
         bands.append(
             axes.fill_between(
-                times_s, base, base + values, step="post", color=colour, linewidth=0, label=label, zorder=2
+                times_s, base, base + values, step="post", color=_COLOURS[name], linewidth=0, label=label, zorder=2
             )
         )
         base = base + values
@@ -144,7 +129,7 @@ def _draw_memory(axes: Axes, seen: Iteration) -> None:
     highest_bytes = max(level[0] for level in levels)
     for num_bytes, what, style in levels:
         align = "bottom" if num_bytes == highest_bytes else "top"  # the names of near lines stay apart
-        axes.axhline(num_bytes / 1e9, color="#222222", linewidth=1.0, linestyle=style, zorder=3)
+        axes.axhline(num_bytes / 1e9, color=_COLOURS["ink"], linewidth=1.0, linestyle=style, zorder=3)
         axes.annotate(
             f"{what} {si(num_bytes, 'B')}", (seen.period_s, num_bytes / 1e9), (-4, 2 if align == "bottom" else -2),
             textcoords="offset points", ha="right", va=align, fontsize=9, zorder=4,
@@ -162,11 +147,11 @@ def _draw_links(axes: Axes, seen: Iteration) -> None:
         if (series := seen.traffic.get(link)) is not None:
             highest = max(highest, series.peak / 1e9)
             label = f"{name}\n{si(series.integral, 'B')}, peak {si(series.peak, 'B/s')}"
-            lines.append(_rate(axes, series, sign * 1e-9, colour, "-", label))
+            lines.append(_rate(axes, series, sign * 1e-9, _COLOURS[colour], "-", label))
     _legend(axes, lines)
     limit = 1.1 * highest or 1.0
     axes.set_ylim(-limit, limit)
-    axes.axhline(0.0, color="#222222", linewidth=0.8, zorder=3)
+    axes.axhline(0.0, color=_COLOURS["ink"], linewidth=0.8, zorder=3)
     axes.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
     axes.set_ylabel("PCIe (GB/s)")
 
@@ -176,7 +161,7 @@ def _draw_busy(axes: Axes, seen: Iteration) -> None:
     for processor, (colour, style, name) in _BUSY.items():
         series = seen.busy[processor]
         label = f"{name}\n{percent(series.integral / seen.period_s)} of the time"
-        lines.append(_rate(axes, series, 100.0, colour, style, label))
+        lines.append(_rate(axes, series, 100.0, _COLOURS[colour], style, label))
     _legend(axes, lines)
     axes.set_ylim(0.0, 105.0)
     axes.set_yticks([0, 50, 100])

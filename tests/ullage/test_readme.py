@@ -109,6 +109,37 @@ def checkpoint_engine_figures() -> dict[str, str]:
     }
 
 
+def study_figures() -> dict[str, str]:
+    """Return the README's row of a large study; nothing before it has been run."""
+    if not (ROOT / "benchmarks" / "results" / "planning_study.json").exists():
+        return {}
+    found = result("planning_study.json")
+    statuses = ", ".join(f"{count} {status}" for status, count in found["num_by_status"].items())
+    return {
+        "study": f"| a study of {found['num_points']:,} points (opt-13b: GPUs {TIMES} PCIe {TIMES} cores {TIMES} "
+        f"device memory) on {found['num_workers']} processes, killed twice | {found['total_s'] / 60:.1f} min; "
+        f"{statuses}; "
+        f"{found['num_computed_twice']} planned twice, {found['num_sampled_again_and_equal']} of a sample planned "
+        "again alone and equal | [planning_study.json](benchmarks/results/planning_study.json), "
+        f"`{found['command']}` |"
+    }
+
+
+def calibration_figures() -> dict[str, str]:
+    """Return the README's row of calibrating twice; nothing before it has been done."""
+    if not (ROOT / "benchmarks" / "results" / "calibration.json").exists():
+        return {}
+    found = result("calibration.json")
+    summary = found["summary"]
+    off = [f"{100 * summary[key]:.1f} %" for key in ("median_quantity_off", "worst_quantity_off")]
+    return {
+        "calibration": f"| calibrated twice: {summary['num_quantities']} quantities, and iteration times predicted "
+        f"from both | {off[0]} apart at the median, {off[1]} at worst; predictions "
+        f"{100 * summary['worst_prediction_off']:.1f} % apart at worst | "
+        f"[calibration.json](benchmarks/results/calibration.json), `{found['command']}` |"
+    }
+
+
 def figures() -> dict[str, str]:
     """Return every figure of the README, from the committed result files."""
     errors = [f"{100 * error:+.1f} %" for error in result("demo.json")["iteration_errors"]]
@@ -156,6 +187,8 @@ def figures() -> dict[str, str]:
         **peers_figures(),
         **checkpoint_figures(),
         **checkpoint_engine_figures(),
+        **study_figures(),
+        **calibration_figures(),
     }
 
 

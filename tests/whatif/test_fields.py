@@ -1,9 +1,13 @@
+import argparse
+
 import pytest
 
 from hwprofiles.changes import with_cores, with_devices_per_node, with_num_drives, with_optimizer_cores
 from hwprofiles.paths import number, quantities
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
+from ullage.failures import add_checkpoint_options
+from ullage.request import add_request_options
 from ullage.whatif.fields import ALIASES, FieldError, Fields, changed_machine, changed_model, of_machine
 from ullage.whatif.values import Number
 
@@ -23,6 +27,20 @@ def test_every_number_of_a_machine_can_be_scaled_by_its_name(name):
         after = of_machine(changed_machine(hardware, {field.name: Number(FACTOR, relative=True)}), field.name)
         wanted = round(before * FACTOR) if isinstance(before, int) else pytest.approx(before * FACTOR)
         assert after == wanted, field.name
+
+
+def test_every_option_of_a_plan_can_be_varied():
+    parser = argparse.ArgumentParser(add_help=False)
+    add_request_options(parser, model_required=False)
+    add_checkpoint_options(parser)
+    fields = Fields(load_profile("a100-80"), MODEL)
+    for action in parser._actions:
+        name = action.dest.removeprefix("no_")
+        assert fields[name].kind == "option"
+        assert "%%" not in fields[name].words
+    assert fields["mtbf"].parse("memory=2h,nvme=1d") == "memory=2h,nvme=1d"
+    with pytest.raises(FieldError, match="mtbf=soon"):
+        fields["mtbf"].parse("soon")
 
 
 def test_curves_are_scaled_as_a_whole():

@@ -7,7 +7,7 @@ from hwprofiles.quantity import Provenance
 from ullage.whatif.command import load_example_prices
 from ullage.whatif.money import charged, pareto_front
 from ullage.whatif.prices import Extra, MachinePrice, Prices, PricesError, load_prices
-from ullage.whatif.study import Asked, Cost, Point, Result, Varied
+from ullage.whatif.study import Asked, Checkpoints, Cost, Point, Result, Varied
 
 ASSUMED = Provenance(origin="assumed", source="a test")
 
@@ -41,6 +41,20 @@ def test_costs_are_those_of_a_bill():
     assert found.cost.in_time is False
     assert any("pcie is not charged" in note for note in notes)
     assert any("assumed, a test" in note for note in notes)
+
+
+def test_time_that_failures_take_is_paid_for():
+    prices = Prices(currency="EUR", machines={"box": MachinePrice(per_device_hour=2.0, provenance=ASSUMED)})
+    steady = point(1000.0)
+    saved = Checkpoints(every={"nvme": 10}, waste=0.2, overhead=0.1, most_lost_s=9.0)
+    failing = steady.model_copy(
+        update={"result": Result(status="fits", figures=steady.figures.model_copy(update={"checkpoints": saved}))}
+    )
+    (one, other), _ = charged([steady, failing], prices, Asked(set={}, tokens=1e9))
+    assert other.cost.per_hour == one.cost.per_hour
+    for name in ("per_million_tokens", "run_s", "run"):
+        assert getattr(other.cost, name) == pytest.approx(getattr(one.cost, name) / 0.8)
+    assert (one.on_front, other.on_front) == (True, False)
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.sampled_from("ab")), max_size=12))

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from planner.checkpoints.choosing import choose_checkpoints
 from planner.planning import make_plan
 from ullage.whatif import point
 from ullage.whatif.design import Space
@@ -41,6 +42,34 @@ def test_a_point_is_what_plan_finds(tiny):
     assert bare.figures == figures.model_copy(update={"bound_s": None, "gap": None})
 
 
+def test_checkpoints_of_a_point_are_those_that_plan_chooses(tiny):
+    asked = {"gpus": "2", "mtbf": "memory=10m,nvme=1h", "max_lost_work": "5m"}
+    case = space(tiny, set=asked).case({})
+    chosen = choose_checkpoints(make_plan(case.request), case.checkpoints)
+    assert case.checkpoints.mtbf_s == {"memory": 600.0, "nvme": 3600.0}
+    assert case.checkpoints.max_lost_s == 300.0
+    figures = plan_point(case.request, "plan", case.checkpoints).figures
+    found = figures.checkpoints
+    assert found.every == {level.level: level.every for level in chosen.levels}
+    assert (found.waste, found.overhead, found.most_lost_s) == (chosen.waste, chosen.overhead, chosen.most_lost_s)
+    assert 0 < found.waste < 1
+    assert figures.goodput_tokens_per_s == figures.tokens_per_s * (1 - found.waste)
+    without = plan_point(case.request, "plan").figures
+    assert without == figures.model_copy(update={"checkpoints": None})
+    assert without.goodput_tokens_per_s == without.tokens_per_s
+
+
+def test_the_rarer_failures_are_the_more_is_left_of_the_time(tiny, tmp_path):
+    found = study(space(tiny, sweep={"mtbf": ("2m,1h,1d",), "clip": ("true,false",)}), tmp_path / "s.jsonl")
+    by = {(p.settings["mtbf"], p.settings["clip"]): p.figures.goodput_tokens_per_s for p in found.points}
+    for clip in (True, False):
+        assert by["2m", clip] < by["1h", clip] < by["1d", clip]
+    never = study(space(tiny, set={"mtbf": "1s"}), tmp_path / "never.jsonl").points[0].result
+    assert (never.status, "longer mtbf" in never.reason) == ("refused", True)
+    alone = space(tiny, set={"max_lost_work": "5m"}).case({})
+    assert "--mtbf" in alone.refused.reason
+
+
 def test_results_do_not_depend_on_order_or_processes(tiny, tmp_path):
     wanted = space(tiny, sweep={"pcie": ("1x,4x",), "device.memory_bytes": ("40GB,80GB",)})
     one = study(wanted, tmp_path / "one.jsonl")
@@ -61,7 +90,8 @@ def test_what_determines_a_point_is_in_its_key(tiny):
         for levels in ({}, {"gpus": 1, "seq_len": 64}, {"optimizer": "sgd"}, {"subgroup_params": 1000})
         for effort in ("plan", "certify")
     }
-    assert len(keys) == 8
+    keys |= {wanted.case({"mtbf": text}).key for text in ("1h", "2h", "memory=1h")}
+    assert len(keys) == 11
     assert digest_of(wanted.case({}).request, "plan") == digest_of(space(tiny).case({"gpus": 1}).request, "plan")
 
 

@@ -149,13 +149,13 @@ def _draw_chart(axes: Axes, chart: Chart) -> None:
         else:
             _draw_line(axes, trace)
     for level in chart.levels:
-        axes.axhline(level.value, color="#222222", linewidth=1.0, linestyle="--")
+        axes.axhline(level.value, color=COLOURS["ink"].light, linewidth=1.0, linestyle="--")
         words = _plain(f"{level.words} {said(abs(level.value), chart.y.unit)}")
         va = "top" if level.value < 0 else "bottom"
         axes.annotate(words, (1.0, level.value), xycoords=("axes fraction", "data"), ha="right", va=va, fontsize=8)
     if chart.over_time:
         axes.set_xlim(0.0, max(float(trace.x[-1]) for trace in chart.traces))
-    axes.grid(color="#dfe3e8", linewidth=0.6)
+    axes.grid(color=COLOURS["grid"].light, linewidth=0.6)
     for axis, which in ((chart.x, "x"), (chart.y, "y")):
         _name(axes, axis, which)
     if not chart.y.log and not any(float(y) < 0 for trace in chart.traces for y in trace.y):
@@ -205,11 +205,11 @@ def _draw_bars(axes: Axes, chart: Chart, names: Sequence[str]) -> None:
                     fontsize=8,
                 )
     for limit in chart.limits:
-        axes.axvline(limit.value, color="#222222", linewidth=1.0, linestyle="--")
+        axes.axvline(limit.value, color=COLOURS["ink"].light, linewidth=1.0, linestyle="--")
     axes.set_yticks(range(len(names)), [_plain(name) for name in names], fontsize=9)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.margins(x=0.18)
-    axes.grid(axis="x", color="#dfe3e8", linewidth=0.6)
+    axes.grid(axis="x", color=COLOURS["grid"].light, linewidth=0.6)
 
 
 def _draw_bands(axes: Axes, picture: Chart | Gantt) -> None:

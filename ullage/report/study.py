@@ -11,8 +11,10 @@ from ullage.formatting import LANE_WORDS, UNIT_SYMBOLS, duration, percent, si
 from ullage.palette import ORDINALS
 from ullage.report.charts import Axis as ChartAxis
 from ullage.report.charts import Chart, Fact, HeatMap, Mark, Part, Section, Summary, Table, Trace
+from ullage.whatif.money import run_seconds
 from ullage.whatif.screen import reasons, value_words
 from ullage.whatif.study import Axis, Figures, Point, Sensitivities, Sensitivity, Study, Value
+from ullage.whatif.tables import every_words
 
 _MOST_CURVES = len(ORDINALS)
 _MOST_ROWS = 400
@@ -43,10 +45,14 @@ def _summary(study: Study, fitting: Sequence[Point]) -> Summary:
         Fact("Points that fit", f"{len(fitting)} of {count}", "each planned anew, predicted", "" if fitting else "bad")
     ]
     if fitting:
-        fastest = max(fitting, key=lambda point: _figures(point).tokens_per_s)
+        fastest = max(fitting, key=lambda point: _figures(point).goodput_tokens_per_s)
         figures = _figures(fastest)
         facts.append(
-            Fact("Fastest", f"{figures.tokens_per_s:,.0f} tokens/s", f"predicted, with {_settings(study, fastest)}")
+            Fact(
+                "Fastest",
+                f"{figures.goodput_tokens_per_s:,.0f} tokens/s",
+                f"predicted, with {_settings(study, fastest)}",
+            )
         )
         facts.append(
             Fact(
@@ -69,6 +75,8 @@ def _summary(study: Study, fitting: Sequence[Point]) -> Summary:
     if not sentence:
         axes = " x ".join(f"{len(axis.values)} of {axis.name}" for axis in study.axes)
         sentence = f"{count} points ({axes or 'one request'}), of which {len(fitting)} fit."
+    if any(_figures(point).checkpoints for point in fitting):
+        sentence += " Speeds are with failures, and with the checkpoints that lose least time by them."
     if not study.complete and count:
         sentence += " The study was not finished: these are the points that were done."
     asked = study.asked
@@ -94,19 +102,22 @@ def _settings(study: Study, point: Point) -> str:
 def _answer_section(study: Study) -> Section:
     """List all points, the fastest first."""
     axes, currency = study.axes, study.prices.currency if study.prices else ""
-    ordered = sorted(study.points, key=lambda point: -(point.figures.tokens_per_s if point.figures else 0.0))
+    ordered = sorted(study.points, key=lambda point: -(point.figures.goodput_tokens_per_s if point.figures else 0.0))
     columns = [axis.name for axis in axes] or ["machine"]
-    columns += ["iteration", "tokens/s", "device memory", "host memory", "bound by"]
+    saves = any(point.figures and point.figures.checkpoints for point in study.points)
+    columns += ["iteration", "tokens/s", *(["checkpoint every"] if saves else [])]
+    columns += ["device memory", "host memory", "bound by"]
     columns += [f"{currency}/h", f"{currency}/M tokens"] if currency else []
     rows = []
     for point in ordered[:_MOST_ROWS]:
         settings = [value_words(axis, point.settings[axis.name]) for axis in axes] or [point.hardware]
         figures, cost = point.figures, point.cost
         if figures is None:
-            found = ["-", "-", "-", "-", point.result.reason or point.result.status]
+            found = [*(["-"] * (5 if saves else 4)), point.result.reason or point.result.status]
         else:
             used = {tier: percent(peak.peak_bytes / peak.capacity_bytes) for tier, peak in figures.memory.items()}
-            found = [si(figures.iteration_s, "s"), f"{figures.tokens_per_s:,.0f}"]
+            found = [si(figures.iteration_s, "s"), f"{figures.goodput_tokens_per_s:,.0f}"]
+            found += [every_words(figures.checkpoints) if figures.checkpoints else "-"] if saves else []
             found += [used.get(Tier.GPU, "-"), used.get(Tier.HOST, "-"), LANE_WORDS[figures.bound_by]]
         if currency:
             found += [f"{cost.per_hour:,.2f}", f"{cost.per_million_tokens:,.3g}"] if cost else ["-", "-"]
@@ -189,7 +200,7 @@ def _no_plan(study: Study, points: Sequence[Point]) -> str:
 
 
 def _speed(point: Point) -> float:
-    return _figures(point).tokens_per_s
+    return _figures(point).goodput_tokens_per_s
 
 
 # -- curves -------------------------------------------------------------------------------------------------------
@@ -273,8 +284,8 @@ def _trace(
 def _point_words(study: Study, point: Point) -> str:
     figures = _figures(point)
     return (
-        f"{_settings(study, point)}: {si(figures.iteration_s, 's')}, {figures.tokens_per_s:,.0f} tokens/s, bound by "
-        f"{LANE_WORDS[figures.bound_by]}"
+        f"{_settings(study, point)}: {si(figures.iteration_s, 's')}, {figures.goodput_tokens_per_s:,.0f} tokens/s, "
+        f"bound by {LANE_WORDS[figures.bound_by]}"
     )
 
 
@@ -378,12 +389,14 @@ def _money_section(study: Study, fitting: Sequence[Point], currency: str) -> Sec
     """Show cost against time, and the points that nothing beats in both."""
     tokens = study.asked.tokens
     priced = [point for point in fitting if point.cost is not None]
-    front = sorted((point for point in priced if point.on_front), key=lambda point: _figures(point).tokens_per_s)
+    front = sorted(
+        (point for point in priced if point.on_front), key=lambda point: _figures(point).goodput_tokens_per_s
+    )
     others = [point for point in priced if not point.on_front]
     others = others[:: max(math.ceil(len(others) / _MOST_POINTS), 1)]
 
     def trace(name: str, points: Sequence[Point], mark: Mark, colour: str) -> Trace:
-        x = [_figures(point).tokens_per_s for point in points]
+        x = [_figures(point).goodput_tokens_per_s for point in points]
         texts = [f"{_point_words(study, point)}, {_cost(point):,.3g} {currency} per million tokens" for point in points]
         return Trace(name, x, [_cost(point) for point in points], mark, colour, texts=texts)
 
@@ -403,12 +416,12 @@ def _money_section(study: Study, fitting: Sequence[Point], currency: str) -> Sec
     for point in reversed(front):
         figures, cost = _figures(point), point.cost
         assert cost is not None
-        row = [_settings(study, point), f"{figures.tokens_per_s:,.0f}", f"{cost.per_hour:,.2f}"]
+        row = [_settings(study, point), f"{figures.goodput_tokens_per_s:,.0f}", f"{cost.per_hour:,.2f}"]
         row.append(f"{cost.per_million_tokens:,.3g}")
         if tokens:
             run = "-" if cost.run is None else f"{cost.run:,.0f}"
             in_time = {True: "yes", False: "no", None: "-"}[cost.in_time]
-            row += [duration(tokens / figures.tokens_per_s), run, in_time]
+            row += [duration(run_seconds(figures, tokens)), run, in_time]
         rows.append(tuple(row))
     table = Table("The front: nothing is both faster and cheaper", tuple(columns), tuple(rows))
     return Section("money", "Cost", "Cost against speed", (), (chart, table))

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from hwprofiles.registry import load_profile
+from planner.checkpoints.chosen import CheckpointsAsked
 from planner.decisions import Precision
 from planner.planning import Request, default_precision
+from ullage.failures import checkpoints_of, with_pfs
 from ullage.request import DEFAULT_HARDWARE, request_of, trained
 from ullage.whatif.fields import (
     SUBGROUP_PARAMS,
@@ -39,6 +41,8 @@ class Case:
         hardware, model: their names.
         request: what is asked for; ``None`` if it cannot be asked for, which ``refused`` says.
         key: digest of what determines the result.
+        refused: why it cannot be asked for, if so.
+        checkpoints: the failures that they are chosen for, and their limits, if that is asked.
     """
 
     settings: dict[str, Value]
@@ -48,6 +52,7 @@ class Case:
     request: Request | None
     key: str
     refused: Result | None = None
+    checkpoints: CheckpointsAsked | None = None
 
 
 class Space:
@@ -108,17 +113,21 @@ class Space:
             name: str(options.get(name, default)) for name, default in (("hardware", DEFAULT_HARDWARE), ("model", ""))
         }
         try:
+            args = namespace(options)
+            checkpoints = checkpoints_of(args)
             request = request_of(
-                namespace(options),
+                args,
                 lambda whole: _noted(whole, changed_machine(whole, machine), machine, of_machine, varied),
                 lambda whole: _noted(whole, changed_model(whole, model), model, of_model, varied),
             )
             request = dataclasses.replace(request, **subgroup)
+            if args.pfs_bandwidth is not None:
+                request = dataclasses.replace(request, hardware=with_pfs(request.hardware, args.pfs_bandwidth))
         except ValueError as error:
             refused = Result(status="refused", reason=" ".join(str(error).split()))
             return Case(settings, varied, names["hardware"], names["model"], None, "", refused)
-        key = digest_of(request, effort or self.effort)
-        return Case(settings, varied, request.hardware.name, request.model.name, request, key)
+        key = digest_of(request, effort or self.effort, checkpoints)
+        return Case(settings, varied, request.hardware.name, request.model.name, request, key, checkpoints=checkpoints)
 
     def _levels_of(self, name: str, texts: Sequence[str]) -> list[Level | Between]:
         field = self.fields[name]

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal
 
 from pydantic import ValidationError
@@ -17,6 +17,7 @@ from planner.knobs import Knob, all_knobs, scaled
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig, ModelConfigError
 from ullage.arguments import positive_int
+from ullage.failures import add_checkpoint_options, mtbf
 from ullage.request import add_request_options
 from ullage.whatif.study import Value
 from ullage.whatif.values import Number, parse_number
@@ -39,6 +40,10 @@ ALIASES: Final[Mapping[str, str]] = {
     "num_devices": "gpus",
 }
 """Short or familiar names, and what they stand for."""
+
+_CLIP_WORDS: Final = "clip gradients by their global norm (true)"
+_READ: Final[Mapping[str, Callable[[Any], Any]]] = {"clip": lambda value: None if value else True, "mtbf": mtbf}
+"""What options of a command have of the values of some fields."""
 
 SUBGROUP_PARAMS: Final = "subgroup_params"
 """The one field of a request that is no option."""
@@ -191,7 +196,7 @@ def namespace(options: Mapping[str, Any]) -> argparse.Namespace:
     """Return parsed arguments with some options given and all others not."""
     given = argparse.Namespace(**dict.fromkeys(action.dest for action in _actions().values()))
     for name, value in options.items():
-        setattr(given, _actions()[name].dest, (None if value else True) if name == "clip" else value)
+        setattr(given, _actions()[name].dest, _READ[name](value) if name in _READ else value)
     return given
 
 
@@ -209,7 +214,7 @@ def _knob(hardware: HardwareProfile, name: str) -> Knob | None:
 
 def _option_fields() -> Iterator[Field]:
     for name, action in _actions().items():
-        words = " ".join(str(action.help).split()) if name != "clip" else "clip gradients by their global norm (true)"
+        words = _CLIP_WORDS if name == "clip" else " ".join(str(action.help).split()).replace("%%", "%")
         yield Field(name, "option", words, whole=action.type is positive_int)
     yield Field(SUBGROUP_PARAMS, "option", "most parameters of one subgroup, the grain of the update", whole=True)
 
@@ -245,9 +250,10 @@ def _unit(item: Quantity | Curve) -> str:
 
 @functools.cache
 def _actions() -> dict[str, argparse.Action]:
-    """Return the options of a request, by the names of their fields."""
+    """Return the options of a request and of its checkpoints, by the names of their fields."""
     parser = argparse.ArgumentParser(add_help=False)
     add_request_options(parser, model_required=False)
+    add_checkpoint_options(parser)
     return {"clip" if action.dest == "no_clip" else action.dest: action for action in parser._actions}
 
 
@@ -262,9 +268,10 @@ def _option_value(name: str, text: str) -> Any:
     if not callable(action.type):
         return text
     try:
-        return [action.type(part) for part in text.split()] if action.nargs else action.type(text)
+        found = [action.type(part) for part in text.split()] if action.nargs else action.type(text)
     except argparse.ArgumentTypeError as error:
         raise ValueError(str(error)) from error
+    return text if name in _READ else found
 
 
 def _switch(text: str) -> bool:

@@ -34,7 +34,7 @@ def pareto_front(points: Sequence[Point]) -> set[int]:
     by_model: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
     for position, point in enumerate(points):
         if point.figures and point.cost:
-            key = (point.cost.per_million_tokens, -point.figures.tokens_per_s, position)
+            key = (point.cost.per_million_tokens, -point.figures.goodput_tokens_per_s, position)
             by_model[point.model].append(key)
     front = set()
     for keys in by_model.values():
@@ -48,7 +48,7 @@ def pareto_front(points: Sequence[Point]) -> set[int]:
 
 def run_seconds(figures: Figures, tokens: float) -> float:
     """Return how long training on so many tokens takes."""
-    return tokens / figures.tokens_per_s
+    return tokens / figures.goodput_tokens_per_s
 
 
 def _cost(point: Point, prices: Prices, asked: Asked) -> Cost | None:
@@ -56,7 +56,7 @@ def _cost(point: Point, prices: Prices, asked: Asked) -> Cost | None:
     if figures is None or machine is None:
         return None
     per_hour = _per_hour(point, figures, machine, prices)
-    per_token = per_hour / _SECONDS_PER_HOUR / figures.tokens_per_s
+    per_token = per_hour / _SECONDS_PER_HOUR / figures.goodput_tokens_per_s
     run_s = run_seconds(figures, asked.tokens) if asked.tokens else None
     return Cost(
         per_hour=per_hour,

@@ -94,8 +94,8 @@ def _planned(tasks: Iterable[Task], num_workers: int, effort: Effort) -> Iterato
     plan = ray.remote(num_cpus=1, max_retries=3)(plan_point)
     todo, running = iter(tasks), dict[Any, str]()
     while True:
-        for key, request in itertools.islice(todo, num_workers + AHEAD - len(running)):
-            running[plan.remote(request, effort)] = key
+        for key, request, checkpoints in itertools.islice(todo, num_workers + AHEAD - len(running)):
+            running[plan.remote(request, effort, checkpoints)] = key
         if not running:
             return
         done, _ = ray.wait(list(running), num_returns=1)

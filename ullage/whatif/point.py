@@ -9,11 +9,14 @@ import json
 from typing import Any, Final, Literal
 
 from hwprofiles import __version__
+from planner.checkpoints.choosing import choose_checkpoints
+from planner.checkpoints.chosen import CheckpointsAsked
 from planner.choices import Choice
+from planner.plan import Plan
 from planner.planning import Found, InfeasibleError, Request, describe, find
 from planner.prediction import Workload
 from planner.schedule import Lane
-from ullage.whatif.study import SCHEMA_VERSION, Figures, Peak, Result
+from ullage.whatif.study import SCHEMA_VERSION, Checkpoints, Figures, Peak, Result
 
 # Libraries whose results plans follow from.
 _LIBRARIES: Final = ("numba", "numpy", "scipy")
@@ -25,13 +28,15 @@ Effort = Literal["plan", "certify", "fit"]
 whether it fits, with the first plan that does."""
 
 
-def digest_of(request: Request, effort: Effort) -> str:
-    """Return a SHA-256 of all that a point's result follows from: the request, the program and its libraries."""
+def digest_of(request: Request, effort: Effort, checkpoints: CheckpointsAsked | None = None) -> str:
+    """Return a SHA-256 of all that a point's result follows from: what is asked, the program and its libraries."""
     parts = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
     plain = {
         name: value.model_dump(mode="json") if hasattr(value, "model_dump") else value for name, value in parts.items()
     }
-    return _sha256({"request": plain, "effort": effort, "schema": SCHEMA_VERSION, "program": program_digest()})
+    failures = checkpoints.model_dump(mode="json") if checkpoints else None
+    program = {"schema": SCHEMA_VERSION, "program": program_digest()}
+    return _sha256({"request": plain, "effort": effort, "failures": failures, **program})
 
 
 @functools.cache
@@ -46,14 +51,22 @@ def program_digest() -> str:
     return _sha256({"version": __version__, "code": code.hexdigest(), "libraries": libraries})
 
 
-def plan_point(request: Request, effort: Effort) -> Result:
+def plan_point(request: Request, effort: Effort, checkpoints: CheckpointsAsked | None = None) -> Result:
     """Plan anew, and return the figures, or why there are none.
 
     Whatever goes wrong is a result too, so that a study goes on.
+
+    Args:
+        request: what is trained, and where.
+        effort: how much is done for it.
+        checkpoints: choose when to make them, for these failures; not where only ``fit`` is asked.
     """
     try:
         found = find(request, max_simulations=1 if effort == "fit" else None)
-        return Result(status="fits", figures=_figures(request, found, certify=effort == "certify"))
+        figures = _figures(request, found, certify=effort == "certify")
+        if checkpoints is not None and effort != "fit":
+            figures = figures.model_copy(update={"checkpoints": _checkpoints(request, found, checkpoints)})
+        return Result(status="fits", figures=figures)
     except InfeasibleError as error:
         return Result(
             status="lacks-memory", reason=_line(error), missing_bytes=error.missing_bytes, proven=error.proven
@@ -97,6 +110,27 @@ def _figures(request: Request, found: Found, *, certify: bool) -> Figures:
         gap=certificate.gap(seen.iteration_s) if certificate else None,
         warnings=seen.warnings,
         num_simulations=found.num_simulations,
+    )
+
+
+def _checkpoints(request: Request, found: Found, asked: CheckpointsAsked) -> Checkpoints:
+    # A plan without the proof of how near to the best it is: that takes as long as finding it, and nothing here asks.
+    unproven: dict[str, Any] = {
+        "model": request.model,
+        "seq_len": request.seq_len,
+        "expert_load": request.expert_load,
+        "hardware": request.hardware,
+        "decisions": found.decisions,
+        "prediction": found.prediction,
+    }
+    chosen = choose_checkpoints(Plan.model_construct(**unproven), asked)
+    if chosen.waste >= 1:
+        raise ValueError("failures take all the time, whatever checkpoints are made; give a longer mtbf")
+    return Checkpoints(
+        every={level.level: level.every for level in chosen.levels},
+        waste=chosen.waste,
+        overhead=chosen.overhead,
+        most_lost_s=chosen.most_lost_s,
     )
 
 

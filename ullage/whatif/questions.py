@@ -1,5 +1,6 @@
 """Questions that are asked so often that they have a name: which points they need, and what the answer is in words."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -189,15 +190,17 @@ def _upgrade(space: Space, prices: Prices | None, bench: Bench) -> Study:
     study = _study(space, prices, bench, labelled, (axis,))
     present = study.points[0].figures
     fits = [(at, point) for at, point in enumerate(study.points) if point.figures and at]
-    order = sorted(fits, key=lambda item: -(item[1].figures.tokens_per_s if item[1].figures else 0.0))
+    order = sorted(fits, key=lambda item: -(item[1].figures.goodput_tokens_per_s if item[1].figures else 0.0))
     if present is None:
         words = [f"As it is, there is no plan: {study.points[0].result.reason}"]
         words += [f"with {order[0][1].settings['change']} there is one"] if order else []
         return _answered(study, "upgrade", words, [at for at, _ in order])
     faster = [
-        (at, p) for at, p in order if p.figures and p.figures.tokens_per_s > present.tokens_per_s * (1 + _MATTERS)
+        (at, p)
+        for at, p in order
+        if p.figures and p.figures.goodput_tokens_per_s > present.goodput_tokens_per_s * (1 + _MATTERS)
     ]
-    words = [_gain(point, present.tokens_per_s) for _, point in faster[:3]]
+    words = [_gain(point, present.goodput_tokens_per_s) for _, point in faster[:3]]
     if not words:
         words = ["Doubling any one resource makes training no more than 1 % faster (predicted)"]
     else:
@@ -210,7 +213,7 @@ def _upgrade(space: Space, prices: Prices | None, bench: Bench) -> Study:
 
 def _gain(point: Point, tokens_per_s: float) -> str:
     assert point.figures is not None
-    gain = point.figures.tokens_per_s / tokens_per_s - 1
+    gain = point.figures.goodput_tokens_per_s / tokens_per_s - 1
     return f"{point.settings['change']}: {percent(gain)} more tokens/s (predicted)"
 
 
@@ -242,14 +245,17 @@ def _scale(space: Space, prices: Prices | None, bench: Bench) -> Study:
         return _answered(study, "scale", [f"no plan was found on up to {counts[-1]} devices of {hardware.name}"], [])
     first = fits[0]
     efficiency = tuple(
-        (figures.tokens_per_s / figures.num_devices) / (first.tokens_per_s / first.num_devices) if figures else None
+        (figures.goodput_tokens_per_s / figures.num_devices) / (first.goodput_tokens_per_s / first.num_devices)
+        if figures
+        else None
         for figures in (point.figures for point in study.points)
     )
     last, last_one = fits[-1], next(one for one in reversed(efficiency) if one is not None)
+    times = last.goodput_tokens_per_s / first.goodput_tokens_per_s
     words = [
         (
-            f"{last.num_devices} devices of {hardware.name} are {last.tokens_per_s / first.tokens_per_s:.3g} times as "
-            f"fast as {first.num_devices}, at {percent(last_one)} of its speed per device (predicted)"
+            f"{last.num_devices} devices of {hardware.name} are {times:.3g} times as fast as {first.num_devices}, at "
+            f"{percent(last_one)} of its speed per device (predicted)"
         )
     ]
     good = [
@@ -296,7 +302,7 @@ def _at(space: Space, hardware: str, count: int) -> Case:
 
 
 def _with_settings(case: Case, settings: Mapping[str, str | int]) -> Case:
-    return Case(dict(settings), case.varied, case.hardware, case.model, case.request, case.key, case.refused)
+    return dataclasses.replace(case, settings=dict(settings))
 
 
 def _study(

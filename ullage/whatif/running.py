@@ -5,14 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from hwprofiles import __version__
-from planner.planning import Request
 from ullage.whatif.design import Case, Space
 from ullage.whatif.money import charged
 from ullage.whatif.point import Effort
 from ullage.whatif.prices import Prices
 from ullage.whatif.store import Store
 from ullage.whatif.study import Point, Result, Study
-from ullage.whatif.workers import Runner
+from ullage.whatif.workers import Runner, Task
 
 Tell = Callable[[str, int, int], None]
 
@@ -43,15 +42,17 @@ class Bench:
             OSError: the store cannot be written.
         """
         wanted = list(cases)
-        todo: dict[str, Request] = {
-            case.key: case.request for case in wanted if case.request and self.store.get(case.key) is None
+        todo: dict[str, Task] = {
+            case.key: (case.key, case.request, case.checkpoints)
+            for case in wanted
+            if case.request and self.store.get(case.key) is None
         }
         keys = {case.key for case in wanted if case.request}
         done = len(keys) - len(todo)
         self.tell(what, done, len(keys))
         if todo:
             try:
-                for key, result in self.runner(todo.items(), effort):
+                for key, result in self.runner(todo.values(), effort):
                     self.store.put(key, result)
                     done += 1
                     self.tell(what, done, len(keys))

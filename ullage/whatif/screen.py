@@ -9,7 +9,9 @@ from rich.table import Table
 from planner.schedule import Tier
 from ullage.console import console, table
 from ullage.formatting import LANE_WORDS, UNIT_SYMBOLS, duration, percent, si
+from ullage.whatif.money import run_seconds
 from ullage.whatif.study import Axis, Least, Point, Sensitivities, Study, Value
+from ullage.whatif.tables import every_words
 
 _MOST_ROWS, _MOST_ANSWERS = 48, 16
 _COMMON = 5  # columns that every point has behind its settings
@@ -67,6 +69,8 @@ def points_table(study: Study, points: Sequence[Point]) -> Table:
     columns = [*(axis.name for axis in axes), "iteration", "tokens/s", "device memory", "host memory", "bound by"]
     efficiency = study.answer.efficiency if study.answer else ()
     columns += ["per device"] if efficiency else []
+    saves = any(point.figures and point.figures.checkpoints for point in study.points)
+    columns += ["with failures", "checkpoint every"] if saves else []
     columns += ["within"] if certified else []
     columns += [f"{currency}/h", f"{currency}/M tokens"] if money else []
     columns += ["run takes"] if run else []
@@ -74,7 +78,7 @@ def points_table(study: Study, points: Sequence[Point]) -> Table:
     columns += [""] if money else []
     result = table(f"{len(study.points)} points, predicted", *columns, num_text=0)
     for point in points:
-        row = _row(study, point, certified=certified, money=money, run=run)
+        row = _row(study, point, saves=saves, certified=certified, money=money, run=run)
         if efficiency and (share := efficiency[study.points.index(point)]) is not None:
             row.insert(len(axes) + _COMMON, percent(share))
         result.add_row(*row)
@@ -149,7 +153,7 @@ def reasons(study: Study) -> Iterator[str]:
         yield f"{count} of {len(study.points)} points: {_STATUS_WORDS[status]}{also}; the first: {first.result.reason}"
 
 
-def _row(study: Study, point: Point, *, certified: bool, money: bool, run: bool) -> list[str]:
+def _row(study: Study, point: Point, *, saves: bool, certified: bool, money: bool, run: bool) -> list[str]:
     settings = [value_words(axis, point.settings[axis.name]) for axis in study.axes]
     figures, cost = point.figures, point.cost
     if figures is None:
@@ -160,10 +164,13 @@ def _row(study: Study, point: Point, *, certified: bool, money: bool, run: bool)
     used = {tier: percent(peak.peak_bytes / peak.capacity_bytes) for tier, peak in figures.memory.items()}
     row = [*settings, si(figures.iteration_s, "s"), f"{figures.tokens_per_s:,.0f}"]
     row += [used.get(Tier.GPU, ""), used.get(Tier.HOST, ""), LANE_WORDS[figures.bound_by]]
+    if saves:
+        saved = figures.checkpoints
+        row += [f"{figures.goodput_tokens_per_s:,.0f}", every_words(saved)] if saved else ["", ""]
     row += [percent(figures.gap) if figures.gap is not None else ""] if certified else []
     row += [f"{cost.per_hour:,.2f}", f"{cost.per_million_tokens:,.3g}"] if cost else ["", ""] if money else []
     if run and study.asked.tokens:
-        row.append(duration(study.asked.tokens / figures.tokens_per_s))
+        row.append(duration(run_seconds(figures, study.asked.tokens)))
     row += [_amount(cost.run) if cost and cost.run is not None else ""] if money and run else []
     row += ["*" if point.on_front else ""] if money else []
     return row
@@ -180,5 +187,5 @@ def _most_telling(study: Study) -> list[Point]:
     if len(study.points) <= _MOST_ROWS:
         return list(study.points)
     first: list[Point] = []
-    fits = sorted((p for p in study.points if p.figures), key=lambda p: -(p.figures.tokens_per_s if p.figures else 0))
+    fits = sorted(study.points, key=lambda p: -(p.figures.goodput_tokens_per_s if p.figures else 0))
     return list({id(point): point for point in (*first, *fits)}.values())[:_MOST_ROWS]

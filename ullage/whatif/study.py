@@ -12,6 +12,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, ValidationError
 
 from hwprofiles.files import complaint, read_json
+from planner.checkpoints.stores import Level
 from planner.decisions import Frozen
 from planner.schedule import Lane, Tier
 from ullage.whatif.prices import Prices
@@ -93,6 +94,22 @@ class Peak(Frozen):
     capacity_bytes: int
 
 
+class Checkpoints(Frozen):
+    """When a plan makes checkpoints against the failures of its point, and what both take.
+
+    Attributes:
+        every: iterations from one to the next, by level, the fastest first.
+        waste: expected fraction of time that is no progress: checkpoints, and what failures lose.
+        overhead: what checkpoints add to training, as a fraction of it.
+        most_lost_s: by one failure.
+    """
+
+    every: dict[Level, int]
+    waste: Annotated[float, Field(ge=0, lt=1)]
+    overhead: float
+    most_lost_s: float
+
+
 class Figures(Frozen):
     """What the plan of a point is predicted to take, or what was tried and lacks memory.
 
@@ -112,6 +129,7 @@ class Figures(Frozen):
         gap: how much slower the plan is than that, as a fraction.
         warnings: what readers should know about the prediction.
         num_simulations: schedules that the search simulated.
+        checkpoints: chosen for the failures of the point; ``None``: it has none.
     """
 
     iteration_s: float
@@ -135,6 +153,12 @@ class Figures(Frozen):
     gap: float | None = None
     warnings: tuple[str, ...] = ()
     num_simulations: int
+    checkpoints: Checkpoints | None = None
+
+    @property
+    def goodput_tokens_per_s(self) -> float:
+        """Tokens per second of all time, of which checkpoints and failures take some."""
+        return self.tokens_per_s * (1 - self.checkpoints.waste if self.checkpoints else 1)
 
 
 class Result(Frozen):
@@ -161,7 +185,7 @@ class Cost(Frozen):
 
     Attributes:
         per_hour: all its nodes.
-        per_million_tokens: at the predicted speed.
+        per_million_tokens: at the predicted speed, with checkpoints and failures if the point has any.
         run_s: seconds that the whole run takes.
         run: what the whole run costs.
         in_time: whether the run ends within the deadline; ``None``: there is none.

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from hwprofiles.files import write_whole
 from planner.schedule import Tier
-from ullage.whatif.study import Point, Study
+from ullage.whatif.study import Checkpoints, Point, Study
 
 SUFFIXES: Final = (".csv", ".parquet")
 
@@ -16,6 +16,11 @@ SUFFIXES: Final = (".csv", ".parquet")
 def rows(study: Study) -> list[dict[str, Any]]:
     """Return a row for each point: settings, then figures, empty where there are none; all have the same columns."""
     return [_settings(study, point) | _figures(point) | _cost(study, point) for point in study.points]
+
+
+def every_words(saved: Checkpoints) -> str:
+    """Return the intervals of checkpoints in words, in iterations by level."""
+    return ", ".join(f"{level} {every}" for level, every in saved.every.items())
 
 
 def check_table_path(path: Path) -> None:
@@ -77,6 +82,10 @@ def _figures(point: Point) -> dict[str, Any]:
         row[f"{tier}_peak_bytes"] = peak.peak_bytes if peak else None
         row[f"{tier}_missing_bytes"] = result.missing_bytes.get(tier)
     row |= {"bound_s": figures.bound_s if figures else None, "gap": figures.gap if figures else None}
+    saved = figures.checkpoints if figures else None
+    row["goodput_tokens_per_s"] = figures.goodput_tokens_per_s if figures else None
+    row["checkpoint_every"] = every_words(saved) if saved else None
+    row |= {name: getattr(saved, name) if saved else None for name in ("waste", "overhead", "most_lost_s")}
     return row | {"reason": result.reason}
 
 

@@ -12,13 +12,16 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from typing import Final
 
+from planner.checkpoints.chosen import CheckpointsAsked
 from planner.planning import Request
 from ullage.whatif.point import Effort, plan_point
 from ullage.whatif.study import Result
 
-Task = tuple[str, Request]
+Task = tuple[str, Request, CheckpointsAsked | None]
+"""The key of a point, what is asked for, and the failures that checkpoints are chosen for, if any."""
+
 Runner = Callable[[Iterable[Task], Effort], Iterator[tuple[str, Result]]]
-"""Takes points by key, and how much is done for each; yields results by key as they come."""
+"""Takes points, and how much is done for each; yields results by key as they come."""
 
 AHEAD: Final = 2
 """Points handed out beyond those that are being planned: enough that nobody waits, few enough to stop at once."""
@@ -34,8 +37,8 @@ def num_usable_cores() -> int:
 
 def in_this_process(tasks: Iterable[Task], effort: Effort) -> Iterator[tuple[str, Result]]:
     """Plan one point after the other, here."""
-    for key, request in tasks:
-        yield key, plan_point(request, effort)
+    for key, request, checkpoints in tasks:
+        yield key, plan_point(request, effort, checkpoints)
 
 
 def in_processes(num_workers: int) -> Runner:
@@ -50,8 +53,8 @@ def in_processes(num_workers: int) -> Runner:
             todo, running = iter(tasks), dict[Future[Result], str]()
             try:
                 while True:
-                    for key, request in itertools.islice(todo, num_workers + AHEAD - len(running)):
-                        running[pool.submit(plan_point, request, effort)] = key
+                    for key, request, checkpoints in itertools.islice(todo, num_workers + AHEAD - len(running)):
+                        running[pool.submit(plan_point, request, effort, checkpoints)] = key
                     if not running:
                         break
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
