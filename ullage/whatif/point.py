@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 from hwprofiles import __version__
 from planner.checkpoints.choosing import choose_checkpoints
 from planner.checkpoints.chosen import CheckpointsAsked
+from planner.checkpoints.trial import Trial
 from planner.choices import Choice
 from planner.plan import Plan
 from planner.planning import Found, InfeasibleError, Request, describe, find
@@ -62,11 +63,12 @@ def plan_point(request: Request, effort: Effort, checkpoints: CheckpointsAsked |
         checkpoints: choose when to make them, for these failures; not where only ``fit`` is asked.
     """
     try:
-        found = find(request, max_simulations=1 if effort == "fit" else None)
+        if checkpoints is None or effort == "fit":
+            found, chosen = find(request, max_simulations=1 if effort == "fit" else None), None
+        else:
+            found, chosen = _with_checkpoints(request, checkpoints)
         figures = _figures(request, found, certify=effort == "certify")
-        if checkpoints is not None and effort != "fit":
-            figures = figures.model_copy(update={"checkpoints": _checkpoints(request, found, checkpoints)})
-        return Result(status="fits", figures=figures)
+        return Result(status="fits", figures=figures.model_copy(update={"checkpoints": chosen}))
     except InfeasibleError as error:
         return Result(
             status="lacks-memory", reason=_line(error), missing_bytes=error.missing_bytes, proven=error.proven
@@ -113,20 +115,35 @@ def _figures(request: Request, found: Found, *, certify: bool) -> Figures:
     )
 
 
-def _checkpoints(request: Request, found: Found, asked: CheckpointsAsked) -> Checkpoints:
-    # A plan without the proof of how near to the best it is: that takes as long as finding it, and nothing here asks.
-    unproven: dict[str, Any] = {
-        "model": request.model,
-        "seq_len": request.seq_len,
-        "expert_load": request.expert_load,
-        "hardware": request.hardware,
-        "decisions": found.decisions,
-        "prediction": found.prediction,
-    }
-    chosen = choose_checkpoints(Plan.model_construct(**unproven), asked)
+_tried: dict[str, tuple[Found, Plan, Trial]] = {}
+"""The last request that checkpoints were chosen for: studies ask for the same at several rates of failures in a row."""
+
+
+def _with_checkpoints(request: Request, asked: CheckpointsAsked) -> tuple[Found, Checkpoints]:
+    """Return what was found and when to make checkpoints of it; what one choice simulated serves the next.
+
+    Raises:
+        ValueError: nothing survives the failures within the limits, or nothing is left of the time.
+    """
+    if (key := digest_of(request, "plan")) not in _tried:
+        found = find(request)
+        # All of a plan but the proof of how near to the best it is: that takes as long as finding it.
+        unproven: dict[str, Any] = {
+            "model": request.model,
+            "seq_len": request.seq_len,
+            "expert_load": request.expert_load,
+            "hardware": request.hardware,
+            "decisions": found.decisions,
+            "prediction": found.prediction,
+        }
+        plan = Plan.model_construct(**unproven)
+        _tried.clear()
+        _tried[key] = found, plan, Trial(plan)
+    found, plan, trial = _tried[key]
+    chosen = choose_checkpoints(plan, asked, trial)
     if chosen.waste >= 1:
         raise ValueError("failures take all the time, whatever checkpoints are made; give a longer mtbf")
-    return Checkpoints(
+    return found, Checkpoints(
         every={level.level: level.every for level in chosen.levels},
         waste=chosen.waste,
         overhead=chosen.overhead,
