@@ -100,6 +100,20 @@ class Unit:
         return max(operator.workspace_bytes for operator in self.operators)
 
     @functools.cached_property
+    def forward_workspace_bytes(self) -> int:
+        """What its forward needs at most beyond all that it saves: no more than backward without gradients.
+
+        When an operator runs, those behind it have not saved anything yet, as in backward they no longer have.
+        """
+        if self.operators[0].measured:
+            return self.workspace_bytes
+        most_bytes = later_bytes = 0
+        for operator in reversed(self.operators):
+            most_bytes = max(most_bytes, operator.workspace_bytes - later_bytes)
+            later_bytes += operator.saved_bytes
+        return most_bytes + (self.activation_output_bytes if self.recompute else 0)
+
+    @functools.cached_property
     def forward(self) -> Kernels:
         """Kernels of the forward, in order."""
         return tuple(kernel for operator in self.operators for kernel in operator.forward)

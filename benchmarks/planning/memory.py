@@ -23,6 +23,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -151,11 +152,11 @@ class Training:
         return {MemoryClass.PARAMETERS: parameters, MemoryClass.OPTIMIZER: moments + masters}
 
 
-def dynamic_peak_bytes(training: Training) -> int:
-    """Return the most bytes that PyTorch's allocator had given out at once in an iteration, beyond what was there."""
+def peak_bytes(run: Callable[[], None]) -> int:
+    """Return the most bytes that PyTorch's allocator has given out at once in a run, beyond what was there."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        training.iterate()
+        run()
     results: Any = profiler.profiler
     changes: list[tuple[int, int]] = [
         (e.start_ns(), e.nbytes()) for e in results.kineto_results.events() if e.name() == "[memory]"
@@ -170,7 +171,7 @@ def in_memory(name: str, micro_batch: int, seq_len: int, dtype: str, activations
     training = Training(config, batch, dtype, activations, count)
     training.iterate()
     measured = training.static_bytes()
-    dynamic = dynamic_peak_bytes(training)
+    dynamic = peak_bytes(training.iterate)
     static_classes = {str(kind): [ledger.by_class.get(kind, 0), num_bytes] for kind, num_bytes in measured.items()}
     predicted_dynamic = ledger.peak_bytes - sum(ledger.by_class.get(kind, 0) for kind in measured)
     total = sum(measured.values()) + dynamic

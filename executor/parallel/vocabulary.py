@@ -128,9 +128,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, weight: Share, group: Group) -> torch.Tensor:
         scores = logits.float()
-        if weight.num_divided < logits.shape[-1]:
-            scores = scores.clone() if scores is logits else scores
-            scores[:, weight.num_divided :] = _NEVER
+        scores[:, weight.num_divided :] = _NEVER  # float32 logits are their own scores: pads among them are no words
         result = torch.log_softmax(scores, -1)
         most, at = scores.max(-1)
         own = most - result.gather(-1, at.unsqueeze(-1)).squeeze(-1)  # the logarithm of the sum of exponentials

@@ -1,6 +1,7 @@
 """The pass that states who holds how many bytes of which tier, and when."""
 
 from collections import defaultdict
+from collections.abc import Collection
 
 from planner.decisions import GradientPath, Place
 from planner.graph import Unit, segments
@@ -19,11 +20,12 @@ def memory(program: Program) -> None:
     program.hold(Tier.GPU, MemoryClass.WORKSPACE, program.decisions.device_buffer_bytes, "engine's buffers")
     # Backward makes a tied weight's gradient where the weight is used last in forward, and adds to it until its own.
     makers = {name: unit.name for unit in program.units for name in (unit.name, *unit.shared_units)}
+    tied = {name for unit in program.units for operator in unit.operators for name in operator.shared_parameters}
     fresh: Fresh = defaultdict(dict)
     for unit in program.units:
         if unit.num_params:
             _optimizer(program, unit)
-            _gradients(program, unit, makers[unit.name], fresh)
+            _gradients(program, unit, makers[unit.name], tied, fresh)
     _tied_gradients(program, fresh)
     _state_slots(program)
     _nvme_slots(program)
@@ -79,8 +81,11 @@ Fresh = defaultdict[tuple[str, int], dict[str, float]]
 """By maker and micro-batch: which share of each parameter's gradient is held from that backward on."""
 
 
-def _gradients(program: Program, unit: Unit, maker: str, fresh: Fresh) -> None:
-    """Hold a unit's gradients, and note from which backward on in ``fresh``."""
+def _gradients(program: Program, unit: Unit, maker: str, tied: Collection[str], fresh: Fresh) -> None:
+    """Hold a unit's gradients, and note from which backward on in ``fresh``.
+
+    Of a unit with a ``tied`` weight, only that one's is made by the ``maker``; others' are by the unit's own backward.
+    """
     decisions = program.decisions
     weight_bytes = decisions.precision.weight_bytes
     host = program.flushed_params(unit)
@@ -97,7 +102,9 @@ def _gradients(program: Program, unit: Unit, maker: str, fresh: Fresh) -> None:
     for micro_batch in range(decisions.num_micro_batches):
         new = unit.num_params if decisions.replicas(unit) > 1 else host + (0 if summed else resident)
         share = 0.0 if made else new / unit.num_params
-        fresh[maker, micro_batch] |= {spec.name: share for spec in unit.parameters}
+        for spec in unit.parameters:
+            early = spec.name in tied or decisions.replicas(unit) > 1  # one block for all is taken with the first
+            fresh[maker if early else unit.name, micro_batch][spec.name] = share
         made = made or f"{Op.BACKWARD}:{maker}:{micro_batch}"
         scatter = f"scatter:{unit.name}:{micro_batch}"
         if scatter in program.drafts:  # the unreduced gradient of all parameters, then the rank's shard of it
@@ -109,14 +116,34 @@ def _gradients(program: Program, unit: Unit, maker: str, fresh: Fresh) -> None:
             continue
         if host:
             end = f"flush:{unit.name}:{micro_batch}"
-            program.hold(Tier.GPU, MemoryClass.GRADIENTS, weight_bytes * host, unit.name, made, end)
+            _hold_from(program, unit, tied, (weight_bytes * host, unit.name, made, end))
         summed, made = summed or made, None
     if resident:
         assert summed is not None
         places = enumerate(decisions.units[unit.name].update)
         final = max(piece for piece, place in places if not decisions.flushes(unit.name, place))
         end = f"{Op.UPDATE}:{unit.name}:{final}"
-        program.hold(Tier.GPU, MemoryClass.GRADIENTS, weight_bytes * resident, f"{unit.name} resident", summed, end)
+        _hold_from(program, unit, tied, (weight_bytes * resident, f"{unit.name} resident", summed, end))
+
+
+def _hold_from(program: Program, unit: Unit, tied: Collection[str], held: tuple[int, str, str, str]) -> None:
+    """Hold gradients, of which only a tied weight's are there before its unit's own backward.
+
+    Args:
+        program: where to.
+        unit: whose they are.
+        tied: names of weights that others use too.
+        held: bytes, label, and the first and the last task.
+    """
+    num_bytes, label, first, last = held
+    draft = program.drafts[first]
+    if draft.op is Op.BACKWARD and draft.unit != unit.name:
+        num_late = sum(spec.num_params for spec in unit.parameters if spec.name not in tied)
+        late_bytes = num_bytes * num_late // unit.num_params
+        own = f"{Op.BACKWARD}:{unit.name}:{draft.micro_batch}"
+        program.hold(Tier.GPU, MemoryClass.GRADIENTS, late_bytes, f"{label} of its own", own, last)
+        num_bytes -= late_bytes
+    program.hold(Tier.GPU, MemoryClass.GRADIENTS, num_bytes, label, first, last)
 
 
 def _host_gradients(program: Program, unit: Unit, bytes_per_param: int) -> None:
@@ -165,7 +192,7 @@ def _workspace(program: Program, fresh: Fresh) -> None:
     units = {unit.name: unit for unit in program.units}
     for draft in compute_drafts(program):
         unit = units[draft.unit]
-        num_bytes = unit.workspace_bytes
+        num_bytes = unit.forward_workspace_bytes
         if draft.op is Op.BACKWARD:
             new = fresh[unit.name, draft.micro_batch]
             weight_bytes, piled = program.decisions.precision.weight_bytes, program.decisions.replicas(unit) > 1

@@ -53,6 +53,8 @@ def embedding_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, P
     if config.tied_embeddings:  # the head's gradient is added
         look_up += Work((), each(config.vocab_size * width, 3 * e))
     look_up += sum_output(batch, width)
+    if batch.tensor_parallel > 1 and not batch.is_megatron:  # a copy of the gradient, without other ranks' rows
+        look_up = work.keeping(look_up, 0, 2 * rows * width * e)
     if batch.is_megatron:
         look_up += megatron.accumulate(e, config.vocab_size * width) + megatron.embedding(
             rows, width, e, dropout=has_learned_positions(config)
@@ -92,7 +94,8 @@ def head_operators(config: ModelConfig, batch: Batch, specs: Mapping[str, Parame
     if config.final_norm:
         norm = f"{path}.{ {'gpt2': 'ln_f', 'opt': 'final_layer_norm'}.get(config.family, 'norm') }"
         owned = [f"{norm}.weight"] + ([f"{norm}.bias"] if config.norm == "layernorm" else [])
-        operators.append(make(norm, "norm", Pattern.REPLICATE, norm_work(config, batch), rows * hidden * e, *owned))
+        normalize = norm_work(config, batch, around=False)
+        operators.append(make(norm, "norm", Pattern.REPLICATE, normalize, rows * hidden * e, *owned))
     if width != hidden:
         name = f"{path}.project_out"
         project = work.keeping(work.linear(rows, hidden, width, e, bias=False), rows * hidden * e)
@@ -117,8 +120,11 @@ def _loss(batch: Batch, vocab: int) -> Work:
     if ranks == 1:
         return loss
     # The maximum, the target's logit and the sum of exponentials, over the ranks' shares of the vocabulary, of which
-    # log-probabilities are then made.
-    return loss + Work(each(rows * vocab, 4, 8) + all_reduce(4 * rows, ranks, 3))
+    # log-probabilities are then made. Backward turns them into the gradient in place, where autograd's own makes two
+    # tensors: what is there is the gradient and, unless it is float32 itself, a copy of it in the logits' type.
+    loss += Work(each(rows * vocab, 4, 8) + all_reduce(4 * rows, ranks, 3))
+    e = batch.dtype_bytes
+    return dataclasses.replace(loss, workspace_bytes=rows * vocab * (4 if e == 4 else 4 + e))
 
 
 def _token_weight(config: ModelConfig) -> str:

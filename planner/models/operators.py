@@ -227,13 +227,13 @@ def _num_skipped(config: ModelConfig, batch: Batch, part: Part) -> int:
     return 3 + converts + (batch.tensor_parallel > 1)
 
 
-def norm_work(config: ModelConfig, batch: Batch) -> Work:
-    """Return the work of a norm over the hidden size."""
+def norm_work(config: ModelConfig, batch: Batch, *, around: bool = True) -> Work:
+    """Return the work of a norm over the hidden size, with or without a residual ``around`` it."""
+    rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
     fused = config.norm == "layernorm" or batch.is_megatron
-    formula = work.layer_norm if fused else work.rms_norm
-    normalize = formula(batch.num_tokens, config.hidden_size, batch.dtype_bytes)
+    normalize = work.layer_norm(rows, hidden, e) if fused else work.rms_norm(rows, hidden, e, around=around)
     if batch.is_megatron:
-        normalize += megatron.accumulate(batch.dtype_bytes, config.hidden_size, config.hidden_size)
+        normalize += megatron.accumulate(e, hidden, hidden)
     return normalize
 
 
@@ -329,7 +329,8 @@ def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
     query, key, bias = config.query_size, config.key_value_size, config.qkv_bias
     share = sum_input_gradient(batch, hidden)
     if config.family == "gpt2" or batch.is_megatron:
-        return work.keeping(share + linear(batch, hidden, query + 2 * key, bias=bias), rows * hidden * e)
+        joint = linear(batch, hidden, query + 2 * key, bias=bias)
+        return work.keeping(share + joint, rows * hidden * e, rows * (query + 2 * key + hidden) * e)
     q, k = linear(batch, hidden, query, bias=bias), linear(batch, hidden, key, bias=bias)
     if config.family == "opt":
         q += Work(each(rows * query, 2 * e), each(rows * query, 2 * e))  # scaled before attention
@@ -338,8 +339,8 @@ def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
         k += Work((), each(rows * key, 2 * e))
     if config.qk_norm:  # every rank has these norms whole, for its own heads: their gradients are summed
         share_norm = Work((), all_reduce(config.head_dim * e, batch.tensor_parallel))
-        q += work.rms_norm(rows * config.num_attention_heads, config.head_dim, e) + share_norm
-        k += work.rms_norm(rows * config.num_key_value_heads, config.head_dim, e) + share_norm
+        q += work.rms_norm(rows * config.num_attention_heads, config.head_dim, e, around=False) + share_norm
+        k += work.rms_norm(rows * config.num_key_value_heads, config.head_dim, e, around=False) + share_norm
     v = linear(batch, hidden, key, bias=bias)
     join = share + Work((), each(rows * hidden, 3 * e, 3 * e))  # the input's gradients from q, k and v
     return work.keeping(join + q + k + v, rows * hidden * e, rows * (query + 2 * key + hidden) * e)
@@ -372,7 +373,10 @@ def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, sk
     up = linear(batch, hidden, ffn, bias=config.mlp_bias)
     if config.is_gated:
         up = Work((), each(rows * hidden, 3 * e)) + up + up
-    up = work.keeping(sum_input_gradient(batch, hidden) + up, rows * hidden * e)
+    # The gate's gradient is made only when the other product's is done with: with it there are that of its output and
+    # two of the input, its own and the other's.
+    inside_bytes = rows * (ffn + hidden * (2 if config.is_gated else 1)) * e
+    up = work.keeping(sum_input_gradient(batch, hidden) + up, rows * hidden * e, inside_bytes)
     up_bytes = rows * ffn * e * (2 if config.is_gated else 1)
     yield Part(names.up, "up", "mlp", Pattern.COLUMN, up, up_bytes, names.up_modules, (source,), product_bytes=up_bytes)
     activate = work.activation(config.mlp, rows * ffn, e)

@@ -13,7 +13,10 @@ from planner.models.kernels import Attention, Gemm, Kernels, Work, each
 
 
 def linear(rows: int, inputs: int, outputs: int, e: int, *, bias: bool) -> Work:
-    """Return ``y = x W (+ b)``; what is saved (its input) is for the caller to count, as neighbours share it."""
+    """Return ``y = x W (+ b)``; what is saved (its input) is for the caller to count, as neighbours share it.
+
+    So is the gradient of ``y`` while that of ``x`` is made, unless it goes around the unit too and so is counted there.
+    """
     reduce_bias = each(rows * outputs, e) if bias else ()
     backward = (Gemm(rows, inputs, outputs), Gemm(outputs, inputs, rows), *reduce_bias)
     return Work((Gemm(rows, outputs, inputs),), backward, workspace_bytes=rows * inputs * e)
@@ -33,10 +36,20 @@ def residual(rows: int, hidden: int, e: int) -> Work:
     return Work(each(rows * hidden, 3 * e), each(rows * hidden, 3 * e))
 
 
-def rms_norm(rows: int, width: int, e: int) -> Work:
+def rms_norm(rows: int, width: int, e: int, *, around: bool = True) -> Work:
     """Return the RMS norm of ``transformers``: in fp32, eager, scaled in the training data type.
 
     Saved: the fp32 input (its own storage in fp32 training), the normalised values and one factor per row.
+
+    Workspace: backward is fullest in the gradient of the square, ``grad * (2 * x.pow(1))``. There are what comes from
+    the mean, both factors' temporaries and their product, beside what has come through the scale: five tensors in fp32.
+    The normalised values are gone by then. CUDA runs the same kernels, one by one; a fused norm would need less.
+
+    Args:
+        rows: vectors.
+        width: of each.
+        e: bytes per value.
+        around: a residual goes around it. In fp32 training its gradient, which waits, is what the scale's is added to.
     """
     n = rows * width
     convert = [e + 4] if e != 4 else []
@@ -50,13 +63,18 @@ def rms_norm(rows: int, width: int, e: int) -> Work:
         *each(rows, 8, 8, 12),
         *each(n, 4, 8, 8, 12, 12, *convert),
     )
-    return Work(forward, backward, n * (4 + e) + 4 * rows, 12 * n, copies_input=e != 4)
+    workspace_bytes = (20 - e - (4 if around and e == 4 else 0)) * n
+    return Work(forward, backward, n * (4 + e) + 4 * rows, workspace_bytes, copies_input=e != 4)
 
 
 def layer_norm(rows: int, width: int, e: int) -> Work:
-    """Return a layer norm, one fused kernel; backward reads its inputs again for the weight and bias."""
+    """Return a layer norm, one fused kernel; backward reads its inputs again for the weight and bias.
+
+    Workspace: the gradients of its output and of its input. Inside, the kernel takes no more than some rows' worth of
+    partial sums (by thread or block), on CPUs and on CUDA.
+    """
     n = rows * width
-    return Work(each(n, 2 * e), each(n, 3 * e, 2 * e), n * e + 2 * rows * e, 0)
+    return Work(each(n, 2 * e), each(n, 3 * e, 2 * e), n * e + 2 * rows * e, 2 * n * e)
 
 
 def rotary(elements: int, e: int) -> Work:
@@ -77,6 +95,9 @@ def flash_attention(
         key_value_elements: values of the key, and of the value.
         e: bytes per value.
         merged_gradient: the three gradients are concatenated, as for GPT-2's joint projection.
+
+    Workspace: the three gradients beside that of the output, or beside what they are put together in. What flash
+    kernels take inside is not in it: an fp32 sum of the query's gradient on CUDA, a block of scores per thread on CPUs.
     """
     logsumexp_bytes = 4 * core.batch * core.num_heads * core.seq_len
     gradient = query_elements + 2 * key_value_elements
@@ -87,7 +108,7 @@ def flash_attention(
         (core,),
         backward,
         (2 * query_elements + 2 * key_value_elements) * e + logsumexp_bytes,
-        gradient * e * (2 if merged_gradient else 1),
+        (2 * gradient if merged_gradient else gradient + query_elements) * e,
     )
 
 
@@ -213,9 +234,12 @@ def _grouped_wgrad(n: int, k: int, counts: Mapping[int, int]) -> Kernels:
 
 
 def embedding(rows: int, vocab: int, width: int, e: int) -> Work:
-    """Return a look-up; the gradient is dense, so backward fills ``vocab`` rows before it adds ``rows``."""
+    """Return a look-up; the gradient is dense, so backward fills ``vocab`` rows before it adds ``rows``.
+
+    Workspace: the gradient of what was looked up.
+    """
     backward = (*each(vocab * width, e), *each(rows * width, 3 * e))
-    return Work(each(rows * width, 2 * e), backward, 8 * rows)
+    return Work(each(rows * width, 2 * e), backward, 8 * rows, rows * width * e)
 
 
 def loss(rows: int, vocab: int, e: int) -> Work:

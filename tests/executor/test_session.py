@@ -335,6 +335,19 @@ def test_the_meter_counts_exactly():
     assert meter.peak_bytes == 12000
 
 
+def test_gradients_that_meet_are_metered_as_added_in_place():
+    """As autograd does while nobody looks: three vectors at once, here and in backward, and no fourth for the sum."""
+    x = torch.ones(1000, requires_grad=True)
+    with MemoryMeter() as meter:
+        y = x * 1
+        loss = (y * 2).sum() + (y * 3).sum()
+        loss.backward()
+        del loss
+        assert meter.held_bytes == 8000, "what was added up is held, once nothing else is: y and the gradient"
+    assert 12000 <= meter.peak_bytes < 12100
+    assert x.grad.tolist() == [5.0] * 1000
+
+
 def test_a_closed_session_leaves_an_ordinary_model():
     task = Task("gpt2", torch.float32, iterations=2)
     model, optimizer = prepare(task, decide(task, uniform("host", "cpu", "recompute"), num_param_slots=1))

@@ -15,6 +15,7 @@ from together import (
     around_training,
     failed,
     left,
+    metered,
     reference,
     seen_from_outside,
     trained,
@@ -27,9 +28,16 @@ from executor.gradients import GradientError
 from executor.parallel.mesh import Mesh
 from executor.parallel.shares import BindingError, assemble, shares_of
 from executor.watch import RankError
+from hwprofiles.registry import load_profile
+from planner.costs import CostModel
+from planner.decisions import Decisions, Place, Precision, UnitDecision
 from planner.graph import Batch, Degrees, build_graph, units
+from planner.lowering import lower
 from planner.models import from_hf_config
 from planner.models.config import ModelConfigError
+from planner.prediction import memory_peaks
+from planner.schedule import Tier
+from planner.simulate.machine import run_until_steady
 
 SHARED = {
     "gpt2-shared": (2, 1),
@@ -73,6 +81,36 @@ def test_any_plan_of_one_degree_gives_the_same_bits(processes, plan, seed):
         assert not different, different
     losses, _ = reference(task, 1, decisions)
     assert expected[0][0] == pytest.approx(losses[0], rel=2e-2 if task.dtype is torch.bfloat16 else 1e-5)
+
+
+WIDE = {"vocab_size": 2000, "use_cache": False, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+NARROW = WIDE | {"vocab_size": 32}  # one of two ranks has nothing but pads
+METERED = {
+    "many words": lambda: transformers.OPTConfig(**WIDE, ffn_dim=256, word_embed_proj_dim=64, dropout=0.0),
+    "tied": lambda: transformers.LlamaConfig(**WIDE, intermediate_size=256, tie_word_embeddings=True),
+    "narrow": lambda: transformers.LlamaConfig(**NARROW, intermediate_size=64),
+}
+
+
+@pytest.mark.parametrize("dtype_bytes", [2, 4], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("name", METERED)
+def test_each_rank_holds_what_the_plan_says(processes, name, dtype_bytes):
+    """What comes and goes, within three per cent: also on the last rank, whose share of the words has pads."""
+    batch = Batch(4, 64, dtype_bytes, tensor_parallel=2)
+    config = METERED[name]()
+    found = units(build_graph(from_hf_config(config.to_dict(), name), batch))
+    decisions = Decisions(
+        policy="test",
+        precision=Precision(weights="bf16" if dtype_bytes == 2 else "fp32"),
+        micro_batch=4,
+        tensor_parallel=2,
+        units={unit.name: UnitDecision(params="gpu", activations="keep", update=(Place.GPU,)) for unit in found},
+    )
+    cost = CostModel.of(load_profile("a100x8-nvlink"), found, decisions)
+    simulation = run_until_steady(lower(found, decisions, asynchronous=False), cost)
+    predicted = memory_peaks(simulation.timeline, simulation.steady, cost)[Tier.GPU].peak_bytes
+    for static_bytes, dynamic_bytes in processes.call(2, metered, config, batch, decisions):
+        assert predicted - static_bytes == pytest.approx(dynamic_bytes, rel=0.03)
 
 
 def test_norms_and_updates_where_data_is_shared_too(processes):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers
 from training import (
     FOLDER,
     ReferenceOptimizer,
@@ -34,13 +35,16 @@ from training import (
 from executor.checkpoint import Checkpoint, Level
 from executor.files import StorageError
 from executor.memory import DeviceMemoryError
-from executor.prepare import Way
+from executor.prepare import Way, prepare_session
 from executor.restoring import restore
 from executor.saving import Checkpoints
 from executor.watch import RankError
 from planner.decisions import Decisions
-from planner.schedule import Op
+from planner.graph import Batch, build_graph, units
+from planner.models import from_hf_config
+from planner.schedule import Op, Tier
 
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
 _CONTEXT = multiprocessing.get_context("spawn")  # a fork would inherit threads' locks
 
 
@@ -322,6 +326,24 @@ def seen_from_outside(rank: int, _size: int, task: Task, decisions: Decisions) -
             if spans[i].end_s > spans[task_.index].start_s
         ]
     return wrong
+
+
+def metered(_rank: int, _size: int, config, batch: Batch, decisions: Decisions) -> tuple[int, int]:
+    """Train for an iteration under decisions; return what the device has held: once, and at most beside that."""
+    model = transformers.AutoModelForCausalLM.from_config(config).to(DTYPES[batch.dtype_bytes])
+    found = units(build_graph(from_hf_config(config.to_dict(), "metered"), batch))
+    tokens = torch.randint(config.vocab_size, (batch.micro_batch, batch.seq_len))
+    dist.broadcast(tokens, 0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    _, optimizer = prepare_session(model.train(), optimizer, found, decisions, session_options())
+    with optimizer.session as session:
+        with session.metered():
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            session.synchronize()
+        memory = session.memory()[Tier.GPU]
+    return sum(memory.static_bytes.values()), memory.dynamic_peak_bytes
 
 
 def failed(rank: int, _size: int, task: Task, decisions: Decisions, moment: str) -> None:

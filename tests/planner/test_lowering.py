@@ -372,8 +372,11 @@ def _ends(schedule: Schedule, label: str, kind: MemoryClass) -> list[tuple[str, 
 def test_a_tied_gradient_is_held_from_the_head_on() -> None:
     units = small_units("gpt2")
     schedule = lower(units, decide(units, Place.CPU), asynchronous=False)
+    words, positions = (spec.num_params for spec in units[0].parameters)
     held = _ends(schedule, "embed", MemoryClass.GRADIENTS)
-    assert held == [("backward head", "flush embed", 2 * units[0].num_params)]
+    assert held == [("backward head", "flush embed", 2 * words)]
+    others = _ends(schedule, "embed of its own", MemoryClass.GRADIENTS)
+    assert others == [("backward embed", "flush embed", 2 * positions)]
 
 
 def test_gradients_pile_up_whole_until_ranks_agree() -> None:
