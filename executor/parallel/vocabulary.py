@@ -59,7 +59,8 @@ class Head:
     """The head and the loss of a model whose vocabulary is shared.
 
     In training with labels, where the model has the loss function of ``transformers`` for causal models, the ranks'
-    logits stay apart, also in what the model returns. Otherwise they are gathered, and everything is as ever.
+    logits stay apart, also in what the model returns (float32 ones of pads are then as low as no word's). Otherwise
+    they are gathered, and everything is as ever.
 
     Args:
         model: whose head it is.
