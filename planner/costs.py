@@ -19,7 +19,7 @@ from planner.layout import Layout
 from planner.lowering import stages
 from planner.models.kernels import Collective, flop, num_kernels
 from planner.optimizers import MEASURED, OPTIMIZERS, Optimizer
-from planner.schedule import Lane, Op, Schedule, Task
+from planner.schedule import Lane, Op, Schedule, Work
 
 _WORTH_A_WARNING_S = 1e-3
 # Outputs along each side of what one multiprocessor computes at a time.
@@ -164,16 +164,16 @@ class CostModel:
 
     def prices(self, schedule: Schedule) -> list[Price]:
         """Return the price of every task of a schedule."""
-        return [self.price(task) for task in schedule.tasks]
+        return [self.price(task) for task in schedule.arrays.work]
 
-    def price(self, task: Task) -> Price:
+    def price(self, task: Work) -> Price:
         """Return the price of one task."""
         computes = task.lane is Lane.COMPUTE
         # All that a price depends on: equal layers have equal tasks, and candidates of a search too.
         key = (
             task.lane,
             task.op,
-            task.unit if computes else self._parts(task),
+            task.unit if computes else self._parts(task) if task.lane is Lane.COLLECTIVE else 1,
             task.num_bytes,
             task.num_params,
             task.num_kernels,
@@ -188,13 +188,13 @@ class CostModel:
             price = self._prices[key] = self._compute(task) if computes else self._price(task)
         return price
 
-    def _parts(self, task: Task) -> int:
+    def _parts(self, task: Work) -> int:
         """Return how many different parts of what a collective is about the data-parallel ranks hold."""
         if task.lane is not Lane.COLLECTIVE or task.unit not in self._units:
             return 1
         return self._units[task.unit].parts(self._degrees)
 
-    def _price(self, task: Task) -> Price:
+    def _price(self, task: Work) -> Price:
         if task.lane is Lane.LAUNCH:
             return self._launch(task)
         if task.op is Op.UPDATE:
@@ -207,7 +207,7 @@ class CostModel:
             return self._collective(task)
         return self._storage(task) if task.lane in _STORAGE_READS | _STORAGE_WRITES else self._copy(task)
 
-    def _launch(self, task: Task) -> Price:
+    def _launch(self, task: Work) -> Price:
         """Price the host's own time: what a script does, an exchange between stages, or kernels, hooks and tensors."""
         device = self.profile.device
         host_s = device.issue_s.value * task.num_kernels + _seconds(device.hook_s) * task.num_modules
@@ -219,12 +219,12 @@ class CostModel:
         """Return the time that kernels take on the device, one after another."""
         return sum(self._kernel(kernel)[0] for kernel in kernels)
 
-    def work(self, task: Task) -> tuple[float, float]:
+    def work(self, task: Work) -> tuple[float, float]:
         """Return the FLOP of a compute task, and the bytes that its kernels touch."""
         kernels = self.kernels_of(task)
         return flop(kernels), sum(self._kernel(kernel)[1] for kernel in kernels)
 
-    def _compute(self, task: Task) -> Price:
+    def _compute(self, task: Work) -> Price:
         kernels = self.kernels_of(task)
         times = [self._kernel(kernel) for kernel in kernels]
         duration_s = sum(time_s for time_s, _ in times)
@@ -233,7 +233,7 @@ class CostModel:
         num_bytes = sum(num_bytes for _, num_bytes in times)
         return Price(0.0, duration_s, self._on_device(duration_s, num_bytes))
 
-    def kernels_of(self, task: Task) -> tuple[Kernel, ...]:
+    def kernels_of(self, task: Work) -> tuple[Kernel, ...]:
         """Return what a task of the compute lane runs."""
         unit = self._units[task.unit]
         match task.op:
@@ -290,11 +290,11 @@ class CostModel:
             case Collective():
                 return self._inside_unit_s(kernel) * kernel.count, float(kernel.num_bytes * kernel.count)
 
-    def _device_update(self, task: Task) -> Price:
+    def _device_update(self, task: Work) -> Price:
         duration_s = self._of_measured * self._read(self.profile.device.optimizer, task.num_params, "device optimizer")
         return Price(0.0, duration_s, self._on_device(duration_s, self._update_bytes * task.num_params))
 
-    def _cpu_update(self, task: Task) -> Price:
+    def _cpu_update(self, task: Work) -> Price:
         """Price an update by the rank's share of the node: all ranks update at the same time."""
         host, ranks = self.profile.host, self.ranks_per_node
         duration_s = self._read(host.optimizer, task.num_params * ranks, "CPU optimizer")
@@ -322,7 +322,7 @@ class CostModel:
         """Bound a task's own demand by the whole capacity, so that a task alone always runs at full speed."""
         return min(rate, self.profile.host.dram_bytes_per_s.value / self.ranks_per_node)
 
-    def _copy(self, task: Task) -> Price:
+    def _copy(self, task: Work) -> Price:
         link = self.profile.host_link
         down = task.lane in {Lane.H2D, Lane.STATE_IN, Lane.ACTIVATION_IN}
         num_bytes = task.num_bytes * self._ranks_per_uplink
@@ -350,7 +350,7 @@ class CostModel:
             uses.append((Resource.DEVICE, 1.0))
         return Price(0.0, duration_s, tuple(sorted(uses)))
 
-    def _storage(self, task: Task) -> Price:
+    def _storage(self, task: Work) -> Price:
         """Price a read or write of NVMe: all ranks of a node do theirs at the same time, past the page cache."""
         nvme = self.profile.nvme
         if nvme is None:
@@ -368,7 +368,7 @@ class CostModel:
         )
         return Price(0.0, duration_s, uses)
 
-    def _collective(self, task: Task) -> Price:
+    def _collective(self, task: Work) -> Price:
         """Price a collective over the ranks that share the data; each level's bytes cross what it is made of."""
         rings = self._fabrics.rings(self._layout.replicas(self._parts(task)), task.num_bytes)
         duration_s = max((ring.time_s for ring in rings), default=0.0)
@@ -386,7 +386,7 @@ class CostModel:
         rings = self._fabrics.rings(self._layout.tensor_group, kernel.num_bytes * kernel.num_passes)
         return sum(ring.fabric.latency_s.value for ring in rings) + max((ring.time_s for ring in rings), default=0.0)
 
-    def _send(self, task: Task) -> Price:
+    def _send(self, task: Work) -> Price:
         """Price one rank's transfer to another stage; the outer stages exchange the gradient of tied embeddings."""
         last = self._layout.pipeline - 1
         to = {Lane.SEND: task.stage + 1, Lane.SEND_BACK: task.stage - 1}.get(task.lane, last - task.stage)

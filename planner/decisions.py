@@ -1,5 +1,6 @@
 """Decisions: what the planner chooses, per unit and for the whole iteration."""
 
+import functools
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
@@ -278,7 +279,7 @@ class Decisions(Frozen):
     @property
     def degrees(self) -> Degrees:
         """How many ranks share what."""
-        return Degrees(self.data_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
+        return _degrees(self.data_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
 
     @property
     def num_devices(self) -> int:
@@ -352,10 +353,13 @@ class Decisions(Frozen):
         return tuple(zip(self.piece_params(unit), self.units[unit.name].update, strict=True))
 
 
+_degrees = functools.lru_cache(64)(Degrees)  # they are asked for thousands of times
+
 SECTOR_PARAMS = 128
 """Values in float32 that are 512 B, the smallest sector."""
 
 
+@functools.lru_cache(4096)  # equal layers are cut alike, in every schedule of a search
 def subgroups(num_params: int, subgroup_params: int) -> tuple[int, ...]:
     """Return the sizes of the subgroups that some parameters are cut into: as few as may be, and as equal as can be.
 

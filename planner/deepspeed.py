@@ -14,7 +14,6 @@ from planner.engines import (
     Setup,
     gpu_only,
     num_live_segments,
-    tied,
     twin_flow,
     zero_infinity,
     zero_offload,
@@ -103,7 +102,7 @@ def _fetched(setup: Setup, settings: DeepSpeed, decisions: Decisions) -> dict[st
     """Return units with their parameters where they are to be."""
     if settings.param_device == "none" or settings.stage < 3:
         return decisions.units
-    found, stay = {}, tied(setup)
+    found, stay = {}, setup.tied
     for unit in setup.units:
         decided = decisions.units[unit.name]
         where = "nvme" if settings.param_device == "nvme" and set(decided.update) == {Place.NVME} else "host"

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from planner.decisions import (
@@ -73,6 +73,33 @@ class Setup:
     def degrees(self) -> Degrees:
         """How many ranks share what."""
         return Degrees(self.data_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
+
+    @functools.cached_property
+    def movable(self) -> Mapping[str, int]:
+        """How many subgroups of each unit a mix places, by name: none of those that are very small."""
+        large = max(unit.num_params for unit in self.units) * _SMALL
+        return {unit.name: len(pieces(self, unit)) if unit.num_params > large else 0 for unit in self.units}
+
+    @functools.cached_property
+    def tied(self) -> frozenset[str]:
+        """The units with a shared weight, which keep their parameters on the device."""
+        sharing = [unit for unit in self.units if unit.shared_units]
+        return frozenset(name for unit in sharing for name in (*unit.shared_units, unit.name))
+
+    @functools.cached_property
+    def swappable(self) -> tuple[str, ...]:
+        """The segments whose activations can be recomputed or offloaded, in forward order."""
+        return tuple(dict.fromkeys(unit.segment for unit in self.units if unit.recompute))
+
+    @functools.cached_property
+    def in_turn(self) -> tuple[Unit, ...]:
+        """The units in forward order, but a layer's experts by how much they compute."""
+        groups = itertools.groupby(self.units, key=lambda unit: (unit.segment, ".experts." in unit.name))
+        return tuple(
+            unit
+            for _, group in groups
+            for unit in sorted(group, key=lambda u: -u.forward_flop * (".experts." in u.name))
+        )
 
     def replicas(self, unit: Unit) -> int:
         """Return how many ranks have the same part of a unit."""
@@ -171,8 +198,8 @@ def ratel(setup: Setup, counts: Sequence[int] | None = None, num_on_host: int | 
         counts: of how many segments activations are swapped, the first ones; by default every number is tried.
         num_on_host: how many of those the host has room for; the first ones go on to NVMe. By default all stay there.
     """
-    segments = swappable(setup)
-    shared = tied(setup)
+    segments = setup.swappable
+    shared = setup.tied
     streamed = _decide(
         dataclasses.replace(setup, clip=False),
         "ratel",
@@ -203,8 +230,8 @@ class Mix:
     """A point of the family that our own policy searches (all counts from 0).
 
     Attributes:
-        num_gpu, num_stream: of :func:`movable` subgroups, those updated on the device, resident or streamed; the rest
-            is updated on the CPU.
+        num_gpu, num_stream: of :attr:`Setup.movable` subgroups, those updated on the device, resident or streamed; the
+            rest is updated on the CPU.
         num_nvme: subgroups among that rest whose state is on NVMe.
         num_keep: segments, from the last on, whose activations are kept.
         num_offload, num_evict: segments among the others whose activations are offloaded, and go on to NVMe.
@@ -249,9 +276,9 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
     their parameters there. What is very small always does: anywhere else it would take a turn, and a slot, for next to
     nothing.
     """
-    counts = movable(setup)
-    fixed = tied(setup)
-    order = _in_turn(setup)
+    counts = setup.movable
+    fixed = setup.tied
+    order = setup.in_turn
     fetchable = [
         counts[unit.name] > 0 and unit.name not in fixed and (mix.zero_stage not in {1, 2} or setup.replicas(unit) == 1)
         for unit in order
@@ -306,20 +333,6 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
     )
 
 
-def _in_turn(setup: Setup) -> list[Unit]:
-    """Return the units in forward order, but a layer's experts by how much they compute."""
-    groups = itertools.groupby(setup.units, key=lambda unit: (unit.segment, ".experts." in unit.name))
-    return [
-        unit for _, group in groups for unit in sorted(group, key=lambda u: -u.forward_flop * (".experts." in u.name))
-    ]
-
-
-def movable(setup: Setup) -> dict[str, int]:
-    """Return how many subgroups of each unit a mix places, by name: none of those that are very small."""
-    large = max(unit.num_params for unit in setup.units) * _SMALL
-    return {unit.name: len(pieces(setup, unit)) if unit.num_params > large else 0 for unit in setup.units}
-
-
 def pieces(setup: Setup, unit: Unit) -> tuple[int, ...]:
     """Return the subgroup sizes of a unit on one rank of a sharded optimizer."""
     return subgroups(-(-unit.num_params // setup.replicas(unit)), setup.subgroup_params)
@@ -341,7 +354,7 @@ def _spread(total: int, num_gpu: int, num_stream: int, num_nvme: int) -> Iterato
 
 def _activations(setup: Setup, mix: Mix) -> dict[str, Activations]:
     """Return what becomes of the activations of every segment that need not keep them."""
-    found: dict[str, Activations] = dict.fromkeys(swappable(setup), "keep")
+    found: dict[str, Activations] = dict.fromkeys(setup.swappable, "keep")
     rest = list(found)[: max(len(found) - mix.num_keep, 0)]
     leave = dict(zip(rest, _evenly(len(rest), mix.num_offload), strict=True))
     evicted = iter(_evenly(sum(leave.values()), mix.num_evict))
@@ -354,16 +367,6 @@ def _evenly(total: int, count: int) -> list[bool]:
     """Return which of ``total`` in a row are chosen if ``count`` of them are, evenly spaced (Bresenham)."""
     count = min(count, total)
     return [(i + 1) * count // total > i * count // total for i in range(total)]
-
-
-def tied(setup: Setup) -> set[str]:
-    """Return the units with a shared weight, which keep their parameters on the device."""
-    return {name for unit in setup.units for name in (*unit.shared_units, *([unit.name] if unit.shared_units else []))}
-
-
-def swappable(setup: Setup) -> list[str]:
-    """Return the segments whose activations can be recomputed or offloaded, in forward order."""
-    return list(dict.fromkeys(unit.segment for unit in setup.units if unit.recompute))
 
 
 _ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute")

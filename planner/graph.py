@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import networkx as nx
 
@@ -69,8 +69,19 @@ class Unit:
         return sum(spec.num_params for spec in self.parameters)
 
     @functools.cached_property
-    def _patterns(self) -> tuple[Pattern, ...]:
-        return tuple(dict.fromkeys(operator.pattern for operator in self.operators if operator.parameters))
+    def sizes(self) -> dict[str, int]:
+        """Number of elements of each of its own parameters, by name."""
+        return {spec.name: spec.num_params for spec in self.parameters}
+
+    @functools.cached_property
+    def steps(self) -> tuple[tuple[int, int, bool, tuple[str, ...]], ...]:
+        """Of each operator, in forward order: bytes saved and inside, whether it is a bank of experts, parameters."""
+        return tuple((o.saved_bytes, o.workspace_bytes, o.kind == "experts", o.parameter_names) for o in self.operators)
+
+    @functools.cached_property
+    def _counts(self) -> tuple[Callable[[Degrees], int], ...]:
+        """How to count the parts of its operators' parameters: seldom in more ways than one."""
+        return tuple(dict.fromkeys(operator.pattern.parts for operator in self.operators if operator.parameters))
 
     def parts(self, degrees: Degrees) -> int:
         """Return how many different parts of its parameters data-parallel ranks hold; see [Note: Patterns].
@@ -78,7 +89,10 @@ class Unit:
         Raises:
             ValueError: its operators differ in that, so it cannot move as one.
         """
-        found = {pattern.parts(degrees) for pattern in self._patterns} or {1}
+        counts = self._counts
+        if len(counts) == 1:
+            return counts[0](degrees)
+        found = {count(degrees) for count in counts} or {1}
         if len(found) > 1:
             raise ValueError(
                 f"unit {self.name} has operators of which data-parallel ranks hold {sorted(found)} different parts; "

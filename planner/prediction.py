@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 
+import numpy as np
+
 from planner.costs import CostModel, total_flop
 from planner.critical import critical_path
 from planner.decisions import Decisions, Frozen
@@ -120,9 +122,9 @@ def capacities(cost: CostModel) -> dict[Tier, int]:
 
 def always_held(schedule: Schedule, cost: CostModel) -> dict[Tier, int]:
     """Return a lower bound of each tier's peak without simulating: what is held all the time."""
+    arrays = schedule.arrays
     held = dict.fromkeys(itertools.product(Tier, range(schedule.num_stages)), 0)
-    for buffer in schedule.buffers:
-        if buffer.first is None:
-            ranks = 1 if buffer.tier is Tier.GPU else cost.ranks_per_node
-            held[buffer.tier, buffer.stage] += buffer.num_bytes * ranks
+    for i in np.flatnonzero(arrays.first < 0).tolist():
+        ranks = 1 if arrays.tier[i] is Tier.GPU else cost.ranks_per_node
+        held[arrays.tier[i], int(arrays.stage[i])] += int(arrays.num_bytes[i]) * ranks
     return fullest(held, lambda num_bytes: num_bytes)

@@ -12,10 +12,16 @@ priced by :mod:`planner.costs` for simulation, and executed as it is.
 
 import dataclasses
 import functools
+import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, NamedTuple, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
 
 SCHEMA_VERSION = 1
 
@@ -183,26 +189,153 @@ class Buffer:
     stage: int = 0
 
 
+class Work(Protocol):
+    """What a task does, and for whom: all that a price depends on. See :class:`Task`."""
+
+    @property
+    def lane(self) -> Lane: ...  # noqa: D102 - see Task
+    @property
+    def op(self) -> Op: ...  # noqa: D102
+    @property
+    def unit(self) -> str: ...  # noqa: D102
+    @property
+    def micro_batch(self) -> int: ...  # noqa: D102
+    @property
+    def num_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def num_params(self) -> int: ...  # noqa: D102
+    @property
+    def num_kernels(self) -> int: ...  # noqa: D102
+    @property
+    def num_tensors(self) -> int: ...  # noqa: D102
+    @property
+    def num_modules(self) -> int: ...  # noqa: D102
+    @property
+    def pinned(self) -> bool: ...  # noqa: D102
+    @property
+    def stalls(self) -> bool: ...  # noqa: D102
+    @property
+    def stage(self) -> int: ...  # noqa: D102
+
+
+class Held(NamedTuple):
+    """A :class:`Buffer` without its label; -1 for the ends of what is always held."""
+
+    tier: Tier
+    memory_class: MemoryClass
+    num_bytes: int
+    first: int
+    last: int
+    stage: int
+
+
+LANES = tuple(Lane)
+_LANE_NUMBERS = {lane: number for number, lane in enumerate(LANES)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Arrays:
+    """A schedule as arrays: all that simulating it, and adding up what it holds, needs of tasks and buffers.
+
+    Attributes:
+        work: what each of n tasks does.
+        lane: int64[n], ``stage * len(LANES)`` and the position of the lane in :data:`LANES`.
+        after, num_after: int64[...] and int64[n], the indices of each task's predecessors, one task after another, and
+            how many each has.
+        after_previous, num_after_previous: likewise in the previous iteration.
+        tier, memory_class: of each of m buffers.
+        num_bytes, first, last, stage: int64[m], of each buffer; -1 for the ends of what is always held.
+    """
+
+    work: Sequence[Work]
+    lane: Ints
+    after: Ints
+    num_after: Ints
+    after_previous: Ints
+    num_after_previous: Ints
+    tier: tuple[Tier, ...]
+    memory_class: tuple[MemoryClass, ...]
+    num_bytes: Ints
+    first: Ints
+    last: Ints
+    stage: Ints
+
+    @classmethod
+    def of(
+        cls,
+        work: Sequence[Work],
+        after: Sequence[Sequence[int]],
+        after_previous: Sequence[Sequence[int]],
+        held: Sequence[Held],
+    ) -> Self:
+        """Make them from what tasks do, whom they come after, and what is held."""
+        lane = np.fromiter((t.stage * len(LANES) + _LANE_NUMBERS[t.lane] for t in work), np.int64, len(work))
+        tier, memory_class, *numbers = zip(*held, strict=True) if held else ((),) * len(Held._fields)
+        columns = (np.array(column, np.int64) for column in numbers)
+        return cls(work, lane, *_flattened(after), *_flattened(after_previous), tier, memory_class, *columns)
+
+
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The tasks of one iteration in issue order, and the memory they hold."""
+    """The tasks of one iteration in issue order, and the memory they hold.
+
+    Raises:
+        ValueError: they break the rules of :func:`validate`.
+    """
 
     tasks: tuple[Task, ...]
-    buffers: tuple[Buffer, ...] = ()
+    buffers: tuple[Buffer, ...] = dataclasses.field(default_factory=tuple)
     description: str = ""
 
     def __post_init__(self) -> None:
         validate(self)
 
+    @classmethod
+    def deferred(
+        cls, arrays: Arrays, make: Callable[[], tuple[tuple[Task, ...], tuple[Buffer, ...]]], name: str
+    ) -> Self:
+        """Return a schedule whose tasks and buffers are made, and validated, when they are first looked at.
+
+        A search simulates hundreds of schedules of a thousand tasks, and for that needs their arrays only.
+
+        Args:
+            arrays: of the schedule.
+            make: returns its tasks and buffers.
+            name: its description.
+        """
+        made = cls.__new__(cls)
+        vars(made).update(arrays=arrays, description=name, _make=make)
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        """Make tasks and buffers, if that was deferred."""
+        if name not in {"tasks", "buffers"} or "_make" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        tasks, buffers = vars(self).pop("_make")()
+        vars(self).update(tasks=tasks, buffers=buffers)
+        validate(self)
+        return vars(self)[name]
+
+    @functools.cached_property
+    def arrays(self) -> Arrays:
+        """The same as arrays."""
+        held = [Held(b.tier, b.memory_class, b.num_bytes, _end(b.first), _end(b.last), b.stage) for b in self.buffers]
+        return Arrays.of(self.tasks, [t.after for t in self.tasks], [t.after_previous for t in self.tasks], held)
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of tasks."""
+        return len(self.arrays.work)
+
     @functools.cached_property
     def num_stages(self) -> int:
         """Number of pipeline stages."""
-        return 1 + max((task.stage for task in self.tasks), default=0)
+        return 1 + max((task.stage for task in self.arrays.work), default=0)
 
     @functools.cached_property
     def first_forward(self) -> int | None:
         """Index of the first forward, where an iteration begins; ``None`` if nothing is computed."""
-        return next((task.index for task in self.tasks if task.op is Op.FORWARD), None)
+        return next((i for i, task in enumerate(self.arrays.work) if task.op is Op.FORWARD), None)
 
     def to_text(self) -> str:
         """Return one line per task: ``12 h2d  fetch layers.3.mlp  33.55 MB  after 9,11  -> slot 2``."""
@@ -265,6 +398,16 @@ def validate(schedule: Schedule) -> None:
             raise ValueError(f"buffer {buffer.label} is held from {buffer.first} to {buffer.last}: no such tasks")
         if buffer.num_bytes < 0:
             raise ValueError(f"buffer {buffer.label} has {buffer.num_bytes} bytes; sizes cannot be negative")
+
+
+def _end(task: int | None) -> int:
+    return -1 if task is None else task
+
+
+def _flattened(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """Return all entries one after another, and the number in each row."""
+    counts = np.fromiter(map(len, rows), np.int64, len(rows))
+    return np.fromiter(itertools.chain.from_iterable(rows), np.int64, int(counts.sum())), counts
 
 
 def _line(task: Task) -> str:

@@ -3,20 +3,21 @@
 import dataclasses
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Tier
+from planner.schedule import LANES, Buffer, Ints, Lane, MemoryClass, Op, Phase, Schedule, Tier
 
 Seconds = npt.NDArray[np.float64]
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
 
+_CLASSES = tuple(MemoryClass)
+_CLASS_NUMBERS = {memory_class: number for number, memory_class in enumerate(_CLASSES)}
 _COMPUTE = {
     Op.FORWARD: Phase.FORWARD,
     Op.RECOMPUTE: Phase.BACKWARD,
@@ -85,12 +86,12 @@ class Timeline:
     end_s: Seconds
 
     def __post_init__(self) -> None:
-        assert self.start_s.shape == self.end_s.shape == (self.num_iterations, len(self.schedule.tasks))
+        assert self.start_s.shape == self.end_s.shape == (self.num_iterations, self.schedule.num_tasks)
 
     @classmethod
     def from_spans(cls, schedule: Schedule, spans: Iterable[Span], num_iterations: int) -> Self:
         """Make a timeline from single spans, in any order."""
-        start_s, end_s = np.full((2, num_iterations, len(schedule.tasks)), np.nan)
+        start_s, end_s = np.full((2, num_iterations, schedule.num_tasks), np.nan)
         for span in spans:
             start_s[span.iteration, span.task] = span.start_s
             end_s[span.iteration, span.task] = span.end_s
@@ -157,10 +158,13 @@ class Timeline:
 
     def busy_s(self, iteration: int) -> dict[Lane, float]:
         """Return the seconds each lane was occupied by tasks of one iteration: in the stage where that is most."""
-        busy: dict[tuple[Lane, int], float] = defaultdict(float)
-        for span in self.of_iteration(iteration):
-            task = self.schedule.tasks[span.task]
-            busy[task.lane, task.stage] += span.end_s - span.start_s
+        lengths_s = self.end_s[iteration] - self.start_s[iteration]
+        ran = ~np.isnan(lengths_s)
+        lanes = self.schedule.arrays.lane[ran]
+        totals_s = np.bincount(lanes, lengths_s[ran]).tolist()
+        busy = {
+            (LANES[lane % len(LANES)], lane // len(LANES)): totals_s[lane] for lane in dict.fromkeys(lanes.tolist())
+        }
         return fullest(busy, lambda seconds: seconds)
 
 
@@ -201,17 +205,18 @@ def memory_use(timeline: Timeline, iteration: int) -> dict[Tier, MemoryUse]:
     A buffer that outlives the iteration (see :class:`planner.schedule.Buffer`) is folded back into it: in the steady
     state the previous iteration's copy of it is held until the same moment of this one.
     """
-    period_s = timeline.period_s(iteration)
-    events: dict[tuple[Tier, int], list[tuple[float, int, MemoryClass]]] = defaultdict(list)
-    for buffer, held in buffer_spans(timeline, iteration):
-        changes = events[buffer.tier, buffer.stage]
-        if held is None:
-            changes.append((0.0, buffer.num_bytes, buffer.memory_class))
-        else:
-            start_s, end_s = held
-            changes.extend(_fold(start_s, max(end_s, start_s), period_s, buffer.num_bytes, buffer.memory_class))
-    # The first amount is that of the beginning, also where nothing is held then.
-    uses = {key: _accumulate([(0.0, 0, changes[0][2]), *changes]) for key, changes in events.items()}
+    arrays, period_s = timeline.schedule.arrays, timeline.period_s(iteration)
+    kinds = list(dict.fromkeys(zip(arrays.tier, arrays.stage.tolist(), strict=True)))
+    numbers = {kind: number for number, kind in enumerate(kinds)}
+    kind = np.fromiter(
+        (numbers[key] for key in zip(arrays.tier, arrays.stage.tolist(), strict=True)), np.int64, len(arrays.tier)
+    )
+    memory_class = np.fromiter((_CLASS_NUMBERS[c] for c in arrays.memory_class), np.int64, len(arrays.tier))
+    buffer, times_s, num_bytes = _changes(timeline, iteration, period_s)
+    uses: dict[tuple[Tier, int], MemoryUse] = {}
+    for number, key in enumerate(kinds):
+        here = kind[buffer] == number
+        uses[key] = _accumulated(times_s[here], num_bytes[here], memory_class[buffer[here]])
     found = fullest(uses, lambda use: use.peak_bytes)
     return {tier: found[tier] for tier in Tier if tier in found}
 
@@ -231,35 +236,46 @@ def buffer_spans(timeline: Timeline, iteration: int) -> Iterator[tuple[Buffer, t
             yield buffer, (starts_s[buffer.first] - begin_s, ends_s[buffer.last] - begin_s + carried_s)
 
 
-def _fold(
-    start_s: float, end_s: float, period_s: float, num_bytes: int, memory_class: MemoryClass
-) -> list[tuple[float, int, MemoryClass]]:
-    if period_s <= 0:
-        return [(start_s, num_bytes, memory_class), (end_s, -num_bytes, memory_class)]
-    # Moments inside the iteration stay exactly what they are: what ends when another begins must still do so.
-    first, start_s = divmod(start_s, period_s)
-    last, end_s = divmod(end_s, period_s)
-    changes = [(start_s, num_bytes, memory_class), (end_s, -num_bytes, memory_class)]
-    if last > first:  # held when an iteration begins
-        changes.append((0.0, int(last - first) * num_bytes, memory_class))
-    return changes
+def _changes(timeline: Timeline, iteration: int, period_s: float) -> tuple[Ints, Seconds, Ints]:
+    """Return which buffers are taken or given back, when since the iteration began, and the bytes that adds."""
+    arrays = timeline.schedule.arrays
+    everything = np.arange(len(arrays.tier))
+    always, held = everything[arrays.first < 0], everything[arrays.first >= 0]
+    first, last = arrays.first[held], arrays.last[held]
+    begin_s = timeline.begin_s(iteration)
+    starts_s = timeline.start_s[iteration, first] - begin_s
+    ends_s = timeline.end_s[iteration, last] - begin_s + np.where(last < first, period_s, 0.0)
+    ends_s = np.where(starts_s > ends_s, starts_s, ends_s)
+    kept = np.zeros(len(held), np.int64)
+    if period_s > 0:
+        # Moments inside the iteration stay exactly what they are: what ends when another begins must still do so.
+        begun, starts_s = np.divmod(starts_s, period_s)
+        ended, ends_s = np.divmod(ends_s, period_s)
+        kept = np.maximum(ended - begun, 0).astype(np.int64)  # held when an iteration begins
+    num_bytes = arrays.num_bytes
+    return (
+        np.concatenate([always, held, held, held]),
+        np.concatenate([np.zeros(len(always)), starts_s, ends_s, np.zeros(len(held))]),
+        np.concatenate([num_bytes[always], num_bytes[held], -num_bytes[held], kept * num_bytes[held]]),
+    )
 
 
-def _accumulate(changes: Sequence[tuple[float, int, MemoryClass]]) -> MemoryUse:
-    held: dict[MemoryClass, int] = defaultdict(int)
-    rows: list[tuple[float, dict[MemoryClass, int]]] = []
-    peak_bytes, peak_by_class = 0, dict(held)
-    # At one instant, what ends is freed before what begins is taken: a slot handed over is not held twice.
-    for time_s, group in itertools.groupby(sorted(changes, key=lambda c: (c[0], c[1])), key=lambda c: c[0]):
-        for _, num_bytes, memory_class in group:
-            held[memory_class] += num_bytes
-        rows.append((time_s, dict(held)))
-        if sum(held.values()) > peak_bytes:
-            peak_bytes, peak_by_class = sum(held.values()), dict(held)
-    classes = sorted({c for _, row in rows for c in row})
+def _accumulated(times_s: Seconds, num_bytes: Ints, memory_class: Ints) -> MemoryUse:
+    """Add up changes; those at one instant together: a slot that is handed over is not held twice."""
+    # The first amount is that of the beginning, also where nothing is held then.
+    moments_s, moment = np.unique(np.concatenate([[0.0], times_s]), return_inverse=True)
+    held = np.zeros((len(_CLASSES), len(moments_s)), np.int64)
+    np.add.at(held, (memory_class, moment[1:]), num_bytes)
+    held = held.cumsum(axis=1)
+    total = held.sum(axis=0)
+    peak = int(total.argmax())
     return MemoryUse(
-        times_s=tuple(time_s for time_s, _ in rows),
-        num_bytes={c: tuple(row.get(c, 0) for _, row in rows) for c in classes},
-        peak_bytes=peak_bytes,
-        peak_by_class={c: n for c, n in peak_by_class.items() if n},
+        times_s=tuple(moments_s.tolist()),
+        num_bytes={
+            _CLASSES[c]: tuple(held[c].tolist()) for c in sorted(set(memory_class.tolist()), key=lambda c: _CLASSES[c])
+        },
+        peak_bytes=max(int(total[peak]), 0),
+        peak_by_class={c: n for c, n in zip(_CLASSES, held[:, peak].tolist(), strict=True) if n}
+        if total[peak] > 0
+        else {},
     )

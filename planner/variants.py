@@ -1,6 +1,7 @@
 """Variants of a request: each choice of degrees and batch sizes, with all that scoring and bounding it needs."""
 
 import dataclasses
+import functools
 
 from hwprofiles.profile import HardwareProfile
 from planner.bounds.space import Space
@@ -66,19 +67,14 @@ def variants(job: Job, asked: Asked) -> tuple[Variant, ...]:
     Raises:
         ValueError: there is none, and why.
     """
-    graphs: dict[Batch, tuple[Unit, ...]] = {}  # the same for all that cut the batch alike
     choices = asked.choices(job.model, job.hardware.devices_per_node)
-    return tuple(variant(job, choice, asked.storage, graphs) for choice in choices)
+    return tuple(variant(job, choice, asked.storage) for choice in choices)
 
 
-def variant(job: Job, choice: Choice, storage: Storage, graphs: dict[Batch, tuple[Unit, ...]] | None = None) -> Variant:
-    """Return one way to do it; ``graphs`` keeps units of batches for the next one."""
-    batch = batch_of(choice, job.seq_len, job.precision, job.expert_load)
-    graphs = {} if graphs is None else graphs
-    if batch not in graphs:
-        graphs[batch] = units(build_graph(job.model, batch))
+def variant(job: Job, choice: Choice, storage: Storage) -> Variant:
+    """Return one way to do it."""
     setup = Setup(
-        graphs[batch],
+        _units(job.model, batch_of(choice, job.seq_len, job.precision, job.expert_load)),
         **choice.model_dump(),
         precision=job.precision,
         optimizer=job.optimizer,
@@ -89,3 +85,8 @@ def variant(job: Job, choice: Choice, storage: Storage, graphs: dict[Batch, tupl
     degrees = dataclasses.astuple(setup.degrees)
     cost = CostModel(job.hardware, setup.units, job.precision, *degrees, optimizer=job.optimizer)
     return Variant(choice, setup, cost)
+
+
+@functools.lru_cache(32)  # the same for all choices that cut the batch alike, and for all machines of a study
+def _units(model: Model, batch: Batch) -> tuple[Unit, ...]:
+    return units(build_graph(model, batch))

@@ -9,7 +9,7 @@ from pydantic import Field
 from hwprofiles.profile import HardwareProfile
 from planner.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict, shortages
 from planner.costs import CostModel, total_flop
-from planner.engines import Setup, ratel, swappable
+from planner.engines import Setup, ratel
 from planner.graph import Batch, build_graph, units
 from planner.lowering import lower
 from planner.models.registry import model_from_case
@@ -85,7 +85,7 @@ class SwappingCase(Case):
         def iteration_s(count: int) -> float:
             return simulate(count).period_s
 
-        best = lowest(iteration_s, len(swappable(setup)))
+        best = lowest(iteration_s, len(setup.swappable))
         (decisions,) = ratel(setup, (best,), num_on_host)
         rate = total_flop(setup.units, decisions) / iteration_s(best)
         found = simulate(best)
@@ -134,7 +134,7 @@ def _segments_on_host(setup: Setup, cost: CostModel) -> int:
     (decisions,) = ratel(setup, (0,))
     schedule = lower(setup.units, decisions, asynchronous=cost.asynchronous)
     room = capacities(cost)[Tier.HOST] - always_held(schedule, cost)[Tier.HOST]
-    first = swappable(setup)[0]
+    first = setup.swappable[0]
     return max(room // sum(unit.swap_bytes for unit in setup.units if unit.segment == first), 0)
 
 

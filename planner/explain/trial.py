@@ -8,7 +8,7 @@ from hwprofiles.profile import HardwareProfile
 from planner.costs import CostModel
 from planner.critical import critical_path
 from planner.decisions import Decisions, Place, UnitDecision
-from planner.engines import Setup, swappable, tied
+from planner.engines import Setup
 from planner.graph import Unit
 from planner.lowering import lower
 from planner.plan import Plan
@@ -78,7 +78,7 @@ class Bench:
         self.simulation = run_until_steady(self.schedule, self.cost)
         self.own = self._trial(self.decisions, self.schedule, self.simulation)
         setup = Setup(members)
-        self._tied, self._swappable = tied(setup), set(swappable(setup))
+        self._tied, self._swappable = setup.tied, set(setup.swappable)
 
     def lower(self, decisions: Decisions) -> Schedule:
         """Return the schedule of other decisions.

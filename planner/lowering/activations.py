@@ -38,7 +38,7 @@ class OffloadRooms:
 
 def activations(program: Program) -> None:
     """Offload and reload the activations of every segment for which that was decided, in every micro-batch."""
-    leaving = [s for s in segments(program.units) if program.decisions.units[s[0].name].offloads]
+    leaving = [s for s in program.segments if program.decisions.units[s[0].name].offloads]
     for micro_batch in range(program.decisions.num_micro_batches if leaving else 0):
         _leave(program, leaving, micro_batch)
         _return(program, leaving[::-1], micro_batch)

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from planner.graph import segments
 from planner.lowering import pipeline
 from planner.lowering.program import Draft, Program
 from planner.schedule import Lane, Op, Phase
@@ -49,7 +48,7 @@ def _compute_in_turn(program: Program) -> None:
     for micro_batch in range(decisions.num_micro_batches):
         for unit in program.units:
             _append(program, Op.FORWARD, Phase.FORWARD, unit.name, micro_batch)
-        for segment in reversed(segments(program.units)):
+        for segment in reversed(program.segments):
             if again := AGAIN.get(decisions.units[segment[0].name].activations):
                 for unit in segment:
                     _append(program, again, Phase.BACKWARD, unit.name, micro_batch)
@@ -59,7 +58,7 @@ def _compute_in_turn(program: Program) -> None:
 
 def launch(program: Program) -> None:
     """Put the host's time to issue kernels before every compute task (devices that run asynchronously)."""
-    kernels = {op: {unit.name: unit.num_kernels[op] for unit in program.units} for op in _COMPUTE_OPS}
+    kernels = {unit.name: unit.num_kernels for unit in program.units}
     modules = {unit.name: unit.num_modules for unit in program.units if program.decisions.module_hooks}
     if program.decisions.pipeline_parallel > 1:
         pipeline.launch(program, compute_drafts(program), kernels)
@@ -67,7 +66,7 @@ def launch(program: Program) -> None:
     blocks = program.decisions.gradient_path.blocks
     for draft in compute_drafts(program):
         issue = Draft(f"issue:{draft.key}", Lane.LAUNCH, Op.ISSUE, draft.phase, draft.unit, draft.micro_batch)
-        issue.num_kernels = kernels[draft.op][draft.unit]
+        issue.num_kernels = kernels[draft.unit][draft.op]
         issue.num_modules = modules.get(draft.unit, 0)
         if blocks:  # the caller itself waits for the copy
             issue.after = [key for key in draft.after if program.drafts[key].op is Op.FLUSH]

@@ -63,9 +63,9 @@ def _reduce(program: Program, unit: Unit, backward: Draft) -> str:
     """Add the collective over the ranks; return the key after which this micro-batch's gradient is final."""
     decisions = program.decisions
     # Where whole gradients pile up on the device, ranks need to agree only once, after the last micro-batch.
-    piles_up = decisions.zero_stage < 2 and not program.flushed_params(unit)
+    piles_up = decisions.zero_stage < 2 and not program.flushed_params[unit.name]
     last = backward.micro_batch == decisions.num_micro_batches - 1
-    if decisions.replicas(unit) == 1 or (piles_up and not (last and decisions.reduce_start == "backward")):
+    if program.replicas[unit.name] == 1 or (piles_up and not (last and decisions.reduce_start == "backward")):
         return backward.key
     scatter = _scatter(program, unit, backward.micro_batch)
     scatter.after = [backward.key]
@@ -78,7 +78,7 @@ def _reduce_at_step(program: Program) -> None:
     exchange_tied(program)
     ends = {program.stage_of[draft.unit]: draft.key for draft in compute_drafts(program)}
     for unit in reversed(program.units):
-        if unit.num_params and program.decisions.replicas(unit) > 1 and not program.flushed_params(unit):
+        if unit.num_params and program.replicas[unit.name] > 1 and not program.flushed_params[unit.name]:
             scatter = _scatter(program, unit, program.decisions.num_micro_batches - 1)
             if scatter.key not in program.drafts:
                 exchange = exchanged(unit)
@@ -98,7 +98,7 @@ def _scatter(program: Program, unit: Unit, micro_batch: int) -> Draft:
 def _flush(program: Program, unit: Unit, backward: Draft, ready: str) -> str | None:
     """Add the copies of one micro-batch's gradient to the host; return the key of the last one."""
     decisions = program.decisions
-    num_params = program.flushed_params(unit)
+    num_params = program.flushed_params[unit.name]
     if not num_params:
         return None
     blocking = decisions.gradient_path is GradientPath.ZERO3_BLOCKING

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Collection
 
 from planner.decisions import GradientPath, Place
-from planner.graph import Unit, segments
+from planner.graph import Unit
 from planner.lowering.activations import OffloadRooms
 from planner.lowering.compute import AGAIN, compute_drafts
 from planner.lowering.parameters import assign_slots
@@ -30,7 +30,7 @@ def memory(program: Program) -> None:
     _state_slots(program)
     _nvme_slots(program)
     for micro_batch in range(program.decisions.num_micro_batches):
-        for segment in segments(program.units):
+        for segment in program.segments:
             _activations(program, segment, micro_batch)
     _offload_rooms(program)
     for room, num_bytes in enumerate(SpillRooms(program.units, program.decisions).sizes_bytes):
@@ -61,7 +61,7 @@ def _parameters(program: Program) -> None:
             num_bytes = decisions.num_state_versions * decisions.stored_weight_bytes(unit.name) * shard
             program.hold(Tier.NVME, MemoryClass.PARAMETERS, num_bytes, unit.name)
         else:
-            served = program.placed_params(unit, *(place for place in Place if decisions.serves(unit.name, place)))
+            served = sum(n for place, n in program.placed[unit.name].items() if decisions.serves(unit.name, place))
             program.hold(Tier.HOST, MemoryClass.PARAMETERS, weight_bytes * served, unit.name)
 
 
@@ -88,7 +88,7 @@ def _gradients(program: Program, unit: Unit, maker: str, tied: Collection[str], 
     """
     decisions = program.decisions
     weight_bytes = decisions.precision.weight_bytes
-    host = program.flushed_params(unit)
+    host = program.flushed_params[unit.name]
     resident = program.shard_params[unit.name] - host
     if decisions.gradient_path is not GradientPath.ONCE:
         # DeepSpeed's flat buffer for what the device updates is allocated once, before training.
@@ -100,11 +100,11 @@ def _gradients(program: Program, unit: Unit, maker: str, tied: Collection[str], 
     _host_gradients(program, unit, host_bytes)
     summed: str | None = None  # since when the sum that the device updates with is there
     for micro_batch in range(decisions.num_micro_batches):
-        new = unit.num_params if decisions.replicas(unit) > 1 else host + (0 if summed else resident)
+        new = unit.num_params if program.replicas[unit.name] > 1 else host + (0 if summed else resident)
         share = 0.0 if made else new / unit.num_params
-        for spec in unit.parameters:
-            early = spec.name in tied or decisions.replicas(unit) > 1  # one block for all is taken with the first
-            fresh[maker if early else unit.name, micro_batch][spec.name] = share
+        for name in unit.sizes:
+            early = name in tied or program.replicas[unit.name] > 1  # one block for all is taken with the first
+            fresh[maker if early else unit.name, micro_batch][name] = share
         made = made or f"{Op.BACKWARD}:{maker}:{micro_batch}"
         scatter = f"scatter:{unit.name}:{micro_batch}"
         if scatter in program.drafts:  # the unreduced gradient of all parameters, then the rank's shard of it
@@ -112,7 +112,7 @@ def _gradients(program: Program, unit: Unit, maker: str, tied: Collection[str], 
             num_bytes = weight_bytes * program.padded_params[unit.name]
             program.hold(Tier.GPU, MemoryClass.GRADIENTS, num_bytes, label, made, scatter)
             made = scatter
-        elif decisions.replicas(unit) > 1:
+        elif program.replicas[unit.name] > 1:
             continue
         if host:
             end = f"flush:{unit.name}:{micro_batch}"
@@ -153,12 +153,12 @@ def _host_gradients(program: Program, unit: Unit, bytes_per_param: int) -> None:
     """
     decisions = program.decisions
     host, spilled = (
-        program.flushed_params(unit),
+        program.flushed_params[unit.name],
         program.placed_params(unit, Place.NVME) if decisions.spill_gradients else 0,
     )
     program.hold(Tier.NVME, MemoryClass.GRADIENTS, decisions.spilled_bytes_per_param * spilled, unit.name)
-    in_place = (place for place in Place if decisions.arrives_in_place(unit.name, place))
-    apart = host - spilled - program.placed_params(unit, *in_place)
+    in_place = (n for place, n in program.placed[unit.name].items() if decisions.arrives_in_place(unit.name, place))
+    apart = host - spilled - sum(in_place)
     program.hold(Tier.HOST, MemoryClass.GRADIENTS, bytes_per_param * apart, unit.name)
     if spilled and decisions.gradient_path is not GradientPath.ONCE:  # others take memory as it comes
         once = decisions.num_micro_batches == 1
@@ -171,8 +171,8 @@ def _tied_gradients(program: Program, fresh: Fresh) -> None:
 
     Only then is their sum added to what earlier micro-batches have left, if anything: the first waits until then.
     """
-    sizes = {spec.name: spec.num_params for unit in program.units for spec in unit.parameters}
-    owner = {spec.name: unit.name for unit in program.units for spec in unit.parameters}
+    sizes = {name: size for unit in program.units for name, size in unit.sizes.items()}
+    owner = {name: unit.name for unit in program.units for name in unit.sizes}
     weight_bytes = program.decisions.precision.weight_bytes
     tied = {name: unit.name for unit in program.units for op in unit.operators for name in op.shared_parameters}
     for name, maker in sorted(tied.items()):
@@ -188,14 +188,14 @@ def _tied_gradients(program: Program, fresh: Fresh) -> None:
 
 def _workspace(program: Program, fresh: Fresh) -> None:
     """Hold what lives only inside a unit's own computing: one unit's at a time."""
-    num_params = {spec.name: spec.num_params for unit in program.units for spec in unit.parameters}
+    num_params = {name: size for unit in program.units for name, size in unit.sizes.items()}
     units = {unit.name: unit for unit in program.units}
     for draft in compute_drafts(program):
         unit = units[draft.unit]
         num_bytes = unit.forward_workspace_bytes
         if draft.op is Op.BACKWARD:
             new = fresh[unit.name, draft.micro_batch]
-            weight_bytes, piled = program.decisions.precision.weight_bytes, program.decisions.replicas(unit) > 1
+            weight_bytes, piled = program.decisions.precision.weight_bytes, program.replicas[unit.name] > 1
             num_bytes = backward_workspace_bytes(unit, num_params, new, weight_bytes, piled=piled)
         program.hold(Tier.GPU, MemoryClass.WORKSPACE, num_bytes, f"{unit.name} workspace", draft.key, draft.key)
 

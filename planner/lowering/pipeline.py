@@ -154,7 +154,7 @@ def received(program: Program, draft: Draft) -> list[str]:
     return [f"{lane}:{program.units[sender].name}:{draft.micro_batch}"]
 
 
-def launch(program: Program, drafts: Iterator[Draft], kernels: dict[Op, dict[str, int]]) -> None:
+def launch(program: Program, drafts: Iterator[Draft], kernels: dict[str, dict[str, int]]) -> None:
     """Put the host's time to issue kernels beside every task of a stage.
 
     The host of a stage waits for each exchange (Megatron-LM synchronises there) and turns to the next task; then it
@@ -166,7 +166,7 @@ def launch(program: Program, drafts: Iterator[Draft], kernels: dict[Op, dict[str
         receive = Draft(f"receive:{draft.key}", Lane.LAUNCH, Op.RECEIVE, *where)
         receive.after = draft.after + ([computed[draft.unit]] if draft.unit in computed else [])
         issue = Draft(f"issue:{draft.key}", Lane.LAUNCH, Op.ISSUE, *where)
-        issue.num_kernels = kernels[draft.op][draft.unit]
+        issue.num_kernels = kernels[draft.unit][draft.op]
         issue.after = draft.after = [receive.key]
         computed[draft.unit] = draft.key
         program.before[draft.key] += [program.add(receive), program.add(issue)]

@@ -9,8 +9,8 @@ import functools
 from collections import defaultdict
 
 from planner.decisions import Decisions, Place
-from planner.graph import Unit
-from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
+from planner.graph import Unit, segments
+from planner.schedule import Arrays, Buffer, Held, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -81,9 +81,14 @@ class Program:
         return {unit.name: stage if pipelined else 0 for stage, unit in enumerate(self.units)}
 
     @functools.cached_property
-    def pieces(self) -> dict[str, tuple[tuple[int, Place], ...]]:
-        """Size and place of each of a unit's subgroups on one rank, by name of the unit."""
-        return {unit.name: self.decisions.placed_pieces(unit) for unit in self.units}
+    def segments(self) -> list[list[Unit]]:
+        """The units by segment, in forward order."""
+        return segments(self.units)
+
+    @functools.cached_property
+    def replicas(self) -> dict[str, int]:
+        """How many ranks have the same part of a unit, by name of the unit."""
+        return {unit.name: self.decisions.replicas(unit) for unit in self.units}
 
     @functools.cached_property
     def shard_params(self) -> dict[str, int]:
@@ -93,20 +98,42 @@ class Program:
     @functools.cached_property
     def padded_params(self) -> dict[str, int]:
         """How many parameters a unit has with what pads it to equal shards, by name of the unit."""
-        return {unit.name: self.decisions.padded_params(unit) for unit in self.units}
+        sharded = self.decisions.zero_stage >= 1
+        return {name: shard * (self.replicas[name] if sharded else 1) for name, shard in self.shard_params.items()}
+
+    @functools.cached_property
+    def pieces(self) -> dict[str, tuple[tuple[int, Place], ...]]:
+        """Size and place of each of a unit's subgroups on one rank, by name of the unit."""
+        return {unit.name: self.decisions.placed_pieces(unit) for unit in self.units}
+
+    @functools.cached_property
+    def placed(self) -> dict[str, dict[Place, int]]:
+        """How many of a unit's parameters (on one rank) are updated at each place where any is, by name of the unit."""
+        found: dict[str, dict[Place, int]] = {}
+        for name, pieces in self.pieces.items():
+            found[name] = totals = dict[Place, int]()
+            for num_params, place in pieces:
+                totals[place] = totals.get(place, 0) + num_params
+        return found
+
+    @functools.cached_property
+    def flushed_params(self) -> dict[str, int]:
+        """How many of a unit's parameters (on one rank) have a gradient that is flushed to the host, by its name."""
+        flushes = self.decisions.flushes
+        return {
+            name: sum(num_params for place, num_params in placed.items() if flushes(name, place))
+            for name, placed in self.placed.items()
+        }
 
     @functools.cached_property
     def gathered(self) -> frozenset[str]:
         """Units whose parameters are gathered from other ranks for every use."""
-        return frozenset(unit.name for unit in self.units if self.decisions.gathers(unit))
+        sharded = self.decisions.zero_stage == 3
+        return frozenset(name for name, count in self.replicas.items() if sharded and count > 1)
 
     def placed_params(self, unit: Unit, *places: Place) -> int:
         """Return how many of a unit's parameters (on one rank) are updated at some places."""
-        return sum(num_params for num_params, place in self.pieces[unit.name] if place in places)
-
-    def flushed_params(self, unit: Unit) -> int:
-        """Return how many of a unit's parameters (on one rank) have their gradient flushed to the host."""
-        return self.placed_params(unit, *(place for place in Place if self.decisions.flushes(unit.name, place)))
+        return sum(num_params for place, num_params in self.placed[unit.name].items() if place in places)
 
     def add(self, draft: Draft) -> Draft:
         """Make a draft known by its key, give it the stage of its unit, and return it."""
@@ -142,39 +169,68 @@ class Program:
         order = self.ordered()
         index = {draft.key: i for i, draft in enumerate(order)}
         assert len(index) == len(self.drafts) == len(order), "every draft is issued once"
-        tasks = tuple(
-            Task(
-                index=i,
-                lane=d.lane,
-                op=d.op,
-                phase=d.phase,
-                unit=d.unit,
-                micro_batch=d.micro_batch,
-                piece=d.piece,
-                num_bytes=d.num_bytes,
-                num_params=d.num_params,
-                num_kernels=d.num_kernels,
-                num_tensors=d.num_tensors,
-                num_modules=d.num_modules,
-                slot=d.slot,
-                pinned=d.pinned,
-                stalls=d.stalls,
-                stage=d.stage,
-                after=tuple(sorted({index[k] for k in d.after})) if d.after else (),
-                after_previous=tuple(sorted({index[k] for k in d.after_previous})) if d.after_previous else (),
-            )
-            for i, d in enumerate(order)
-        )
-        buffers = tuple(
-            Buffer(
-                h.tier,
-                h.memory_class,
-                h.num_bytes,
-                h.label,
-                None if h.first is None else index[h.first],
-                None if h.last is None else index[h.last],
-                self.stage_of.get(h.label, 0) if h.first is None else self.drafts[h.first].stage,
-            )
+        after = [_indices(draft.after, index) for draft in order]
+        after_previous = [_indices(draft.after_previous, index) if draft.after_previous else () for draft in order]
+        stage_of, drafts = self.stage_of, self.drafts
+        held = [
+            Held(h.tier, h.memory_class, h.num_bytes, -1, -1, stage_of.get(h.label, 0))
+            if h.first is None or h.last is None
+            else Held(h.tier, h.memory_class, h.num_bytes, index[h.first], index[h.last], drafts[h.first].stage)
             for h in self.holds
+        ]
+        labels = [hold.label for hold in self.holds]
+        make = functools.partial(_made, order, after, after_previous, held, labels)
+        return Schedule.deferred(Arrays.of(order, after, after_previous, held), make, description)
+
+
+def _indices(keys: list[str], index: dict[str, int]) -> tuple[int, ...]:
+    """Return where some tasks are, in order and each once."""
+    if len(keys) < 2:
+        return (index[keys[0]],) if keys else ()
+    return tuple(sorted({index[key] for key in keys}))
+
+
+def _made(
+    order: list[Draft],
+    after: list[tuple[int, ...]],
+    after_previous: list[tuple[int, ...]],
+    held: list[Held],
+    labels: list[str],
+) -> tuple[tuple[Task, ...], tuple[Buffer, ...]]:
+    """Return tasks and buffers."""
+    tasks = (
+        Task(
+            index=i,
+            lane=d.lane,
+            op=d.op,
+            phase=d.phase,
+            unit=d.unit,
+            micro_batch=d.micro_batch,
+            piece=d.piece,
+            num_bytes=d.num_bytes,
+            num_params=d.num_params,
+            num_kernels=d.num_kernels,
+            num_tensors=d.num_tensors,
+            num_modules=d.num_modules,
+            slot=d.slot,
+            pinned=d.pinned,
+            stalls=d.stalls,
+            stage=d.stage,
+            after=after[i],
+            after_previous=after_previous[i],
         )
-        return Schedule(tasks, buffers, description)
+        for i, d in enumerate(order)
+    )
+    buffers = (
+        Buffer(
+            h.tier,
+            h.memory_class,
+            h.num_bytes,
+            label,
+            None if h.first < 0 else h.first,
+            None if h.last < 0 else h.last,
+            h.stage,
+        )
+        for h, label in zip(held, labels, strict=True)
+    )
+    return tuple(tasks), tuple(buffers)

@@ -36,20 +36,19 @@ def backward_workspace_bytes(
     around_bytes = unit.activation_output_bytes if unit.recompute else 0
     steps = tuple(
         (
-            operator.saved_bytes,
-            operator.workspace_bytes,
-            operator.kind == "experts",
-            tuple((num_params[name], fresh[name]) for name in operator.parameter_names if name in fresh),
+            saved_bytes,
+            inside_bytes,
+            experts,
+            tuple([(num_params[name], fresh[name]) for name in names if name in fresh]),
         )
-        for operator in unit.operators
+        for saved_bytes, inside_bytes, experts, names in unit.steps
     )
     return around_bytes + _most_bytes(steps, -around_bytes, weight_bytes, piled)
 
 
 def least_workspace_bytes(unit: Unit, weight_bytes: int) -> int:
     """Return what :func:`backward_workspace_bytes` is at least, whatever gradients are there before."""
-    num_params = {spec.name: spec.num_params for spec in unit.parameters}
-    return backward_workspace_bytes(unit, num_params, dict.fromkeys(num_params, 1.0), weight_bytes)
+    return backward_workspace_bytes(unit, unit.sizes, dict.fromkeys(unit.sizes, 1.0), weight_bytes)
 
 
 @functools.lru_cache(4096)  # equal layers take the same steps, in every schedule of a search

@@ -11,7 +11,7 @@ from typing import get_args
 
 from planner.bounds.space import NEVER_S
 from planner.decisions import Decisions, GradientPath, HostUpdate, Storage
-from planner.engines import POLICIES, Mix, Setup, mixed, ratel, swappable, zero_infinity
+from planner.engines import POLICIES, Mix, Setup, mixed, ratel, zero_infinity
 from planner.search.descent import descend
 from planner.search.mixtures import first_look, starting_points
 from planner.search.moves import polish
@@ -143,7 +143,7 @@ def _default_simulations(scorer: Scorer, example: Candidate, *, endless: bool) -
     """Return how many schedules are simulated if nobody says, or until when."""
     if scorer.deadline_s is not None and endless:
         return ENDLESS
-    return max(_SIMULATIONS, _TASKS // len(scorer.schedule(example.decisions).tasks))
+    return max(_SIMULATIONS, _TASKS // scorer.schedule(example.decisions).num_tasks)
 
 
 def engine_policies(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
@@ -158,7 +158,7 @@ def engine_policies(setup: Setup, scorer: Scorer) -> dict[str, Candidate]:
 
 def _swapping(setup: Setup) -> Iterator[Decisions]:
     """Yield the placements of an engine that swaps all state and more or fewer activations."""
-    num_segments = len(swappable(setup))
+    num_segments = len(setup.swappable)
     counts = sorted({round(num_segments * tenths / 10) for tenths in _SWAPPED_TENTHS})
     for num_on_host in (None, 0):
         yield from ratel(setup, counts, num_on_host)

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
-from planner.engines import Mix, Setup, mixed, movable, pieces, swappable
+from planner.engines import Mix, Setup, mixed, pieces
 from planner.prediction import capacities
 from planner.schedule import Lane, Tier
 from planner.search.scoring import Candidate, Key, Scorer
@@ -33,9 +33,9 @@ def descend(
     The first steps are a fraction ``first_step`` of all there is to move.
     """
     limits = {
-        "num_gpu": sum(movable(setup).values()),
-        "num_stream": sum(movable(setup).values()),
-        "num_keep": len(swappable(setup)),
+        "num_gpu": sum(setup.movable.values()),
+        "num_stream": sum(setup.movable.values()),
+        "num_keep": len(setup.swappable),
         "num_host": len(setup.units) if start.zero_stage in {0, 3} or setup.expert_parallel > 1 else 0,
         "spread": 1,
         "num_slots": max(4, 2 * most_alike(setup)),
@@ -84,9 +84,9 @@ def _storage_limits(setup: Setup, start: Mix) -> dict[str, int]:
     """Return how much of a mix may be on storage, by what is counted."""
     found: dict[str, int] = {}
     if setup.storage != "never":
-        found["num_offload"] = len(swappable(setup))
+        found["num_offload"] = len(setup.swappable)
     if setup.storage == "nvme":
-        found["num_evict"] = len(swappable(setup))
+        found["num_evict"] = len(setup.swappable)
         found["num_nvme"] = sum(len(pieces(setup, unit)) for unit in setup.units)
         found["num_on_nvme"] = len(setup.units) if start.zero_stage in {0, 3} or setup.expert_parallel > 1 else 0
         found["num_nvme_slots"] = _MOST_NVME_SLOTS
@@ -134,7 +134,7 @@ def _filled(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate) -> tuple
     sizes = [num_params for unit in setup.units for num_params in pieces(setup, unit)]
     room_bytes = (FULL - found.filled[Tier.GPU]) * capacities(scorer.cost)[Tier.GPU]
     more = math.floor(room_bytes * len(sizes) / sum(sizes) / bytes_per_param)
-    num_gpu = min(trial.num_gpu + more, sum(movable(setup).values()) - trial.num_nvme)
+    num_gpu = min(trial.num_gpu + more, sum(setup.movable.values()) - trial.num_nvme)
     if found.missing_bytes or num_gpu <= trial.num_gpu:
         return trial, found
     trial = dataclasses.replace(trial, num_gpu=num_gpu)

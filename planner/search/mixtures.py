@@ -10,7 +10,7 @@ from planner.bounds.program import LinearProgram
 from planner.bounds.solver import solve
 from planner.bounds.space import NEVER_S, RING, ROOM, Space
 from planner.decisions import Place
-from planner.engines import Mix, Setup, mixed, movable, pieces, swappable
+from planner.engines import Mix, Setup, mixed, pieces
 from planner.schedule import Tier
 from planner.search.descent import FULL, LARGE_STEP, SMALL_STEP, most_alike, repaired
 from planner.search.scoring import Candidate, Scorer, best_of
@@ -157,11 +157,11 @@ def _rings(setup: Setup, program: LinearProgram, num_slots: int) -> dict[str, tu
 
 def _rounded(setup: Setup, values: Mapping[str, float], zero_stage: int) -> Mix:
     """Return the mix nearest to fractions of decisions; see :mod:`planner.bounds.conditions` for their names."""
-    counts = movable(setup)
+    counts = setup.movable
     placed = {
         place: sum(values.get(f"{name}:{place}", 0.0) * count for name, count in counts.items()) for place in Place
     }
-    segments = swappable(setup)
+    segments = setup.swappable
     ways = {
         way: sum(values.get(f"{segment}:{way}", 0.0) for segment in segments)
         for way in ("recompute", "offload", "evict")

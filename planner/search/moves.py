@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from planner.decisions import Activations, Decisions, Place, UnitDecision
-from planner.engines import Setup, swappable, tied
+from planner.engines import Setup
 from planner.search.scoring import Candidate, Scorer
 
 
@@ -39,11 +39,11 @@ def neighbours(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
 
     Units far apart come first, so that a budget that does not last for all still looks everywhere.
     """
-    resident, storage, places, activations = tied(setup), setup.storage, list(Place), list(get_args(Activations))
+    resident, storage, places, activations = setup.tied, setup.storage, list(Place), list(get_args(Activations))
     if storage != "nvme":
         places.remove(Place.NVME)
         activations = ["keep", "recompute", *(["offload"] if storage == "activations" else [])]
-    segments = {segment: [u for u in setup.units if u.segment == segment] for segment in swappable(setup)}
+    segments = {segment: [u for u in setup.units if u.segment == segment] for segment in setup.swappable}
     for _, unit in sorted(enumerate(setup.units), key=lambda numbered: _scattered(numbered[0])):
         old = decisions.units[unit.name]
         changed: list[UnitDecision] = []
@@ -78,7 +78,7 @@ def _exchanges(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
     What the memory of a tier allows one of them, it allows the other. Their parameters are exchanged too, or those of
     all units become resident.
     """
-    resident = tied(setup)
+    resident = setup.tied
     for one, other in itertools.combinations((unit for unit in setup.units if unit.num_params), 2):
         old = (decisions.units[one.name], decisions.units[other.name])
         if old[0].update[0] is old[1].update[0]:

@@ -152,6 +152,7 @@ def _overload(missing_bytes: dict[Tier, int], capacity_bytes: dict[Tier, int]) -
 
 def traffic_bytes(schedule: Schedule, decisions: Decisions) -> int:
     """Return the bytes that cross links and host memory in an iteration, hidden or not."""
-    on_cpu = sum(task.num_params for task in schedule.tasks if task.lane is Lane.CPU)
+    tasks = schedule.arrays.work
+    on_cpu = sum(task.num_params for task in tasks if task.lane is Lane.CPU)
     update_bytes = OPTIMIZERS[decisions.optimizer].update_bytes_per_param
-    return sum(task.num_bytes for task in schedule.tasks) + update_bytes * on_cpu
+    return sum(task.num_bytes for task in tasks) + update_bytes * on_cpu

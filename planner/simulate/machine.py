@@ -1,14 +1,12 @@
 """The simulated machine: walks a schedule in virtual time."""
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from planner.costs import CostModel, Price, Resource
-from planner.loop import Loop
-from planner.schedule import Lane, Phase, Schedule, Task
+from planner.schedule import LANES, Phase, Schedule, Task
 from planner.simulate.kernel import simulate
 from planner.simulate.steady import find_cycle
 from planner.simulate.system import Capacity, FluidSystem, Ints, capacity_rows, pointers
@@ -17,7 +15,6 @@ from planner.timeline import Phases, Timeline
 Capacities = Mapping[Resource, Capacity]
 
 _RESOURCE_NAMES = tuple(resource.name.lower() for resource in Resource)
-_LANES = {lane: number for number, lane in enumerate(Lane)}
 # Iterations simulated at first, and at most, in search of a cycle.
 _FIRST_ITERATIONS, _MAX_ITERATIONS = 4, 64
 
@@ -72,50 +69,52 @@ class SimulatedMachine:
 
     def issue(self, task: Task, iteration: int) -> None:
         """Append a task to its lane."""
-        assert self._issued == iteration * len(self._schedule.tasks) + task.index, "the loop issues in order"
+        assert self._issued == iteration * self._schedule.num_tasks + task.index, "the loop issues in order"
         self._issued += 1
 
     def run(self) -> Timeline:
         """Simulate the whole iterations issued so far."""
-        num_iterations, rest = divmod(self._issued, len(self._schedule.tasks))
+        num_iterations, rest = divmod(self._issued, self._schedule.num_tasks)
         assert not rest, "the last iteration was not finished"
+        return self.simulated(num_iterations)
+
+    def simulated(self, num_iterations: int) -> Timeline:
+        """Simulate so many iterations, as if a loop had issued them: issuing whole ones takes no virtual time."""
         result = simulate(self.system(num_iterations))
-        shape = (num_iterations, len(self._schedule.tasks))
+        shape = (num_iterations, self._schedule.num_tasks)
         return Timeline(self._schedule, result.start_s.reshape(shape), result.end_s.reshape(shape))
 
     def system(self, num_iterations: int) -> FluidSystem:
         """Return the arrays of one iteration, tiled; every pipeline stage has lanes and resources of its own."""
-        tasks, prices, stages = self._schedule.tasks, self._prices, range(self._schedule.num_stages)
-        uses = [(task.stage, use) for task, price in zip(tasks, prices, strict=True) for use in price.uses]
+        schedule, prices, stages = self._schedule, self._prices, range(self._schedule.num_stages)
+        arrays, count = schedule.arrays, schedule.num_tasks
+        num_uses = np.fromiter((len(price.uses) for price in prices), np.int64, count)
+        stage_of_use = np.repeat(arrays.lane // len(LANES), num_uses)
+        uses = np.array([use for price in prices for use in price.uses], np.float64).reshape(-1, 2)
         pred_ptr, pred = self._predecessors(num_iterations)
         return FluidSystem(
-            lane=np.tile(
-                np.array([task.stage * len(_LANES) + _LANES[task.lane] for task in tasks], np.int32), num_iterations
-            ),
+            lane=np.tile(arrays.lane.astype(np.int32), num_iterations),
             latency_s=np.tile(np.array([price.latency_s for price in prices]), num_iterations),
             duration_s=np.tile(np.array([price.duration_s for price in prices]), num_iterations),
             weight=np.tile(np.array([price.weight for price in prices]), num_iterations),
             pred_ptr=pred_ptr,
             pred=pred.astype(np.int32),
-            use_ptr=pointers(np.tile(np.array([len(price.uses) for price in prices]), num_iterations)),
-            use_resource=np.tile(
-                np.fromiter((s * len(Resource) + r for s, (r, _) in uses), np.int32, len(uses)), num_iterations
-            ),
-            use_rate=np.tile(np.array([rate for _, (_, rate) in uses], np.float64), num_iterations),
+            use_ptr=pointers(np.tile(num_uses, num_iterations)),
+            use_resource=np.tile((stage_of_use * len(Resource) + uses[:, 0]).astype(np.int32), num_iterations),
+            use_rate=np.tile(uses[:, 1], num_iterations),
             capacity=capacity_rows(
                 [self._capacities[resource] for _ in stages for resource in Resource], _RESOURCE_NAMES * len(stages)
             ),
-            lane_names=tuple(f"{lane} of stage {stage}" if stage else lane for stage in stages for lane in _LANES),
+            lane_names=tuple(f"{lane} of stage {stage}" if stage else lane for stage in stages for lane in LANES),
             resource_names=_RESOURCE_NAMES * len(stages),
-            task_name=lambda i: tasks[i % len(tasks)].name,
+            task_name=lambda i: schedule.tasks[i % count].name,
         )
 
     def _predecessors(self, num_iterations: int) -> tuple[Ints, Ints]:
         """Return CSR pointers and indices; the first iteration has no previous one to wait for."""
-        tasks = self._schedule.tasks
-        count = len(tasks)
-        first, first_counts = _flatten([task.after for task in tasks])
-        previous, previous_counts = _flatten([task.after_previous for task in tasks])
+        arrays, count = self._schedule.arrays, self._schedule.num_tasks
+        first, first_counts = arrays.after, arrays.num_after
+        previous, previous_counts = arrays.after_previous, arrays.num_after_previous
         owner = np.concatenate([np.repeat(np.arange(count), n) for n in (first_counts, previous_counts)])
         later = np.concatenate([first, previous - count])[np.argsort(owner, kind="stable")]
         again = range(1, num_iterations)
@@ -125,19 +124,9 @@ class SimulatedMachine:
         )
 
 
-def _flatten(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """Return all entries one after another, and the number in each row."""
-    counts = np.fromiter(map(len, rows), np.int64, len(rows))
-    return np.fromiter(itertools.chain.from_iterable(rows), np.int64, counts.sum()), counts
-
-
 def run(schedule: Schedule, prices: Sequence[Price], capacities: Capacities, num_iterations: int) -> Timeline:
     """Walk a schedule for some iterations in virtual time."""
-    machine = SimulatedMachine(schedule, prices, capacities)
-    loop = Loop(schedule, machine)
-    for _ in range(num_iterations):
-        loop.finish()
-    return machine.run()
+    return SimulatedMachine(schedule, prices, capacities).simulated(num_iterations)
 
 
 def run_until_steady(schedule: Schedule, cost: CostModel, *, quick: bool = False) -> Simulation:

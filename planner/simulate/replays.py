@@ -6,7 +6,6 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.costs import Price, Resource
-from planner.loop import Loop
 from planner.schedule import Schedule
 from planner.simulate.kernel import simulate
 from planner.simulate.machine import SimulatedMachine
@@ -27,10 +26,7 @@ class Replays:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        machine = SimulatedMachine(schedule, [Price(0.0, 0.0)] * len(schedule.tasks), dict.fromkeys(Resource, 1.0))
-        loop = Loop(schedule, machine)
-        for _ in range(_NUM):
-            loop.finish()
+        machine = SimulatedMachine(schedule, [Price(0.0, 0.0)] * schedule.num_tasks, dict.fromkeys(Resource, 1.0))
         self._system = machine.system(_NUM)
 
     def period_s(self, durations_s: Seconds) -> float:
@@ -40,6 +36,6 @@ class Replays:
             durations_s: float64[num_tasks], seconds.
         """
         result = simulate(dataclasses.replace(self._system, duration_s=np.tile(durations_s, _NUM)))
-        shape = (_NUM, len(self.schedule.tasks))
+        shape = (_NUM, self.schedule.num_tasks)
         timeline = Timeline(self.schedule, result.start_s.reshape(shape), result.end_s.reshape(shape))
         return (timeline.begin_s(_NUM - 1) - timeline.begin_s(_FIRST)) / (_NUM - 1 - _FIRST)

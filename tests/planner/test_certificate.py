@@ -15,7 +15,7 @@ from planner.bounds.certificate import CertificateError, certify, check, infeasi
 from planner.choices import Choice
 from planner.costs import CostModel
 from planner.decisions import Decisions, Place, UnitDecision
-from planner.engines import Setup, pieces, swappable
+from planner.engines import Setup, pieces
 from planner.models import resolve_model
 from planner.plan import Plan, PlanError, load_plan
 from planner.planning import InfeasibleError, Request, make_plan
@@ -153,8 +153,8 @@ def all_decisions(setup: Setup) -> list[Decisions]:
         choices.append(rows)
     found = []
     for chosen in itertools.product(*choices):
-        for keep in itertools.product((True, False), repeat=len(swappable(setup))):
-            kept = dict(zip(swappable(setup), keep, strict=True))
+        for keep in itertools.product((True, False), repeat=len(setup.swappable)):
+            kept = dict(zip(setup.swappable, keep, strict=True))
             units = {
                 unit.name: UnitDecision(
                     params=params, activations="keep" if kept.get(unit.segment, True) else "recompute", update=update

@@ -27,7 +27,6 @@ from planner.engines import (
     mixed,
     pieces,
     ratel,
-    swappable,
     twin_flow,
     zero_infinity,
 )
@@ -113,7 +112,7 @@ def test_what_storage_policies_are() -> None:
 
 
 def test_every_number_of_swapped_segments_is_tried() -> None:
-    names = swappable(setup())
+    names = setup().swappable
     tried = [{unit.segment for unit in UNITS if decisions.units[unit.name].offloads} for decisions in ratel(setup())]
     assert tried == [set(names[:count]) for count in range(len(names) + 1)]
     (some,) = ratel(setup(), (2,), num_on_host=1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planner.costs import CostModel
 from planner.decisions import Decisions, GradientPath, HostUpdate, Place, Precision
-from planner.engines import POLICIES, STORAGE_POLICIES, Mix, Setup, mixed, movable
+from planner.engines import POLICIES, STORAGE_POLICIES, Mix, Setup, mixed
 from planner.graph import Unit
 from planner.lowering import lower, slots
 from planner.lowering.storage import num_spill_slots
@@ -456,7 +456,7 @@ def test_mixes_are_valid(data: st.DataObject) -> None:
     model, ranks = data.draw(st.sampled_from(MODELS)), data.draw(st.sampled_from([1, 4]))
     units: tuple[Unit, ...] = small_units(model)
     setup = Setup(units, data_parallel=ranks, subgroup_params=500_000, clip=data.draw(st.booleans()))
-    counts = movable(setup)
+    counts = setup.movable
     total = sum(counts.values())
     num_gpu = data.draw(st.integers(0, total))
     mix = Mix(

@@ -126,7 +126,7 @@ def test_workspace_of_a_norm_is_what_pytorch_allocates(dtype: torch.dtype, resid
 
 
 def test_an_executed_plan_holds_what_it_says() -> None:
-    name = "executed: demo-llama bf16 2x256 x1 in 180MB"
+    name = "executed: demo-llama fp32 4x256 x2 in 300MB"  # bf16 takes minutes where no instruction multiplies it
     child = subprocess.run([sys.executable, SCRIPT, "--child", name], capture_output=True, text=True, check=True)
     result = json.loads(child.stdout.splitlines()[-1])
     assert result["num_updates_by_place"].get("cpu", 0) + result["num_updates_by_place"].get("stream", 0) > 0

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 
 from planner.decisions import Place
 from planner.lowering import lower
-from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
+from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier, Work
 
 
 def task(index: int, **fields: object) -> Task:
@@ -102,6 +102,34 @@ def test_broken_tasks_are_named(tasks: tuple[Task, ...], message: str) -> None:
 def test_broken_buffers_are_named(fields: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Schedule((task(0),), (buffer(**fields),))
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_arrays_that_are_lowered_say_the_same_as_tasks(case: Case) -> None:
+    """A search simulates the arrays, an executor runs the tasks."""
+    lowered = case.schedule.arrays
+    from_tasks = Schedule(case.schedule.tasks, case.schedule.buffers).arrays
+    for field in dataclasses.fields(lowered):
+        one, other = getattr(lowered, field.name), getattr(from_tasks, field.name)
+        if field.name == "work":
+            names = [name for name in vars(Work) if isinstance(vars(Work)[name], property)]
+            assert len(names) == 12
+            assert [[getattr(each, n) for n in names] for each in one] == [
+                [getattr(t, n) for n in names] for t in other
+            ]
+        else:
+            assert list(one) == list(other), field.name
+
+
+def test_tasks_that_are_made_later_are_validated_then() -> None:
+    arrays = Schedule((task(0),)).arrays
+    schedule = Schedule.deferred(arrays, lambda: ((task(0, after=(0,)),), ()), "wrong")
+    assert schedule.num_tasks == 1
+    with pytest.raises(ValueError, match="not issued before it"):
+        _ = schedule.tasks
+    with pytest.raises(AttributeError, match="no attribute 'task'"):
+        _ = schedule.task  # type: ignore[attr-defined]
 
 
 def test_later_tasks_of_the_previous_iteration_can_be_waited_for() -> None:
