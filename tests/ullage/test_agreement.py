@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from executor.options import SessionOptions
 from executor.prepare import prepare_session
-from planner.decisions import BF16, Decisions, Place, UnitDecision
+from planner.decisions import FP32, Decisions, Place, UnitDecision
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model, to_hf_config_dict
 from planner.schedule import Lane, Schedule, Task
@@ -42,13 +42,14 @@ def measured() -> Timeline:
 
 
 def measure() -> Timeline:
-    # Wide and short: what crosses lanes takes milliseconds, beside which waking a thread is nothing.
+    # Wide and short: what crosses lanes takes milliseconds, beside which waking a thread is nothing. In fp32, as without
+    # instructions for bf16 nothing but computing would matter.
     wide = {"num_layers": 3, "hidden_size": 1024, "ffn_hidden_size": 4096, "head_dim": 128, "word_embed_proj_dim": 1024}
     config = resolve_model("demo-llama").model_copy(update=wide)
     model_units = units(build_graph(config, Batch(1, 32, 2)))
     decisions = Decisions(
         policy="ullage",
-        precision=BF16,
+        precision=FP32,
         num_param_slots=1,
         units={
             unit.name: UnitDecision(
@@ -62,7 +63,7 @@ def measure() -> Timeline:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config_dict(config)), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config_dict(config)), dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     options = SessionOptions(num_threads=1, record=True)
     model, offloaded = prepare_session(model, optimizer, model_units, decisions, options)
