@@ -42,8 +42,8 @@ def measured() -> Timeline:
 
 
 def measure() -> Timeline:
-    # Wide and short: what crosses lanes takes milliseconds, beside which waking a thread is nothing. In fp32, as without
-    # instructions for bf16 nothing but computing would matter.
+    # Wide and short: what crosses lanes takes milliseconds, beside which waking a thread is nothing. In fp32, as
+    # without instructions for bf16 nothing but computing would matter.
     wide = {"num_layers": 3, "hidden_size": 1024, "ffn_hidden_size": 4096, "head_dim": 128, "word_embed_proj_dim": 1024}
     config = resolve_model("demo-llama").model_copy(update=wide)
     model_units = units(build_graph(config, Batch(1, 32, 2)))

@@ -74,20 +74,16 @@ def peers_figures() -> dict[str, str]:
 
 
 def checkpoint_figures() -> dict[str, str]:
-    """Return what a checkpoint beside training costs, against others, and how fast one is written and read."""
-    found, drive = result("cpu_checkpoint.json"), result("cpu_checkpoint_drive.json")
+    """Return what a checkpoint beside training costs, against others."""
+    found = result("cpu_checkpoint.json")
     others = ("torch.save", "dcp", "dcp_async")
     calls = ", ".join(f"{found['blocked_over_ours'][name]:.0f} {TIMES}" for name in others)
     costs = ", ".join(f"{found['cost_over_ours'][name]:.1f} {TIMES}" for name in others)
-    of_raw = ", ".join(f"{drive[f'{way}_of_raw']:.2f}" for way in ("write", "verify", "restore"))
     slower, predicted = (100 * (found[f"every_iteration_{kind}"] - 1) for kind in ("measured", "predicted"))
     blocked_ms, cost_ms = (1e3 * found[key]["ours"] for key in ("blocked_s", "cost_s"))
     return {
         "checkpoint": f"{blocked_ms:.1f} ms: {calls}; {cost_ms:.0f} ms: {costs}; "
         f"{slower:.0f} % longer ({predicted:.0f} % predicted)",
-        "checkpoint, drive": f"{drive['checkpoint_bytes'] / 1e9:.1f} GB",
-        "checkpoint, raw": f"{drive['raw_write_bytes_per_s'] / 1e9:.1f} GB/s",
-        "checkpoint, of raw": f"| {of_raw} |",
     }
 
 
