@@ -63,7 +63,10 @@ def test_uneven_experts_are_another_plan(moe, tmp_path):
         ("--tensor-parallel 3", "tensor_parallel 3 x pipeline_parallel 1 must divide the 4 devices"),
         ("--expert-parallel 3", "num_experts of"),
         ("--expert-load zipf:x", "the exponent must be a number from 0 to 10"),
-        ("--expert-load nowhere.json", "--expert-load nowhere.json: No such file or directory; give uniform, zipf:S"),
+        (
+            "--expert-load nowhere.json",
+            "cannot read nowhere.json: No such file or directory; --expert-load takes uniform, zipf:S or",
+        ),
         ("--expert-load {bad}", "must hold a list of shares, or one for each layer"),
         ("--expert-load {short}", "has 2 shares that add up to 1"),
         ("--global-batch 6 --micro-batch 4", "a global batch of 6 sequences cannot be cut into equal micro-batches"),
