@@ -110,19 +110,16 @@ class Oracle:
 @contextlib.contextmanager
 def poisoned(rng, most_s):
     """Fill buffers with garbage as soon as they are free, and copy to them at random times."""
-    run, give_back, copy = Flusher._flush, Flusher.give_back, Snapshots.copy
+    run, free, copy = Flusher._flush, Flusher._free_memory, Snapshots.copy
 
-    def flush(self, work):
+    def flush(self, chunk):
         time.sleep(most_s * rng.random())
-        try:
-            run(self, work)
-        finally:
-            if not work.is_lent:
-                work.data[:] = 0xAA
+        run(self, chunk)
 
-    def poisoned_back(self, buffer):
-        buffer[:] = 0xAA
-        give_back(self, buffer)
+    def poisoned_free(self, chunk):
+        if chunk.buffer is not None:
+            chunk.buffer[:] = 0xAA
+        free(self, chunk)
 
     def slow(self, buffer, values):
         time.sleep(most_s * rng.random())
@@ -130,7 +127,7 @@ def poisoned(rng, most_s):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Flusher, "_flush", flush)
-        patch.setattr(Flusher, "give_back", poisoned_back)
+        patch.setattr(Flusher, "_free_memory", poisoned_free)
         patch.setattr(Snapshots, "copy", slow)
         patch.setattr(executor.snapshots, "CHUNK_BYTES", 4096)
         yield
