@@ -163,26 +163,32 @@ class CostModel:
         return {Resource.NVME_READ: read / ranks, Resource.NVME_WRITE: write / ranks, Resource.NVME: both / ranks}
 
     def prices(self, schedule: Schedule) -> list[Price]:
-        """Return the price of every task of a schedule."""
-        return [self.price(task) for task in schedule.arrays.work]
+        """Return the price of every task of a schedule; equal work has one object for its price."""
+        arrays = schedule.arrays
+        prices = [self.price(work) for work in arrays.works]
+        return [prices[number] for number in arrays.work.tolist()]
 
     def price(self, task: Work) -> Price:
         """Return the price of one task."""
         computes = task.lane is Lane.COMPUTE
         # All that a price depends on: equal layers have equal tasks, and candidates of a search too.
-        key = (
-            task.lane,
-            task.op,
-            task.unit if computes else self._parts(task) if task.lane is Lane.COLLECTIVE else 1,
-            task.num_bytes,
-            task.num_params,
-            task.num_kernels,
-            task.num_tensors,
-            task.num_modules,
-            task.pinned,
-            task.stalls,
-            task.micro_batch > 0,
-            task.stage,
+        key: tuple[Hashable, ...] = (
+            (task.op, task.unit)
+            if computes
+            else (
+                task.lane,
+                task.op,
+                self._parts(task),
+                task.num_bytes,
+                task.num_params,
+                task.num_kernels,
+                task.num_tensors,
+                task.num_modules,
+                task.pinned,
+                task.stalls,
+                task.micro_batch > 0,
+                task.stage,
+            )
         )
         if (price := self._prices.get(key)) is None:
             price = self._prices[key] = self._compute(task) if computes else self._price(task)

@@ -310,7 +310,7 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
     on_host = list(itertools.compress(on_host, chosen))
     where: dict[str, Any] = dict.fromkeys(on_host, "host") | dict.fromkeys(on_nvme, "nvme")
     units = {
-        unit.name: UnitDecision(
+        unit.name: _decided(
             params=where.get(unit.name, "gpu"),
             activations=ways.get(unit.segment, "keep"),
             update=updates[unit.name],
@@ -369,6 +369,7 @@ def _evenly(total: int, count: int) -> list[bool]:
     return [(i + 1) * count // total > i * count // total for i in range(total)]
 
 
+_decided = functools.lru_cache(4096)(UnitDecision)  # most units are decided alike, in all mixtures of a search
 _ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute")
 # Units of at most this share of the largest one's parameters are very small.
 _SMALL = 1e-2

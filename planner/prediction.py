@@ -1,7 +1,6 @@
 """What a schedule is predicted to take: time by phase, memory by tier, and what binds."""
 
 import dataclasses
-import itertools
 
 import numpy as np
 
@@ -9,9 +8,9 @@ from planner.costs import CostModel, total_flop
 from planner.critical import critical_path
 from planner.decisions import Decisions, Frozen
 from planner.graph import Unit
-from planner.schedule import MemoryClass, Schedule, Tier
+from planner.schedule import TIERS, MemoryClass, Schedule, Tier
 from planner.simulate.machine import Simulation
-from planner.timeline import Timeline, fullest, memory_use
+from planner.timeline import Timeline, memory_use
 
 
 class TierMemory(Frozen):
@@ -122,9 +121,9 @@ def capacities(cost: CostModel) -> dict[Tier, int]:
 
 def always_held(schedule: Schedule, cost: CostModel) -> dict[Tier, int]:
     """Return a lower bound of each tier's peak without simulating: what is held all the time."""
-    arrays = schedule.arrays
-    held = dict.fromkeys(itertools.product(Tier, range(schedule.num_stages)), 0)
-    for i in np.flatnonzero(arrays.first < 0).tolist():
-        ranks = 1 if arrays.tier[i] is Tier.GPU else cost.ranks_per_node
-        held[arrays.tier[i], int(arrays.stage[i])] += int(arrays.num_bytes[i]) * ranks
-    return fullest(held, lambda num_bytes: num_bytes)
+    arrays, num_stages = schedule.arrays, schedule.num_stages
+    always = arrays.first < 0
+    held = np.zeros((len(TIERS), num_stages), np.int64)
+    np.add.at(held, (arrays.tier[always], arrays.stage[always]), arrays.num_bytes[always])
+    ranks = {Tier.GPU: 1, Tier.HOST: cost.ranks_per_node, Tier.NVME: cost.ranks_per_node}
+    return {tier: ranks[tier] * most for tier, most in zip(TIERS, held.max(axis=1).tolist(), strict=True)}

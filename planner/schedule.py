@@ -14,7 +14,8 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -229,8 +230,26 @@ class Held(NamedTuple):
     stage: int
 
 
-LANES = tuple(Lane)
+LANES, TIERS, MEMORY_CLASSES = tuple(Lane), tuple(Tier), tuple(MemoryClass)
 _LANE_NUMBERS = {lane: number for number, lane in enumerate(LANES)}
+_TIER_NUMBERS = {tier: number for number, tier in enumerate(TIERS)}
+_CLASS_NUMBERS = {memory_class: number for number, memory_class in enumerate(MEMORY_CLASSES)}
+# Where a task's price depends on its unit: on its kernels, or on how its parameters are divided.
+_OF_UNITS = frozenset({Lane.COMPUTE, Lane.COLLECTIVE})
+_amounts = operator.attrgetter(
+    "lane",
+    "op",
+    "num_bytes",
+    "num_params",
+    "num_kernels",
+    "num_tensors",
+    "num_modules",
+    "pinned",
+    "stalls",
+    "stage",
+    "micro_batch",
+    "unit",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -238,23 +257,27 @@ class Arrays:
     """A schedule as arrays: all that simulating it, and adding up what it holds, needs of tasks and buffers.
 
     Attributes:
-        work: what each of n tasks does.
+        works: what tasks do; what has one price under any prices stands here once.
+        work: int64[n], which of ``works`` each of n tasks does.
         lane: int64[n], ``stage * len(LANES)`` and the position of the lane in :data:`LANES`.
         after, num_after: int64[...] and int64[n], the indices of each task's predecessors, one task after another, and
             how many each has.
         after_previous, num_after_previous: likewise in the previous iteration.
-        tier, memory_class: of each of m buffers.
+        first_forward: the task with which an iteration begins; ``None`` if nothing is computed.
+        tier, memory_class: int64[m], of each of m buffers, the position in :data:`TIERS` and :data:`MEMORY_CLASSES`.
         num_bytes, first, last, stage: int64[m], of each buffer; -1 for the ends of what is always held.
     """
 
-    work: Sequence[Work]
+    works: Sequence[Work]
+    work: Ints
     lane: Ints
     after: Ints
     num_after: Ints
     after_previous: Ints
     num_after_previous: Ints
-    tier: tuple[Tier, ...]
-    memory_class: tuple[MemoryClass, ...]
+    first_forward: int | None
+    tier: Ints
+    memory_class: Ints
     num_bytes: Ints
     first: Ints
     last: Ints
@@ -263,16 +286,40 @@ class Arrays:
     @classmethod
     def of(
         cls,
-        work: Sequence[Work],
+        tasks: Sequence[Work],
         after: Sequence[Sequence[int]],
         after_previous: Sequence[Sequence[int]],
         held: Sequence[Held],
     ) -> Self:
         """Make them from what tasks do, whom they come after, and what is held."""
-        lane = np.fromiter((t.stage * len(LANES) + _LANE_NUMBERS[t.lane] for t in work), np.int64, len(work))
-        tier, memory_class, *numbers = zip(*held, strict=True) if held else ((),) * len(Held._fields)
-        columns = (np.array(column, np.int64) for column in numbers)
-        return cls(work, lane, *_flattened(after), *_flattened(after_previous), tier, memory_class, *columns)
+        count, numbers, works, work = len(tasks), dict[tuple[Hashable, ...], int](), list[Work](), list[int]()
+        for task in tasks:
+            *amounts, micro_batch, unit = _amounts(task)
+            # Kernels and parts of parameters are the unit's; of micro-batches the first is alone in adding to nothing.
+            kind = (*amounts, micro_batch > 0, unit if amounts[0] in _OF_UNITS else "")
+            if (number := numbers.setdefault(kind, len(works))) == len(works):
+                works.append(task)
+            work.append(number)
+        lane = np.fromiter((t.stage * len(LANES) + _LANE_NUMBERS[t.lane] for t in tasks), np.int64, count)
+        first_forward = next((i for i, task in enumerate(tasks) if task.op is Op.FORWARD), None)
+        tier, memory_class, *columns = zip(*held, strict=True) if held else ((),) * len(Held._fields)
+        return cls(
+            works,
+            np.array(work, np.int64),
+            lane,
+            *_flattened(after),
+            *_flattened(after_previous),
+            first_forward,
+            np.array([_TIER_NUMBERS[t] for t in tier], np.int64),
+            np.array([_CLASS_NUMBERS[c] for c in memory_class], np.int64),
+            *(np.array(column, np.int64) for column in columns),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        fields = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return sum(field.nbytes for field in fields if isinstance(field, np.ndarray))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,12 +377,12 @@ class Schedule:
     @functools.cached_property
     def num_stages(self) -> int:
         """Number of pipeline stages."""
-        return 1 + max((task.stage for task in self.arrays.work), default=0)
+        return 1 + max((work.stage for work in self.arrays.works), default=0)
 
-    @functools.cached_property
+    @property
     def first_forward(self) -> int | None:
         """Index of the first forward, where an iteration begins; ``None`` if nothing is computed."""
-        return next((i for i, task in enumerate(self.arrays.work) if task.op is Op.FORWARD), None)
+        return self.arrays.first_forward
 
     def to_text(self) -> str:
         """Return one line per task: ``12 h2d  fetch layers.3.mlp  33.55 MB  after 9,11  -> slot 2``."""

@@ -9,15 +9,13 @@ from typing import Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from planner.schedule import LANES, Buffer, Ints, Lane, MemoryClass, Op, Phase, Schedule, Tier
+from planner.schedule import LANES, MEMORY_CLASSES, TIERS, Buffer, Ints, Lane, MemoryClass, Op, Phase, Schedule, Tier
 
 Seconds = npt.NDArray[np.float64]
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
 
-_CLASSES = tuple(MemoryClass)
-_CLASS_NUMBERS = {memory_class: number for number, memory_class in enumerate(_CLASSES)}
 _COMPUTE = {
     Op.FORWARD: Phase.FORWARD,
     Op.RECOMPUTE: Phase.BACKWARD,
@@ -206,17 +204,14 @@ def memory_use(timeline: Timeline, iteration: int) -> dict[Tier, MemoryUse]:
     state the previous iteration's copy of it is held until the same moment of this one.
     """
     arrays, period_s = timeline.schedule.arrays, timeline.period_s(iteration)
-    kinds = list(dict.fromkeys(zip(arrays.tier, arrays.stage.tolist(), strict=True)))
-    numbers = {kind: number for number, kind in enumerate(kinds)}
-    kind = np.fromiter(
-        (numbers[key] for key in zip(arrays.tier, arrays.stage.tolist(), strict=True)), np.int64, len(arrays.tier)
-    )
-    memory_class = np.fromiter((_CLASS_NUMBERS[c] for c in arrays.memory_class), np.int64, len(arrays.tier))
+    kind = arrays.stage * len(TIERS) + arrays.tier
     buffer, times_s, num_bytes = _changes(timeline, iteration, period_s)
+    kinds = kind[buffer]
     uses: dict[tuple[Tier, int], MemoryUse] = {}
-    for number, key in enumerate(kinds):
-        here = kind[buffer] == number
-        uses[key] = _accumulated(times_s[here], num_bytes[here], memory_class[buffer[here]])
+    for number in np.unique(kind).tolist():
+        here = kinds == number
+        stage, tier = divmod(number, len(TIERS))
+        uses[TIERS[tier], stage] = _accumulated(times_s[here], num_bytes[here], arrays.memory_class[buffer[here]])
     found = fullest(uses, lambda use: use.peak_bytes)
     return {tier: found[tier] for tier in Tier if tier in found}
 
@@ -264,7 +259,7 @@ def _accumulated(times_s: Seconds, num_bytes: Ints, memory_class: Ints) -> Memor
     """Add up changes; those at one instant together: a slot that is handed over is not held twice."""
     # The first amount is that of the beginning, also where nothing is held then.
     moments_s, moment = np.unique(np.concatenate([[0.0], times_s]), return_inverse=True)
-    held = np.zeros((len(_CLASSES), len(moments_s)), np.int64)
+    held = np.zeros((len(MEMORY_CLASSES), len(moments_s)), np.int64)
     np.add.at(held, (memory_class, moment[1:]), num_bytes)
     held = held.cumsum(axis=1)
     total = held.sum(axis=0)
@@ -272,10 +267,11 @@ def _accumulated(times_s: Seconds, num_bytes: Ints, memory_class: Ints) -> Memor
     return MemoryUse(
         times_s=tuple(moments_s.tolist()),
         num_bytes={
-            _CLASSES[c]: tuple(held[c].tolist()) for c in sorted(set(memory_class.tolist()), key=lambda c: _CLASSES[c])
+            MEMORY_CLASSES[c]: tuple(held[c].tolist())
+            for c in sorted(set(memory_class.tolist()), key=MEMORY_CLASSES.__getitem__)
         },
         peak_bytes=max(int(total[peak]), 0),
-        peak_by_class={c: n for c, n in zip(_CLASSES, held[:, peak].tolist(), strict=True) if n}
+        peak_by_class={c: n for c, n in zip(MEMORY_CLASSES, held[:, peak].tolist(), strict=True) if n}
         if total[peak] > 0
         else {},
     )

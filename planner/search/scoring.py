@@ -1,17 +1,20 @@
 """Scoring decisions: the simulator's time, and the memory that is lacking."""
 
+import collections
 import contextlib
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+
+import numpy as np
 
 from planner.costs import CostModel
 from planner.decisions import Decisions
 from planner.lowering import lower
 from planner.optimizers import OPTIMIZERS
 from planner.prediction import Prediction, Workload, always_held, capacities, memory_peaks, predict
-from planner.schedule import Lane, Schedule, Tier
+from planner.schedule import Arrays, Lane, Schedule, Tier
 from planner.simulate.machine import run_until_steady
 
 Progress = Callable[["Candidate", int], None]
@@ -63,6 +66,41 @@ class Outcome:
     num_simulations: int
 
 
+class _Lowered:
+    """Schedules that were simulated last, as arrays, up to so many bytes.
+
+    Points of a study differ in their machine, and searches for them come by the same decisions again and again: what
+    is simulated there is the same work at other prices.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._left_bytes = most_bytes
+        self._arrays: collections.OrderedDict[Hashable, tuple[object, Arrays, str]] = collections.OrderedDict()
+
+    def get(self, key: Hashable, owner: object, make: Callable[[], Schedule]) -> Schedule:
+        """Return a schedule that was made before, or make it.
+
+        Args:
+            key: of the schedule, with the identity of ``owner``, which is kept from being another's.
+            owner: see ``key``.
+            make: makes it.
+        """
+        if key in self._arrays:
+            self._arrays.move_to_end(key)
+            _, arrays, name = self._arrays[key]
+            return Schedule.deferred(arrays, lambda: ((made := make()).tasks, made.buffers), name)
+        made = make()
+        self._arrays[key] = owner, made.arrays, made.description
+        self._left_bytes -= made.arrays.nbytes
+        while self._left_bytes < 0:
+            _, (_, arrays, _) = self._arrays.popitem(last=False)
+            self._left_bytes += arrays.nbytes
+        return made
+
+
+_LOWERED = _Lowered(256 << 20)
+
+
 class Scorer:
     """Scores decisions by simulating their schedule; remembers what it has seen.
 
@@ -92,7 +130,9 @@ class Scorer:
         """Return decisions with their predicted time, or rejected for lack of memory."""
         key = decisions.model_dump_json()
         if key not in self._seen:
-            self._seen[key] = self._score(decisions)
+            units, asynchronous = self._workload.units, self.cost.asynchronous
+            schedule = _LOWERED.get((id(units), asynchronous, key), units, lambda: self.schedule(decisions))
+            self._seen[key] = self._score(decisions, schedule)
         return self._seen[key]
 
     def predict(self, decisions: Decisions) -> Prediction:
@@ -107,9 +147,8 @@ class Scorer:
             return self.cost
         return CostModel.of(self.cost.profile, self._workload.units, decisions)
 
-    def _score(self, decisions: Decisions) -> Candidate:
+    def _score(self, decisions: Decisions, schedule: Schedule) -> Candidate:
         cost = self._priced(decisions)
-        schedule = self.schedule(decisions)
         capacity = capacities(cost)
         held = always_held(schedule, cost)
         # What a machine has none of is refused by name where it is priced.
@@ -152,7 +191,7 @@ def _overload(missing_bytes: dict[Tier, int], capacity_bytes: dict[Tier, int]) -
 
 def traffic_bytes(schedule: Schedule, decisions: Decisions) -> int:
     """Return the bytes that cross links and host memory in an iteration, hidden or not."""
-    tasks = schedule.arrays.work
-    on_cpu = sum(task.num_params for task in tasks if task.lane is Lane.CPU)
+    arrays = schedule.arrays
     update_bytes = OPTIMIZERS[decisions.optimizer].update_bytes_per_param
-    return sum(task.num_bytes for task in tasks) + update_bytes * on_cpu
+    moved = [work.num_bytes + update_bytes * work.num_params * (work.lane is Lane.CPU) for work in arrays.works]
+    return int(np.bincount(arrays.work, minlength=len(moved)) @ np.array(moved, np.int64))

@@ -9,7 +9,7 @@ from planner.costs import CostModel, Price, Resource
 from planner.schedule import LANES, Phase, Schedule, Task
 from planner.simulate.kernel import simulate
 from planner.simulate.steady import find_cycle
-from planner.simulate.system import Capacity, FluidSystem, Ints, capacity_rows, pointers
+from planner.simulate.system import Capacity, Floats, FluidSystem, Ints, capacity_rows, pointers
 from planner.timeline import Phases, Timeline
 
 Capacities = Mapping[Resource, Capacity]
@@ -86,17 +86,21 @@ class SimulatedMachine:
 
     def system(self, num_iterations: int) -> FluidSystem:
         """Return the arrays of one iteration, tiled; every pipeline stage has lanes and resources of its own."""
-        schedule, prices, stages = self._schedule, self._prices, range(self._schedule.num_stages)
+        schedule, stages = self._schedule, range(self._schedule.num_stages)
         arrays, count = schedule.arrays, schedule.num_tasks
-        num_uses = np.fromiter((len(price.uses) for price in prices), np.int64, count)
+        # Equal work has one price, and there is little work that differs.
+        identities = np.fromiter(map(id, self._prices), np.int64, count)
+        _, firsts, price = np.unique(identities, return_index=True, return_inverse=True)
+        prices = [self._prices[first] for first in firsts.tolist()]
+        amounts = np.array([(p.latency_s, p.duration_s, p.weight) for p in prices]).reshape(-1, 3)[price]
+        num_uses, uses = _uses(prices, price)
         stage_of_use = np.repeat(arrays.lane // len(LANES), num_uses)
-        uses = np.array([use for price in prices for use in price.uses], np.float64).reshape(-1, 2)
         pred_ptr, pred = self._predecessors(num_iterations)
         return FluidSystem(
             lane=np.tile(arrays.lane.astype(np.int32), num_iterations),
-            latency_s=np.tile(np.array([price.latency_s for price in prices]), num_iterations),
-            duration_s=np.tile(np.array([price.duration_s for price in prices]), num_iterations),
-            weight=np.tile(np.array([price.weight for price in prices]), num_iterations),
+            latency_s=np.tile(amounts[:, 0], num_iterations),
+            duration_s=np.tile(amounts[:, 1], num_iterations),
+            weight=np.tile(amounts[:, 2], num_iterations),
             pred_ptr=pred_ptr,
             pred=pred.astype(np.int32),
             use_ptr=pointers(np.tile(num_uses, num_iterations)),
@@ -122,6 +126,20 @@ class SimulatedMachine:
             pointers(np.concatenate([first_counts, np.tile(first_counts + previous_counts, len(again))])),
             np.concatenate([first, *(later + count * iteration for iteration in again)]),
         )
+
+
+def _uses(prices: Sequence[Price], price: Ints) -> tuple[Ints, Floats]:
+    """Return how many resources each task uses, and (resource, rate) of each use, one task after another.
+
+    Args:
+        prices: those that differ.
+        price: int64[n], the price of each task.
+    """
+    sizes = np.fromiter((len(each.uses) for each in prices), np.int64, len(prices))
+    uses = np.array([use for each in prices for use in each.uses], np.float64).reshape(-1, 2)
+    num_uses = sizes[price]
+    begins, ends = pointers(sizes)[price], np.cumsum(num_uses)
+    return num_uses, uses[np.arange(num_uses.sum()) + np.repeat(begins - ends + num_uses, num_uses)]
 
 
 def run(schedule: Schedule, prices: Sequence[Price], capacities: Capacities, num_iterations: int) -> Timeline:

@@ -11,6 +11,8 @@ import pytest
 from cases import Case, cases, decide, small_units
 from hypothesis import HealthCheck, given, settings
 
+from hwprofiles.registry import load_profile
+from planner.costs import CostModel
 from planner.decisions import Place
 from planner.lowering import lower
 from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier, Work
@@ -112,14 +114,24 @@ def test_arrays_that_are_lowered_say_the_same_as_tasks(case: Case) -> None:
     from_tasks = Schedule(case.schedule.tasks, case.schedule.buffers).arrays
     for field in dataclasses.fields(lowered):
         one, other = getattr(lowered, field.name), getattr(from_tasks, field.name)
-        if field.name == "work":
+        if field.name == "works":
             names = [name for name in vars(Work) if isinstance(vars(Work)[name], property)]
             assert len(names) == 12
             assert [[getattr(each, n) for n in names] for each in one] == [
                 [getattr(t, n) for n in names] for t in other
             ]
+        elif field.name == "first_forward":
+            assert one == other
         else:
-            assert list(one) == list(other), field.name
+            assert one.tolist() == other.tolist(), field.name
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_work_that_is_listed_once_has_one_price(case: Case) -> None:
+    profile = load_profile("h100x4-56core-nvme")
+    cost, other = (CostModel.of(profile, case.units, case.decisions) for _ in range(2))
+    assert other.prices(case.schedule) == [cost.price(task) for task in case.schedule.tasks]
 
 
 def test_tasks_that_are_made_later_are_validated_then() -> None:

@@ -44,7 +44,7 @@ class Bench:
         wanted = list(cases)
         todo: dict[str, Task] = {
             case.key: (case.key, case.request, case.checkpoints)
-            for case in wanted
+            for case in sorted(wanted, key=_alike)
             if case.request and self.store.get(case.key) is None
         }
         keys = {case.key for case in wanted if case.request}
@@ -82,6 +82,16 @@ class Bench:
         result = case.refused or self.store.get(case.key)
         assert result is not None, "all are planned by now"
         return result
+
+
+def _alike(case: Case) -> tuple[str | float, ...]:
+    """Return a sort key: searches that differ only in rates come by the same schedules, which are remembered."""
+    request = case.request
+    if request is None:
+        return ()
+    machine = request.hardware
+    sizes = (machine.device.memory_bytes.value, machine.host.memory_bytes.value, machine.host.num_cores)
+    return (case.model, request.num_devices, request.seq_len, *sizes)
 
 
 def run_study(space: Space, prices: Prices | None, bench: Bench) -> Study:
