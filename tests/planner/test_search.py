@@ -5,15 +5,19 @@ import gc
 import itertools
 
 import pytest
+from cases import decide, small_units
 from machines import machine
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.critical import critical_path
+from planner.decisions import Place
+from planner.lowering import lower
 from planner.models import resolve_model
 from planner.planning import Request, make_plan, prepare
 from planner.prediction import always_held, capacities
-from planner.search import Candidate, Outcome, Scorer, search
+from planner.schedule import Schedule
+from planner.search import Candidate, Outcome, Scorer, scoring, search
 from planner.simulate.machine import run_until_steady
 
 
@@ -115,6 +119,46 @@ def test_the_same_decisions_are_simulated_once() -> None:
     before = scorer.num_simulations
     assert scorer.score(best.decisions) == best
     assert scorer.num_simulations == before
+
+
+def test_a_schedule_is_lowered_once_for_all_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = REQUESTS["3090"]
+    faster = request.hardware.model_copy(update={"host": load_profile("a100-40").host})
+    _, workload, cost = prepare(request)
+    _, same, other_cost = prepare(dataclasses.replace(request, hardware=faster))
+    assert same.units is workload.units
+    seeds = find(request, 1)[0].engines.values()
+    expected = [Scorer(workload, other_cost).score(each.decisions) for each in seeds]
+    monkeypatch.setattr(scoring, "_LOWERED", scoring._Lowered(1 << 30))
+    first = [Scorer(workload, cost).score(each.decisions) for each in seeds]
+    with monkeypatch.context() as patch:
+        patch.setattr(scoring, "lower", lambda *_args, **_options: pytest.fail("lowered again"))
+        assert [Scorer(workload, other_cost).score(each.decisions) for each in seeds] == expected
+    assert [each.iteration_s for each in first] != [each.iteration_s for each in expected]
+
+
+def test_as_many_schedules_are_remembered_as_there_is_room_for() -> None:
+    units = small_units()
+    made = [lower(units, decide(units, place), asynchronous=False) for place in (Place.CPU, Place.STREAM, Place.GPU)]
+    remembered = scoring._Lowered(sum(schedule.arrays.nbytes for schedule in made[:2]))
+    asked: list[int] = []
+
+    def get(number: int) -> Schedule:
+        def make() -> Schedule:
+            asked.append(number)
+            return made[number]
+
+        return remembered.get(number, units, make)
+
+    assert [get(number).arrays for number in (0, 1, 0)] == [made[number].arrays for number in (0, 1, 0)]
+    assert asked == [0, 1]
+    assert get(0).tasks == made[0].tasks
+    assert get(0).buffers == made[0].buffers
+    assert asked[2:] == [0, 0], "tasks are made only where they are looked at"
+    get(2)
+    get(0)
+    get(1)
+    assert asked[4:] == [2, 1], "what was asked for longest ago is forgotten first"
 
 
 def test_what_cannot_fit_is_not_simulated() -> None:

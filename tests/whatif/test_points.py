@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import pytest
@@ -68,6 +69,21 @@ def test_the_rarer_failures_are_the_more_is_left_of_the_time(tiny, tmp_path):
     assert (never.status, "longer mtbf" in never.reason) == ("refused", True)
     alone = space(tiny, set={"max_lost_work": "5m"}).case({})
     assert "--mtbf" in alone.refused.reason
+
+
+def test_points_that_differ_only_in_rates_follow_one_another(tiny, tmp_path):
+    wanted = space(tiny, sweep={"pcie": ("1x,2x,4x",), "device.memory_bytes": ("40GB,80GB",), "gpus": ("1,2",)})
+    seen = []
+
+    def runner(tasks, effort):
+        for task in tasks:
+            seen.append((task[1].hardware.device.memory_bytes.value, task[1].num_devices))
+            yield from in_this_process([task], effort)
+
+    found = study(wanted, tmp_path / "s.jsonl", runner)
+    assert [len(list(group)) for _, group in itertools.groupby(seen)] == [3] * 4
+    asked = [case.settings for case in wanted.cases()]
+    assert [point.settings for point in found.points] == asked, "what is told of them keeps the order of the question"
 
 
 def test_results_do_not_depend_on_order_or_processes(tiny, tmp_path):
