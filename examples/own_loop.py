@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ullage
+from planner.decisions import FP32
 from planner.models import ModelConfig, to_hf_config_dict
 
 NUM_ITERATIONS = 8
@@ -18,13 +19,14 @@ NUM_ITERATIONS = 8
 def main(hardware: str) -> None:
     """Plan, prepare and train a small GPT-2 on random tokens."""
     config: ModelConfig = ullage.resolve_model("gpt2").model_copy(update={"num_layers": 3, "vocab_size": 512})
-    machine = ullage.load_profile(hardware).with_device_memory(60_000_000)
-    request = ullage.Request(config, machine, seq_len=64, micro_batch=2)
+    machine = ullage.load_profile(hardware).with_device_memory(70_000_000)
+    # Any processor is fast in fp32; with a GPU take BF16, and dtype=torch.bfloat16 below.
+    request = ullage.Request(config, machine, seq_len=64, micro_batch=2, precision=FP32)
     plan = ullage.plan(request)
     print(f"predicted: {plan.prediction.iteration_s * 1e3:.1f} ms per iteration")
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config_dict(config)), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config_dict(config)), dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_ITERATIONS)
     model, optimizer = ullage.prepare(model, optimizer, plan)

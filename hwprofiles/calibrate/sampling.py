@@ -113,18 +113,24 @@ def _queue_clock() -> Iterator[Callable[[], float]]:
 def sample(cases: Sequence[Case], clock: Clock, budget_s: float) -> list[Summary]:
     """Time all cases in turns until the budget is spent, at least three rounds.
 
-    Cases come smallest first. Those which warming up does not reach within a third of the budget are left out (never
-    the first two), so the result may be shorter than ``cases``.
+    Cases come smallest first. Those which warming up does not reach within a third of the budget, or with which three
+    rounds would take longer than the rest of it, are left out (never the first two), so the result may be shorter than
+    ``cases``.
     """
     cases[0].call()  # first use compiles and allocates
     begin_s = time.perf_counter()
     repeats: list[int] = []
+    round_s = 0.0
     for case in cases:
         if len(repeats) >= 2 and time.perf_counter() - begin_s > budget_s / 3:
             break
         case.call()
         once_s = max(clock(case.call, 1), 1e-9)
-        repeats.append(min(max(math.ceil(_MIN_SAMPLE_S / once_s), 1), 200))
+        num_calls = min(max(math.ceil(_MIN_SAMPLE_S / once_s), 1), 200)
+        round_s += num_calls * once_s
+        if len(repeats) >= 2 and _MIN_ROUNDS * round_s > budget_s * 2 / 3:
+            break
+        repeats.append(num_calls)
     samples: list[list[float]] = [[] for _ in repeats]
     begin_s = time.perf_counter()
     while len(samples[0]) < _MIN_ROUNDS or time.perf_counter() - begin_s < budget_s * 2 / 3:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from executor.checkpoint import Store
 from hwprofiles.registry import load_profile
+from planner.decisions import FP32
 from planner.models import resolve_model
 from planner.plan import load_plan
 from planner.planning import Request, make_plan
@@ -36,10 +37,10 @@ NUM_ITERATIONS = 40
 def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan for this kind of machine, of a model that takes a while."""
     model = resolve_model("demo-llama").model_copy(update={"num_layers": 2, "vocab_size": 512})
-    hardware = load_profile("epyc-turin-2c").with_device_memory(50_000_000)
+    hardware = load_profile("epyc-turin-2c").with_device_memory(56_000_000)
     hardware = hardware.model_copy(update={"name": f"this-{os.getpid()}"})  # no other run has this plan's memory
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    path.write_text(make_plan(Request(model, hardware, seq_len=64)).to_json(), encoding="utf-8")
+    path.write_text(make_plan(Request(model, hardware, seq_len=64, precision=FP32)).to_json(), encoding="utf-8")
     return path
 
 

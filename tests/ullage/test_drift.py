@@ -14,6 +14,7 @@ from hwprofiles.paths import number, quantities, replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
+from planner.decisions import FP32
 from planner.models import resolve_model
 from planner.plan import Plan
 from planner.planning import Request, make_plan
@@ -102,8 +103,8 @@ def wrong(machine: HardwareProfile) -> HardwareProfile:
 
 def test_a_run_names_the_lane_that_was_mispredicted(tmp_path: Path) -> None:
     model = resolve_model("demo-llama").model_copy(update={"num_layers": 2})
-    machine = load_profile("epyc-turin-2c").with_device_memory(50_000_000)
-    plan = make_plan(Request(model, machine, seq_len=32, micro_batch=1), max_simulations=50)
+    machine = load_profile("epyc-turin-2c").with_device_memory(56_000_000)
+    plan = make_plan(Request(model, machine, seq_len=32, micro_batch=1, precision=FP32), max_simulations=50)
     path = tmp_path / "plan.json"
     path.write_text(plan.model_copy(update={"hardware": wrong(machine)}).sealed().to_json(), encoding="utf-8")
     command = [sys.executable, "-m", "ullage", "execute", str(path), "--output-dir", str(tmp_path)]

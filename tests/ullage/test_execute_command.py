@@ -13,7 +13,7 @@ import pytest
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
-from planner.decisions import Place
+from planner.decisions import FP32, Place
 from planner.models import resolve_model
 from planner.plan import load_plan
 from planner.planning import Request, make_plan
@@ -31,9 +31,11 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan in which every lane of a single device has work."""
 
     model = resolve_model("demo-llama").model_copy(update={"num_layers": 3})
-    hardware = load_profile("epyc-turin-2c").with_device_memory(60_000_000)
+    hardware = load_profile("epyc-turin-2c").with_device_memory(70_000_000)
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    path.write_text(make_plan(Request(model, hardware, seq_len=64, micro_batch=2)).to_json(), encoding="utf-8")
+    path.write_text(
+        make_plan(Request(model, hardware, seq_len=64, micro_batch=2, precision=FP32)).to_json(), encoding="utf-8"
+    )
     return path
 
 
@@ -63,7 +65,7 @@ def test_every_optimizer_is_planned_and_executed(
 
     path = tmp_path / "plan.json"
     options = ["--model", "demo-llama", "--hardware", "epyc-turin-2c", "--seq-len", "64", "--micro-batch", "2"]
-    options += ["--device-memory", "100MB", "--budget", "3", "--optimizer", optimizer]
+    options += ["--device-memory", "180MB", "--precision", "fp32", "--budget", "3", "--optimizer", optimizer]
     assert main(["plan", *options, "--output", str(path)]) == 0
     assert {"sgd": "SGD with momentum", "adagrad": "Adagrad", "lion": "Lion"}[optimizer] in capsys.readouterr().out
     run = ["--iterations", "8", "--lr", lr, "--output-dir", str(tmp_path), "--json"]
@@ -79,9 +81,10 @@ def test_what_the_host_lacks_is_planned_and_executed_on_nvme(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = resolve_model("demo-llama").model_copy(update={"num_layers": 3})
-    hardware = load_profile("epyc-turin-2c").with_device_memory(40_000_000).model_dump()
-    hardware["host"]["memory_bytes"]["value"] = 60_000_000
-    asked = Request(model, HardwareProfile.model_validate(hardware), seq_len=128, micro_batch=4, storage="nvme")
+    hardware = load_profile("epyc-turin-2c").with_device_memory(50_000_000).model_dump()
+    hardware["host"]["memory_bytes"]["value"] = 66_000_000
+    machine = HardwareProfile.model_validate(hardware)
+    asked = Request(model, machine, seq_len=128, micro_batch=4, storage="nvme", precision=FP32)
     made = make_plan(asked, max_simulations=40)
     assert any(Place.NVME in unit.update for unit in made.decisions.units.values())
     assert any(unit.params == "nvme" for unit in made.decisions.units.values())
@@ -98,13 +101,14 @@ def test_what_the_host_lacks_is_planned_and_executed_on_nvme(
     assert not list(storage.iterdir()), "state goes with the run"
     (tmp_path / "file").touch()
     assert main(["execute", str(path), *run, "--storage-dir", str(tmp_path / "file")]) != 0
-    assert "optimizer-rank-0.state cannot be made" in capsys.readouterr().err
+    assert "-rank-0.state cannot be made" in capsys.readouterr().err
 
 
 def test_activations_that_leave_are_planned_and_executed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = resolve_model("demo-llama").model_copy(update={"num_layers": 3})
-    roomy = load_profile("epyc-turin-2c").with_device_memory(33_000_000)  # lanes may be slower than planned
-    asked = Request(model, roomy.with_device_memory(30_000_000), seq_len=128, micro_batch=4, storage="activations")
+    roomy = load_profile("epyc-turin-2c").with_device_memory(66_000_000)  # lanes may be slower than planned
+    machine = roomy.with_device_memory(60_000_000)
+    asked = Request(model, machine, seq_len=128, micro_batch=4, storage="activations", precision=FP32)
     made = make_plan(asked, max_simulations=40)
     assert any(unit.offloads for unit in made.decisions.units.values())
     made = made.model_copy(update={"hardware": roomy})
@@ -153,7 +157,9 @@ def test_ctrl_c_ends_with_one_line_and_writes_nothing(plan: Path, tmp_path: Path
     time.sleep(4)  # into the iterations
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
-    assert (process.returncode, out) == (2, "")
+    # CPython itself turns the exit code into the signal if that came while some text was executed (in an import).
+    assert process.returncode in {2, -signal.SIGINT}
+    assert out == ""
     assert "interrupted; nothing was written" in err
     assert "Traceback" not in err
     assert list((tmp_path / "out").iterdir()) == []

@@ -17,7 +17,7 @@ import pytest
 from hwprofiles.profile import Fabric, HardwareProfile
 from hwprofiles.quantity import Provenance, Quantity
 from hwprofiles.registry import load_profile
-from planner.decisions import Place, UnitDecision
+from planner.decisions import FP32, Place, UnitDecision
 from planner.models import resolve_model
 from planner.plan import load_plan
 from planner.planning import Request, make_plan, prepare
@@ -31,7 +31,7 @@ from ullage.simulation import request_of
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 
 
-def two_devices(memory_bytes: int = 60_000_000) -> HardwareProfile:
+def two_devices(memory_bytes: int) -> HardwareProfile:
     """Return this machine as two devices of one core each."""
     one = load_profile("epyc-turin-2c").with_device_memory(memory_bytes)
     origin = Provenance(origin="assumed", source="gloo over loopback")
@@ -50,8 +50,9 @@ def two_devices(memory_bytes: int = 60_000_000) -> HardwareProfile:
 def planned(folder: Path, **degrees: int) -> Path:
     model = resolve_model("demo-llama").model_copy(update={"num_layers": 2})
     # Where layers are shared there is less to hold: so much memory that something must leave in either case.
-    machine = two_devices(45_000_000 if degrees else 60_000_000)
-    request = Request(model, machine, num_devices=2, seq_len=64, micro_batch=2, num_micro_batches=2, **degrees)
+    machine = two_devices(55_000_000 if degrees else 70_000_000)
+    batch = {"seq_len": 64, "micro_batch": 2, "num_micro_batches": 2}
+    request = Request(model, machine, num_devices=2, precision=FP32, **batch, **degrees)
     path = folder / "plan.json"
     path.write_text(make_plan(request).to_json(), encoding="utf-8")
     return path
