@@ -141,8 +141,15 @@ class ComputeProbe:
         return issue, seconds(step, times.num_tensors, source)
 
     def gemm_call(self) -> Call:
-        """Return products of a few milliseconds on a CPU core, to run beside other work."""
-        return self._linear_mix("bf16", self.backend.shapes[0][1], self.backend.shapes[1][2]).call
+        """Return products of a few milliseconds on a CPU core, to run beside other work.
+
+        They are in the type that is faster here: processors without instructions for bf16 take tens of times as long.
+        """
+        rows, hidden = self.backend.shapes[0][1], self.backend.shapes[1][2]
+        calls = [self._linear_mix(dtype, rows, hidden).call for dtype in _DTYPES]
+        for call in calls:
+            call()  # first use allocates
+        return min(calls, key=lambda call: self.backend.time_s(call, 1))
 
     def _linear_mix(self, dtype: Dtype, rows: int, hidden: int, correction: float = 1.0) -> Case:
         weights, saved = self._views(dtype, hidden, hidden), self._views(dtype, rows, hidden)
