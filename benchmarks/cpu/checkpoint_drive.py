@@ -129,6 +129,7 @@ def bandwidths(training: Training, checkpoints: ullage.Checkpoints, folder: Path
 def write(training: Training, checkpoints: ullage.Checkpoints) -> float:
     """Write a checkpoint, and return the seconds until it was durable and known."""
     checkpoints.settle()
+    training.optimizer.session.synchronize()  # updates of the last iteration may still be under way
     start_s = time.perf_counter()
     checkpoints.save(training.step)
     checkpoints.take_rest()

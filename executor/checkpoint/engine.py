@@ -233,14 +233,17 @@ class CheckpointEngine:
             capture.taken_s = time.monotonic()
             self._work.put(capture)
 
-    def release(self, key: Key) -> None:
-        """Wait until a piece may change. Nothing is raised: a failure ends the checkpoint."""
+    def release(self, key: Key, *, in_haste: bool = True) -> None:
+        """Wait until a piece may change. Nothing is raised: a failure ends the checkpoint.
+
+        What is not written yet is copied where it can be, unless nobody is ``in_haste``.
+        """
         if key not in self._loans:
             return
         capture, loans = self._loans[key]
         begin_s = time.monotonic()
         with contextlib.suppress(CheckpointError):  # its files have failed with it
-            self._flusher.settle(loans)
+            self._flusher.settle(loans, in_haste=in_haste)
         capture.blocked_s += time.monotonic() - begin_s
         self._loans.pop(key, None)  # now: others may wait for the same
 
@@ -292,7 +295,7 @@ class CheckpointEngine:
 
     def _release_all(self) -> None:
         for key in list(self._loans):
-            self.release(key)
+            self.release(key, in_haste=False)  # all is waited for together
 
     def _open(self, capture: "_Capture") -> None:
         """Make the files, when the first piece is taken: the training loop does not wait for that."""

@@ -207,15 +207,19 @@ class Flusher:
             self._changed.wait_for(lambda: not _is_moving(chunk))
             self._free_memory(chunk)
 
-    def settle(self, loans: Sequence[Loan]) -> None:
+    def settle(self, loans: Sequence[Loan], *, in_haste: bool) -> None:
         """Wait until nobody reads what was lent, see [Note: Loans].
+
+        Args:
+            loans: what was lent.
+            in_haste: copy what can be, as the owner has something else to do.
 
         Raises:
             CheckpointError: nothing has ended for too long; their files have failed then, and what is lent may change.
         """
 
         def movable() -> Loan | None:
-            return next((loan for loan in reversed(loans) if self._can_move(loan)), None)
+            return next((loan for loan in reversed(loans) if in_haste and self._can_move(loan)), None)
 
         with self._changed:
             try:

@@ -62,19 +62,20 @@ def content(folder, writer):
     return (folder / "x.safetensors").read_bytes()[len(writer.layout.header) :]
 
 
+@pytest.mark.parametrize("in_haste", [True, False])
 @pytest.mark.parametrize("num_buffers", [1, 3, NUM_CHUNKS + 2])
-def test_what_changes_after_a_loan_is_settled_is_not_in_the_file(tmp_path, files, num_buffers):
-    """What no thread has begun with is copied where buffers are free; for the rest the owner waits."""
+def test_what_changes_after_a_loan_is_settled_is_not_in_the_file(tmp_path, files, num_buffers, in_haste):
+    """In haste, what no thread has begun with is copied where buffers are free; for the rest the owner waits."""
     with Flusher(files, ring_of(num_buffers, CHUNK_BYTES), num_threads=1, patience_s=20) as flusher:
         memory, before, writer, loans = lent(flusher, tmp_path)
         assert [loan.is_lent for loan in loans] == [True] * NUM_CHUNKS
         files.begun.wait()
-        settling = threading.Thread(target=flusher.settle, args=(loans,))
+        settling = threading.Thread(target=flusher.settle, args=(loans,), kwargs={"in_haste": in_haste})
         settling.start()
         settling.join(0.2)
         assert settling.is_alive(), "a thread is writing from there"
         held = sum(loan.is_lent for loan in loans)
-        assert held == NUM_CHUNKS - min(num_buffers, NUM_CHUNKS - 1)
+        assert held == NUM_CHUNKS - (min(num_buffers, NUM_CHUNKS - 1) if in_haste else 0)
         files.go_on.set()
         settling.join(20)
         memory[:] = 255
@@ -87,7 +88,7 @@ def test_nothing_is_copied_of_what_is_written_in_time(tmp_path):
         memory, before, writer, loans = lent(flusher, tmp_path)
         flusher.wait(writer._done)
         assert all(np.shares_memory(loan.data, memory) for loan in loans)
-        flusher.settle(loans)
+        flusher.settle(loans, in_haste=True)
         memory[:] = 255
         writer.finish()
     assert content(tmp_path, writer) == before.tobytes()
@@ -97,7 +98,7 @@ def test_the_owner_waits_no_longer_than_was_said_and_the_file_is_given_up(tmp_pa
     with Flusher(files, ring_of(1, CHUNK_BYTES), num_threads=1, patience_s=0.2) as flusher:
         memory, _, writer, loans = lent(flusher, tmp_path)
         with pytest.raises(CheckpointError, match=r"nothing has ended for 0.2 s"):
-            flusher.settle(loans)
+            flusher.settle(loans, in_haste=True)
         memory[:] = 255
         files.go_on.set()
         with pytest.raises(CheckpointError, match=r"nothing has ended for 0.2 s"):
@@ -114,7 +115,7 @@ def test_what_transfers_cannot_begin_at_is_copied(tmp_path, shift):
         writer._alignment_bytes = max(writer._alignment_bytes, 512)  # as of a drive that needs whole sectors
         loans = writer.lend(memory)
         assert len(loans) == (NUM_CHUNKS if shift == 512 else 0)
-        flusher.settle(loans)
+        flusher.settle(loans, in_haste=True)
         memory[:] = 255
         writer.finish()
     assert content(tmp_path, writer) == before.tobytes()
@@ -145,7 +146,7 @@ def test_runs_that_meet_in_chunks_are_written_as_they_were_when_each_was_settled
         expected = [np.frombuffer(writer.layout.header, np.uint8)]
 
         def give_back(memory, loans):
-            flusher.settle(loans)
+            flusher.settle(loans, in_haste=True)
             memory[:] = 255
 
         late = []
@@ -180,7 +181,7 @@ def test_only_edges_of_runs_are_copied(counts):
         for count in counts:
             loans = writer.lend(filled(count * SECTOR_BYTES))
             num_lent += sum(len(loan.data) for loan in loans)
-            flusher.settle(loans)
+            flusher.settle(loans, in_haste=True)
         writer.finish()
     assert num_lent >= SECTOR_BYTES * sum(counts) - 2 * BLOCK_BYTES * len(counts)
 
@@ -192,7 +193,7 @@ def test_a_run_is_given_back_before_its_chunk_is_complete(tmp_path, files):
         writer = writer_of(flusher, tmp_path, 2 * num_values)
         first, second = filled(4 * num_values), filled(4 * num_values)
         before = first.copy()
-        flusher.settle(loans := writer.lend(first))
+        flusher.settle(loans := writer.lend(first), in_haste=True)
         assert loans
         first[:] = 255
         files.go_on.set()
@@ -226,7 +227,8 @@ def test_a_chunk_waits_for_all_that_is_being_copied_into_it(tmp_path, monkeypatc
         before = np.concatenate(runs)
         loans = [writer.lend(run) for run in runs]
         monkeypatch.setattr("executor.checkpoint.flusher.np.copyto", copies)
-        settling = [threading.Thread(target=flusher.settle, args=(loans[i],)) for i in range(num_copied)]
+        haste = {"in_haste": True}
+        settling = [threading.Thread(target=flusher.settle, args=(loans[i],), kwargs=haste) for i in range(num_copied)]
         for i, thread in enumerate(settling):
             thread.start()
             copies.begun[i].acquire()
@@ -239,7 +241,7 @@ def test_a_chunk_waits_for_all_that_is_being_copied_into_it(tmp_path, monkeypatc
             thread.join(20)
             runs[i][:] = 255
         finishing.join(20)
-        flusher.settle([loan for lent in loans for loan in lent])
+        flusher.settle([loan for lent in loans for loan in lent], in_haste=True)
     assert content(tmp_path, writer) == before.tobytes()
 
 
