@@ -4,10 +4,11 @@
 machine. So the executor lowers a plan by itself and runs exactly what was simulated.
 """
 
+import itertools
 from collections.abc import Callable
 
 from planner.decisions import Decisions
-from planner.graph import Unit, segments
+from planner.graph import Unit
 from planner.lowering.activations import activations
 from planner.lowering.compute import compute, launch
 from planner.lowering.gradients import gradients
@@ -60,29 +61,30 @@ def check(units: tuple[Unit, ...], decisions: Decisions) -> None:
     Raises:
         ValueError: naming the unit, the rule and the remedy.
     """
+    decided = decisions.units
     names = {unit.name for unit in units}
-    if names != set(decisions.units):
-        strange = sorted(names ^ set(decisions.units))
+    if names != decided.keys():
+        strange = sorted(names ^ decided.keys())
         raise ValueError(f"decisions and model differ in units {', '.join(strange[:3])}; plan this model again")
     for unit in units:
-        decided = decisions.units[unit.name]
-        if decided.fetched and decisions.regathers(unit):
+        choice = decided[unit.name]
+        if choice.fetched and decisions.regathers(unit):
             raise ValueError(
                 f"unit {unit.name}: with zero_stage {decisions.zero_stage} every rank's host has only the weights that "
                 "it updates, and cannot serve the rest; set params to 'gpu' or zero_stage to 3"
             )
-        if (want := len(decisions.piece_params(unit))) != len(decided.update):
+        if (want := len(decisions.piece_params(unit))) != len(choice.update):
             raise ValueError(
                 f"unit {unit.name} has {want} subgroups of at most {decisions.subgroup_params} parameters, but "
-                f"{len(decided.update)} places; give one place per subgroup"
+                f"{len(choice.update)} places; give one place per subgroup"
             )
-        if decided.activations != "keep" and not unit.recompute:
-            verb = "offloaded" if decided.offloads else "recomputed"
+        if choice.activations != "keep" and not unit.recompute:
+            verb = "offloaded" if choice.offloads else "recomputed"
             raise ValueError(f"unit {unit.name} cannot be {verb}; set its activations to 'keep'")
-    for segment in segments(units):
-        if len({decisions.units[unit.name].activations for unit in segment}) > 1:
+    for one, other in itertools.pairwise(units):
+        if one.segment == other.segment and decided[one.name].activations != decided[other.name].activations:
             raise ValueError(
-                f"segment {segment[0].segment}: all its units must keep, all recompute or all offload their activations"
+                f"segment {one.segment}: all its units must keep, all recompute or all offload their activations"
             )
 
 
