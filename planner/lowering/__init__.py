@@ -4,7 +4,6 @@
 machine. So the executor lowers a plan by itself and runs exactly what was simulated.
 """
 
-import itertools
 from collections.abc import Callable
 
 from planner.decisions import Decisions
@@ -37,11 +36,10 @@ def lower(
     Raises:
         ValueError: the decisions do not fit the units.
     """
-    check(units, decisions)
-    if decisions.pipeline_parallel > 1:
-        units = stages(units, decisions)
-        decisions = stage_decisions(units, decisions)
     program = Program(units, decisions)
+    if decisions.pipeline_parallel > 1:
+        merged = stages(units, decisions)
+        program = Program(merged, stage_decisions(merged, decisions))
     for run in PASSES:
         if run is not launch or asynchronous:
             run(program)
@@ -55,37 +53,4 @@ def slots(units: tuple[Unit, ...], decisions: Decisions) -> Slots:
     return assign_slots(Program(units, decisions))
 
 
-def check(units: tuple[Unit, ...], decisions: Decisions) -> None:
-    """Check that decisions cover exactly these units and are consistent with them.
-
-    Raises:
-        ValueError: naming the unit, the rule and the remedy.
-    """
-    decided = decisions.units
-    names = {unit.name for unit in units}
-    if names != decided.keys():
-        strange = sorted(names ^ decided.keys())
-        raise ValueError(f"decisions and model differ in units {', '.join(strange[:3])}; plan this model again")
-    for unit in units:
-        choice = decided[unit.name]
-        if choice.fetched and decisions.regathers(unit):
-            raise ValueError(
-                f"unit {unit.name}: with zero_stage {decisions.zero_stage} every rank's host has only the weights that "
-                "it updates, and cannot serve the rest; set params to 'gpu' or zero_stage to 3"
-            )
-        if (want := len(decisions.piece_params(unit))) != len(choice.update):
-            raise ValueError(
-                f"unit {unit.name} has {want} subgroups of at most {decisions.subgroup_params} parameters, but "
-                f"{len(choice.update)} places; give one place per subgroup"
-            )
-        if choice.activations != "keep" and not unit.recompute:
-            verb = "offloaded" if choice.offloads else "recomputed"
-            raise ValueError(f"unit {unit.name} cannot be {verb}; set its activations to 'keep'")
-    for one, other in itertools.pairwise(units):
-        if one.segment == other.segment and decided[one.name].activations != decided[other.name].activations:
-            raise ValueError(
-                f"segment {one.segment}: all its units must keep, all recompute or all offload their activations"
-            )
-
-
-__all__ = ["PASSES", "check", "lower", "slots", "stages"]
+__all__ = ["PASSES", "lower", "slots", "stages"]

@@ -16,6 +16,7 @@ from planner.lowering.program import Draft, Keys, LoweredUnit, Program
 from planner.schedule import Lane, Op, Phase
 
 Segment = list[LoweredUnit]
+OFFLOADS = frozenset({"offload", "offload-nvme"})
 
 
 class OffloadRooms:
@@ -39,7 +40,7 @@ class OffloadRooms:
 
 def activations(program: Program) -> None:
     """Offload and reload the activations of every segment for which that was decided, in every micro-batch."""
-    leaving = [segment for segment in program.segments if segment[0].decided.offloads]
+    leaving = [segment for segment in program.segments if segment[0].activations in OFFLOADS]
     for micro_batch in range(program.decisions.num_micro_batches if leaving else 0):
         evicts = _leave(program, leaving, micro_batch)
         _return(program, leaving[::-1], evicts, micro_batch)
@@ -53,7 +54,7 @@ def _leave(program: Program, leaving: list[Segment], micro_batch: int) -> dict[s
     evicts: dict[str, Draft] = {}
     for segment in leaving:
         segment[0].forwards[micro_batch].after += _at(left, count)
-        goes_on = segment[0].decided.activations == "offload-nvme"
+        goes_on = segment[0].activations == "offload-nvme"
         for unit in segment:
             forward = unit.forwards[micro_batch]
             offload = _move(program, forward, Lane.ACTIVATION_OUT, Op.OFFLOAD, unit, (forward.key,))

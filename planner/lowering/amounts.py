@@ -6,6 +6,7 @@ amounts: these are worked out once for all that do.
 
 import dataclasses
 from collections import Counter
+from typing import Literal
 
 from planner.decisions import Decisions, GradientPath, Place, UnitDecision
 from planner.graph import Unit
@@ -19,6 +20,8 @@ class Amounts:
     """What of a unit is where, on one rank.
 
     Attributes:
+        params: where its parameters are.
+        fetched: they come from the host for every use.
         replicas: ranks that have the same part of it.
         shard_params: parameters that one rank updates.
         padded_params: all parameters, with what pads them to equal shards.
@@ -33,6 +36,8 @@ class Amounts:
         parameters, optimizer, gradients: bytes that are always held under the unit's name.
     """
 
+    params: Literal["gpu", "host", "nvme"]
+    fetched: bool
     replicas: int
     shard_params: int
     padded_params: int
@@ -57,19 +62,36 @@ class AmountsOf:
     """
 
     def __init__(self, decisions: Decisions) -> None:
-        self._decisions = decisions
+        self._decisions, self._degrees = decisions, decisions.degrees
         self._known: dict[tuple[object, ...], Amounts] = {}
 
     def __call__(self, unit: Unit, decided: UnitDecision) -> Amounts:
-        """Return the amounts of a unit for which something was decided."""
-        replicas = self._decisions.replicas(unit)
-        kind = (unit.num_params, replicas, decided.params, decided.update, decided.streamed_gradients)
+        """Return the amounts of a unit for which something was decided.
+
+        Raises:
+            ValueError: that does not fit the unit.
+        """
+        kind = (unit.num_params, unit.parts(self._degrees), decided.params, decided.update, decided.streamed_gradients)
         if (known := self._known.get(kind)) is None:
-            known = self._known[kind] = _amounts(self._decisions, unit, replicas)
+            _check(self._decisions, unit, decided)
+            known = self._known[kind] = _amounts(self._decisions, unit, decided)
         return known
 
 
-def _amounts(decisions: Decisions, unit: Unit, replicas: int) -> Amounts:
+def _check(decisions: Decisions, unit: Unit, decided: UnitDecision) -> None:
+    if decided.fetched and decisions.regathers(unit):
+        raise ValueError(
+            f"unit {unit.name}: with zero_stage {decisions.zero_stage} every rank's host has only the weights that "
+            "it updates, and cannot serve the rest; set params to 'gpu' or zero_stage to 3"
+        )
+    if (want := len(decisions.piece_params(unit))) != len(decided.update):
+        raise ValueError(
+            f"unit {unit.name} has {want} subgroups of at most {decisions.subgroup_params} parameters, but "
+            f"{len(decided.update)} places; give one place per subgroup"
+        )
+
+
+def _amounts(decisions: Decisions, unit: Unit, decided: UnitDecision) -> Amounts:
     name, shard, padded = unit.name, decisions.shard_params(unit), decisions.padded_params(unit)
     pieces = decisions.placed_pieces(unit)
     placed = Counter[Place]()
@@ -81,7 +103,9 @@ def _amounts(decisions: Decisions, unit: Unit, replicas: int) -> Amounts:
     buffer = placed[Place.GPU] if decisions.gradient_path is not GradientPath.ONCE else 0
     gathered = decisions.gathers(unit)
     return Amounts(
-        replicas=replicas,
+        params=decided.params,
+        fetched=decided.fetched,
+        replicas=decisions.replicas(unit),
         shard_params=shard,
         padded_params=padded,
         gathered=gathered,

@@ -45,7 +45,7 @@ def _compute_in_turn(program: Program) -> None:
         for unit in program.units:
             _lay(program, unit.forwards, Op.FORWARD, Phase.FORWARD, unit, micro_batch)
         for segment in reversed(program.segments):
-            if again := AGAIN.get(segment[0].decided.activations):
+            if again := AGAIN.get(segment[0].activations):
                 for unit in segment:
                     _lay(program, unit.agains, again, Phase.BACKWARD, unit, micro_batch)
             for unit in reversed(segment):

@@ -3,7 +3,8 @@
 from collections.abc import Collection, Mapping
 
 from planner.decisions import GradientPath, Place
-from planner.lowering.activations import OffloadRooms, Segment
+from planner.lowering.activations import OFFLOADS, OffloadRooms, Segment
+from planner.lowering.amounts import HeldBytes
 from planner.lowering.parameters import assign_slots
 from planner.lowering.program import Draft, LoweredUnit, Program
 from planner.lowering.storage import SpillRooms, spilled_bytes
@@ -32,14 +33,19 @@ def _parameters(program: Program) -> None:
     slots = assign_slots(program)
     read = [0] * len(slots.num_params)  # the most parameters that come into a slot from NVMe
     for unit in program.units if slots.of_unit else ():
-        if unit.decided.params == "nvme" and unit.name in slots.of_unit:
+        if unit.amounts.params == "nvme" and unit.name in slots.of_unit:
             slot = slots.of_unit[unit.name]
             read[slot] = max(read[slot], unit.amounts.shard_params)
     for slot, num_params in enumerate(slots.num_params):
         program.hold(Tier.GPU, MemoryClass.PARAMETERS, weight_bytes * num_params, f"slot {slot}")
         program.hold(Tier.HOST, MemoryClass.PARAMETERS, weight_bytes * read[slot], f"buffer of slot {slot}")
     for unit in program.units:
-        program.hold_always(MemoryClass.PARAMETERS, unit.amounts.parameters, unit)
+        _hold_always(program, unit, MemoryClass.PARAMETERS, unit.amounts.parameters)
+
+
+def _hold_always(program: Program, unit: LoweredUnit, memory_class: MemoryClass, held: HeldBytes) -> None:
+    for tier, num_bytes in held:
+        program.hold(tier, memory_class, num_bytes, unit.name, unit.stage)
 
 
 Fresh = list[dict[str, dict[str, float]]]
@@ -55,7 +61,7 @@ def _gradients(program: Program) -> Fresh:
     fresh: Fresh = [{unit.name: {} for unit in program.units} for _ in range(program.decisions.num_micro_batches)]
     for unit in program.units:
         if unit.num_params:
-            program.hold_always(MemoryClass.OPTIMIZER, unit.amounts.optimizer, unit)
+            _hold_always(program, unit, MemoryClass.OPTIMIZER, unit.amounts.optimizer)
             _gradients_of(program, unit, makers.get(unit.name, unit), tied, fresh)
     _tied_gradients(program, tied, fresh)
     return fresh
@@ -69,14 +75,16 @@ def _gradients_of(program: Program, unit: LoweredUnit, maker: LoweredUnit, tied:
     decisions, amounts = program.decisions, unit.amounts
     weight_bytes, ranks = decisions.precision.weight_bytes, amounts.replicas
     host, resident = amounts.flushed_params, amounts.resident_params
-    program.hold(
-        Tier.GPU, MemoryClass.GRADIENTS, weight_bytes * amounts.buffer_params, f"{unit.name} buffer", stage=unit.stage
-    )
-    program.hold_always(MemoryClass.GRADIENTS, amounts.gradients, unit)
+    buffer_bytes = weight_bytes * amounts.buffer_params
+    program.hold(Tier.GPU, MemoryClass.GRADIENTS, buffer_bytes, f"{unit.name} buffer", unit.stage)
+    _hold_always(program, unit, MemoryClass.GRADIENTS, amounts.gradients)
     if unit.spill and decisions.gradient_path is not GradientPath.ONCE:  # others take memory as it comes
         num_bytes = decisions.spilled_bytes_per_param * amounts.placed[Place.NVME]
-        ends = (unit.flushes[0][0].key, unit.spill.key) if decisions.num_micro_batches == 1 else ()
-        program.hold(Tier.HOST, MemoryClass.GRADIENTS, num_bytes, f"{unit.name} spilled", *ends)
+        label, begin = f"{unit.name} spilled", unit.flushes[0][0]
+        if decisions.num_micro_batches == 1:
+            program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, begin, unit.spill, Tier.HOST)
+        else:
+            program.hold(Tier.HOST, MemoryClass.GRADIENTS, num_bytes, label)
     made: Draft | None = None  # since when whole gradients of this rank pile up
     summed: Draft | None = None  # since when the sum that the device updates with is there
     for micro_batch in range(decisions.num_micro_batches):
@@ -92,7 +100,7 @@ def _gradients_of(program: Program, unit: LoweredUnit, maker: LoweredUnit, tied:
         if scatter := unit.scatters.get(micro_batch):
             # The unreduced gradient of all parameters, then the rank's shard of it.
             num_bytes, label = weight_bytes * amounts.padded_params, f"{unit.name} unreduced"
-            program.hold(Tier.GPU, MemoryClass.GRADIENTS, num_bytes, label, made.key, scatter.key, unit.stage)
+            program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, made, scatter)
             made = scatter
         elif ranks > 1:
             continue
@@ -114,10 +122,10 @@ def _hold_from(
     if first.op is Op.BACKWARD and first.unit != unit.name:
         num_late = sum(size for name, size in unit.unit.sizes.items() if name not in tied)
         late_bytes = num_bytes * num_late // unit.num_params
-        own = unit.backwards[first.micro_batch].key
-        program.hold(Tier.GPU, MemoryClass.GRADIENTS, late_bytes, f"{label} of its own", own, last.key, unit.stage)
+        own = unit.backwards[first.micro_batch]
+        program.hold_while(MemoryClass.GRADIENTS, late_bytes, f"{label} of its own", own, last)
         num_bytes -= late_bytes
-    program.hold(Tier.GPU, MemoryClass.GRADIENTS, num_bytes, label, first.key, last.key, first.stage)
+    program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, first, last)
 
 
 def _tied_gradients(program: Program, tied: Mapping[str, LoweredUnit], fresh: Fresh) -> None:
@@ -130,12 +138,10 @@ def _tied_gradients(program: Program, tied: Mapping[str, LoweredUnit], fresh: Fr
         owner = next(unit for unit in program.units if name in unit.unit.sizes)
         gradient_bytes = weight_bytes * owner.unit.sizes[name]
         for micro_batch, shares in enumerate(fresh):
-            adding, made = owner.backwards[micro_batch].key, maker.backwards[micro_batch].key
-            label = f"{name} summed"
-            program.hold(Tier.GPU, MemoryClass.GRADIENTS, 2 * gradient_bytes, label, adding, adding, owner.stage)
+            adding, made = owner.backwards[micro_batch], maker.backwards[micro_batch]
+            program.hold_while(MemoryClass.GRADIENTS, 2 * gradient_bytes, f"{name} summed", adding, adding)
             waiting_bytes = int(gradient_bytes * (1 - shares[maker.name][name]))
-            label = f"{name} waiting"
-            program.hold(Tier.GPU, MemoryClass.GRADIENTS, waiting_bytes, label, made, adding, maker.stage)
+            program.hold_while(MemoryClass.GRADIENTS, waiting_bytes, f"{name} waiting", made, adding)
             shares[maker.name][name] = 1.0
 
 
@@ -151,8 +157,7 @@ def _workspace(program: Program, fresh: Fresh) -> None:
                 sizes = sizes | program.named[other].unit.sizes
             new, piled = fresh[draft.micro_batch][unit.name], unit.amounts.replicas > 1
             num_bytes = backward_workspace_bytes(unit.unit, sizes, new, weight_bytes, piled=piled)
-        label = f"{unit.name} workspace"
-        program.hold(Tier.GPU, MemoryClass.WORKSPACE, num_bytes, label, draft.key, draft.key, unit.stage)
+        program.hold_while(MemoryClass.WORKSPACE, num_bytes, f"{unit.name} workspace", draft, draft)
 
 
 def _state_slots(program: Program) -> None:
@@ -183,40 +188,32 @@ def _nvme_slots(program: Program) -> None:
 
 def _activations(program: Program, segment: Segment, micro_batch: int) -> None:
     first = segment[0]
-    if first.decided.offloads:
+    if first.activations in OFFLOADS:
         _offloaded(program, segment, micro_batch)
         return
-    keep = first.decided.activations == "keep"
+    keep = first.activations == "keep"
     if not keep:
         # From then on it is among what the first unit saves, unless that is a copy.
-        until = (first.backwards if first.unit.operators[0].copies_input else first.agains)[micro_batch]
-        program.hold(
-            Tier.GPU,
-            MemoryClass.ACTIVATIONS,
-            first.unit.activation_output_bytes,
-            f"{first.unit.segment} input",
-            first.forwards[micro_batch].key,
-            until.key,
-            first.stage,
-        )
+        until = first.backwards if first.unit.operators[0].copies_input else first.agains
+        input_bytes, label = first.unit.activation_output_bytes, f"{first.unit.segment} input"
+        begin, end = first.forwards[micro_batch], until[micro_batch]
+        program.hold_while(MemoryClass.ACTIVATIONS, input_bytes, label, begin, end)
     for unit in segment:
         begin, end = (unit.forwards if keep else unit.agains)[micro_batch], unit.backwards[micro_batch]
-        saved_bytes = unit.unit.saved_bytes
-        program.hold(Tier.GPU, MemoryClass.ACTIVATIONS, saved_bytes, unit.name, begin.key, end.key, unit.stage)
+        program.hold_while(MemoryClass.ACTIVATIONS, unit.unit.saved_bytes, unit.name, begin, end)
 
 
 def _offloaded(program: Program, segment: Segment, micro_batch: int) -> None:
     """Hold what is moved on the device until it has left and from when it comes back, and what is made again."""
     for unit in segment:
         forward, offload, reload, remake, backward = (
-            tasks[micro_batch].key
-            for tasks in (unit.forwards, unit.offloads, unit.reloads, unit.agains, unit.backwards)
+            tasks[micro_batch] for tasks in (unit.forwards, unit.offloads, unit.reloads, unit.agains, unit.backwards)
         )
-        moved, label = unit.unit.swap_bytes, unit.name
-        program.hold(Tier.GPU, MemoryClass.ACTIVATIONS, moved, label, forward, offload)
-        program.hold(Tier.GPU, MemoryClass.ACTIVATIONS, moved, label, reload, backward)
-        rest = max(unit.unit.saved_bytes - moved, 0)
-        program.hold(Tier.GPU, MemoryClass.ACTIVATIONS, rest, f"{label} made again", remake, backward)
+        moved_bytes = unit.unit.swap_bytes
+        program.hold_while(MemoryClass.ACTIVATIONS, moved_bytes, unit.name, forward, offload)
+        program.hold_while(MemoryClass.ACTIVATIONS, moved_bytes, unit.name, reload, backward)
+        rest_bytes = max(unit.unit.saved_bytes - moved_bytes, 0)
+        program.hold_while(MemoryClass.ACTIVATIONS, rest_bytes, f"{unit.name} made again", remake, backward)
 
 
 def _offload_rooms(program: Program) -> None:

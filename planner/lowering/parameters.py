@@ -45,7 +45,7 @@ def assign_slots(program: Program) -> Slots:
 def needs_slot(unit: LoweredUnit) -> bool:
     """Return whether a unit's full parameters are on the device only while they are in a slot."""
     # An expert that no token visits is needed nowhere.
-    return bool((unit.amounts.gathered or unit.decided.fetched) and unit.num_params and unit.unit.forward)
+    return bool((unit.amounts.gathered or unit.amounts.fetched) and unit.num_params and unit.unit.forward)
 
 
 def parameters(program: Program) -> None:
@@ -124,7 +124,7 @@ def _fill(
     weight_bytes = decisions.precision.weight_bytes
     start = (used.key,) if used else ()
     tasks: list[Draft] = []
-    if unit.decided.fetched:
+    if unit.amounts.fetched:
         fetch = program.draft(Lane.H2D, Op.FETCH, user.phase, unit, user.micro_batch, start)
         fetch.num_bytes = weight_bytes * amounts.shard_params
         tasks.append(fetch)
@@ -139,7 +139,7 @@ def _fill(
         where = program.before[user.key]
         if position:
             gather.after += (program.spine[position - 1].key,)
-    if unit.decided.params == "nvme":
+    if unit.amounts.params == "nvme":
         read = program.draft(Lane.NVME_READ, Op.READ, user.phase, unit, user.micro_batch)
         read.num_bytes, read.slot = fetch.num_bytes, slot
         fetch.after += (read.key,)

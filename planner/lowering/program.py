@@ -8,11 +8,13 @@ other's tasks is noted with the unit that they work on (:class:`LoweredUnit`).
 import dataclasses
 import functools
 import itertools
+import operator
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 
-from planner.decisions import Decisions, UnitDecision
+from planner.decisions import Activations, Decisions
 from planner.graph import Unit
-from planner.lowering.amounts import Amounts, AmountsOf, HeldBytes
+from planner.lowering.amounts import Amounts, AmountsOf
 from planner.schedule import Arrays, Buffer, Held, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
 
 Keys = tuple[int, ...]
@@ -53,8 +55,8 @@ class LoweredUnit:
 
     Attributes:
         unit: the unit of the model, or the stage of a pipeline.
-        decided: what was decided for it.
-        amounts: what that comes to.
+        amounts: what was decided for it, as amounts.
+        activations: what was decided for its activations.
         name, num_params: the unit's own.
         stage: its pipeline stage.
         forwards, backwards: its compute tasks, by micro-batch.
@@ -69,8 +71,8 @@ class LoweredUnit:
     """
 
     unit: Unit
-    decided: UnitDecision
     amounts: Amounts
+    activations: Activations
     name: str
     num_params: int
     stage: int
@@ -104,14 +106,25 @@ class Program:
         before, behind: tasks issued just before or just behind a spine task, by its key, in order.
         tail: tasks issued at the end of the iteration.
         loop: what comes after all of them, if anything does.
+
+    Raises:
+        ValueError: the decisions do not fit the units; naming the unit, the rule and the remedy.
     """
 
     def __init__(self, model: tuple[Unit, ...], decisions: Decisions) -> None:
+        _check(model, decisions)
         self.model, self.decisions = model, decisions
         amounts_of, decided = AmountsOf(decisions), decisions.units
         stages = range(len(model)) if decisions.pipeline_parallel > 1 else itertools.repeat(0)  # units are then stages
         self.units = [
-            LoweredUnit(unit, choice := decided[unit.name], amounts_of(unit, choice), unit.name, unit.num_params, stage)
+            LoweredUnit(
+                unit,
+                amounts_of(unit, decided[unit.name]),
+                decided[unit.name].activations,
+                unit.name,
+                unit.num_params,
+                stage,
+            )
             for unit, stage in zip(model, stages, strict=False)
         ]
         self.named = {unit.name: unit for unit in self.units}
@@ -124,7 +137,7 @@ class Program:
         self.behind: dict[int, list[Draft]] = defaultdict(list)
         self.tail: list[Draft] = []
         self.loop: Draft | None = None
-        self._held: list[tuple[Tier, MemoryClass, int, int, int, int]] = []
+        self._held: list[tuple[Tier, MemoryClass, int, int, int, int]] = []  # the ends are keys, or ALWAYS
         self._labels: list[str] = []
 
     def draft(
@@ -148,25 +161,19 @@ class Program:
         """Issue a task behind everything that computes: before the norm is known, if gradients are clipped."""
         (self.before[self.clip.key] if self.clip else self.tail).append(draft)
 
-    def hold(
-        self,
-        tier: Tier,
-        memory_class: MemoryClass,
-        num_bytes: int,
-        label: str,
-        first: int = ALWAYS,
-        last: int = ALWAYS,
-        stage: int = 0,
-    ) -> None:
-        """Hold bytes, if there are any, from the start of one task to the end of another, on a rank of a stage."""
+    def hold(self, tier: Tier, memory_class: MemoryClass, num_bytes: int, label: str, stage: int = 0) -> None:
+        """Hold bytes, if there are any, all the time, on a rank of a pipeline stage."""
         if num_bytes:
-            self._held.append((tier, memory_class, num_bytes, first, last, stage))
+            self._held.append((tier, memory_class, num_bytes, ALWAYS, ALWAYS, stage))
             self._labels.append(label)
 
-    def hold_always(self, memory_class: MemoryClass, held: HeldBytes, unit: LoweredUnit) -> None:
-        """Hold bytes of a unit, under its name, all the time."""
-        for tier, num_bytes in held:
-            self.hold(tier, memory_class, num_bytes, unit.name, stage=unit.stage)
+    def hold_while(
+        self, memory_class: MemoryClass, num_bytes: int, label: str, first: Draft, last: Draft, tier: Tier = Tier.GPU
+    ) -> None:
+        """Hold bytes, if there are any, from the start of one task to the end of another."""
+        if num_bytes:
+            self._held.append((tier, memory_class, num_bytes, first.key, last.key, first.stage))
+            self._labels.append(label)
 
     def ordered(self) -> list[Draft]:
         """Return all drafts in issue order."""
@@ -180,11 +187,11 @@ class Program:
     def number(self, description: str) -> Schedule:
         """Turn keys into indices and return the schedule."""
         order = self.ordered()
-        index = dict(zip((draft.key for draft in order), itertools.count()))
+        index = dict(zip(map(_KEY, order), itertools.count()))
         assert len(index) == len(self.drafts) == len(order), "every draft is issued once"
+        after = _indices(map(_AFTER, order), index)
+        after_previous = _indices(map(_AFTER_PREVIOUS, order), index)
         index[ALWAYS] = -1
-        after = [_indices(draft.after, index) for draft in order]
-        after_previous = [_indices(draft.after_previous, index) for draft in order]
         held = [
             Held(tier, memory_class, num_bytes, index[first], index[last], stage)
             for tier, memory_class, num_bytes, first, last, stage in self._held
@@ -193,11 +200,32 @@ class Program:
         return Schedule.deferred(Arrays.of(order, after, after_previous, held), make, description)
 
 
-def _indices(keys: Keys, index: dict[int, int]) -> tuple[int, ...]:
-    """Return where some tasks are, in order and each once."""
-    if len(keys) < 2:
-        return (index[keys[0]],) if keys else ()
-    return tuple(sorted({index[key] for key in keys}))
+_KEY, _AFTER, _AFTER_PREVIOUS = map(operator.attrgetter, ("key", "after", "after_previous"))
+
+
+def _indices(dependencies: Iterable[Keys], index: Mapping[int, int]) -> list[tuple[int, ...]]:
+    """Return where the tasks are that each task comes after, in order and each once."""
+    place = index.__getitem__
+    return [tuple(sorted({*map(place, keys)})) if len(keys) > 1 else (*map(place, keys),) for keys in dependencies]
+
+
+def _check(units: tuple[Unit, ...], decisions: Decisions) -> None:
+    """Check that decisions cover exactly these units, and what they say of activations."""
+    decided = decisions.units
+    names = {unit.name for unit in units}
+    if names != decided.keys():
+        strange = sorted(names ^ decided.keys())
+        raise ValueError(f"decisions and model differ in units {', '.join(strange[:3])}; plan this model again")
+    segments: dict[str, Activations] = {}
+    for unit in units:
+        activations = decided[unit.name].activations
+        if activations != "keep" and not unit.recompute:
+            verb = "offloaded" if decided[unit.name].offloads else "recomputed"
+            raise ValueError(f"unit {unit.name} cannot be {verb}; set its activations to 'keep'")
+        if segments.setdefault(unit.segment, activations) != activations:
+            raise ValueError(
+                f"segment {unit.segment}: all its units must keep, all recompute or all offload their activations"
+            )
 
 
 def _made(

@@ -93,7 +93,7 @@ def _upload(
     program: Program, unit: LoweredUnit, piece: int, num_params: int, position: int, updated: Draft
 ) -> Draft | None:
     """Bring what the host updated to the device, unless the unit is fetched into a slot anyway."""
-    if unit.decided.fetched:
+    if unit.amounts.fetched:
         return None
     decisions = program.decisions
     draft = program.draft(Lane.H2D, Op.UPLOAD, Phase.UPDATE, unit, piece=piece)
@@ -131,7 +131,7 @@ def _through_nvme(
     swap_out.num_bytes = (decisions.state_bytes_per_param + decisions.stored_weight_bytes(unit.name)) * num_params
     ring.free(swap_in, swap_out)
     unit.changes.append(swap_out)
-    if unit.decided.params == "nvme":
+    if unit.amounts.params == "nvme":
         return [swap_out]
     # An engine that overlaps nothing ends its step when all is written.
     return [uploaded or updated] + ([] if decisions.overlap_next_forward else [swap_out])
@@ -149,7 +149,7 @@ def _streamed(program: Program, ring: Ring, unit: LoweredUnit, piece: int, num_p
     store.num_bytes = state_bytes * num_params
     ring.free(load, store)
     unit.changes.append(store)
-    if not unit.decided.fetched:
+    if not unit.amounts.fetched:
         return update  # the new weights are written in place
     if not decisions.precision.master_is_weight:
         store.num_bytes += weight_bytes * num_params
