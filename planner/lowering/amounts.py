@@ -28,7 +28,7 @@ class Amounts:
         gathered: its parameters are gathered from other ranks for every use.
         regathered: ranks give each other the shards that they updated.
         pieces: size and place of each subgroup.
-        placed: how many parameters are updated at each place.
+        streamed, from_nvme: sizes of those that are streamed, and of those whose state is on NVMe.
         flushes: the places whose gradients are flushed to the host.
         flushed_params: how many parameters have such a gradient.
         buffer_params: those whose gradients have a buffer on the device that was allocated before training.
@@ -44,7 +44,8 @@ class Amounts:
     gathered: bool
     regathered: bool
     pieces: tuple[tuple[int, Place], ...]
-    placed: Counter[Place]
+    streamed: tuple[int, ...]
+    from_nvme: tuple[int, ...]
     flushes: frozenset[Place]
     flushed_params: int
     buffer_params: int
@@ -92,8 +93,7 @@ def _check(decisions: Decisions, unit: Unit, decided: UnitDecision) -> None:
 
 
 def _amounts(decisions: Decisions, unit: Unit, decided: UnitDecision) -> Amounts:
-    name, shard, padded = unit.name, decisions.shard_params(unit), decisions.padded_params(unit)
-    pieces = decisions.placed_pieces(unit)
+    name, pieces = unit.name, decisions.placed_pieces(unit)
     placed = Counter[Place]()
     for num_params, place in pieces:
         placed[place] += num_params
@@ -101,7 +101,7 @@ def _amounts(decisions: Decisions, unit: Unit, decided: UnitDecision) -> Amounts
     flushed = sum(placed[place] for place in flushes)
     # DeepSpeed's flat buffer for what the device updates is allocated once, before training.
     buffer = placed[Place.GPU] if decisions.gradient_path is not GradientPath.ONCE else 0
-    gathered = decisions.gathers(unit)
+    shard, padded, gathered = decisions.shard_params(unit), decisions.padded_params(unit), decisions.gathers(unit)
     return Amounts(
         params=decided.params,
         fetched=decided.fetched,
@@ -111,7 +111,8 @@ def _amounts(decisions: Decisions, unit: Unit, decided: UnitDecision) -> Amounts
         gathered=gathered,
         regathered=decisions.regathers(unit),
         pieces=pieces,
-        placed=placed,
+        streamed=tuple(n for n, place in pieces if place is Place.STREAM),
+        from_nvme=tuple(n for n, place in pieces if place is Place.NVME),
         flushes=flushes,
         flushed_params=flushed,
         buffer_params=buffer,

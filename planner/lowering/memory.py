@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from planner.decisions import GradientPath, Place
+from planner.decisions import GradientPath
 from planner.lowering.activations import OFFLOADS, OffloadRooms, Segment
 from planner.lowering.amounts import HeldBytes
 from planner.lowering.parameters import assign_slots
@@ -22,9 +22,11 @@ def memory(program: Program) -> None:
     for micro_batch in range(program.decisions.num_micro_batches):
         for segment in program.segments:
             _activations(program, segment, micro_batch)
-    _offload_rooms(program)
-    for room, num_bytes in enumerate(SpillRooms(program.model, program.decisions).sizes_bytes):
-        program.hold(Tier.HOST, MemoryClass.GRADIENTS, num_bytes, f"spilled gradients {room}")
+    if any(unit.activations in OFFLOADS for unit in program.units):
+        _offload_rooms(program)
+    if program.decisions.spill_gradients:
+        for room, num_bytes in enumerate(SpillRooms(program.model, program.decisions).sizes_bytes):
+            program.hold(Tier.HOST, MemoryClass.GRADIENTS, num_bytes, f"spilled gradients {room}")
     _workspace(program, fresh)
 
 
@@ -75,11 +77,12 @@ def _gradients_of(program: Program, unit: LoweredUnit, maker: LoweredUnit, tied:
     decisions, amounts = program.decisions, unit.amounts
     weight_bytes, ranks = decisions.precision.weight_bytes, amounts.replicas
     host, resident = amounts.flushed_params, amounts.resident_params
-    buffer_bytes = weight_bytes * amounts.buffer_params
-    program.hold(Tier.GPU, MemoryClass.GRADIENTS, buffer_bytes, f"{unit.name} buffer", unit.stage)
+    if amounts.buffer_params:
+        num_bytes = weight_bytes * amounts.buffer_params
+        program.hold(Tier.GPU, MemoryClass.GRADIENTS, num_bytes, f"{unit.name} buffer", unit.stage)
     _hold_always(program, unit, MemoryClass.GRADIENTS, amounts.gradients)
     if unit.spill and decisions.gradient_path is not GradientPath.ONCE:  # others take memory as it comes
-        num_bytes = decisions.spilled_bytes_per_param * amounts.placed[Place.NVME]
+        num_bytes = decisions.spilled_bytes_per_param * sum(amounts.from_nvme)
         label, begin = f"{unit.name} spilled", unit.flushes[0][0]
         if decisions.num_micro_batches == 1:
             program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, begin, unit.spill, Tier.HOST)
@@ -163,12 +166,11 @@ def _workspace(program: Program, fresh: Fresh) -> None:
 def _state_slots(program: Program) -> None:
     """Hold the slots of the largest subgroups: of those that are streamed, and of those with weights or gradients."""
     decisions = program.decisions
-    streaming = [unit for unit in program.units if unit.amounts.placed[Place.STREAM]]
-    sizes = [[n for n, place in unit.amounts.pieces if place is Place.STREAM] for unit in streaming]
-    passing = [max(own) for unit, own in zip(streaming, sizes, strict=True) if decisions.weights_pass(unit.name)]
-    for slot in range(min(decisions.num_state_slots, sum(map(len, sizes)))):
-        state_bytes = decisions.state_bytes_per_param * max(map(max, sizes))
-        num_bytes = state_bytes + decisions.precision.weight_bytes * max(passing, default=0)
+    streaming = [unit for unit in program.units if unit.amounts.streamed]
+    passing = [max(unit.amounts.streamed) for unit in streaming if decisions.weights_pass(unit.name)]
+    largest = max((max(unit.amounts.streamed) for unit in streaming), default=0)
+    num_bytes = decisions.state_bytes_per_param * largest + decisions.precision.weight_bytes * max(passing, default=0)
+    for slot in range(min(decisions.num_state_slots, sum(len(unit.amounts.streamed) for unit in streaming))):
         program.hold(Tier.GPU, MemoryClass.OPTIMIZER, num_bytes, f"state slot {slot}")
 
 
@@ -178,9 +180,7 @@ def _nvme_slots(program: Program) -> None:
     sizes = [
         n * (decisions.state_bytes_per_param + spilled_bytes(decisions) + decisions.stored_weight_bytes(unit.name))
         for unit in program.units
-        if unit.amounts.placed[Place.NVME]
-        for n, place in unit.amounts.pieces
-        if place is Place.NVME
+        for n in unit.amounts.from_nvme
     ]
     for slot in range(min(decisions.num_nvme_slots, len(sizes))):
         program.hold(Tier.HOST, MemoryClass.OPTIMIZER, max(sizes), f"nvme slot {slot}")

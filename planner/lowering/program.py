@@ -206,7 +206,10 @@ _KEY, _AFTER, _AFTER_PREVIOUS = map(operator.attrgetter, ("key", "after", "after
 def _indices(dependencies: Iterable[Keys], index: Mapping[int, int]) -> list[tuple[int, ...]]:
     """Return where the tasks are that each task comes after, in order and each once."""
     place = index.__getitem__
-    return [tuple(sorted({*map(place, keys)})) if len(keys) > 1 else (*map(place, keys),) for keys in dependencies]
+    return [
+        tuple(sorted({*map(place, keys)})) if len(keys) > 1 else (place(keys[0]),) if keys else ()
+        for keys in dependencies
+    ]
 
 
 def _check(units: tuple[Unit, ...], decisions: Decisions) -> None:

@@ -51,16 +51,15 @@ def spilled_bytes(decisions: Decisions) -> int:
 
 def spill(program: Program, unit: LoweredUnit, backward: Draft, flushed: Draft, spilled: list[Draft]) -> None:
     """Write the gradient of the last micro-batch, the sum of all, to NVMe; ``spilled`` lists the writes so far."""
-    num_params = unit.amounts.placed[Place.NVME]
     last = backward.micro_batch == program.decisions.num_micro_batches - 1
-    if not (program.decisions.spill_gradients and num_params and last):
+    if not (unit.amounts.from_nvme and last and program.decisions.spill_gradients):
         return
     if len(spilled) >= (count := num_spill_slots(program.decisions)):
         backward.after += (spilled[-count].key,)
     unit.spill = program.draft(
         Lane.NVME_STATE_OUT, Op.SPILL, Phase.BACKWARD, unit, backward.micro_batch, (flushed.key,)
     )
-    unit.spill.num_bytes = spilled_bytes(program.decisions) * num_params
+    unit.spill.num_bytes = spilled_bytes(program.decisions) * sum(unit.amounts.from_nvme)
     program.behind[backward.key].append(unit.spill)
     spilled.append(unit.spill)
 
