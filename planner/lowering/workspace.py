@@ -32,7 +32,7 @@ def backward_workspace_bytes(
     # The gradient of what goes around the unit waits until that of what goes through it is there.
     around_bytes = unit.activation_output_bytes if unit.recompute else 0
     names = unit.gradient_names
-    sizes, shares = tuple(map(num_params.__getitem__, names)), tuple(map(fresh.get, names))
+    sizes, shares = tuple(map(num_params.get, names, itertools.repeat(0))), tuple(map(fresh.get, names))
     return around_bytes + _most_bytes(unit.steps, sizes, shares, -around_bytes, weight_bytes, piled)
 
 
