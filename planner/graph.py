@@ -74,9 +74,21 @@ class Unit:
         return {spec.name: spec.num_params for spec in self.parameters}
 
     @functools.cached_property
-    def steps(self) -> tuple[tuple[int, int, bool, tuple[str, ...]], ...]:
-        """Of each operator, in forward order: bytes saved and inside, whether it is a bank of experts, parameters."""
-        return tuple((o.saved_bytes, o.workspace_bytes, o.kind == "experts", o.parameter_names) for o in self.operators)
+    def shared_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters of other units that it uses too."""
+        return tuple(name for operator in self.operators for name in operator.shared_parameters)
+
+    @functools.cached_property
+    def steps(self) -> tuple[tuple[int, int, bool, int], ...]:
+        """Of each operator, in forward order: bytes saved and inside, whether it is a bank of experts, gradients."""
+        return tuple(
+            (o.saved_bytes, o.workspace_bytes, o.kind == "experts", len(o.parameter_names)) for o in self.operators
+        )
+
+    @functools.cached_property
+    def gradient_names(self) -> tuple[str, ...]:
+        """Names of the parameters that its operators make gradients of, one operator after another."""
+        return tuple(name for operator in self.operators for name in operator.parameter_names)
 
     @functools.cached_property
     def _counts(self) -> tuple[Callable[[Degrees], int], ...]:

@@ -31,6 +31,8 @@ class Loads:
         self.weight_bytes = given.precision.weight_bytes
         self.capacity: dict[Key, float] = dict.fromkeys(Lane, 1.0)
         self.capacity |= dict(cost.capacities().items())
+        self._passes: dict[tuple[str, Op], Load] = {}
+        self._updates: dict[tuple[Lane, frozenset[int]], dict[Key, float]] = {}
 
     def charge(self, load: Load, task: Task, by: Sum) -> None:
         """Add a task of known size to what its lane and resources do, as often as ``by`` says."""
@@ -46,13 +48,15 @@ class Loads:
             load[key].plus(by, cheapest * shard)
 
     def _cheapest(self, unit: Unit, lane: Lane) -> dict[Key, float]:
-        found: dict[Key, float] = {}
-        for size in set(self.given.piece_params(unit)):
-            load: Load = defaultdict(Sum)
-            self.charge(load, Task(0, lane, Op.UPDATE, Phase.UPDATE, unit.name, num_params=size), Sum(("", 1.0)))
-            for key, amount in load.items():
-                found[key] = min(found.get(key, float("inf")), amount[""] / size)
-        return found
+        sizes = frozenset(self.given.piece_params(unit))
+        if (lane, sizes) not in self._updates:
+            found = self._updates[lane, sizes] = {}
+            for size in sizes:
+                load: Load = defaultdict(Sum)
+                self.charge(load, Task(0, lane, Op.UPDATE, Phase.UPDATE, num_params=size), Sum(("", 1.0)))
+                for key, amount in load.items():
+                    found[key] = min(found.get(key, float("inf")), amount[""] / size)
+        return self._updates[lane, sizes]
 
     def copy(self, load: Load, direction: Resource, num_bytes: float, by: Sum) -> None:
         """Add bytes that cross the host link, in copies of whatever size."""
@@ -72,7 +76,9 @@ class Loads:
 
     def computing(self, unit: Unit, op: Op) -> Load:
         """Return what one pass through a unit takes, the host's issuing included."""
-        load: Load = defaultdict(Sum)
+        if (known := self._passes.get((unit.name, op))) is not None:
+            return known
+        load = self._passes[unit.name, op] = defaultdict(Sum)
         kernels = getattr(unit, _COMPUTE[op])
         self.charge(load, Task(0, Lane.COMPUTE, op, Phase.BACKWARD, unit.name), Sum(("", 1.0)))
         if self.cost.asynchronous:

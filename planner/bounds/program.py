@@ -15,6 +15,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from fractions import Fraction
 
+Boxes = Mapping[str, tuple[float, float]]
+"""Lowest and highest value of variables, by name."""
+
 
 class Sum(defaultdict[str, float]):
     """A linear expression: coefficient by variable, and the constant by ``""``."""
@@ -82,7 +85,7 @@ class LinearProgram:
         ends = ((a, self.boxes[name]) for name, a in expression.items() if name)
         return expression.get("", 0.0) + sum(max(a * low, a * high) for a, (low, high) in ends)
 
-    def within(self, boxes: Mapping[str, tuple[float, float]]) -> "LinearProgram":
+    def within(self, boxes: Boxes) -> "LinearProgram":
         """Return the same program with other boxes for some variables."""
         other = LinearProgram(self.objective)
         other.boxes, other.rows = {**self.boxes, **boxes}, self.rows

@@ -44,9 +44,13 @@ class Windows:
         if again_s:
             everything[again_s[-1]] += float(self.on.repeats)
 
+        forward_until_s, backward_until_s = (
+            list(itertools.accumulate(each_s, initial=0.0)) for each_s in (forward_s, backward_s)
+        )
+
         def between(end: int, begin: int) -> Sum:
             """Return what is computed from the first forward of ``end`` to the last backward of ``begin``."""
-            rest = Sum().plus(everything).plus({"": sum(forward_s[:end]) + sum(backward_s[:begin])}, -1.0)
+            rest = Sum().plus(everything).plus({"": forward_until_s[end] + backward_until_s[begin]}, -1.0)
             return rest.plus({again_s[begin - 1]: 1.0}, -1.0) if begin and again_s else rest
 
         ends, beginnings = (_spread(len(self.on.units), most) for most in (_NUM_ENDS, _NUM_BEGINNINGS))

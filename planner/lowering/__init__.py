@@ -7,7 +7,7 @@ machine. So the executor lowers a plan by itself and runs exactly what was simul
 from collections.abc import Callable
 
 from planner.decisions import Decisions
-from planner.graph import Unit, segments
+from planner.graph import Unit
 from planner.lowering.activations import activations
 from planner.lowering.compute import compute, launch
 from planner.lowering.gradients import gradients
@@ -36,11 +36,10 @@ def lower(
     Raises:
         ValueError: the decisions do not fit the units.
     """
-    check(units, decisions)
-    if decisions.pipeline_parallel > 1:
-        units = stages(units, decisions)
-        decisions = stage_decisions(units, decisions)
     program = Program(units, decisions)
+    if decisions.pipeline_parallel > 1:
+        merged = stages(units, decisions)
+        program = Program(merged, stage_decisions(merged, decisions))
     for run in PASSES:
         if run is not launch or asynchronous:
             run(program)
@@ -54,36 +53,4 @@ def slots(units: tuple[Unit, ...], decisions: Decisions) -> Slots:
     return assign_slots(Program(units, decisions))
 
 
-def check(units: tuple[Unit, ...], decisions: Decisions) -> None:
-    """Check that decisions cover exactly these units and are consistent with them.
-
-    Raises:
-        ValueError: naming the unit, the rule and the remedy.
-    """
-    names = {unit.name for unit in units}
-    if names != set(decisions.units):
-        strange = sorted(names ^ set(decisions.units))
-        raise ValueError(f"decisions and model differ in units {', '.join(strange[:3])}; plan this model again")
-    for unit in units:
-        decided = decisions.units[unit.name]
-        if decided.fetched and decisions.regathers(unit):
-            raise ValueError(
-                f"unit {unit.name}: with zero_stage {decisions.zero_stage} every rank's host has only the weights that "
-                "it updates, and cannot serve the rest; set params to 'gpu' or zero_stage to 3"
-            )
-        if (want := len(decisions.piece_params(unit))) != len(decided.update):
-            raise ValueError(
-                f"unit {unit.name} has {want} subgroups of at most {decisions.subgroup_params} parameters, but "
-                f"{len(decided.update)} places; give one place per subgroup"
-            )
-        if decided.activations != "keep" and not unit.recompute:
-            verb = "offloaded" if decided.offloads else "recomputed"
-            raise ValueError(f"unit {unit.name} cannot be {verb}; set its activations to 'keep'")
-    for segment in segments(units):
-        if len({decisions.units[unit.name].activations for unit in segment}) > 1:
-            raise ValueError(
-                f"segment {segment[0].segment}: all its units must keep, all recompute or all offload their activations"
-            )
-
-
-__all__ = ["PASSES", "check", "lower", "slots", "stages"]
+__all__ = ["PASSES", "lower", "slots", "stages"]

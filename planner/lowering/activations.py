@@ -8,13 +8,15 @@ each for a segment: as many slots as that look-ahead. The same ring serves both 
 when the first segment comes back, the last one has been written.
 """
 
+from collections.abc import Mapping
+
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
-from planner.lowering.compute import AGAIN
-from planner.lowering.program import Draft, Program
+from planner.lowering.program import Draft, Keys, LoweredUnit, Program
 from planner.schedule import Lane, Op, Phase
 
-Segment = list[Unit]
+Segment = list[LoweredUnit]
+OFFLOADS = frozenset({"offload", "offload-nvme"})
 
 
 class OffloadRooms:
@@ -38,67 +40,64 @@ class OffloadRooms:
 
 def activations(program: Program) -> None:
     """Offload and reload the activations of every segment for which that was decided, in every micro-batch."""
-    leaving = [s for s in program.segments if program.decisions.units[s[0].name].offloads]
+    leaving = [segment for segment in program.segments if segment[0].activations in OFFLOADS]
     for micro_batch in range(program.decisions.num_micro_batches if leaving else 0):
-        _leave(program, leaving, micro_batch)
-        _return(program, leaving[::-1], micro_batch)
+        evicts = _leave(program, leaving, micro_batch)
+        _return(program, leaving[::-1], evicts, micro_batch)
 
 
-def evicts(program: Program, segment: Segment) -> bool:
-    """Return whether a segment's activations go on to NVMe."""
-    return program.decisions.units[segment[0].name].activations == "offload-nvme"
-
-
-def _leave(program: Program, leaving: list[Segment], micro_batch: int) -> None:
+def _leave(program: Program, leaving: list[Segment], micro_batch: int) -> dict[str, Draft]:
+    """Add what moves activations off the device; return what writes them to NVMe, by unit."""
     count = program.decisions.num_activation_slots
-    left: list[str] = []  # the last task of each segment
-    evicted: list[str] = []
+    left: list[Draft] = []  # the last task of each segment
+    evicted: list[Draft] = []
+    evicts: dict[str, Draft] = {}
     for segment in leaving:
-        first = program.drafts[f"{Op.FORWARD}:{segment[0].name}:{micro_batch}"]
-        first.after += _at(left, count)
+        segment[0].forwards[micro_batch].after += _at(left, count)
+        goes_on = segment[0].activations == "offload-nvme"
         for unit in segment:
-            forward = f"{Op.FORWARD}:{unit.name}:{micro_batch}"
-            offload = _move(program, forward, Lane.ACTIVATION_OUT, Op.OFFLOAD, unit, micro_batch)
-            offload.after = [forward]
-            if evicts(program, segment):
+            forward = unit.forwards[micro_batch]
+            offload = _move(program, forward, Lane.ACTIVATION_OUT, Op.OFFLOAD, unit, (forward.key,))
+            unit.offloads.append(offload)
+            if goes_on:
                 offload.after += _at(evicted, count)
-                evict = _move(program, forward, Lane.NVME_WRITE, Op.EVICT, unit, micro_batch)
-                evict.after = [offload.key]
-        left.append(offload.key)
-        if evicts(program, segment):
-            evicted.append(evict.key)
+                evicts[unit.name] = _move(program, forward, Lane.NVME_WRITE, Op.EVICT, unit, (offload.key,))
+        left.append(offload)
+        if goes_on:
+            evicted.append(evicts[unit.name])
+    return evicts
 
 
-def _return(program: Program, leaving: list[Segment], micro_batch: int) -> None:
+def _return(program: Program, leaving: list[Segment], evicts: Mapping[str, Draft], micro_batch: int) -> None:
+    """Add what moves activations back, the last segment first."""
     count = program.decisions.num_activation_slots
-    last_forward = f"{Op.FORWARD}:{program.units[-1].name}:{micro_batch}"
-    used: list[str] = []  # the last backward of each segment
-    passed: list[str] = []  # the last reload that frees a host buffer
+    last_forward = program.units[-1].forwards[micro_batch]
+    used: list[Draft] = []  # the last backward of each segment
+    passed: list[Draft] = []  # the last reload that frees a host buffer
     for segment in leaving:
-        again = AGAIN[program.decisions.units[segment[0].name].activations]
-        ahead = _at(used, count) or [last_forward]
+        ahead = used[-count] if len(used) >= count else last_forward
         for unit in segment:
-            source = f"{Op.OFFLOAD}:{unit.name}:{micro_batch}"
-            if evicts(program, segment):
-                recall = _move(program, ahead[0], Lane.NVME_READ, Op.RECALL, unit, micro_batch)
-                recall.after = [f"{Op.EVICT}:{unit.name}:{micro_batch}", *(_at(passed, count) or [last_forward])]
-                source = recall.key
-            reload = _move(program, ahead[0], Lane.ACTIVATION_IN, Op.RELOAD, unit, micro_batch)
-            reload.after = [source, *ahead]
-            program.drafts[f"{again}:{unit.name}:{micro_batch}"].after.append(reload.key)
-        used.append(f"{Op.BACKWARD}:{segment[0].name}:{micro_batch}")
-        if evicts(program, segment):
-            passed.append(reload.key)
+            source = unit.offloads[micro_batch]
+            if evict := evicts.get(unit.name):
+                freed = _at(passed, count) or (last_forward.key,)
+                source = _move(program, ahead, Lane.NVME_READ, Op.RECALL, unit, (evict.key, *freed))
+            reload = _move(program, ahead, Lane.ACTIVATION_IN, Op.RELOAD, unit, (source.key, ahead.key))
+            unit.reloads.append(reload)
+            unit.agains[micro_batch].after += (reload.key,)
+        used.append(segment[0].backwards[micro_batch])
+        if evict:
+            passed.append(reload)
 
 
-def _at(done: list[str], count: int) -> list[str]:
+def _at(done: list[Draft], count: int) -> Keys:
     """Return what was done ``count`` segments ago: lanes are first-in first-out, so all before it was too."""
-    return [done[-count]] if len(done) >= count else []
+    return (done[-count].key,) if len(done) >= count else ()
 
 
-def _move(program: Program, anchor: str, lane: Lane, op: Op, unit: Unit, micro_batch: int) -> Draft:
+def _move(program: Program, anchor: Draft, lane: Lane, op: Op, unit: LoweredUnit, after: Keys) -> Draft:
+    """Add a move of a unit's activations, issued behind a compute task of the same micro-batch."""
     phase = Phase.FORWARD if op in {Op.OFFLOAD, Op.EVICT} else Phase.BACKWARD
-    draft = Draft(f"{op}:{unit.name}:{micro_batch}", lane, op, phase, unit.name, micro_batch)
-    draft.num_bytes = unit.swap_bytes
-    program.behind[anchor].append(program.add(draft))
+    draft = program.draft(lane, op, phase, unit, anchor.micro_batch, after)
+    draft.num_bytes = unit.unit.swap_bytes
+    program.behind[anchor.key].append(draft)
     return draft

@@ -10,9 +10,7 @@ import dataclasses
 import itertools
 from collections import defaultdict
 
-from planner.graph import Unit
-from planner.lowering.compute import compute_drafts
-from planner.lowering.program import Draft, Program
+from planner.lowering.program import Draft, LoweredUnit, Program
 from planner.schedule import Lane, Op
 
 
@@ -31,10 +29,10 @@ class Slots:
 
 def assign_slots(program: Program) -> Slots:
     """Give every unit that is fetched or gathered a slot in the ring of units of its size."""
-    rings: dict[int, list[Unit]] = defaultdict(list)
+    rings: dict[int, list[LoweredUnit]] = defaultdict(list)
     for unit in program.units:
-        if needs_slot(program, unit):
-            rings[program.padded_params[unit.name]].append(unit)
+        if needs_slot(unit):
+            rings[unit.amounts.padded_params].append(unit)
     of_unit: dict[str, int] = {}
     num_params: list[int] = []
     for size, ring in rings.items():
@@ -44,121 +42,126 @@ def assign_slots(program: Program) -> Slots:
     return Slots(of_unit, tuple(num_params))
 
 
-def needs_slot(program: Program, unit: Unit) -> bool:
+def needs_slot(unit: LoweredUnit) -> bool:
     """Return whether a unit's full parameters are on the device only while they are in a slot."""
     # An expert that no token visits is needed nowhere.
-    return bool(unit.num_params and unit.forward) and (
-        program.decisions.units[unit.name].fetched or unit.name in program.gathered
-    )
+    return bool((unit.amounts.gathered or unit.amounts.fetched) and unit.num_params and unit.unit.forward)
 
 
 def parameters(program: Program) -> None:
     """Fetch (host to device) and gather (from the other ranks) what is not resident, as early as its slot allows."""
     slots = assign_slots(program)
-    units = {unit.name: unit for unit in program.units}
-    occupant: dict[int, tuple[str, str]] = {}  # slot -> unit in it, key of its latest use
-    first_fill: dict[int, str] = {}
-    reads: dict[int, list[str]] = defaultdict(list)  # of parameters on NVMe, by the slot that they are on the way to
+    if not slots.of_unit:
+        return
+    occupant: dict[int, tuple[LoweredUnit, Draft]] = {}  # slot -> unit in it, its latest use
+    first_fill: dict[int, Draft] = {}
+    reads: dict[int, list[tuple[Draft, Draft]]] = defaultdict(list)  # from NVMe, with the fetch, by the fetch's slot
     positions = {draft.key: position for position, draft in enumerate(program.spine)}
     latest = -1  # behind what the latest fill was issued, as a position of the spine
     passed = 0  # parameters used so far
     used_at: dict[str, int] = {}
-    for draft in list(compute_drafts(program)):
-        for name in (draft.unit, *units[draft.unit].shared_units):
+    for user in program.computing:
+        for name in (user.unit, *program.named[user.unit].unit.shared_units):
             slot = slots.of_unit.get(name)
             if slot is None:
                 continue
-            held, used = occupant.get(slot, ("", ""))
-            if held != name or _released(program, units[name], passed - used_at[name]):
+            unit = program.named[name]
+            held, used = occupant.get(slot, (None, None))
+            if held is not unit or _released(program, unit, passed - used_at[name]):
                 # Lanes are first-in first-out, so fills are issued in the order of use: one whose slot is free early,
                 # but whose weights are updated late, would hold up all behind it.
-                latest = max(latest, positions.get(used, -1))
-                anchor = program.spine[latest].key if latest >= 0 else None
-                filled = _fill(program, units[name], slot, draft, after=used or None, anchor=anchor)
-                draft.after.append(filled[-1])
-                if program.drafts[filled[0]].op is Op.READ:
-                    reads[slot].append(filled.pop(0))
+                latest = max(latest, positions[used.key] if used else -1)
+                anchor = program.spine[latest] if latest >= 0 else None
+                filled = _fill(program, unit, slot, user, used, anchor, positions[user.key])
+                user.after += (filled[-1].key,)
+                if filled[0].op is Op.READ:
+                    reads[slot].append((filled[0], filled[1]))
+                    del filled[0]
                 first_fill.setdefault(slot, filled[0])
-            occupant[slot] = (name, draft.key)
-            passed += units[name].num_params
+            occupant[slot] = (unit, user)
+            passed += unit.num_params
             used_at[name] = passed
-    for slot, key in first_fill.items():
-        program.drafts[key].after_previous.append(occupant[slot][1])
-    _bound_reads(program, reads)
+    for slot, fill in first_fill.items():
+        fill.after_previous += (occupant[slot][1].key,)
+    _bound_reads(reads)
 
 
-def _released(program: Program, unit: Unit, num_params: int) -> bool:
+def _released(program: Program, unit: LoweredUnit, num_params: int) -> bool:
     """Return whether what was gathered is given up before it is needed again, so many parameters later."""
     limit = program.decisions.max_reuse_params
-    return unit.name in program.gathered and limit is not None and num_params > limit
+    return unit.amounts.gathered and limit is not None and num_params > limit
 
 
-def _bound_reads(program: Program, reads: dict[int, list[str]]) -> None:
+def _bound_reads(reads: dict[int, list[tuple[Draft, Draft]]]) -> None:
     """Give every slot one host buffer: it is read into again once what it held has gone on to the device."""
-    for keys in reads.values():
-        fetches = [key.replace(f"{Op.READ}:", f"{Op.FETCH}:", 1) for key in keys]
-        for key, fetched in zip(keys[1:], fetches, strict=False):
-            program.drafts[key].after.append(fetched)
-        program.drafts[keys[0]].after_previous.append(fetches[-1])
+    for through in reads.values():
+        for (_, fetched), (read, _) in itertools.pairwise(through):
+            read.after += (fetched.key,)
+        through[0][0].after_previous += (through[-1][1].key,)
 
 
-def _fill(program: Program, unit: Unit, slot: int, user: Draft, after: str | None, anchor: str | None) -> list[str]:
-    """Add the tasks that bring a unit into its slot for ``user``, issued behind ``anchor``; return their keys."""
-    decisions = program.decisions
+def _fill(
+    program: Program,
+    unit: LoweredUnit,
+    slot: int,
+    user: Draft,
+    used: Draft | None,
+    anchor: Draft | None,
+    position: int,
+) -> list[Draft]:
+    """Add the tasks that bring a unit into its slot, and return them.
+
+    Args:
+        program: where to.
+        unit: what is brought.
+        slot: where it comes.
+        user: the task that needs it there.
+        used: the latest task that needed what was there.
+        anchor: the task that they are issued behind, if not at the start.
+        position: of the user in the spine.
+    """
+    decisions, amounts = program.decisions, unit.amounts
     weight_bytes = decisions.precision.weight_bytes
+    start = (used.key,) if used else ()
     tasks: list[Draft] = []
-    if decisions.units[unit.name].fetched:
-        num_bytes = weight_bytes * program.shard_params[unit.name]
-        tasks.append(Draft(f"fetch:{user.key}:{unit.name}", Lane.H2D, Op.FETCH, user.phase, num_bytes=num_bytes))
-    if unit.name in program.gathered:
-        num_bytes = weight_bytes * unit.num_params
-        tasks.append(
-            Draft(f"gather:{user.key}:{unit.name}", Lane.COLLECTIVE, Op.GATHER, user.phase, num_bytes=num_bytes)
-        )
+    if unit.amounts.fetched:
+        fetch = program.draft(Lane.H2D, Op.FETCH, user.phase, unit, user.micro_batch, start)
+        fetch.num_bytes = weight_bytes * amounts.shard_params
+        tasks.append(fetch)
+    if amounts.gathered:
+        after = (*start, tasks[0].key) if tasks else start
+        gather = program.draft(Lane.COLLECTIVE, Op.GATHER, user.phase, unit, user.micro_batch, after)
+        gather.num_bytes = weight_bytes * unit.num_params
+        tasks.append(gather)
     tasks[-1].slot = slot
-    if after:
-        tasks[-1].after.append(after)
-        tasks[0].after = [after]
-    for previous, task in itertools.pairwise(tasks):
-        task.after.append(previous.key)
-    where = program.behind[anchor] if anchor else program.before[program.spine[0].key]
-    if unit.name in program.gathered and not decisions.gathers_ahead(
-        unit.num_params
-    ):  # not before the caller gets there
+    where = program.behind[anchor.key] if anchor else program.before[program.spine[0].key]
+    if amounts.gathered and not decisions.gathers_ahead(unit.num_params):  # not before the caller gets there
         where = program.before[user.key]
-        position = program.spine.index(user)
-        tasks[-1].after += [draft.key for draft in program.spine[max(position - 1, 0) : position]]
-    if decisions.units[unit.name].params == "nvme":
-        read = Draft(f"read:{user.key}:{unit.name}", Lane.NVME_READ, Op.READ, user.phase, slot=slot)
-        read.num_bytes = tasks[0].num_bytes
-        tasks[0].after.append(read.key)
-        tasks[0].pinned = decisions.pinned_reads
+        if position:
+            gather.after += (program.spine[position - 1].key,)
+    if unit.amounts.params == "nvme":
+        read = program.draft(Lane.NVME_READ, Op.READ, user.phase, unit, user.micro_batch)
+        read.num_bytes, read.slot = fetch.num_bytes, slot
+        fetch.after += (read.key,)
+        fetch.pinned = decisions.pinned_reads
         tasks.insert(0, read)
-    for task in tasks:
-        task.unit, task.micro_batch = unit.name, user.micro_batch
-        where.append(program.add(task))
+    where += tasks
     # Weights change once an iteration: only the first fill waits for updates (the pass ``updates`` sees to it).
-    program.first_use.setdefault(unit.name, (where, tasks[0].key))
-    return [task.key for task in tasks]
+    unit.first_fill = unit.first_fill or (where, tasks[0])
+    return tasks
 
 
-def first_forward(program: Program, unit: str) -> Draft:
-    """Return the first forward of a unit in the iteration."""
-    return program.drafts[f"{Op.FORWARD}:{unit}:0"]
-
-
-def issue_ahead(program: Program, unit: Unit, position: int, draft: Draft) -> None:
+def issue_ahead(program: Program, unit: LoweredUnit, position: int, draft: Draft) -> None:
     """Issue what a unit's first use in the iteration needs: just before it is gathered, or as far ahead as slots look.
 
     Uploads and fetches then queue up in the order of use.
     """
-    program.add(draft)
-    if unit.name in program.first_use:
-        issued, gather = program.first_use[unit.name]
-        issued.insert(issued.index(program.drafts[gather]), draft)
+    if unit.first_fill:
+        issued, fill = unit.first_fill
+        issued.insert(issued.index(fill), draft)
         return
     ahead = position - program.decisions.num_param_slots
     if ahead < 0:
         program.before[program.spine[0].key].append(draft)
     else:
-        program.behind[f"{Op.FORWARD}:{program.units[ahead].name}:0"].append(draft)
+        program.behind[program.units[ahead].forwards[0].key].append(draft)

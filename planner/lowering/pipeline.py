@@ -109,69 +109,58 @@ def _merge(parts: list[list[Unit]], stage: int, decisions: Decisions, specs: dic
 def compute(program: Program) -> None:
     """Lay the spine of a pipeline: all stages' forwards and backwards, each behind what it receives."""
     units, decisions = program.units, program.decisions
+    sent: dict[tuple[Lane, int, int], Draft] = {}  # by sender and micro-batch
     for op, stage, micro_batch in issue_order(len(units), decisions.num_micro_batches):
         unit, phase = units[stage], _PHASES[op]
-        draft = Draft(f"{op}:{unit.name}:{micro_batch}", Lane.COMPUTE, op, phase, unit.name, micro_batch)
-        draft.after = received(program, draft)
-        program.spine.append(program.add(draft))
         forward = op is Op.FORWARD
-        if not 0 <= stage + (1 if forward else -1) < len(units):
+        lane, step = (Lane.SEND, 1) if forward else (Lane.SEND_BACK, -1)
+        draft = program.draft(Lane.COMPUTE, op, phase, unit, micro_batch)
+        if received := sent.get((lane, stage - step, micro_batch)):
+            draft.after = (received.key,)
+        (unit.forwards if forward else unit.backwards).append(draft)
+        program.spine.append(draft)
+        if not 0 <= stage + step < len(units):
             continue
-        lane = Lane.SEND if forward else Lane.SEND_BACK
-        send = Draft(f"{lane}:{unit.name}:{micro_batch}", lane, Op.SEND, phase, unit.name, micro_batch)
-        send.num_bytes = -(-unit.activation_output_bytes // decisions.tensor_parallel)
-        send.after = [draft.key]
-        program.behind[draft.key].append(program.add(send))
+        send = sent[lane, stage, micro_batch] = program.draft(lane, Op.SEND, phase, unit, micro_batch, (draft.key,))
+        send.num_bytes = -(-unit.unit.activation_output_bytes // decisions.tensor_parallel)
+        program.behind[draft.key].append(send)
 
 
 def exchange_tied(program: Program) -> None:
     """Let the outer stages add up their gradients of the embedding, at the end: an all-reduce of two ranks."""
     first, last = program.units[0], program.units[-1]
-    tied = {spec.name: spec.num_params for spec in first.parameters if spec in last.parameters}
+    tied = {spec.name: spec.num_params for spec in first.unit.parameters if spec in last.unit.parameters}
     if not tied or len(program.units) == 1:
         return
     final = program.decisions.num_micro_batches - 1
-    backward = [f"{Op.BACKWARD}:{unit.name}:{final}" for unit in (first, last)]
+    backward = (first.backwards[final].key, last.backwards[final].key)
     for unit in (first, last):
-        exchange = Draft(exchanged(unit), Lane.COLLECTIVE, Op.SEND, Phase.BACKWARD, unit.name, final)
+        unit.exchange = program.draft(Lane.COLLECTIVE, Op.SEND, Phase.BACKWARD, unit, final, backward)
         # Each sends half and receives half, twice.
-        exchange.num_bytes = program.decisions.precision.weight_bytes * sum(tied.values())
-        exchange.after = list(backward)
-        program.at_step(exchange)
+        unit.exchange.num_bytes = program.decisions.precision.weight_bytes * sum(tied.values())
+        program.at_step(unit.exchange)
 
 
-def exchanged(unit: Unit) -> str:
-    """Return the key of an outer stage's exchange of the embedding's gradient."""
-    return f"exchange:{unit.name}"
-
-
-def received(program: Program, draft: Draft) -> list[str]:
-    """Return the keys of what a stage's forward or backward waits to receive."""
-    lane, sender = (Lane.SEND, -1) if draft.op is Op.FORWARD else (Lane.SEND_BACK, 1)
-    sender += program.stage_of[draft.unit]
-    if not 0 <= sender < len(program.units):
-        return []
-    return [f"{lane}:{program.units[sender].name}:{draft.micro_batch}"]
-
-
-def launch(program: Program, drafts: Iterator[Draft], kernels: dict[str, dict[str, int]]) -> None:
+def launch(program: Program) -> None:
     """Put the host's time to issue kernels beside every task of a stage.
 
     The host of a stage waits for each exchange (Megatron-LM synchronises there) and turns to the next task; then it
     issues kernels while the device runs them: what follows waits for the slower of both.
     """
-    computed: dict[str, str] = {}  # unit -> its last compute task
-    for draft in drafts:
-        where = (draft.phase, draft.unit, draft.micro_batch)
-        receive = Draft(f"receive:{draft.key}", Lane.LAUNCH, Op.RECEIVE, *where)
-        receive.after = draft.after + ([computed[draft.unit]] if draft.unit in computed else [])
-        issue = Draft(f"issue:{draft.key}", Lane.LAUNCH, Op.ISSUE, *where)
-        issue.num_kernels = kernels[draft.unit][draft.op]
-        issue.after = draft.after = [receive.key]
-        computed[draft.unit] = draft.key
-        program.before[draft.key] += [program.add(receive), program.add(issue)]
+    computed: dict[str, int] = {}  # unit -> its last compute task
+    for draft in program.computing:
+        unit = program.named[draft.unit]
+        before = (computed[unit.name],) if unit.name in computed else ()
+        receive = program.draft(
+            Lane.LAUNCH, Op.RECEIVE, draft.phase, unit, draft.micro_batch, after=draft.after + before
+        )
+        issue = program.draft(Lane.LAUNCH, Op.ISSUE, draft.phase, unit, draft.micro_batch, after=(receive.key,))
+        issue.num_kernels = unit.unit.num_kernels[draft.op]
+        draft.after = issue.after
+        computed[unit.name] = draft.key
+        program.before[draft.key] += [receive, issue]
         for follower in program.behind[draft.key]:
-            follower.after.append(issue.key)
+            follower.after += (issue.key,)
 
 
 def issue_order(num_stages: int, num_micro_batches: int) -> Iterator[tuple[Op, int, int]]:

@@ -1,159 +1,179 @@
 """The form a schedule has while it is being lowered: a spine of compute tasks, and what is issued around each.
 
-Passes refer to tasks by key (a string), so that they can add tasks anywhere without renumbering; :meth:`Program.number`
-turns keys into issue order at the end.
+Passes refer to tasks by key, the number of their draft in the order of making, so that they can add tasks anywhere
+without renumbering; :meth:`Program.number` turns keys into issue order at the end. What passes need to know of each
+other's tasks is noted with the unit that they work on (:class:`LoweredUnit`).
 """
 
 import dataclasses
 import functools
+import itertools
+import operator
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 
-from planner.decisions import Decisions, Place
-from planner.graph import Unit, segments
+from planner.decisions import Activations, Decisions
+from planner.graph import Unit
+from planner.lowering.amounts import Amounts, AmountsOf
 from planner.schedule import Arrays, Buffer, Held, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
 
+Keys = tuple[int, ...]
+ALWAYS = -1
+"""In place of the keys of what is always held."""
 
-@dataclasses.dataclass(slots=True, eq=False)
+
+@dataclasses.dataclass(eq=False)
 class Draft:
-    """A task whose dependencies are still keys. See :class:`planner.schedule.Task` for the other fields."""
+    """A task whose dependencies are still keys. See :class:`planner.schedule.Task` for the other fields.
 
-    key: str
+    Most have no use for most of the amounts, and are given those that they have behind their making.
+    """
+
+    key: int
     lane: Lane
     op: Op
     phase: Phase
-    unit: str = ""
-    micro_batch: int = 0
-    piece: int = -1
-    num_bytes: int = 0
-    num_params: int = 0
-    num_kernels: int = 0
-    num_tensors: int = 0
-    num_modules: int = 0
-    slot: int = -1
-    pinned: bool = True
-    stalls: bool = False
-    stage: int = 0
-    after: list[str] = dataclasses.field(default_factory=list)
-    after_previous: list[str] = dataclasses.field(default_factory=list)
+    unit: str
+    micro_batch: int
+    piece: int
+    stage: int
+    after: Keys
+    after_previous: Keys = dataclasses.field(default=(), init=False)
+    num_bytes: int = dataclasses.field(default=0, init=False)
+    num_params: int = dataclasses.field(default=0, init=False)
+    num_kernels: int = dataclasses.field(default=0, init=False)
+    num_tensors: int = dataclasses.field(default=0, init=False)
+    num_modules: int = dataclasses.field(default=0, init=False)
+    slot: int = dataclasses.field(default=-1, init=False)
+    pinned: bool = dataclasses.field(default=True, init=False)
+    stalls: bool = dataclasses.field(default=False, init=False)
 
 
-@dataclasses.dataclass(slots=True)
-class Hold:
-    """A buffer whose ends are still keys."""
+@dataclasses.dataclass(slots=True, eq=False)
+class LoweredUnit:
+    """A unit, what was decided for it, and the tasks that it has so far.
 
-    tier: Tier
-    memory_class: MemoryClass
-    num_bytes: int
-    label: str
-    first: str | None = None
-    last: str | None = None
+    Attributes:
+        unit: the unit of the model, or the stage of a pipeline.
+        amounts: what was decided for it, as amounts.
+        activations: what was decided for its activations.
+        name, num_params: the unit's own.
+        stage: its pipeline stage.
+        forwards, backwards: its compute tasks, by micro-batch.
+        agains: what runs just before its backward to have activations again, if anything does, by micro-batch.
+        offloads, reloads: the moves of its activations, if there are any, by micro-batch.
+        scatters, flushes: by micro-batch, the collective that adds up its gradient, and the copies of it to the host.
+        exchange: what adds up the gradient of a weight that the outer stages of a pipeline share.
+        spill: the write of its gradient to NVMe.
+        updates: the update of every subgroup.
+        changes: of every subgroup, what changes its state where that lives: the update itself, or what stores it.
+        first_fill: what fills its slot first in an iteration, and the list in which that is issued.
+    """
+
+    unit: Unit
+    amounts: Amounts
+    activations: Activations
+    name: str
+    num_params: int
+    stage: int
+    forwards: list[Draft] = dataclasses.field(default_factory=list)
+    backwards: list[Draft] = dataclasses.field(default_factory=list)
+    agains: list[Draft] = dataclasses.field(default_factory=list)
+    offloads: list[Draft] = dataclasses.field(default_factory=list)
+    reloads: list[Draft] = dataclasses.field(default_factory=list)
+    scatters: dict[int, Draft] = dataclasses.field(default_factory=dict)
+    flushes: dict[int, list[Draft]] = dataclasses.field(default_factory=dict)
+    exchange: Draft | None = None
+    spill: Draft | None = None
+    updates: list[Draft] = dataclasses.field(default_factory=list)
+    changes: list[Draft] = dataclasses.field(default_factory=list)
+    first_fill: tuple[list[Draft], Draft] | None = None
 
 
-@dataclasses.dataclass
 class Program:
     """What the passes read and extend.
 
     Attributes:
-        units: the model's units in forward order.
+        model: the model's units in forward order.
         decisions: what to lower.
+        units: the same units with what was decided for them.
+        named: the same, by name.
+        segments: the same, by segment, in forward order.
+        drafts: all tasks, by key.
         spine: the tasks that the training loop itself reaches, in order.
+        computing: those that compute.
+        clip: the barrier behind them, if gradients are clipped.
         before, behind: tasks issued just before or just behind a spine task, by its key, in order.
         tail: tasks issued at the end of the iteration.
         loop: what comes after all of them, if anything does.
-        first_use: for each unit in a slot, the key of what fills it first in an iteration, and the list it is in.
+
+    Raises:
+        ValueError: the decisions do not fit the units; naming the unit, the rule and the remedy.
     """
 
-    units: tuple[Unit, ...]
-    decisions: Decisions
-    spine: list[Draft] = dataclasses.field(default_factory=list)
-    before: dict[str, list[Draft]] = dataclasses.field(default_factory=lambda: defaultdict(list))
-    behind: dict[str, list[Draft]] = dataclasses.field(default_factory=lambda: defaultdict(list))
-    tail: list[Draft] = dataclasses.field(default_factory=list)
-    loop: Draft | None = None
-    holds: list[Hold] = dataclasses.field(default_factory=list)
-    drafts: dict[str, Draft] = dataclasses.field(default_factory=dict)
-    first_use: dict[str, tuple[list[Draft], str]] = dataclasses.field(default_factory=dict)
+    def __init__(self, model: tuple[Unit, ...], decisions: Decisions) -> None:
+        _check(model, decisions)
+        self.model, self.decisions = model, decisions
+        amounts_of, decided = AmountsOf(decisions), decisions.units
+        stages = range(len(model)) if decisions.pipeline_parallel > 1 else itertools.repeat(0)  # units are then stages
+        self.units = [
+            LoweredUnit(
+                unit,
+                amounts_of(unit, decided[unit.name]),
+                decided[unit.name].activations,
+                unit.name,
+                unit.num_params,
+                stage,
+            )
+            for unit, stage in zip(model, stages, strict=False)
+        ]
+        self.named = {unit.name: unit for unit in self.units}
+        self.segments = [list(group) for _, group in itertools.groupby(self.units, key=lambda each: each.unit.segment)]
+        self.drafts: list[Draft] = []
+        self.spine: list[Draft] = []
+        self.computing: list[Draft] = []
+        self.clip: Draft | None = None
+        self.before: dict[int, list[Draft]] = defaultdict(list)
+        self.behind: dict[int, list[Draft]] = defaultdict(list)
+        self.tail: list[Draft] = []
+        self.loop: Draft | None = None
+        self._held: list[tuple[Tier, MemoryClass, int, int, int, int]] = []  # the ends are keys, or ALWAYS
+        self._labels: list[str] = []
 
-    @functools.cached_property
-    def stage_of(self) -> dict[str, int]:
-        """The pipeline stage of each unit, by name."""
-        pipelined = self.decisions.pipeline_parallel > 1  # units are then stages
-        return {unit.name: stage if pipelined else 0 for stage, unit in enumerate(self.units)}
-
-    @functools.cached_property
-    def segments(self) -> list[list[Unit]]:
-        """The units by segment, in forward order."""
-        return segments(self.units)
-
-    @functools.cached_property
-    def replicas(self) -> dict[str, int]:
-        """How many ranks have the same part of a unit, by name of the unit."""
-        return {unit.name: self.decisions.replicas(unit) for unit in self.units}
-
-    @functools.cached_property
-    def shard_params(self) -> dict[str, int]:
-        """How many of a unit's parameters one rank updates, by name of the unit."""
-        return {unit.name: self.decisions.shard_params(unit) for unit in self.units}
-
-    @functools.cached_property
-    def padded_params(self) -> dict[str, int]:
-        """How many parameters a unit has with what pads it to equal shards, by name of the unit."""
-        sharded = self.decisions.zero_stage >= 1
-        return {name: shard * (self.replicas[name] if sharded else 1) for name, shard in self.shard_params.items()}
-
-    @functools.cached_property
-    def pieces(self) -> dict[str, tuple[tuple[int, Place], ...]]:
-        """Size and place of each of a unit's subgroups on one rank, by name of the unit."""
-        return {unit.name: self.decisions.placed_pieces(unit) for unit in self.units}
-
-    @functools.cached_property
-    def placed(self) -> dict[str, dict[Place, int]]:
-        """How many of a unit's parameters (on one rank) are updated at each place where any is, by name of the unit."""
-        found: dict[str, dict[Place, int]] = {}
-        for name, pieces in self.pieces.items():
-            found[name] = totals = dict[Place, int]()
-            for num_params, place in pieces:
-                totals[place] = totals.get(place, 0) + num_params
-        return found
-
-    @functools.cached_property
-    def flushed_params(self) -> dict[str, int]:
-        """How many of a unit's parameters (on one rank) have a gradient that is flushed to the host, by its name."""
-        flushes = self.decisions.flushes
-        return {
-            name: sum(num_params for place, num_params in placed.items() if flushes(name, place))
-            for name, placed in self.placed.items()
-        }
-
-    @functools.cached_property
-    def gathered(self) -> frozenset[str]:
-        """Units whose parameters are gathered from other ranks for every use."""
-        sharded = self.decisions.zero_stage == 3
-        return frozenset(name for name, count in self.replicas.items() if sharded and count > 1)
-
-    def placed_params(self, unit: Unit, *places: Place) -> int:
-        """Return how many of a unit's parameters (on one rank) are updated at some places."""
-        return sum(num_params for place, num_params in self.placed[unit.name].items() if place in places)
-
-    def add(self, draft: Draft) -> Draft:
-        """Make a draft known by its key, give it the stage of its unit, and return it."""
-        assert draft.key not in self.drafts, draft.key
-        draft.stage = self.stage_of.get(draft.unit, 0)
-        self.drafts[draft.key] = draft
+    def draft(
+        self,
+        lane: Lane,
+        op: Op,
+        phase: Phase,
+        unit: LoweredUnit | None = None,
+        micro_batch: int = 0,
+        after: Keys = (),
+        *,
+        piece: int = -1,
+    ) -> Draft:
+        """Return a new task, of a rank of its unit's stage; the caller says where it is issued."""
+        name, stage = (unit.name, unit.stage) if unit else ("", 0)
+        draft = Draft(len(self.drafts), lane, op, phase, name, micro_batch, piece, stage, after)
+        self.drafts.append(draft)
         return draft
 
-    def at_step(self, draft: Draft) -> Draft:
-        """Add a task behind everything that computes: before the norm is known, if gradients are clipped."""
-        (self.before["clip"] if self.decisions.clip else self.tail).append(self.add(draft))
-        return draft
+    def at_step(self, draft: Draft) -> None:
+        """Issue a task behind everything that computes: before the norm is known, if gradients are clipped."""
+        (self.before[self.clip.key] if self.clip else self.tail).append(draft)
 
-    def hold(self, tier: Tier, memory_class: MemoryClass, num_bytes: int, label: str, *ends: str) -> None:
-        """Hold bytes from the start of the first to the end of the second of ``ends``, or always if there are none.
-
-        What is always held is labelled with the unit it belongs to, if any.
-        """
+    def hold(self, tier: Tier, memory_class: MemoryClass, num_bytes: int, label: str, stage: int = 0) -> None:
+        """Hold bytes, if there are any, all the time, on a rank of a pipeline stage."""
         if num_bytes:
-            self.holds.append(Hold(tier, memory_class, num_bytes, label, *ends))
+            self._held.append((tier, memory_class, num_bytes, ALWAYS, ALWAYS, stage))
+            self._labels.append(label)
+
+    def hold_while(
+        self, memory_class: MemoryClass, num_bytes: int, label: str, first: Draft, last: Draft, tier: Tier = Tier.GPU
+    ) -> None:
+        """Hold bytes, if there are any, from the start of one task to the end of another."""
+        if num_bytes:
+            self._held.append((tier, memory_class, num_bytes, first.key, last.key, first.stage))
+            self._labels.append(label)
 
     def ordered(self) -> list[Draft]:
         """Return all drafts in issue order."""
@@ -167,27 +187,48 @@ class Program:
     def number(self, description: str) -> Schedule:
         """Turn keys into indices and return the schedule."""
         order = self.ordered()
-        index = {draft.key: i for i, draft in enumerate(order)}
+        index = dict(zip(map(_KEY, order), itertools.count()))
         assert len(index) == len(self.drafts) == len(order), "every draft is issued once"
-        after = [_indices(draft.after, index) for draft in order]
-        after_previous = [_indices(draft.after_previous, index) if draft.after_previous else () for draft in order]
-        stage_of, drafts = self.stage_of, self.drafts
+        after = _indices(map(_AFTER, order), index)
+        after_previous = _indices(map(_AFTER_PREVIOUS, order), index)
+        index[ALWAYS] = -1
         held = [
-            Held(h.tier, h.memory_class, h.num_bytes, -1, -1, stage_of.get(h.label, 0))
-            if h.first is None or h.last is None
-            else Held(h.tier, h.memory_class, h.num_bytes, index[h.first], index[h.last], drafts[h.first].stage)
-            for h in self.holds
+            Held(tier, memory_class, num_bytes, index[first], index[last], stage)
+            for tier, memory_class, num_bytes, first, last, stage in self._held
         ]
-        labels = [hold.label for hold in self.holds]
-        make = functools.partial(_made, order, after, after_previous, held, labels)
+        make = functools.partial(_made, order, after, after_previous, held, self._labels)
         return Schedule.deferred(Arrays.of(order, after, after_previous, held), make, description)
 
 
-def _indices(keys: list[str], index: dict[str, int]) -> tuple[int, ...]:
-    """Return where some tasks are, in order and each once."""
-    if len(keys) < 2:
-        return (index[keys[0]],) if keys else ()
-    return tuple(sorted({index[key] for key in keys}))
+_KEY, _AFTER, _AFTER_PREVIOUS = map(operator.attrgetter, ("key", "after", "after_previous"))
+
+
+def _indices(dependencies: Iterable[Keys], index: Mapping[int, int]) -> list[tuple[int, ...]]:
+    """Return where the tasks are that each task comes after, in order and each once."""
+    place = index.__getitem__
+    return [
+        tuple(sorted({*map(place, keys)})) if len(keys) > 1 else (place(keys[0]),) if keys else ()
+        for keys in dependencies
+    ]
+
+
+def _check(units: tuple[Unit, ...], decisions: Decisions) -> None:
+    """Check that decisions cover exactly these units, and what they say of activations."""
+    decided = decisions.units
+    names = {unit.name for unit in units}
+    if names != decided.keys():
+        strange = sorted(names ^ decided.keys())
+        raise ValueError(f"decisions and model differ in units {', '.join(strange[:3])}; plan this model again")
+    segments: dict[str, Activations] = {}
+    for unit in units:
+        activations = decided[unit.name].activations
+        if activations != "keep" and not unit.recompute:
+            verb = "offloaded" if decided[unit.name].offloads else "recomputed"
+            raise ValueError(f"unit {unit.name} cannot be {verb}; set its activations to 'keep'")
+        if segments.setdefault(unit.segment, activations) != activations:
+            raise ValueError(
+                f"segment {unit.segment}: all its units must keep, all recompute or all offload their activations"
+            )
 
 
 def _made(

@@ -4,8 +4,6 @@ from planner.decisions import Place
 from planner.lowering.program import Draft, Program
 from planner.schedule import Lane, Op, Phase
 
-# What changes state where it lives, if that is not the update itself.
-_WRITES = {Place.STREAM: Op.STORE, Place.NVME: Op.SWAP_OUT}
 _ON_HOST = frozenset({Place.CPU, Place.STREAM})
 
 
@@ -21,42 +19,23 @@ def snapshots(program: Program) -> None:
     """
     changing = [draft for draft in program.ordered() if draft.op is Op.UPDATE and draft.num_params]
     ahead = program.before[program.spine[0].key]
-    changes = {}
+    gates: dict[int, Draft] = {}  # by what they are issued just before
     for update in changing:
-        place = program.pieces[update.unit][update.piece][1]
-        change = update
-        if writes := _WRITES.get(place):
-            change = program.drafts[f"{writes}:{update.unit}:{update.piece}"]
-        draft = Draft(
-            f"{Op.SNAPSHOT}:{update.unit}:{update.piece}",
-            Lane.SNAPSHOT,
-            Op.SNAPSHOT,
-            Phase.UPDATE,
-            update.unit,
-            piece=update.piece,
-            num_bytes=program.decisions.state_bytes_per_param * update.num_params,
-        )
-        draft.after_previous.append(change.key)
-        ahead.append(program.add(draft))
-        if place in _ON_HOST:
-            changes[change.key] = _gate(program, draft, change)
-        else:
-            change.after.append(draft.key)
+        unit = program.named[update.unit]
+        _, place = unit.amounts.pieces[update.piece]
+        change = unit.changes[update.piece]
+        snapshot = program.draft(Lane.SNAPSHOT, Op.SNAPSHOT, Phase.UPDATE, unit, piece=update.piece)
+        snapshot.num_bytes = program.decisions.state_bytes_per_param * update.num_params
+        snapshot.after_previous += (change.key,)
+        ahead.append(snapshot)
+        waiting = snapshot
+        if place in _ON_HOST:  # the gate waits for whatever else the change does: no copy is made before it has to
+            waiting = gates[change.key] = program.draft(
+                Lane.GATE, Op.GATE, Phase.UPDATE, unit, after=(snapshot.key, *change.after), piece=update.piece
+            )
+            waiting.num_bytes = snapshot.num_bytes
+        change.after += (waiting.key,)
     for issued in (*program.before.values(), *program.behind.values(), program.tail):
-        issued[:] = [each for draft in issued for each in (*changes.get(draft.key, ()), draft)]
-
-
-def _gate(program: Program, snapshot: Draft, change: Draft) -> tuple[Draft]:
-    """Let a change wait for a gate, which waits for whatever else the change does: no copy is made before it has to."""
-    gate = Draft(
-        f"{Op.GATE}:{snapshot.unit}:{snapshot.piece}",
-        Lane.GATE,
-        Op.GATE,
-        Phase.UPDATE,
-        snapshot.unit,
-        piece=snapshot.piece,
-        num_bytes=snapshot.num_bytes,
-        after=[snapshot.key, *change.after],
-    )
-    change.after.append(gate.key)
-    return (program.add(gate),)
+        issued[:] = [
+            each for draft in issued for each in ((gates[draft.key], draft) if draft.key in gates else (draft,))
+        ]

@@ -7,7 +7,7 @@ more, one subgroup is read or written while another is updated.
 
 from planner.decisions import Decisions, GradientPath, Place
 from planner.graph import Unit
-from planner.lowering.program import Draft, Program
+from planner.lowering.program import Draft, LoweredUnit, Program
 from planner.schedule import Lane, Op, Phase
 
 # DeepSpeed's swapper: gradients of this many units may wait on the host to be written, its usual ``buffer_count``.
@@ -44,66 +44,49 @@ def num_spill_slots(decisions: Decisions) -> int:
     return decisions.num_gradient_slots if decisions.gradient_path is GradientPath.ONCE else _SWAPPER_SLOTS
 
 
-def spilled_bytes(program: Program) -> int:
+def spilled_bytes(decisions: Decisions) -> int:
     """Return the bytes per parameter of gradients that wait on NVMe."""
-    return program.decisions.spilled_bytes_per_param if program.decisions.spill_gradients else 0
+    return decisions.spilled_bytes_per_param if decisions.spill_gradients else 0
 
 
-def spill(program: Program, unit: Unit, backward: Draft, flushed: str, spilled: list[str]) -> None:
+def spill(program: Program, unit: LoweredUnit, backward: Draft, flushed: Draft, spilled: list[Draft]) -> None:
     """Write the gradient of the last micro-batch, the sum of all, to NVMe; ``spilled`` lists the writes so far."""
-    num_params = program.placed_params(unit, Place.NVME)
     last = backward.micro_batch == program.decisions.num_micro_batches - 1
-    if not (program.decisions.spill_gradients and num_params and last):
+    if not (unit.amounts.from_nvme and last and program.decisions.spill_gradients):
         return
     if len(spilled) >= (count := num_spill_slots(program.decisions)):
-        backward.after.append(spilled[-count])
-    key = f"{Op.SPILL}:{unit.name}"
-    draft = Draft(key, Lane.NVME_STATE_OUT, Op.SPILL, Phase.BACKWARD, unit.name, backward.micro_batch)
-    draft.num_bytes, draft.after = spilled_bytes(program) * num_params, [flushed]
-    program.behind[backward.key].append(program.add(draft))
-    spilled.append(key)
+        backward.after += (spilled[-count].key,)
+    unit.spill = program.draft(
+        Lane.NVME_STATE_OUT, Op.SPILL, Phase.BACKWARD, unit, backward.micro_batch, (flushed.key,)
+    )
+    unit.spill.num_bytes = spilled_bytes(program.decisions) * sum(unit.amounts.from_nvme)
+    program.behind[backward.key].append(unit.spill)
+    spilled.append(unit.spill)
 
 
-class StateRing:
-    """The host buffers, handed out in the order of updates."""
+class Ring:
+    """Buffers that state passes through, handed out in the order of updates.
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._swaps: list[tuple[Draft, Draft]] = []  # in, out
+    Args:
+        num_slots: how many there are.
+    """
 
-    def swap_in(self, where: list[Draft], unit: Unit, piece: int, num_params: int, ready: list[str]) -> Draft:
-        """Add the read of a subgroup into the next buffer.
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._passages: list[tuple[Draft, Draft]] = []  # in, out
 
-        It waits for the gradient (``ready``) only if that is read too.
-        """
-        swap = self._draft(Lane.NVME_STATE_IN, Op.SWAP_IN, unit, piece)
-        spilled = spilled_bytes(self._program)
-        swap.num_bytes = (self._program.decisions.state_bytes_per_param + spilled) * num_params
-        count = self._program.decisions.num_nvme_slots
-        swap.slot = len(self._swaps) % count
-        swap.after = list(ready) if spilled else []
-        if len(self._swaps) >= count:
-            swap.after.append(self._swaps[-count][1].key)
-        where.append(swap)
-        return swap
+    def take(self, arrival: Draft) -> None:
+        """Give what comes next a buffer: it waits until that is free."""
+        arrival.slot = len(self._passages) % self._num_slots
+        if len(self._passages) >= self._num_slots:
+            arrival.after += (self._passages[-self._num_slots][1].key,)
 
-    def swap_out(self, where: list[Draft], swap_in: Draft, unit: Unit, num_params: int, updated: str) -> Draft:
-        """Add the write of an updated subgroup, which frees its buffer."""
-        swap = self._draft(Lane.NVME_STATE_OUT, Op.SWAP_OUT, unit, swap_in.piece)
-        state_bytes = self._program.decisions.state_bytes_per_param
-        swap.num_bytes = (state_bytes + self._program.decisions.stored_weight_bytes(unit.name)) * num_params
-        swap.after = [updated]
-        swap_in.after_previous.append(swap.key)  # not before last iteration's state is back
-        where.append(swap)
-        self._swaps.append((swap_in, swap))
-        return swap
+    def free(self, arrival: Draft, leaving: Draft) -> None:
+        """Free its buffer when it has left."""
+        arrival.after_previous += (leaving.key,)  # not before last iteration's state is back
+        self._passages.append((arrival, leaving))
 
     def recycle(self) -> None:
-        """Let the first reads of an iteration wait for the buffers that the previous one used last."""
-        count = self._program.decisions.num_nvme_slots
-        for first, (swap_in, _) in enumerate(self._swaps[:count]):
-            swap_in.after_previous.append(self._swaps[first::count][-1][1].key)
-
-    def _draft(self, lane: Lane, op: Op, unit: Unit, piece: int) -> Draft:
-        draft = Draft(f"{op}:{unit.name}:{piece}", lane, op, Phase.UPDATE, unit.name, piece=piece)
-        return self._program.add(draft)
+        """Let the first of an iteration wait for the buffers that the previous one used last."""
+        for first, (arrival, _) in enumerate(self._passages[: self._num_slots]):
+            arrival.after_previous += (self._passages[first :: self._num_slots][-1][1].key,)

@@ -8,13 +8,10 @@ what the unit is charged with anyway.
 """
 
 import functools
+import itertools
 from collections.abc import Mapping
 
 from planner.graph import Unit
-
-# Of each operator, in forward order: saved bytes, workspace bytes, whether it is a bank of experts, and how many
-# parameters have which share of their gradient held from this backward on.
-_Steps = tuple[tuple[int, int, bool, tuple[tuple[int, float], ...]], ...]
 
 
 def backward_workspace_bytes(
@@ -34,16 +31,9 @@ def backward_workspace_bytes(
         return unit.workspace_bytes
     # The gradient of what goes around the unit waits until that of what goes through it is there.
     around_bytes = unit.activation_output_bytes if unit.recompute else 0
-    steps = tuple(
-        (
-            saved_bytes,
-            inside_bytes,
-            experts,
-            tuple([(num_params[name], fresh[name]) for name in names if name in fresh]),
-        )
-        for saved_bytes, inside_bytes, experts, names in unit.steps
-    )
-    return around_bytes + _most_bytes(steps, -around_bytes, weight_bytes, piled)
+    names = unit.gradient_names
+    sizes, shares = tuple(map(num_params.get, names, itertools.repeat(0))), tuple(map(fresh.get, names))
+    return around_bytes + _most_bytes(unit.steps, sizes, shares, -around_bytes, weight_bytes, piled)
 
 
 def least_workspace_bytes(unit: Unit, weight_bytes: int) -> int:
@@ -52,8 +42,19 @@ def least_workspace_bytes(unit: Unit, weight_bytes: int) -> int:
 
 
 @functools.lru_cache(4096)  # equal layers take the same steps, in every schedule of a search
-def _most_bytes(steps: _Steps, least_bytes: int, weight_bytes: int, piled: bool) -> int:
-    gradients = [[(weight_bytes * count, share) for count, share in parameters] for *_, parameters in steps]
+def _most_bytes(
+    steps: tuple[tuple[int, int, bool, int], ...],
+    num_params: tuple[int, ...],
+    shares: tuple[float | None, ...],
+    least_bytes: int,
+    weight_bytes: int,
+    piled: bool,
+) -> int:
+    made = zip(num_params, shares, strict=True)  # of all operators, one after another
+    gradients = [
+        [(weight_bytes * count, share) for count, share in itertools.islice(made, num_gradients) if share is not None]
+        for *_, num_gradients in steps
+    ]
     fresh_bytes = [sum(int(num_bytes * share) for num_bytes, share in sizes) for sizes in gradients]
     most_bytes, gone_bytes, coming_bytes, begun = least_bytes, 0, sum(fresh_bytes), False
     for (saved_bytes, inside_bytes, experts, _), sizes, made_bytes in zip(

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from planner.bounds.conditions import conditions
-from planner.bounds.program import LinearProgram
-from planner.bounds.solver import solve
+from planner.bounds.program import Boxes
+from planner.bounds.solver import Solver
 from planner.bounds.space import NEVER_S, RING, ROOM, Space
 from planner.decisions import Place
 from planner.engines import Mix, Setup, mixed, pieces
@@ -94,8 +94,8 @@ def _relaxed(
     The conditions know nothing of slots and of what is held for a moment only. So a mixture is simulated, and by as
     much as it overruns a memory, or leaves it empty, the next one is allowed less of it, or more.
     """
-    program = conditions(space, scorer.cost, NEVER_S)
-    if (relaxed := solve(program)) is None:
+    solver = Solver(conditions(space, scorer.cost, NEVER_S))
+    if (relaxed := solver.solve()) is None:
         return [], math.inf
     if relaxed.value >= enough_s:
         return [], relaxed.value
@@ -103,12 +103,10 @@ def _relaxed(
     without = [(":spill", ":evict"), (":offload", ":evict")] if setup.storage == "nvme" else [()]
     fitted = []
     for names in without:
-        limited = (
-            program.within({name: (0.0, 0.0) for name in program.boxes if name.endswith(names)}) if names else program
-        )
-        found = _fitted(setup, scorer, limited, stage, slots if len(without) == 1 else slots[:1])
+        closed = {name: (0.0, 0.0) for name in solver.boxes if names and name.endswith(names)}
+        found = _fitted(setup, scorer, solver, closed, stage, slots if len(without) == 1 else slots[:1])
         if all(overload for (overload, _), _ in found):
-            found += _fitted(setup, scorer, limited, stage, _FEWEST_SLOTS)
+            found += _fitted(setup, scorer, solver, closed, stage, _FEWEST_SLOTS)
         if found:
             _, mix = min(found, key=lambda pair: pair[0])
             together = dataclasses.replace(mix, spread=0)
@@ -118,15 +116,30 @@ def _relaxed(
 
 
 def _fitted(
-    setup: Setup, scorer: Scorer, program: LinearProgram, stage: int, slots: Sequence[tuple[int, int, int]]
+    setup: Setup,
+    scorer: Scorer,
+    solver: Solver,
+    closed: Boxes,
+    stage: int,
+    slots: Sequence[tuple[int, int, int]],
 ) -> list[tuple[tuple[float, float], Mix]]:
-    """Return mixes that are nearer and nearer to filling memory, with the order of their score."""
+    """Return mixes that are nearer and nearer to filling memory, with the order of their score.
+
+    Args:
+        setup: what is asked for.
+        scorer: scores them.
+        solver: of the conditions.
+        closed: boxes of the variables that are left out.
+        stage: the ZeRO stage.
+        slots: slots of parameters, of streamed state and of gradients that are tried.
+    """
     room = dict.fromkeys(ROOM, 1.0)
     fitted: list[tuple[tuple[float, float], Mix]] = []
     for num_slots, num_state_slots, num_gradient_slots in slots:
-        slotted = program.within(_rings(setup, program, num_slots) if stage == 3 else {})
+        rings = _rings(setup, solver.boxes, num_slots) if stage == 3 else {}
         for _ in range(_NUM_FITS):
-            solution = solve(slotted.within({ROOM[tier]: (share, share) for tier, share in room.items()}))
+            rooms = {ROOM[tier]: (share, share) for tier, share in room.items()}
+            solution = solver.solve({**closed, **rings, **rooms})
             if solution is None:
                 break
             mix = _rounded(setup, solution.values, stage)
@@ -146,11 +159,11 @@ def _fitted(
     return fitted
 
 
-def _rings(setup: Setup, program: LinearProgram, num_slots: int) -> dict[str, tuple[float, float]]:
+def _rings(setup: Setup, boxes: Boxes, num_slots: int) -> Boxes:
     """Return boxes of the variables for slots, where there are so many of each size and every unit needs one."""
-    counts = Counter(unit.num_params for unit in setup.units if f"{unit.name}:fills" in program.boxes)
+    counts = Counter(unit.num_params for unit in setup.units if f"{unit.name}:fills" in boxes)
     return {
-        name: (min(num_slots / count, 1.0) * program.boxes[name][1], program.boxes[name][1])
+        name: (min(num_slots / count, 1.0) * boxes[name][1], boxes[name][1])
         for name, count in ((f"{RING}{num_params}", count) for num_params, count in counts.items())
     }
 

@@ -216,10 +216,10 @@ def test_what_is_taken_is_at_rest_until_it_may_change(plan, seed, tmp_path_facto
 def without_gates(program):
     """Take state, and let nothing wait for that."""
     plain_snapshots(program)
-    gates = {key for key, draft in program.drafts.items() if draft.op in {Op.SNAPSHOT, Op.GATE}}
-    for draft in program.drafts.values():
+    gates = {draft.key for draft in program.drafts if draft.op in {Op.SNAPSHOT, Op.GATE}}
+    for draft in program.drafts:
         if draft.op not in {Op.SNAPSHOT, Op.GATE}:
-            draft.after[:] = [key for key in draft.after if key not in gates]
+            draft.after = tuple(key for key in draft.after if key not in gates)
 
 
 plain_snapshots = planner.lowering.snapshots
@@ -228,9 +228,9 @@ plain_snapshots = planner.lowering.snapshots
 def before_updates(program):
     """Take state, and wait for no update that may still be under way."""
     plain_snapshots(program)
-    for draft in program.drafts.values():
+    for draft in program.drafts:
         if draft.op is Op.SNAPSHOT:
-            draft.after_previous.clear()
+            draft.after_previous = ()
 
 
 NO_GATES = (planner.lowering, "snapshots", without_gates)

@@ -13,8 +13,8 @@ from machines import machine, quantity, rate
 from hwprofiles.profile import HardwareProfile
 from planner.bounds.conditions import conditions, decided
 from planner.bounds.program import bound
-from planner.bounds.solver import solve
-from planner.bounds.space import Space
+from planner.bounds.solver import Solver, solve
+from planner.bounds.space import NEVER_S, ROOM, Space
 from planner.costs import CostModel
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
@@ -48,6 +48,21 @@ def with_memory(profile: HardwareProfile, gpu_bytes: float, host_bytes: float, n
     assert profile.nvme is not None
     nvme = profile.nvme.model_copy(update={"capacity_bytes": quantity(nvme_bytes, "bytes")})
     return profile.model_copy(update={"device": device, "host": host, "nvme": nvme})
+
+
+def test_other_boxes_are_another_program() -> None:
+    """A solver that is asked again, with other boxes and with its own, answers as one that never was."""
+    units = small_units()
+    given = decide(units)
+    program = conditions(
+        Space(units, given.model_copy(update={"units": {}})), CostModel.of(machine(), units, given), NEVER_S
+    )
+    solver, name = Solver(program), ROOM[Tier.GPU]
+    for share in (1.0, 1e-3, 1e-9, 1.0):
+        boxes = {name: (share, share)}
+        assert solver.solve(boxes) == solve(program.within(boxes))
+    assert solver.solve() == solve(program)
+    assert solver.solve({name: (1e-9, 1e-9)}) is None
 
 
 def check(units: tuple[Unit, ...], decisions: Decisions, profile: HardwareProfile) -> float:

@@ -1,6 +1,7 @@
 """Schedules do what training needs, under any timing; the checker itself is checked on schedules with broken rules."""
 
 import dataclasses
+import itertools
 from collections import Counter
 
 import pytest
@@ -14,6 +15,7 @@ from planner.decisions import Decisions, GradientPath, HostUpdate, Place, Precis
 from planner.engines import POLICIES, STORAGE_POLICIES, Mix, Setup, mixed
 from planner.graph import Unit
 from planner.lowering import lower, slots
+from planner.lowering.amounts import AmountsOf
 from planner.lowering.storage import num_spill_slots
 from planner.schedule import Lane, MemoryClass, Op, Schedule, Tier
 from planner.simulate.machine import run
@@ -46,6 +48,25 @@ def test_every_engine_policy_is_safe(model: str, policy: str, ranks: int, num_mi
     for decisions in ALL_POLICIES[policy](setup):
         schedule = lower(units, decisions, asynchronous=True)
         assert violations(schedule, units, decisions, ordered_by_rules(schedule)) == []
+
+
+def test_equal_amounts_are_each_units_own() -> None:
+    """What is worked out once for several units is what each would have been given by itself."""
+    units = small_units(num_layers=5)
+    decisions = decide(units, Place.STREAM)
+    ways = itertools.product(["gpu", "host"], ["gpu", "host"])
+    by_segment = {
+        f"layers.{layer}": {"params": params, "streamed_gradients": g} for layer, (params, g) in enumerate(ways)
+    }
+    by_segment["layers.4"] = {"update": (Place.CPU,)}
+    chosen = {
+        unit.name: decisions.units[unit.name].model_copy(update=by_segment.get(unit.segment, {})) for unit in units
+    }
+    decisions = decisions.model_copy(update={"units": chosen})
+    shared = AmountsOf(decisions)
+    amounts = [dataclasses.asdict(shared(unit, chosen[unit.name])) for unit in units]
+    assert amounts == [dataclasses.asdict(AmountsOf(decisions)(unit, chosen[unit.name])) for unit in units]
+    assert len({unit.segment for unit in units} & by_segment.keys()) == 5
 
 
 # Between them these need every kind of dependency.

@@ -1,0 +1,160 @@
+"""What of a unit is where, on one rank: all that follows from its size and its decision before any task is made.
+
+A model has few kinds of units and a candidate decides few things for each, so that most of its units have equal
+amounts: these are worked out once for all that do.
+"""
+
+import dataclasses
+from collections import Counter
+from typing import Literal
+
+from planner.decisions import Decisions, GradientPath, Place, UnitDecision
+from planner.graph import Unit
+from planner.schedule import Tier
+
+HeldBytes = tuple[tuple[Tier, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Amounts:
+    """What of a unit is where, on one rank.
+
+    Attributes:
+        params: where its parameters are.
+        fetched: they come from the host for every use.
+        replicas: ranks that have the same part of it.
+        shard_params: parameters that one rank updates.
+        padded_params: all parameters, with what pads them to equal shards.
+        gathered: its parameters are gathered from other ranks for every use.
+        regathered: ranks give each other the shards that they updated.
+        pieces: size and place of each subgroup.
+        streamed, from_nvme: sizes of those that are streamed, and of those whose state is on NVMe.
+        flushes: the places whose gradients are flushed to the host.
+        flushed_params: how many parameters have such a gradient.
+        buffer_params: those whose gradients have a buffer on the device that was allocated before training.
+        resident_params: those whose gradients stay on the device otherwise.
+        parameters, optimizer, gradients: bytes that are always held under the unit's name.
+    """
+
+    params: Literal["gpu", "host", "nvme"]
+    fetched: bool
+    replicas: int
+    shard_params: int
+    padded_params: int
+    gathered: bool
+    regathered: bool
+    pieces: tuple[tuple[int, Place], ...]
+    streamed: tuple[int, ...]
+    from_nvme: tuple[int, ...]
+    flushes: frozenset[Place]
+    flushed_params: int
+    buffer_params: int
+    resident_params: int
+    parameters: HeldBytes
+    optimizer: HeldBytes
+    gradients: HeldBytes
+
+
+class AmountsOf:
+    """The amounts of the units of one schedule.
+
+    Args:
+        decisions: what was chosen.
+    """
+
+    def __init__(self, decisions: Decisions) -> None:
+        self._decisions, self._degrees = decisions, decisions.degrees
+        self._known: dict[tuple[object, ...], Amounts] = {}
+
+    def __call__(self, unit: Unit, decided: UnitDecision) -> Amounts:
+        """Return the amounts of a unit for which something was decided.
+
+        Raises:
+            ValueError: that does not fit the unit.
+        """
+        kind = (unit.num_params, unit.parts(self._degrees), decided.params, decided.update, decided.streamed_gradients)
+        if (known := self._known.get(kind)) is None:
+            _check(self._decisions, unit, decided)
+            known = self._known[kind] = _amounts(self._decisions, unit, decided)
+        return known
+
+
+def _check(decisions: Decisions, unit: Unit, decided: UnitDecision) -> None:
+    if decided.fetched and decisions.regathers(unit):
+        raise ValueError(
+            f"unit {unit.name}: with zero_stage {decisions.zero_stage} every rank's host has only the weights that "
+            "it updates, and cannot serve the rest; set params to 'gpu' or zero_stage to 3"
+        )
+    if (want := len(decisions.piece_params(unit))) != len(decided.update):
+        raise ValueError(
+            f"unit {unit.name} has {want} subgroups of at most {decisions.subgroup_params} parameters, but "
+            f"{len(decided.update)} places; give one place per subgroup"
+        )
+
+
+def _amounts(decisions: Decisions, unit: Unit, decided: UnitDecision) -> Amounts:
+    name, pieces = unit.name, decisions.placed_pieces(unit)
+    placed = Counter[Place]()
+    for num_params, place in pieces:
+        placed[place] += num_params
+    flushes = frozenset(place for place in placed if decisions.flushes(name, place))
+    flushed = sum(placed[place] for place in flushes)
+    # DeepSpeed's flat buffer for what the device updates is allocated once, before training.
+    buffer = placed[Place.GPU] if decisions.gradient_path is not GradientPath.ONCE else 0
+    shard, padded, gathered = decisions.shard_params(unit), decisions.padded_params(unit), decisions.gathers(unit)
+    return Amounts(
+        params=decided.params,
+        fetched=decided.fetched,
+        replicas=decisions.replicas(unit),
+        shard_params=shard,
+        padded_params=padded,
+        gathered=gathered,
+        regathered=decisions.regathers(unit),
+        pieces=pieces,
+        streamed=tuple(n for n, place in pieces if place is Place.STREAM),
+        from_nvme=tuple(n for n, place in pieces if place is Place.NVME),
+        flushes=flushes,
+        flushed_params=flushed,
+        buffer_params=buffer,
+        resident_params=shard - flushed - buffer,
+        parameters=_parameters(decisions, name, placed, shard, shard if gathered else padded),
+        optimizer=_optimizer(decisions, placed),
+        gradients=_gradients(decisions, name, placed, flushed),
+    )
+
+
+def _parameters(decisions: Decisions, name: str, placed: Counter[Place], shard: int, resident: int) -> HeldBytes:
+    params, weight_bytes = decisions.units[name].params, decisions.precision.weight_bytes
+    on_device = weight_bytes * resident if params == "gpu" else 0
+    if params == "nvme":
+        on_nvme = decisions.num_state_versions * decisions.stored_weight_bytes(name) * shard
+        return _held((Tier.GPU, on_device), (Tier.NVME, on_nvme))
+    served = sum(n for place, n in placed.items() if decisions.serves(name, place))
+    return _held((Tier.GPU, on_device), (Tier.HOST, weight_bytes * served))
+
+
+def _optimizer(decisions: Decisions, placed: Counter[Place]) -> HeldBytes:
+    state_bytes = decisions.state_bytes_per_param
+    return _held(
+        (Tier.HOST, state_bytes * (placed[Place.CPU] + placed[Place.STREAM])),
+        (Tier.NVME, decisions.num_state_versions * state_bytes * placed[Place.NVME]),
+        (Tier.GPU, decisions.resident_state_bytes_per_param * placed[Place.GPU]),
+    )
+
+
+def _gradients(decisions: Decisions, name: str, placed: Counter[Place], flushed: int) -> HeldBytes:
+    """Return what is always held for gradients that have left, but for rooms that spilled ones pass through.
+
+    On the host they are of the type that they would be spilled in.
+    Those that take the place of weights need no room: see [Note: In place] in :mod:`planner.decisions`.
+    """
+    spilled = placed[Place.NVME] if decisions.spill_gradients else 0
+    in_place = sum(n for place, n in placed.items() if decisions.arrives_in_place(name, place))
+    return _held(
+        (Tier.NVME, decisions.spilled_bytes_per_param * spilled),
+        (Tier.HOST, decisions.spilled_bytes_per_param * (flushed - spilled - in_place)),
+    )
+
+
+def _held(*amounts: tuple[Tier, int]) -> HeldBytes:
+    return tuple((tier, num_bytes) for tier, num_bytes in amounts if num_bytes)
