@@ -36,6 +36,8 @@ _CLOSE = 1e-2
 _SIMULATIONS, _TASKS = 120, 200_000
 # The share of the budget that is kept for moving single units.
 _POLISH = 0.25
+# If nobody says how long to look: the share of the budget in which nothing worth the time was found.
+_PATIENCE = 0.25
 # Of how many tenths of all segments activations are swapped, in seeds.
 _SWAPPED_TENTHS = (0, 3, 6, 10)
 # What remains of the budget for descents after each of them.
@@ -51,7 +53,8 @@ def search(
         setup: what is asked for.
         scorer: scores candidates.
         max_simulations: stop the local search after so many; the seeds are always scored. By default as many as take a
-            second or two: schedules of small models have few tasks. For each kind of storage, as many again.
+            second or two: schedules of small models have few tasks. For each kind of storage, as many again. Then it
+            also stops where a quarter of them in a row have gained next to nothing.
         progress: called with the best so far and the number of simulations.
     """
 
@@ -108,9 +111,10 @@ def _improve(
         return best, bound_s
     before = scorer.num_simulations
     if max_simulations is None:
-        max_simulations = before + _default_simulations(scorer, best, endless=last)
-        if storage and enough_s == NEVER_S:  # nothing was searched with less
-            max_simulations += max_simulations - before
+        num_default = _default_simulations(scorer, best, endless=last)
+        num_default *= 2 if storage and enough_s == NEVER_S else 1  # nothing was searched with less
+        scorer.be_patient(int(num_default * _PATIENCE))
+        max_simulations = before + num_default
     room = max(max_simulations - before, 0)
     mix: Mix | None = None
     later = _LATER_WITH_STORAGE if storage else _LATER
@@ -130,6 +134,7 @@ def _improve(
         if best.order > (0.0, enough_s):
             best = best_of([best, polish(setup, scorer, end, enough_s, limit)])
     tell(best)
+    scorer.be_patient()
     if mix is not None and best.decisions == mixed(setup, mix):
         # Equally fast is not equally good: what is hidden now may show when the model is off.
         limit_s = _tolerance_s(best, engines.values())

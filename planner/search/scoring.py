@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import gc
+import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
@@ -21,6 +22,8 @@ Progress = Callable[["Candidate", int], None]
 Key = Callable[["Candidate"], tuple[float, ...]]
 
 ENDLESS = 10**9
+# A candidate that is faster by this part is worth looking for more.
+_WORTH = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +116,7 @@ class Scorer:
     def __init__(self, workload: Workload, cost: CostModel, deadline_s: float | None = None) -> None:
         self.deadline_s = deadline_s
         self.num_simulations = 0
+        self.be_patient()
         self._workload = workload
         self.cost = cost
         self._seen: dict[str, Candidate] = {}
@@ -120,7 +124,13 @@ class Scorer:
     def spent(self, max_simulations: int = ENDLESS) -> bool:
         """Return whether a budget is used up."""
         late = self.deadline_s is not None and time.monotonic() >= self.deadline_s
-        return late or self.num_simulations >= max_simulations
+        idle = self.num_simulations - self._gained_at >= self._patience
+        return late or idle or self.num_simulations >= max_simulations
+
+    def be_patient(self, patience: int = ENDLESS) -> None:
+        """From now on a budget is used up too when so many simulations in a row have gained next to nothing."""
+        self._patience, self._gained_at = patience, self.num_simulations
+        self._best = (math.inf, math.inf)
 
     def schedule(self, decisions: Decisions) -> Schedule:
         """Return the schedule of some decisions."""
@@ -132,7 +142,10 @@ class Scorer:
         if key not in self._seen:
             units, asynchronous = self._workload.units, self.cost.asynchronous
             schedule = _LOWERED.get((id(units), asynchronous, key), units, lambda: self.schedule(decisions))
-            self._seen[key] = self._score(decisions, schedule)
+            self._seen[key] = found = self._score(decisions, schedule)
+            overload, iteration_s = self._best
+            if found.order < (overload, iteration_s * (1 - _WORTH)):
+                self._best, self._gained_at = found.order, self.num_simulations
         return self._seen[key]
 
     def predict(self, decisions: Decisions) -> Prediction:

@@ -190,3 +190,14 @@ def test_the_critical_path_explains_the_period(name: str) -> None:
     path = critical_path(simulation.timeline, simulation.steady)
     assert sum(path.values()) == pytest.approx(simulation.timeline.period_s(simulation.steady), rel=0.01)
     assert list(path.values()) == sorted(path.values(), reverse=True)
+
+
+def test_a_search_of_its_own_length_ends_when_it_has_gained_nothing_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup, workload, cost = prepare(dataclasses.replace(REQUESTS["tight"], num_micro_batches=2))
+    found = search(setup, Scorer(workload, cost))
+    asked_for = search(setup, Scorer(workload, cost), 2 * found.num_simulations)
+    monkeypatch.setattr("planner.search._PATIENCE", 1.0)
+    whole = search(setup, Scorer(workload, cost))
+    assert found.num_simulations < 0.8 * whole.num_simulations
+    assert found.num_simulations < asked_for.num_simulations, "what is asked for is not cut short"
+    assert found.best.iteration_s <= min(whole.best.iteration_s, asked_for.best.iteration_s) * 1.01
