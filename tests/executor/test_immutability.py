@@ -234,7 +234,11 @@ def before_updates(program):
 
 
 NO_GATES = (planner.lowering, "snapshots", without_gates)
-GATES_DO_NOT_WAIT = (CheckpointEngine, "release", lambda _self, _key: None)  # of what is lent; other state is copied
+GATES_DO_NOT_WAIT = (
+    CheckpointEngine,
+    "release",
+    lambda *_key, **_haste: None,
+)  # of what is lent; other state is copied
 TOO_EARLY = (planner.lowering, "snapshots", before_updates)
 SNAPSHOTS = frozenset({Op.SNAPSHOT})
 
