@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from executor.direct import pages
 from executor.meter import MemoryMeter
 from executor.optimizer import WorkerTeam
 from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16
@@ -135,7 +136,7 @@ class HostBackend:
 
     def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:  # noqa: ARG002 - one of the Backend's methods
         """See :class:`Backend`."""
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.from_numpy(pages(num_bytes)) if num_bytes else torch.empty(0, dtype=torch.uint8)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """See :class:`Backend`."""

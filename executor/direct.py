@@ -7,6 +7,9 @@ import mmap
 import os
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 BLOCK_BYTES: Final = 4096
 """Offsets, lengths and addresses of direct transfers are multiples of this: a page, and no drive has larger sectors."""
 
@@ -19,6 +22,18 @@ NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 def in_blocks(num_bytes: int) -> int:
     """Return bytes rounded up to whole blocks."""
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def pages(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return memory of whole pages, all zero, uint8 ``[num_bytes]``; large pages where the system gives them.
+
+    A direct transfer looks up and holds each page of its memory: 1024 small ones or two large ones in 4 MiB.
+    """
+    memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory seldom has large pages
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 def go_direct(fd: int, *, probes: bool = True) -> bool:

@@ -19,7 +19,7 @@ from planner.layout import Layout
 from planner.lowering import stages
 from planner.models.kernels import Collective, flop, num_kernels
 from planner.optimizers import MEASURED, OPTIMIZERS, Optimizer
-from planner.schedule import Lane, Op, Schedule, Work
+from planner.schedule import Lane, Op, Schedule, Work, kind_of
 
 _WORTH_A_WARNING_S = 1e-3
 # Outputs along each side of what one multiprocessor computes at a time.
@@ -113,7 +113,8 @@ class CostModel:
         # Ranks behind one switch copy at the same time, so that all their bytes cross its uplink.
         self._ranks_per_uplink = min(self.ranks_per_node, profile.devices_per_uplink())
         self._kernels: dict[int, tuple[float, float]] = {}  # by identity: equal layers share their kernels
-        self._prices: dict[tuple[Hashable, ...], Price] = {}
+        self._prices: dict[Hashable, Price] = {}  # by kind
+        self._same: dict[Price, Price] = {}
 
     @classmethod
     def of(cls, profile: HardwareProfile, units: tuple[Unit, ...], decisions: Decisions) -> Self:
@@ -164,34 +165,16 @@ class CostModel:
 
     def prices(self, schedule: Schedule) -> list[Price]:
         """Return the price of every task of a schedule; equal work has one object for its price."""
-        arrays = schedule.arrays
-        prices = [self.price(work) for work in arrays.works]
+        arrays, known = schedule.arrays, self._prices
+        prices = [known.get(kind) or self.price(work) for kind, work in zip(arrays.kinds, arrays.works, strict=True)]
         return [prices[number] for number in arrays.work.tolist()]
 
     def price(self, task: Work) -> Price:
         """Return the price of one task."""
-        computes = task.lane is Lane.COMPUTE
-        # All that a price depends on: equal layers have equal tasks, and candidates of a search too.
-        key: tuple[Hashable, ...] = (
-            (task.op, task.unit)
-            if computes
-            else (
-                task.lane,
-                task.op,
-                self._parts(task),
-                task.num_bytes,
-                task.num_params,
-                task.num_kernels,
-                task.num_tensors,
-                task.num_modules,
-                task.pinned,
-                task.stalls,
-                task.micro_batch > 0,
-                task.stage,
-            )
-        )
-        if (price := self._prices.get(key)) is None:
-            price = self._prices[key] = self._compute(task) if computes else self._price(task)
+        kind = kind_of(task)  # equal layers have equal tasks, and candidates of a search too
+        if (price := self._prices.get(kind)) is None:
+            price = self._compute(task) if task.lane is Lane.COMPUTE else self._price(task)
+            price = self._prices[kind] = self._same.setdefault(price, price)
         return price
 
     def _parts(self, task: Work) -> int:

@@ -70,6 +70,11 @@ class Setup:
         return common
 
     @functools.cached_property
+    def known_mixes(self) -> "dict[Mix, Decisions]":
+        """What :func:`mixed` has made so far."""
+        return {}
+
+    @functools.cached_property
     def degrees(self) -> Degrees:
         """How many ranks share what."""
         return Degrees(self.data_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
@@ -275,7 +280,16 @@ def mixed(setup: Setup, mix: Mix) -> Decisions:
     that offload among those that recompute. Units with a shared weight, and those that are updated on the device, keep
     their parameters there. What is very small always does: anywhere else it would take a turn, and a slot, for next to
     nothing.
+
+    A search comes by the same mixes again and again: each is one object.
     """
+    known = setup.known_mixes
+    if (found := known.get(mix)) is None:
+        found = known[mix] = _mixed(setup, mix)
+    return found
+
+
+def _mixed(setup: Setup, mix: Mix) -> Decisions:
     counts = setup.movable
     fixed = setup.tied
     order = setup.in_turn

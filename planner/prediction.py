@@ -2,15 +2,13 @@
 
 import dataclasses
 
-import numpy as np
-
 from planner.costs import CostModel, total_flop
 from planner.critical import critical_path
 from planner.decisions import Decisions, Frozen
 from planner.graph import Unit
 from planner.schedule import TIERS, MemoryClass, Schedule, Tier
 from planner.simulate.machine import Simulation
-from planner.timeline import Timeline, memory_use
+from planner.timeline import Timeline, memory_use, peak_bytes
 
 
 class TierMemory(Frozen):
@@ -96,8 +94,7 @@ def predict(workload: Workload, decisions: Decisions, cost: CostModel, simulatio
 
 def memory_peaks(timeline: Timeline, iteration: int, cost: CostModel) -> dict[Tier, TierMemory]:
     """Return peaks against capacities: one device's, and those of all ranks on one node together."""
-    capacity = capacities(cost)
-    scale = {Tier.GPU: 1, Tier.HOST: cost.ranks_per_node, Tier.NVME: cost.ranks_per_node}
+    capacity, scale = capacities(cost), _num_holders(cost)
     use = memory_use(timeline, iteration)
     return {
         tier: TierMemory(
@@ -119,11 +116,19 @@ def capacities(cost: CostModel) -> dict[Tier, int]:
     }
 
 
+def needs_bytes(timeline: Timeline, iteration: int, cost: CostModel) -> dict[Tier, int]:
+    """Return the peaks of :func:`memory_peaks` alone: what a search needs, hundreds of times."""
+    ranks = _num_holders(cost)
+    return {tier: ranks[tier] * most for tier, most in peak_bytes(timeline, iteration).items()}
+
+
+def _num_holders(cost: CostModel) -> dict[Tier, int]:
+    """Return how many ranks hold something in one memory of each tier."""
+    return {Tier.GPU: 1, Tier.HOST: cost.ranks_per_node, Tier.NVME: cost.ranks_per_node}
+
+
 def always_held(schedule: Schedule, cost: CostModel) -> dict[Tier, int]:
     """Return a lower bound of each tier's peak without simulating: what is held all the time."""
-    arrays, num_stages = schedule.arrays, schedule.num_stages
-    always = arrays.first < 0
-    held = np.zeros((len(TIERS), num_stages), np.int64)
-    np.add.at(held, (arrays.tier[always], arrays.stage[always]), arrays.num_bytes[always])
-    ranks = {Tier.GPU: 1, Tier.HOST: cost.ranks_per_node, Tier.NVME: cost.ranks_per_node}
-    return {tier: ranks[tier] * most for tier, most in zip(TIERS, held.max(axis=1).tolist(), strict=True)}
+    most = schedule.arrays.always_held.max(axis=1, initial=0).tolist()
+    ranks = _num_holders(cost)
+    return {tier: ranks[tier] * held for tier, held in zip(TIERS, most, strict=True)}

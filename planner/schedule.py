@@ -220,14 +220,46 @@ class Work(Protocol):
 
 
 class Held(NamedTuple):
-    """A :class:`Buffer` without its label; -1 for the ends of what is always held."""
+    """Buffers without their labels, column by column, see :class:`Buffer`; -1 for the ends of what is always held."""
 
-    tier: Tier
-    memory_class: MemoryClass
-    num_bytes: int
-    first: int
-    last: int
-    stage: int
+    tier: Sequence[Tier]
+    memory_class: Sequence[MemoryClass]
+    num_bytes: Sequence[int]
+    first: Sequence[int] | Ints
+    last: Sequence[int] | Ints
+    stage: Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Indices of other tasks, of each of n tasks.
+
+    Attributes:
+        indices: int64[...], one task after another.
+        counts: int64[n], how many each has.
+    """
+
+    indices: Ints
+    counts: Ints
+
+    @classmethod
+    def of(cls, rows: Iterable[Sequence[int]], count: int) -> Self:
+        """Make them from so many rows."""
+        listed = list(rows)
+        counts = np.fromiter(map(len, listed), np.int64, count)
+        return cls(np.fromiter(itertools.chain.from_iterable(listed), np.int64, int(counts.sum())), counts)
+
+    def sorted(self) -> Self:
+        """Return the same with every row in order, each index once."""
+        count = len(self.counts)
+        row = np.repeat(np.arange(count), self.counts)
+        pairs = np.unique(row * count + self.indices)
+        return type(self)(pairs % count, np.bincount(pairs // count, minlength=count))
+
+    def tuples(self) -> list[tuple[int, ...]]:
+        """Return them task by task."""
+        listed, ends = self.indices.tolist(), np.cumsum(self.counts).tolist()
+        return [tuple(listed[begin:end]) for begin, end in itertools.pairwise((0, *ends))]
 
 
 LANES, TIERS, MEMORY_CLASSES = tuple(Lane), tuple(Tier), tuple(MemoryClass)
@@ -252,12 +284,20 @@ _amounts = operator.attrgetter(
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+def kind_of(work: Work) -> tuple[Hashable, ...]:
+    """Return all that a price depends on: what is equal here has one price under any prices."""
+    *amounts, micro_batch, unit = _amounts(work)
+    # Kernels and parts of parameters are the unit's; of micro-batches the first is alone in adding to nothing.
+    return (*amounts, micro_batch > 0, unit if amounts[0] in _OF_UNITS else "")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Arrays:
     """A schedule as arrays: all that simulating it, and adding up what it holds, needs of tasks and buffers.
 
     Attributes:
-        works: what tasks do; what has one price under any prices stands here once.
+        works: what tasks do; what is of one kind stands here once.
+        kinds: of each of them, see :func:`kind_of`.
         work: int64[n], which of ``works`` each of n tasks does.
         lane: int64[n], ``stage * len(LANES)`` and the position of the lane in :data:`LANES`.
         after, num_after: int64[...] and int64[n], the indices of each task's predecessors, one task after another, and
@@ -269,6 +309,7 @@ class Arrays:
     """
 
     works: Sequence[Work]
+    kinds: Sequence[Hashable]
     work: Ints
     lane: Ints
     after: Ints
@@ -287,33 +328,49 @@ class Arrays:
     def of(
         cls,
         tasks: Sequence[Work],
-        after: Sequence[Sequence[int]],
-        after_previous: Sequence[Sequence[int]],
-        held: Sequence[Held],
+        after: Rows,
+        after_previous: Rows,
+        held: Held,
     ) -> Self:
         """Make them from what tasks do, whom they come after, and what is held."""
         count, numbers, works, work = len(tasks), dict[tuple[Hashable, ...], int](), list[Work](), list[int]()
         for task in tasks:
-            *amounts, micro_batch, unit = _amounts(task)
-            # Kernels and parts of parameters are the unit's; of micro-batches the first is alone in adding to nothing.
-            kind = (*amounts, micro_batch > 0, unit if amounts[0] in _OF_UNITS else "")
-            if (number := numbers.setdefault(kind, len(works))) == len(works):
+            if (number := numbers.setdefault(kind_of(task), len(works))) == len(works):
                 works.append(task)
             work.append(number)
         lane = np.fromiter((t.stage * len(LANES) + _LANE_NUMBERS[t.lane] for t in tasks), np.int64, count)
         first_forward = next((i for i, task in enumerate(tasks) if task.op is Op.FORWARD), None)
-        tier, memory_class, *columns = zip(*held, strict=True) if held else ((),) * len(Held._fields)
+        tier, memory_class, *columns = held
         return cls(
             works,
+            list(numbers),
             np.array(work, np.int64),
             lane,
-            *_flattened(after),
-            *_flattened(after_previous),
+            after.indices,
+            after.counts,
+            after_previous.indices,
+            after_previous.counts,
             first_forward,
             np.array([_TIER_NUMBERS[t] for t in tier], np.int64),
             np.array([_CLASS_NUMBERS[c] for c in memory_class], np.int64),
             *(np.array(column, np.int64) for column in columns),
         )
+
+    @functools.cached_property
+    def always_held(self) -> Ints:
+        """Bytes that are held all the time, int64[tiers, stages]; with no buffers there are no stages."""
+        always = self.first < 0
+        held = np.zeros((len(TIERS), int(self.stage.max(initial=-1)) + 1), np.int64)
+        np.add.at(held, (self.tier[always], self.stage[always]), self.num_bytes[always])
+        return held
+
+    @functools.cached_property
+    def moved(self) -> tuple[int, int]:
+        """Bytes that tasks move in an iteration, and parameters that the CPU updates."""
+        counts = np.bincount(self.work, minlength=len(self.works)).tolist()
+        num_bytes = sum(count * work.num_bytes for count, work in zip(counts, self.works, strict=True))
+        updated = ((count, work) for count, work in zip(counts, self.works, strict=True) if work.lane is Lane.CPU)
+        return num_bytes, sum(count * work.num_params for count, work in updated)
 
     @property
     def nbytes(self) -> int:
@@ -366,8 +423,17 @@ class Schedule:
     @functools.cached_property
     def arrays(self) -> Arrays:
         """The same as arrays."""
-        held = [Held(b.tier, b.memory_class, b.num_bytes, _end(b.first), _end(b.last), b.stage) for b in self.buffers]
-        return Arrays.of(self.tasks, [t.after for t in self.tasks], [t.after_previous for t in self.tasks], held)
+        tasks, buffers, count = self.tasks, self.buffers, len(self.tasks)
+        held = Held(
+            [b.tier for b in buffers],
+            [b.memory_class for b in buffers],
+            [b.num_bytes for b in buffers],
+            [_end(b.first) for b in buffers],
+            [_end(b.last) for b in buffers],
+            [b.stage for b in buffers],
+        )
+        after, after_previous = (t.after for t in tasks), (t.after_previous for t in tasks)
+        return Arrays.of(tasks, Rows.of(after, count), Rows.of(after_previous, count), held)
 
     @property
     def num_tasks(self) -> int:
@@ -449,12 +515,6 @@ def validate(schedule: Schedule) -> None:
 
 def _end(task: int | None) -> int:
     return -1 if task is None else task
-
-
-def _flattened(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """Return all entries one after another, and the number in each row."""
-    counts = np.fromiter(map(len, rows), np.int64, len(rows))
-    return np.fromiter(itertools.chain.from_iterable(rows), np.int64, int(counts.sum())), counts
 
 
 def _line(task: Task) -> str:

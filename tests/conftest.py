@@ -1,6 +1,11 @@
-"""Examples of property tests: the same everywhere in ``make test``, new ones each time in ``make fuzz``."""
+"""For all tests: their examples, the same everywhere in ``make test`` and new in ``make fuzz``, and Ctrl-C."""
+
+import signal
 
 from hypothesis import settings
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs have it, and what they start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A change is judged by the same examples on every machine; what nobody thought of is looked for at leisure.
 settings.register_profile("same", derandomize=True, deadline=None)

@@ -12,7 +12,6 @@ what is lent.
 
 import collections
 import dataclasses
-import mmap
 import os
 import sys
 import threading
@@ -26,7 +25,7 @@ import xxhash
 
 from executor.checkpoint.files import CheckpointError, Files, write_all
 from executor.checkpoint.patience import no_answer
-from executor.direct import BLOCK_BYTES, in_blocks
+from executor.direct import BLOCK_BYTES, in_blocks, pages
 
 CHUNK_BYTES: Final = 4 << 20
 """Bytes of one write: smaller ones are slower past the page cache, and larger ones only take memory."""
@@ -56,9 +55,7 @@ def yield_cores() -> None:
 
 def ring_of(num_buffers: int, chunk_bytes: int = CHUNK_BYTES) -> Buffer:
     """Return memory for buffers, uint8 ``[num_buffers, chunk_bytes]``, that begin at whole blocks."""
-    memory = mmap.mmap(-1, num_buffers * chunk_bytes)
-    ring: Buffer = np.ndarray((num_buffers, chunk_bytes), np.uint8, memory)
-    return ring
+    return pages(num_buffers * chunk_bytes).reshape(num_buffers, chunk_bytes)
 
 
 @final
@@ -163,7 +160,9 @@ class Flusher:
         self.files = files
         self.chunk_bytes: int = ring.shape[1]
         self.patience_s = patience_s
-        self._changed = threading.Condition()  # guards all below
+        lock = threading.Lock()  # guards all below
+        self._changed = threading.Condition(lock)  # something has ended, or memory is free
+        self._submitted = threading.Condition(lock)  # there is something to do, or nothing more will come
         self._free = list(ring)
         self._queue: collections.deque[Chunk] = collections.deque()
         self._num_ended = 0
@@ -199,7 +198,7 @@ class Flusher:
             chunk.is_submitted = True
             if not _is_moving(chunk):
                 self._queue.append(chunk)
-                self._changed.notify_all()
+                self._submitted.notify()
 
     def drop(self, chunk: Chunk) -> None:
         """Give a chunk up that was not submitted."""
@@ -251,6 +250,7 @@ class Flusher:
         loan.is_moving = loan.is_lent = False
         if chunk.is_submitted and not _is_moving(chunk):
             self._queue.appendleft(chunk)  # a buffer is worth more than memory that was lent
+            self._submitted.notify()
         self._changed.notify_all()
 
     def _furnish(self, chunk: Chunk) -> Buffer:
@@ -282,7 +282,7 @@ class Flusher:
         """End the threads, after what they have. Closing twice is allowed."""
         with self._changed:
             self._is_closed = True
-            self._changed.notify_all()
+            self._submitted.notify_all()
             deadline_s = time.monotonic() + (0.0 if self._hung_at == self._num_ended else self.patience_s)
         for thread in self._threads:
             thread.join(max(deadline_s - time.monotonic(), 0))
@@ -325,7 +325,7 @@ class Flusher:
     def _next(self) -> Chunk | None:
         """Wait for something to do; ``None``: there will be nothing more."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._queue) or self._is_closed)
+            self._submitted.wait_for(lambda: bool(self._queue) or self._is_closed)
             if not self._queue:
                 return None
             chunk = self._queue.popleft()

@@ -11,7 +11,6 @@ checked.
 import contextlib
 import dataclasses
 import itertools
-import mmap
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +25,7 @@ from executor.checkpoint.flusher import Buffer
 from executor.checkpoint.layout import ITEM_BYTES
 from executor.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
 from executor.checkpoint.opening import Folder, Opened, fill, open_file, read_whole
-from executor.direct import BLOCK_BYTES, in_blocks
+from executor.direct import BLOCK_BYTES, in_blocks, pages
 
 NUM_READERS: Final = 8
 """Threads that read: while some hash or copy, enough others keep the drive busy. Each has a buffer of one chunk."""
@@ -92,7 +91,7 @@ class Checkpoint:
         Raises:
             DamagedError: as :meth:`verify`.
         """
-        buffer = _buffer(in_blocks(record.buffer_bytes))
+        buffer = pages(in_blocks(record.buffer_bytes))
         with contextlib.closing(_File(self.folder, record, len(record.checksums))) as file:
             for chunk in range(len(record.checksums)):
                 yield buffer[: file.load(chunk, buffer, ())]
@@ -195,7 +194,7 @@ class _Readers:
         self._pool = ThreadPoolExecutor(NUM_READERS - 1, "checkpoint read")
         self._buffers: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         for _ in range(NUM_READERS):
-            self._buffers.put(_buffer(buffer_bytes))
+            self._buffers.put(pages(buffer_bytes))
 
     def run(self, tasks: Sequence[_Task], num_readers: int) -> None:
         """Read chunks, begun in this order, by so many threads at most; raise the first failure in this order."""
@@ -336,7 +335,3 @@ def _damaged(what: object, error: OSError, where: str = "") -> DamagedError:
     if isinstance(error, CheckpointError):  # of a driver, and says all
         return DamagedError(str(error))
     return DamagedError(f"{what}: {error.strerror}{where}")
-
-
-def _buffer(num_bytes: int) -> Buffer:
-    return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)

@@ -23,12 +23,17 @@ class Sum(defaultdict[str, float]):
     """A linear expression: coefficient by variable, and the constant by ``""``."""
 
     def __init__(self, *terms: tuple[str, float]) -> None:
-        super().__init__(float)
-        for name, coefficient in terms:
-            self[name] += coefficient
+        super().__init__(float, terms)
+        if len(self) < len(terms):  # a variable comes more than once
+            self.clear()
+            for name, coefficient in terms:
+                self[name] += coefficient
 
     def plus(self, other: Mapping[str, float], times: float = 1.0) -> "Sum":
         """Add another expression to this one, and return this one."""
+        if not self and times == 1.0:
+            self.update(other)
+            return self
         for name, coefficient in other.items():
             self[name] += times * coefficient
         return self

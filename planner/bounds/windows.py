@@ -25,6 +25,7 @@ class Windows:
 
     def __init__(self, on: Placement, memory: Memory) -> None:
         self.on, self.held, self.rings = on, memory.held, memory.rings
+        self._loads_of_coming: dict[str, Load] = {}
         self._windows()
 
     def _windows(self) -> None:
@@ -172,7 +173,9 @@ class Windows:
 
     def _coming(self, unit: Unit) -> Load:
         """Return what it takes to bring a unit's parameters for one use."""
-        load: Load = defaultdict(Sum)
+        if (known := self._loads_of_coming.get(unit.name)) is not None:
+            return known
+        load = self._loads_of_coming[unit.name] = defaultdict(Sum)
         if f"{unit.name}:fills" in self.on.program.boxes:
             if self.on.given.gathers(unit):
                 self.on.loads.gather(load, unit, Sum(("", 1.0)))

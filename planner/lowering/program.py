@@ -10,12 +10,13 @@ import functools
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+
+import numpy as np
 
 from planner.decisions import Activations, Decisions
 from planner.graph import Unit
 from planner.lowering.amounts import Amounts, AmountsOf
-from planner.schedule import Arrays, Buffer, Held, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
+from planner.schedule import Arrays, Buffer, Held, Lane, MemoryClass, Op, Phase, Rows, Schedule, Task, Tier
 
 Keys = tuple[int, ...]
 ALWAYS = -1
@@ -186,30 +187,23 @@ class Program:
 
     def number(self, description: str) -> Schedule:
         """Turn keys into indices and return the schedule."""
-        order = self.ordered()
-        index = dict(zip(map(_KEY, order), itertools.count()))
-        assert len(index) == len(self.drafts) == len(order), "every draft is issued once"
-        after = _indices(map(_AFTER, order), index)
-        after_previous = _indices(map(_AFTER_PREVIOUS, order), index)
-        index[ALWAYS] = -1
-        held = [
-            Held(tier, memory_class, num_bytes, index[first], index[last], stage)
-            for tier, memory_class, num_bytes, first, last, stage in self._held
-        ]
+        order, count = self.ordered(), len(self.drafts)
+        keys = np.fromiter(map(_KEY, order), np.int64, len(order))
+        index = np.full(count + 1, -1)  # by key; that of ALWAYS is the last
+        index[keys] = np.arange(len(order))
+        assert len(order) == count == np.count_nonzero(index + 1), "every draft is issued once"
+        after, after_previous = (
+            Rows(index[rows.indices], rows.counts).sorted()
+            for rows in (Rows.of(map(keys_of, order), count) for keys_of in (_AFTER, _AFTER_PREVIOUS))
+        )
+        tier, memory_class, num_bytes, first, last, stage = zip(*self._held, strict=True) if self._held else ((),) * 6
+        firsts, lasts = index[np.array(first, np.int64)], index[np.array(last, np.int64)]
+        held = Held(tier, memory_class, num_bytes, firsts, lasts, stage)
         make = functools.partial(_made, order, after, after_previous, held, self._labels)
         return Schedule.deferred(Arrays.of(order, after, after_previous, held), make, description)
 
 
 _KEY, _AFTER, _AFTER_PREVIOUS = map(operator.attrgetter, ("key", "after", "after_previous"))
-
-
-def _indices(dependencies: Iterable[Keys], index: Mapping[int, int]) -> list[tuple[int, ...]]:
-    """Return where the tasks are that each task comes after, in order and each once."""
-    place = index.__getitem__
-    return [
-        tuple(sorted({*map(place, keys)})) if len(keys) > 1 else (place(keys[0]),) if keys else ()
-        for keys in dependencies
-    ]
 
 
 def _check(units: tuple[Unit, ...], decisions: Decisions) -> None:
@@ -232,13 +226,10 @@ def _check(units: tuple[Unit, ...], decisions: Decisions) -> None:
 
 
 def _made(
-    order: list[Draft],
-    after: list[tuple[int, ...]],
-    after_previous: list[tuple[int, ...]],
-    held: list[Held],
-    labels: list[str],
+    order: list[Draft], after: Rows, after_previous: Rows, held: Held, labels: list[str]
 ) -> tuple[tuple[Task, ...], tuple[Buffer, ...]]:
     """Return tasks and buffers."""
+    afters, afters_previous = after.tuples(), after_previous.tuples()
     tasks = (
         Task(
             index=i,
@@ -257,21 +248,13 @@ def _made(
             pinned=d.pinned,
             stalls=d.stalls,
             stage=d.stage,
-            after=after[i],
-            after_previous=after_previous[i],
+            after=afters[i],
+            after_previous=afters_previous[i],
         )
         for i, d in enumerate(order)
     )
-    buffers = (
-        Buffer(
-            h.tier,
-            h.memory_class,
-            h.num_bytes,
-            label,
-            None if h.first < 0 else h.first,
-            None if h.last < 0 else h.last,
-            h.stage,
-        )
-        for h, label in zip(held, labels, strict=True)
+    firsts, lasts = (
+        [None if end < 0 else end for end in np.asarray(ends).tolist()] for ends in (held.first, held.last)
     )
-    return tuple(tasks), tuple(buffers)
+    columns = zip(held.tier, held.memory_class, held.num_bytes, labels, firsts, lasts, held.stage, strict=True)
+    return tuple(tasks), tuple(itertools.starmap(Buffer, columns))

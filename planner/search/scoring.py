@@ -8,13 +8,11 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
-import numpy as np
-
 from planner.costs import CostModel
 from planner.decisions import Decisions
 from planner.lowering import lower
 from planner.optimizers import OPTIMIZERS
-from planner.prediction import Prediction, Workload, always_held, capacities, memory_peaks, predict
+from planner.prediction import Prediction, Workload, always_held, capacities, needs_bytes, predict
 from planner.schedule import Arrays, Lane, Schedule, Tier
 from planner.simulate.machine import run_until_steady
 
@@ -120,6 +118,7 @@ class Scorer:
         self._workload = workload
         self.cost = cost
         self._seen: dict[str, Candidate] = {}
+        self._keys: dict[int, tuple[Decisions, str]] = {}  # by identity, of objects that are kept from being others
 
     def spent(self, max_simulations: int = ENDLESS) -> bool:
         """Return whether a budget is used up."""
@@ -138,7 +137,9 @@ class Scorer:
 
     def score(self, decisions: Decisions) -> Candidate:
         """Return decisions with their predicted time, or rejected for lack of memory."""
-        key = decisions.model_dump_json()
+        _, key = self._keys.get(id(decisions), (None, ""))
+        if not key:
+            _, key = self._keys[id(decisions)] = decisions, decisions.model_dump_json()
         if key not in self._seen:
             units, asynchronous = self._workload.units, self.cost.asynchronous
             schedule = _LOWERED.get((id(units), asynchronous, key), units, lambda: self.schedule(decisions))
@@ -172,9 +173,9 @@ class Scorer:
         self.num_simulations += 1
         simulation = run_until_steady(schedule, cost, quick=True)
         timeline, steady = simulation.timeline, simulation.steady
-        peaks = memory_peaks(timeline, steady, cost)
-        missing = {tier: use.missing_bytes for tier, use in peaks.items() if use.missing_bytes}
-        filled = {tier: use.peak_bytes / capacity[tier] for tier, use in peaks.items() if use.peak_bytes}
+        peaks = needs_bytes(timeline, steady, cost)
+        missing = {tier: peak - capacity[tier] for tier, peak in peaks.items() if peak > capacity[tier]}
+        filled = {tier: peak / capacity[tier] for tier, peak in peaks.items() if peak}
         overload, moved_bytes = _overload(missing, capacity), traffic_bytes(schedule, decisions)
         return Candidate(
             decisions, timeline.period_s(steady), missing, overload, moved_bytes, filled, timeline.busy_s(steady)
@@ -206,5 +207,5 @@ def traffic_bytes(schedule: Schedule, decisions: Decisions) -> int:
     """Return the bytes that cross links and host memory in an iteration, hidden or not."""
     arrays = schedule.arrays
     update_bytes = OPTIMIZERS[decisions.optimizer].update_bytes_per_param
-    moved = [work.num_bytes + update_bytes * work.num_params * (work.lane is Lane.CPU) for work in arrays.works]
-    return int(np.bincount(arrays.work, minlength=len(moved)) @ np.array(moved, np.int64))
+    moved_bytes, num_updated = arrays.moved
+    return moved_bytes + update_bytes * num_updated
