@@ -279,16 +279,14 @@ _amounts = operator.attrgetter(
     "pinned",
     "stalls",
     "stage",
-    "micro_batch",
-    "unit",
 )
 
 
 def kind_of(work: Work) -> tuple[Hashable, ...]:
     """Return all that a price depends on: what is equal here has one price under any prices."""
-    *amounts, micro_batch, unit = _amounts(work)
+    amounts = _amounts(work)
     # Kernels and parts of parameters are the unit's; of micro-batches the first is alone in adding to nothing.
-    return (*amounts, micro_batch > 0, unit if amounts[0] in _OF_UNITS else "")
+    return (amounts, work.micro_batch > 0, work.unit if amounts[0] in _OF_UNITS else "")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -333,19 +331,21 @@ class Arrays:
         held: Held,
     ) -> Self:
         """Make them from what tasks do, whom they come after, and what is held."""
-        count, numbers, works, work = len(tasks), dict[tuple[Hashable, ...], int](), list[Work](), list[int]()
+        numbers, works = dict[tuple[Hashable, ...], int](), list[Work]()
+        number_of = list[int]()
         for task in tasks:
             if (number := numbers.setdefault(kind_of(task), len(works))) == len(works):
                 works.append(task)
-            work.append(number)
-        lane = np.fromiter((t.stage * len(LANES) + _LANE_NUMBERS[t.lane] for t in tasks), np.int64, count)
+            number_of.append(number)
+        work = np.array(number_of, np.int64)
+        lane = np.array([each.stage * len(LANES) + _LANE_NUMBERS[each.lane] for each in works], np.int64)
         first_forward = next((i for i, task in enumerate(tasks) if task.op is Op.FORWARD), None)
         tier, memory_class, *columns = held
         return cls(
             works,
             list(numbers),
-            np.array(work, np.int64),
-            lane,
+            work,
+            lane[work],
             after.indices,
             after.counts,
             after_previous.indices,
