@@ -11,7 +11,6 @@ a loop of direct transfers writes and reads as many bytes, in chunks of the same
 import argparse
 import concurrent.futures
 import json
-import mmap
 import os
 import platform
 import shlex
@@ -36,7 +35,7 @@ from executor.checkpoint import Checkpoint
 from executor.checkpoint.files import Files, write_all
 from executor.checkpoint.flusher import CHUNK_BYTES, NUM_WRITERS
 from executor.checkpoint.reader import NUM_READERS
-from executor.direct import go_direct
+from executor.direct import go_direct, pages
 from hwprofiles.files import write_whole
 from planner.planning import default_precision
 
@@ -46,7 +45,11 @@ WRITES_OF_A_ROUND = 3  # one after another, as rates of a drive that others use 
 
 
 def raw_write(path: Path, data: memoryview) -> float:
-    """Write so many bytes past the page cache, from memory that is in no cache either, and sync; return bytes/s."""
+    """Write so many bytes past the page cache, from memory that is in no cache either, and sync; return bytes/s.
+
+    Over what is there already, as checkpoints are written over what older ones leave: a drive may be faster with blocks
+    that it was told are free, and slower while it is told so.
+    """
     start_s = time.perf_counter()
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     os.posix_fallocate(fd, 0, len(data))
@@ -66,8 +69,7 @@ def raw_read(path: Path, num_bytes: int) -> float:
         for at in range(first * CHUNK_BYTES, num_bytes, NUM_READERS * CHUNK_BYTES):
             os.preadv(fd, [buffers[first]], at)
 
-    memory = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(NUM_READERS)]
-    buffers = [memoryview(one) for one in memory]
+    buffers = [pages(CHUNK_BYTES).data for _ in range(NUM_READERS)]
     start_s = time.perf_counter()
     fd = os.open(path, os.O_RDONLY)
     go_direct(fd, probes=False)
@@ -84,17 +86,14 @@ def bandwidths(training: Training, checkpoints: ullage.Checkpoints, folder: Path
     with Checkpoint(checkpoints.levels.fastest.folder(training.step)) as checkpoint:
         num_bytes = checkpoint.num_bytes
     whole_bytes = num_bytes // CHUNK_BYTES * CHUNK_BYTES
-    memory = memoryview(mmap.mmap(-1, whole_bytes))
+    memory = pages(whole_bytes).data
     for at in range(0, whole_bytes, CHUNK_BYTES):
         memory[at : at + CHUNK_BYTES] = os.urandom(CHUNK_BYTES)
     raw = folder / "raw"
+    raw_write(raw, memory)
 
     def newest() -> Path:
         return checkpoints.levels.fastest.folder(training.step)
-
-    def raw_write_anew() -> float:
-        raw.unlink(missing_ok=True)
-        return raw_write(raw, memory)
 
     writes: list[dict[str, float]] = []
     reads: list[dict[str, float]] = []
@@ -103,7 +102,7 @@ def bandwidths(training: Training, checkpoints: ullage.Checkpoints, folder: Path
             training.iterate()
             ways: list[tuple[str, Callable[[], float]]] = [
                 ("ours", lambda: num_bytes / write(training, checkpoints)),
-                ("raw", raw_write_anew),
+                ("raw", lambda: raw_write(raw, memory)),
             ]
             writes.append({name: measure() for name, measure in (ways if (number + turn) % 2 else ways[::-1])})
         ways = [

@@ -5,7 +5,7 @@ from executor.checkpoint.files import CheckpointError, DamagedError, Files
 from executor.checkpoint.flusher import Flusher, ring_of
 from executor.checkpoint.layout import Entry, Layout, boxes, layout
 from executor.checkpoint.levels import Level, Levels
-from executor.checkpoint.manifest import Manifest, Part
+from executor.checkpoint.manifest import Manifest, Part, tensors_of
 from executor.checkpoint.places import checkpoint_at, store_at
 from executor.checkpoint.promotion import promote
 from executor.checkpoint.reader import Checkpoint, Wanted
@@ -39,4 +39,5 @@ __all__ = [
     "promote",
     "ring_of",
     "store_at",
+    "tensors_of",
 ]

@@ -15,6 +15,7 @@ of a background thread can meet one of training.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import queue
@@ -30,7 +31,7 @@ from executor.checkpoint.files import CheckpointError
 from executor.checkpoint.flusher import Flusher, Loan, yield_cores
 from executor.checkpoint.keeper import Keeper
 from executor.checkpoint.layout import ITEM_BYTES, Box, Entry, boxes, layout
-from executor.checkpoint.manifest import Manifest, Part
+from executor.checkpoint.manifest import Manifest, Part, TensorRecord, tensors_of
 from executor.checkpoint.opening import Folder
 from executor.checkpoint.patience import SLOWEST_BYTES_PER_S, InTime, no_answer
 from executor.checkpoint.store import Draft, JoinedDraft, Store
@@ -162,7 +163,8 @@ class CheckpointEngine:
         self._in_time = InTime()
         self._boxes = _boxes_of(source)
         self._runs = {key: _runs(slices, self._boxes) for key, slices in source.slices.items()}
-        self._entries = files_of(source, self._member.rank)
+        entries = files_of(source, self._member.rank)
+        self._layouts = {path: layout(tuple(of_file)) for path, of_file in entries.items()}
         self._captures: dict[int, _Capture] = {}  # that are being taken, by turn
         self._loans: dict[Key, tuple[_Capture, list[Loan]]] = {}  # of pieces that have not changed since
         self._lock = threading.Condition()  # guards what follows
@@ -174,7 +176,7 @@ class CheckpointEngine:
     @property
     def num_bytes(self) -> int:
         """Bytes of the files that this rank writes for a checkpoint."""
-        return sum(layout(tuple(entries)).num_bytes for entries in self._entries.values())
+        return sum(made.num_bytes for made in self._layouts.values())
 
     def begin(self, step: int, turn: int, extra: Mapping[str, Any]) -> None:
         """Begin the checkpoint of a step, between two iterations; it is given up at once while an earlier one hangs.
@@ -314,8 +316,7 @@ class CheckpointEngine:
             draft = JoinedDraft(self._store.root, step, folders, nonce, self._patience_s)
         writers: dict[str, ShardWriter] = {}
         try:
-            for path, entries in self._entries.items():
-                made = layout(tuple(entries))
+            for path, made in self._layouts.items():
                 writers[path] = ShardWriter(self._flusher, draft.folder, path, made)
         except OSError as error:
             _abandon((draft, writers))
@@ -370,13 +371,17 @@ class CheckpointEngine:
 
     def _finish(self, capture: "_Capture") -> Path | None:
         assert capture.draft is not None
-        part = Part.of([(writer.layout, writer.finish()) for writer in capture.writers.values()])
+        part = Part(files=tuple(writer.finish() for writer in capture.writers.values()), tensors=self._tensors)
         extra = json.loads(capture.extra)
         if isinstance(capture.draft, JoinedDraft):
             capture.draft.hand_in(self._member.rank, part, extra)
             return None
         parts, extras = capture.draft.collect(self._member.size, part, extra, self._patience_s)
         return capture.draft.commit(Manifest.of(capture.step, parts, {"ranks": extras}))
+
+    @functools.cached_property
+    def _tensors(self) -> dict[str, TensorRecord]:
+        return tensors_of(list(self._layouts.values()))
 
     def _give_up(self, capture: "_Capture") -> None:
         if capture.draft is not None:

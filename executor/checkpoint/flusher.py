@@ -30,8 +30,8 @@ from executor.direct import BLOCK_BYTES, in_blocks, pages
 CHUNK_BYTES: Final = 4 << 20
 """Bytes of one write: smaller ones are slower past the page cache, and larger ones only take memory."""
 
-NUM_WRITERS: Final = 8
-"""Threads that write: while some make checksums, others keep the drive busy."""
+NUM_WRITERS: Final = 12
+"""Threads that write: while some make checksums, as many as drives do well with keep them busy."""
 
 _LEAST_PRIORITY: Final = 19  # of "nice"
 

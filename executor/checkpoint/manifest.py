@@ -1,5 +1,6 @@
 """The one file that says what a checkpoint is: plain JSON, with a checksum of every byte of all others."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -88,19 +89,19 @@ class Part(_Frozen):
     files: tuple[FileRecord, ...]
     tensors: dict[str, TensorRecord]
 
-    @classmethod
-    def of(cls, written: Sequence[tuple[Layout, FileRecord]]) -> Self:
-        """Return what files that have been written have, by their layouts."""
-        tensors: dict[str, TensorRecord] = {}
-        for index, (layout, _) in enumerate(written):
-            for entry, offset in zip(layout.entries, layout.starts, strict=True):
-                known = tensors.get(entry.name)
-                fragments = known.fragments if known else ()
-                here = Fragment(file=index, start=entry.box.start, stop=entry.box.stop, offset=offset)
-                tensors[entry.name] = TensorRecord(
-                    dtype=entry.dtype, shape=entry.shape, fragments=tuple(sorted((*fragments, here), key=_start))
-                )
-        return cls(files=tuple(record for _, record in written), tensors=tensors)
+
+def tensors_of(layouts: Sequence[Layout]) -> dict[str, TensorRecord]:
+    """Return the tensors that files have, by their layouts; a file's place in the list is its number."""
+    tensors: dict[str, TensorRecord] = {}
+    for index, layout in enumerate(layouts):
+        for entry, offset in zip(layout.entries, layout.starts, strict=True):
+            known = tensors.get(entry.name)
+            fragments = known.fragments if known else ()
+            here = Fragment(file=index, start=entry.box.start, stop=entry.box.stop, offset=offset)
+            tensors[entry.name] = TensorRecord(
+                dtype=entry.dtype, shape=entry.shape, fragments=tuple(sorted((*fragments, here), key=_start))
+            )
+    return tensors
 
 
 def _start(fragment: Fragment) -> int:
@@ -148,7 +149,7 @@ class Manifest(_Frozen):
             files += part.files
         made = cls(step=step, files=tuple(files), tensors=tensors, extra=extra)
         made._check_whole()
-        return made.model_copy(update={"digest": made._digest()})
+        return made.model_copy(update={"digest": made._digest()})  # with the text that is needed again
 
     @classmethod
     def read(cls, text: bytes) -> Self:
@@ -176,13 +177,15 @@ class Manifest(_Frozen):
 
     def to_json(self) -> bytes:
         """Return the bytes of the file."""
-        return self._canonical(self.model_dump(mode="json"))
+        return b'{"digest":"%s",%s' % (self.digest.encode(), self._rest[1:])
 
     def _digest(self) -> str:
-        return hashlib.sha256(self._canonical(self.model_dump(mode="json", exclude={"digest"}))).hexdigest()
+        return hashlib.sha256(self._rest).hexdigest()
 
-    @staticmethod
-    def _canonical(data: dict[str, Any]) -> bytes:
+    @functools.cached_property
+    def _rest(self) -> bytes:
+        """All but the digest, as JSON in one form only: keys in order, which the digest would begin."""
+        data = self.model_dump(mode="json", exclude={"digest"})
         return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
     def _check_whole(self) -> None:

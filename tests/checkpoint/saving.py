@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from executor.checkpoint import (
     Entry,
     Files,
     Flusher,
+    Layout,
     Manifest,
     Part,
     ShardWriter,
@@ -19,7 +21,9 @@ from executor.checkpoint import (
     boxes,
     layout,
     ring_of,
+    tensors_of,
 )
+from executor.checkpoint.manifest import FileRecord
 
 CHUNK_BYTES = 4096
 FOLDERS = ("model", "optimizer")
@@ -41,6 +45,11 @@ def entries(folder: str) -> tuple[Entry, ...]:
     )
 
 
+def part_of(written: Sequence[tuple[Layout, FileRecord]]) -> Part:
+    """Return what a rank has written, as an engine says it."""
+    return Part(files=tuple(record for _, record in written), tensors=tensors_of([made for made, _ in written]))
+
+
 def save(store: Store, step: int, files: Files | None = None) -> Path:
     """Write a checkpoint as an engine does; what goes wrong is raised after everything has been given up."""
     draft = store.begin(step, FOLDERS)
@@ -53,7 +62,7 @@ def save(store: Store, step: int, files: Files | None = None) -> Path:
                 for entry in writer.layout.entries:
                     writer.append(values(entry.name, step).view(np.uint8))
             written = [(writer.layout, writer.finish()) for writer in writers]
-            return draft.commit(Manifest.of(step, [Part.of(written)], {"seed": step}))
+            return draft.commit(Manifest.of(step, [part_of(written)], {"seed": step}))
         except BaseException:
             for writer in writers:
                 writer.abandon()

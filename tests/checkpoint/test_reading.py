@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from saving import part_of
 
 from executor.checkpoint import (
     Checkpoint,
@@ -21,7 +22,6 @@ from executor.checkpoint import (
     Files,
     Flusher,
     Manifest,
-    Part,
     ShardWriter,
     Store,
     Wanted,
@@ -50,7 +50,7 @@ def write(root, chunk_bytes, order=ORDER):
             for name in names:
                 writer.append(VALUES[name].view(np.uint8))
             written.append((made, writer.finish()))
-    return draft.commit(Manifest.of(1, [Part.of(written)], {}))
+    return draft.commit(Manifest.of(1, [part_of(written)], {}))
 
 
 @pytest.fixture(scope="module")

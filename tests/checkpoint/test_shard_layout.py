@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from saving import part_of
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from executor.checkpoint import (
@@ -19,7 +20,6 @@ from executor.checkpoint import (
     Files,
     Flusher,
     Manifest,
-    Part,
     ShardWriter,
     Store,
     Wanted,
@@ -63,7 +63,7 @@ def write(store, step, shards):
                 for _, values in held:
                     writer.append(values.numpy().view(np.uint8))
                 written.append((made, writer.finish()))
-            parts.append(Part.of(written))
+            parts.append(part_of(written))
         return draft.commit(Manifest.of(step, parts, {}))
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from safetensors import safe_open
-from saving import save, step_of
+from saving import part_of, save, step_of
 
 import executor.checkpoint.writer
 from executor.checkpoint import (
@@ -13,7 +13,6 @@ from executor.checkpoint import (
     Files,
     Flusher,
     Manifest,
-    Part,
     ShardWriter,
     Store,
     boxes,
@@ -51,7 +50,7 @@ def test_what_another_plan_had_besides_goes(tmp_path):
     with Flusher(Files(), ring_of(3, 4096)) as flusher:
         writer = ShardWriter(flusher, draft.folder, "model/values.safetensors", made)
         writer.append(np.arange(5000, dtype=np.float32).view(np.uint8))
-        path = draft.commit(Manifest.of(4, [Part.of([(made, writer.finish())])], {}))
+        path = draft.commit(Manifest.of(4, [part_of([(made, writer.finish())])], {}))
     assert sorted(p.name for p in path.rglob("*") if p.is_file()) == ["manifest.json", "values.safetensors"]
     with Checkpoint(path) as checkpoint:
         checkpoint.verify()
