@@ -27,7 +27,7 @@ from executor.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
 from executor.checkpoint.opening import Folder, Opened, fill, open_file, read_whole
 from executor.direct import BLOCK_BYTES, in_blocks, pages
 
-NUM_READERS: Final = 8
+NUM_READERS: Final = 12
 """Threads that read: while some hash or copy, enough others keep the drive busy. Each has a buffer of one chunk."""
 
 MAX_MANIFEST_BYTES: Final = 1 << 30  # a thousand ranks' have a tenth; what is longer is none
