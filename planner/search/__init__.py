@@ -30,6 +30,8 @@ from planner.search.scoring import (
 # A plan may be this much slower than the fastest found if it moves fewer bytes; how many simulations to look for one.
 _TIDY_SLOWER = 5e-3
 _TIDY_SIMULATIONS = 40
+# How many of them in a row may find none that moves less.
+_TIDY_PATIENCE = 15
 # So near to what is possible at best, no further search is worth its time.
 _CLOSE = 1e-2
 # How much is simulated if nobody says: so many schedules, or more of them if they are small.
@@ -38,6 +40,8 @@ _SIMULATIONS, _TASKS = 120, 200_000
 _POLISH = 0.25
 # If nobody says how long to look: the share of the budget in which nothing worth the time was found.
 _PATIENCE = 0.25
+# Likewise: what is only so much slower than possible at best ends a descent.
+_NEAR = 3e-3
 # Of how many tenths of all segments activations are swapped, in seeds.
 _SWAPPED_TENTHS = (0, 3, 6, 10)
 # What remains of the budget for descents after each of them.
@@ -113,7 +117,7 @@ def _improve(
     if max_simulations is None:
         num_default = _default_simulations(scorer, best, endless=last)
         num_default *= 2 if storage and enough_s == NEVER_S else 1  # nothing was searched with less
-        scorer.be_patient(int(num_default * _PATIENCE))
+        scorer.be_patient(int(num_default * _PATIENCE), bound_s * (1 + _NEAR))
         max_simulations = before + num_default
     room = max(max_simulations - before, 0)
     mix: Mix | None = None
@@ -139,7 +143,7 @@ def _improve(
         # Equally fast is not equally good: what is hidden now may show when the model is off.
         limit_s = _tolerance_s(best, engines.values())
         tidy = scorer.num_simulations + _TIDY_SIMULATIONS
-        _, best = descend(setup, scorer, mix, _quieter(limit_s), tidy)
+        _, best = descend(setup, scorer, mix, _quieter(limit_s), tidy, patience=_TIDY_PATIENCE)
         tell(best)
     return best, bound_s
 

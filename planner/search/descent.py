@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from planner.engines import Mix, Setup, mixed, pieces
 from planner.prediction import capacities
 from planner.schedule import Lane, Tier
-from planner.search.scoring import Candidate, Key, Scorer
+from planner.search.scoring import ENDLESS, Candidate, Key, Scorer
 
 # How far memory is filled.
 FULL = 0.995
@@ -27,10 +27,12 @@ def descend(
     max_simulations: int,
     tell: Callable[[Candidate], None] = lambda _: None,
     first_step: float = LARGE_STEP,
+    patience: int = ENDLESS,
 ) -> tuple[Mix, Candidate]:
     """Pattern search for the least ``key``: move one count at a time by a step that halves when no move helps.
 
-    The first steps are a fraction ``first_step`` of all there is to move.
+    The first steps are a fraction ``first_step`` of all there is to move. It ends too when ``patience`` simulations in
+    a row have not helped.
     """
     limits = {
         "num_gpu": sum(setup.movable.values()),
@@ -50,6 +52,7 @@ def descend(
         for name, limit in limits.items()
         if limit
     }
+    helped_at = scorer.num_simulations
     while True:
         moved = False
         for name in (_BALANCE, *steps):
@@ -61,9 +64,10 @@ def descend(
                     trial, candidate = _filled(setup, scorer, trial, candidate)  # noqa: PLW2901
                 if key(candidate) < key(best):
                     mix, best, moved = trial, candidate, True
+                    helped_at = scorer.num_simulations
                     tell(best)
                     break
-                if scorer.spent(max_simulations) and not best.missing_bytes:
+                if scorer.spent(min(max_simulations, helped_at + patience)) and not best.missing_bytes:
                     return mix, best
         if not moved:
             if all(step == 1 for step in steps.values()):

@@ -123,12 +123,17 @@ class Scorer:
     def spent(self, max_simulations: int = ENDLESS) -> bool:
         """Return whether a budget is used up."""
         late = self.deadline_s is not None and time.monotonic() >= self.deadline_s
-        idle = self.num_simulations - self._gained_at >= self._patience
+        idle = self.num_simulations - self._gained_at >= self._patience or self._best <= (0.0, self._enough_s)
         return late or idle or self.num_simulations >= max_simulations
 
-    def be_patient(self, patience: int = ENDLESS) -> None:
-        """From now on a budget is used up too when so many simulations in a row have gained next to nothing."""
-        self._patience, self._gained_at = patience, self.num_simulations
+    def be_patient(self, patience: int = ENDLESS, enough_s: float = -math.inf) -> None:
+        """From now on a budget is used up too when looking further is not worth the time.
+
+        Args:
+            patience: so many simulations in a row have gained next to nothing.
+            enough_s: or something has been found that fits and is as fast.
+        """
+        self._patience, self._gained_at, self._enough_s = patience, self.num_simulations, enough_s
         self._best = (math.inf, math.inf)
 
     def schedule(self, decisions: Decisions) -> Schedule:

@@ -12,12 +12,15 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.critical import critical_path
 from planner.decisions import Place
+from planner.engines import Mix, mixed
 from planner.lowering import lower
 from planner.models import resolve_model
 from planner.planning import Request, make_plan, prepare
 from planner.prediction import always_held, capacities
 from planner.schedule import Schedule
 from planner.search import Candidate, Outcome, Scorer, scoring, search
+from planner.search.descent import descend
+from planner.search.scoring import ENDLESS
 from planner.simulate.machine import run_until_steady
 
 
@@ -201,3 +204,33 @@ def test_a_search_of_its_own_length_ends_when_it_has_gained_nothing_for_long(mon
     assert found.num_simulations < 0.8 * whole.num_simulations
     assert found.num_simulations < asked_for.num_simulations, "what is asked for is not cut short"
     assert found.best.iteration_s <= min(whole.best.iteration_s, asked_for.best.iteration_s) * 1.01
+
+
+def test_a_budget_is_used_up_when_what_was_found_is_fast_enough() -> None:
+    setup, workload, cost = prepare(REQUESTS["tight"])
+    seeds = [mixed(setup, Mix(num_gpu, 0, 0)) for num_gpu in range(3)]
+    least_s = min(Scorer(workload, cost).score(seed).iteration_s for seed in seeds)
+    for enough_s, expected in ((least_s, True), (least_s * (1 - 1e-9), False)):
+        scorer = Scorer(workload, cost)
+        scorer.be_patient(enough_s=enough_s)
+        assert not scorer.spent()
+        for seed in seeds:
+            scorer.score(seed)
+        assert scorer.spent() is expected
+        scorer.be_patient()
+        assert not scorer.spent()
+
+
+def test_a_descent_ends_when_nothing_has_helped_for_long() -> None:
+    setup, workload, cost = prepare(REQUESTS["tight"])
+    start = Mix(0, 0, 0)
+    found: dict[int, tuple[int, list[float]]] = {}
+    for patience in (1, 12, ENDLESS):
+        scorer, better = Scorer(workload, cost), list[Candidate]()
+        _, best = descend(setup, scorer, start, lambda c: c.order, 200, better.append, patience=patience)
+        assert not best.missing_bytes
+        found[patience] = scorer.num_simulations, [each.iteration_s for each in better]
+    (few, first), (some, more), (most, every) = found.values()
+    assert few < some < most
+    assert every[: len(more)] == more
+    assert more[: len(first)] == first

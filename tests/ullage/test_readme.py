@@ -81,7 +81,14 @@ def checkpoint_figures() -> dict[str, str]:
     costs = ", ".join(f"{found['cost_over_ours'][name]:.1f} {TIMES}" for name in others)
     slower, predicted = (100 * (found[f"every_iteration_{kind}"] - 1) for kind in ("measured", "predicted"))
     blocked_ms, cost_ms = (1e3 * found[key]["ours"] for key in ("blocked_s", "cost_s"))
+    drive = result("cpu_checkpoint_drive.json")
+    of_raw = ", ".join(f"{drive[f'{what}_of_raw']:.2f}" for what in ("write", "verify", "restore"))
+    rates = " and ".join(f"{drive[f'raw_{what}_bytes_per_s'] / 1e9:.1f}" for what in ("write", "read"))
     return {
+        "checkpoint at the drive's rate": f"A checkpoint of {drive['checkpoint_bytes'] / 1e9:.1f} GB written until it "
+        f"is durable, read again and checked, restored, each alone: of the rate of bare direct transfers of as many "
+        f"bytes by as many threads ({rates} GB/s written and read) | {of_raw} | "
+        f"[cpu_checkpoint_drive.json](benchmarks/results/cpu_checkpoint_drive.json), `{drive['command']}` |",
         "checkpoint": f"{blocked_ms:.1f} ms: {calls}; {cost_ms:.0f} ms: {costs}; "
         f"{slower:.0f} % longer ({predicted:.0f} % predicted)",
     }
