@@ -8,11 +8,11 @@
 #   PROFILE=h100                              planned for in place of $OUT/profile.json where calibration left none
 #   BUDGET_S=580                              seconds for all of them
 #   WHEELS=wheels                             folder of wheels to install beside what is there, if it exists: ours
-#                                             (pydantic) and the peers' (benchmarks/requirements-peers.txt)
+#                                             (pydantic, highspy) and the peers' (benchmarks/requirements-peers.txt)
 #   MODELS="llama-3.2-1b"                     what the execute stage plans and executes
 #
 # A stage that fails, or takes longer than it may, is told in $OUT/stages.txt with the end of its output, and the others
-# go on. Needs torch with CUDA, transformers, numba, scipy, networkx, rich and pydantic; nothing is downloaded.
+# go on. Needs torch with CUDA, transformers, numba, scipy, networkx, rich, pydantic and highspy; nothing is downloaded.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 OUT="${OUT:-benchmarks/results/gpu}"

@@ -60,9 +60,16 @@ def test_other_boxes_are_another_program() -> None:
     solver, name = Solver(program), ROOM[Tier.GPU]
     for share in (1.0, 1e-3, 1e-9, 1.0):
         boxes = {name: (share, share)}
-        assert solver.solve(boxes) == solve(program.within(boxes))
-    assert solver.solve() == solve(program)
-    assert solver.solve({name: (1e-9, 1e-9)}) is None
+        other = program.within(boxes)
+        found, alone = solver.solve(boxes), solve(other)
+        assert (found is None) == (alone is None) == (share < 1e-6)
+        if found is not None and alone is not None:
+            assert found.value == pytest.approx(alone.value, rel=1e-9)
+            assert float(bound(other, found.multipliers)) == pytest.approx(found.value, rel=1e-9)
+    again, alone = solver.solve(), solve(program)
+    assert again is not None
+    assert alone is not None
+    assert again.value == pytest.approx(alone.value, rel=1e-9)
 
 
 def check(units: tuple[Unit, ...], decisions: Decisions, profile: HardwareProfile) -> float:

@@ -20,7 +20,7 @@ from planner.schedule import Lane
 from ullage.whatif.study import SCHEMA_VERSION, Checkpoints, Figures, Peak, Result
 
 # Libraries whose results plans follow from.
-_LIBRARIES: Final = ("numba", "numpy", "scipy")
+_LIBRARIES: Final = ("highspy", "numba", "numpy", "scipy")
 _PACKAGES: Final = ("hwprofiles", "planner")
 
 
