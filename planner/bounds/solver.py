@@ -3,8 +3,11 @@
 import dataclasses
 
 import numpy as np
+import numpy.typing as npt
 
 from planner.bounds.program import Boxes, LinearProgram
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +74,12 @@ class Solver:
         wanted = {**self.boxes, **(boxes or {})}
         key = tuple(wanted.values())
         if key not in self._solved:
-            self._highs.changeColsBounds(len(wanted), np.arange(len(wanted), dtype=np.int32), *_ends(wanted))
-            self._solved[key] = self._solve()
+            low, high = _ends(wanted)
+            self._highs.changeColsBounds(len(wanted), np.arange(len(wanted), dtype=np.int32), low, high)
+            self._solved[key] = self._solve(low, high)
         return self._solved[key]
 
-    def _solve(self) -> Solution | None:
+    def _solve(self, low: Floats, high: Floats) -> Solution | None:
         from highspy import HighsModelStatus  # noqa: PLC0415 - as above
 
         self._highs.run()
@@ -86,7 +90,8 @@ class Solver:
         if status != HighsModelStatus.kOptimal:
             raise RuntimeError(f"HiGHS stopped: {self._highs.modelStatusToString(status)}")
         found = self._highs.getSolution()
-        values = dict(zip(self.boxes, found.col_value, strict=True))
+        inside = np.clip(found.col_value, low, high)  # they are, but for the solver's tolerance
+        values = dict(zip(self.boxes, inside.tolist(), strict=True))
         multipliers = {
             row.name: multiplier
             for row, multiplier in zip(self._rows, found.row_dual, strict=True)
@@ -104,6 +109,7 @@ def solve(program: LinearProgram) -> Solution | None:
     return Solver(program).solve()
 
 
-def _ends(boxes: Boxes) -> tuple[np.typing.NDArray[np.float64], np.typing.NDArray[np.float64]]:
+def _ends(boxes: Boxes) -> tuple[Floats, Floats]:
+    """Return the lowest and the highest value of every variable."""
     low, high = np.array(list(boxes.values()), np.float64).reshape(-1, 2).T
     return np.ascontiguousarray(low), np.ascontiguousarray(high)

@@ -171,8 +171,9 @@ def _rings(setup: Setup, boxes: Boxes, num_slots: int) -> Boxes:
 def _rounded(setup: Setup, values: Mapping[str, float], zero_stage: int) -> Mix:
     """Return the mix nearest to fractions of decisions; see :mod:`planner.bounds.conditions` for their names."""
     counts = setup.movable
-    placed = {
-        place: sum(values.get(f"{name}:{place}", 0.0) * count for name, count in counts.items()) for place in Place
+    placed = {  # but for the solver's tolerance: what is whole stays so
+        place: round(sum(values.get(f"{name}:{place}", 0.0) * count for name, count in counts.items()), 6)
+        for place in Place
     }
     segments = setup.swappable
     ways = {
@@ -186,12 +187,12 @@ def _rounded(setup: Setup, values: Mapping[str, float], zero_stage: int) -> Mix:
     num_streaming = min(sum(count > 0 for count in counts.values()), placed[Place.STREAM])
     return Mix(
         num_gpu=math.floor(placed[Place.GPU]),
-        num_stay=round(num_streaming * staying / placed[Place.STREAM]) if staying else 0,
+        num_stay=round(num_streaming * staying / placed[Place.STREAM]) if placed[Place.STREAM] > 0 else 0,
         num_stream=min(round(placed[Place.STREAM]), sum(counts.values()) - math.floor(placed[Place.GPU])),
-        num_keep=math.floor(len(segments) - sum(ways.values())),
+        num_keep=math.floor(round(len(segments) - sum(ways.values()), 6)),
         num_host=math.ceil(round(on_host + on_nvme, 6)),
         zero_stage=zero_stage,
-        num_nvme=math.ceil(round(placed[Place.NVME], 6)),
+        num_nvme=math.ceil(placed[Place.NVME]),
         num_on_nvme=math.ceil(round(on_nvme, 6)),
         num_offload=round(ways["offload"] + ways["evict"]),
         num_evict=math.ceil(round(ways["evict"], 6)),

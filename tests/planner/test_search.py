@@ -20,6 +20,7 @@ from planner.prediction import always_held, capacities
 from planner.schedule import Schedule
 from planner.search import Candidate, Outcome, Scorer, scoring, search
 from planner.search.descent import descend
+from planner.search.mixtures import _rounded
 from planner.search.scoring import ENDLESS
 from planner.simulate.machine import run_until_steady
 
@@ -234,3 +235,13 @@ def test_a_descent_ends_when_nothing_has_helped_for_long() -> None:
     assert few < some < most
     assert every[: len(more)] == more
     assert more[: len(first)] == first
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-9, -1e-9])
+def test_what_the_solver_leaves_open_within_its_tolerance_changes_no_mixture(noise: float) -> None:
+    setup, _, _ = prepare(REQUESTS["tight"])
+    values = {f"{unit.name}:{place}": noise for unit in setup.units for place in ("stream", "stays", "nvme", "host")}
+    values |= {f"{unit.name}:gpu": 1.0 - noise for unit in setup.units}
+    values |= {f"{segment}:recompute": 1.0 - noise for segment in setup.swappable}
+    mix = _rounded(setup, values, 0)
+    assert mix == Mix(num_gpu=sum(setup.movable.values()), num_stream=0, num_keep=0)

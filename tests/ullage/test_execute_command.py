@@ -82,7 +82,7 @@ def test_what_the_host_lacks_is_planned_and_executed_on_nvme(
 ) -> None:
     model = resolve_model("demo-llama").model_copy(update={"num_layers": 3})
     hardware = load_profile("epyc-turin-2c").with_device_memory(50_000_000).model_dump()
-    hardware["host"]["memory_bytes"]["value"] = 66_000_000
+    hardware["host"]["memory_bytes"]["value"] = 60_000_000
     machine = HardwareProfile.model_validate(hardware)
     asked = Request(model, machine, seq_len=128, micro_batch=4, storage="nvme", precision=FP32)
     made = make_plan(asked, max_simulations=40)
