@@ -228,7 +228,7 @@ def peak_bytes(timeline: Timeline, iteration: int) -> dict[Tier, int]:
     last[ends] = True
     peaks: dict[Tier, int] = {}
     before = 0
-    for begin, end in zip([0, *(ends[:-1] + 1).tolist()], (ends + 1).tolist(), strict=True):
+    for begin, end in itertools.pairwise([0, *(ends + 1).tolist()]):
         tier = TIERS[kinds[begin] % len(TIERS)]
         most = int(held[begin:end][last[begin:end]].max()) - before
         peaks[tier] = max(peaks.get(tier, 0), most)

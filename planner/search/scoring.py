@@ -142,9 +142,9 @@ class Scorer:
 
     def score(self, decisions: Decisions) -> Candidate:
         """Return decisions with their predicted time, or rejected for lack of memory."""
-        _, key = self._keys.get(id(decisions), (None, ""))
-        if not key:
-            _, key = self._keys[id(decisions)] = decisions, decisions.model_dump_json()
+        if (known := self._keys.get(id(decisions))) is None:
+            known = self._keys[id(decisions)] = decisions, decisions.model_dump_json()
+        _, key = known
         if key not in self._seen:
             units, asynchronous = self._workload.units, self.cost.asynchronous
             schedule = _LOWERED.get((id(units), asynchronous, key), units, lambda: self.schedule(decisions))

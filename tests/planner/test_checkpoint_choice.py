@@ -57,7 +57,7 @@ def far_from_pfs() -> Plan:
     pfs = hardware.nvme.model_copy(update={"write": curve, "read": curve, "num_drives": None})
     return make_plan(
         Request(resolve_model("opt-1.3b"), hardware.model_copy(update={"pfs": pfs}), 4, seq_len=1024, micro_batch=16),
-        max_simulations=12,
+        max_simulations=60,
     )
 
 
@@ -269,7 +269,7 @@ def test_filling_a_slower_level_competes_with_training_for_drives():
             assert found.latency_s > 1.3 * size * (passes + drives)
             assert found.cost_s > 0.002 * found.latency_s
         else:
-            assert 0.98 < found.latency_s / (size * (passes + drives)) < 1.3  # training uses cores and DRAM too
+            assert 0.98 < found.latency_s / (size * (passes + drives)) < 1.2  # training uses cores and DRAM too
             assert found.cost_s < 0.001 * found.latency_s
 
 

@@ -149,3 +149,8 @@ def test_memory_that_is_empty_when_an_iteration_begins_starts_with_zero() -> Non
     use = memory_use(late, 0)[Tier.HOST]
     assert use.times_s == (0.0, 1.0)
     assert use.num_bytes[MemoryClass.GRADIENTS] == (0, 100)
+
+
+def test_where_nothing_is_held_there_are_no_peaks() -> None:
+    none = timeline(compute(Op.FORWARD), [[(0.0, 1.0)], [(1.0, 2.0)]])
+    assert peak_bytes(none, 0) == memory_use(none, 0) == {}
