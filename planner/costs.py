@@ -106,10 +106,10 @@ class CostModel:
         # Memory binds every update, so that it takes AdamW's time by their bytes.
         self._of_measured = self._update_bytes / MEASURED.update_bytes_per_param
         self._degrees = Degrees(data_parallel, tensor_parallel, pipeline_parallel, expert_parallel)
-        self._layout = Layout(data_parallel, tensor_parallel, pipeline_parallel, profile.devices_per_node)
-        self._fabrics = Fabrics(profile, self._layout)
-        self.num_ranks = self._layout.num_ranks
-        self.ranks_per_node = self._layout.ranks_per_node
+        self.layout = Layout(data_parallel, tensor_parallel, pipeline_parallel, profile.devices_per_node)
+        self._fabrics = Fabrics(profile, self.layout)
+        self.num_ranks = self.layout.num_ranks
+        self.ranks_per_node = self.layout.ranks_per_node
         # Ranks behind one switch copy at the same time, so that all their bytes cross its uplink.
         self._ranks_per_uplink = min(self.ranks_per_node, profile.devices_per_uplink())
         self._kernels: dict[int, tuple[float, float]] = {}  # by identity: equal layers share their kernels
@@ -359,7 +359,7 @@ class CostModel:
 
     def _collective(self, task: Work) -> Price:
         """Price a collective over the ranks that share the data; each level's bytes cross what it is made of."""
-        rings = self._fabrics.rings(self._layout.replicas(self._parts(task)), task.num_bytes)
+        rings = self._fabrics.rings(self.layout.replicas(self._parts(task)), task.num_bytes)
         duration_s = max((ring.time_s for ring in rings), default=0.0)
         uses: list[tuple[Resource, float]] = [(Resource.FABRIC, 1.0)]
         for ring in rings:
@@ -371,13 +371,13 @@ class CostModel:
     def _inside_unit_s(self, kernel: Collective) -> float:
         """Return the time of a collective inside a unit, which its next kernel waits for."""
         if kernel.kind == "all-to-all":
-            return self._fabrics.all_to_all_s(self._layout.parts(kernel.num_ranks), kernel.num_bytes)
-        rings = self._fabrics.rings(self._layout.tensor_group, kernel.num_bytes * kernel.num_passes)
+            return self._fabrics.all_to_all_s(self.layout.parts(kernel.num_ranks), kernel.num_bytes)
+        rings = self._fabrics.rings(self.layout.tensor_group, kernel.num_bytes * kernel.num_passes)
         return sum(ring.fabric.latency_s.value for ring in rings) + max((ring.time_s for ring in rings), default=0.0)
 
     def _send(self, task: Work) -> Price:
         """Price one rank's transfer to another stage; the outer stages exchange the gradient of tied embeddings."""
-        last = self._layout.pipeline - 1
+        last = self.layout.pipeline - 1
         to = {Lane.SEND: task.stage + 1, Lane.SEND_BACK: task.stage - 1}.get(task.lane, last - task.stage)
         fabric = self._fabrics.between(task.stage, to)
         return Price(fabric.latency_s.value, task.num_bytes / fabric.bytes_per_s.value, ((Resource.FABRIC, 1.0),))

@@ -40,6 +40,15 @@ class Layout:
         """Ranks on a full node."""
         return min(self.num_ranks, self.devices_per_node)
 
+    def stage(self, rank: int) -> int:
+        """Return the pipeline stage of a rank."""
+        return rank // (self.data * self.tensor)
+
+    def nodes(self) -> list[range]:
+        """Return the ranks of every node."""
+        starts = range(0, self.num_ranks, self.devices_per_node)
+        return [range(first, min(first + self.devices_per_node, self.num_ranks)) for first in starts]
+
     @property
     def tensor_group(self) -> Group:
         """The ranks that share the layers of one stage."""

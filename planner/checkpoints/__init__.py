@@ -4,7 +4,7 @@ from planner.checkpoints.costs import CheckpointCosts
 from planner.checkpoints.lowering import Run, with_checkpoints, with_promotion
 from planner.checkpoints.policy import POLICIES, CheckpointPolicy, policy
 from planner.checkpoints.reading import RunTimes, times
-from planner.checkpoints.state import Shard, coarse, state_of
+from planner.checkpoints.state import Shard, bytes_by_stage, coarse, state_of
 from planner.checkpoints.stores import LEVELS, Level
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Run",
     "RunTimes",
     "Shard",
+    "bytes_by_stage",
     "coarse",
     "policy",
     "state_of",

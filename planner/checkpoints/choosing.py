@@ -45,7 +45,6 @@ def choose_checkpoints(plan: Plan, asked: CheckpointsAsked, trial: Trial | None 
 
     Raises:
         CheckpointsError: nothing survives the failures, or the limits contradict each other.
-        ValueError: the plan is a pipeline.
     """
     trial = trial or Trial(plan)
     found: list[tuple[_Choice, tuple[Level, ...], Nested]] = []
@@ -88,8 +87,8 @@ class _Choice:
         self._trial = trial
         self._buffer_bytes = buffer_bytes
         cost = trial.cost
-        self._node_bytes = self._trial.shard_bytes * cost.ranks_per_node
-        self._all_bytes = self._trial.shard_bytes * cost.num_ranks
+        self._node_bytes = trial.node_bytes
+        self._all_bytes = trial.all_bytes
         self._ring_bytes = buffer_bytes * cost.ranks_per_node
         if (free_bytes := self._trial.free_bytes(Tier.HOST)) < self._ring_bytes:
             raise CheckpointsError(

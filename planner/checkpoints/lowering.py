@@ -62,7 +62,7 @@ def with_checkpoints(
     Args:
         schedule: one iteration without checkpoints.
         policy: the engine.
-        state: what one rank saves, in the order in which it does.
+        state: what one rank saves, in the order in which it does; of a pipeline, one rank of every stage.
         num_iterations: of the run.
         every: iterations from one checkpoint to the next.
         buffer_bytes: host memory of one rank for copies that are not written yet.
@@ -70,7 +70,7 @@ def with_checkpoints(
         reads_again: the share of each one that is read again once it is written.
 
     Raises:
-        ValueError: a number is not positive, a piece of state does not belong to the schedule, or that is a pipeline.
+        ValueError: a number is not positive, or a piece of state does not belong to the schedule.
     """
     for name, value in (("num_iterations", num_iterations), ("every", every), ("buffer_bytes", buffer_bytes)):
         if value < 1:
@@ -81,7 +81,7 @@ def with_checkpoints(
                 f"state of {shard.unit or 'the model'} ({shard.num_bytes} B) is changed by task {shard.changed_by}; "
                 f"the schedule has tasks 0 to {len(schedule.tasks) - 1}, and sizes cannot be negative"
             )
-    builder = _Builder(schedule, policy, tuple(state), buffer_bytes, reads_again)
+    builder = _Builder(schedule, policy, state, buffer_bytes, reads_again)
     made_after = range(every if first is None else first, num_iterations + 1, every)
     num_checkpoints = len(made_after)
     num_tasks = num_iterations * len(schedule.tasks) + num_checkpoints * builder.num_chunks * _TASKS_PER_CHUNK
@@ -98,7 +98,9 @@ def with_checkpoints(
     return builder.run()
 
 
-def with_promotion(schedule: Schedule, policy: CheckpointPolicy, num_bytes: int, *, num_iterations: int) -> Run:
+def with_promotion(
+    schedule: Schedule, policy: CheckpointPolicy, num_bytes: Sequence[int], *, num_iterations: int
+) -> Run:
     """Return the schedule of a run in which a checkpoint goes to slower storage, from its second iteration on.
 
     It is read and written, and then read again, beside training, which waits for nothing of it.
@@ -106,11 +108,8 @@ def with_promotion(schedule: Schedule, policy: CheckpointPolicy, num_bytes: int,
     Args:
         schedule: one iteration without checkpoints.
         policy: the engine.
-        num_bytes: of one rank's share of the checkpoint.
+        num_bytes: of one rank's share of the checkpoint, for each pipeline stage.
         num_iterations: of the run.
-
-    Raises:
-        ValueError: the schedule is a pipeline.
     """
     builder = _Builder(schedule, policy, (), 1)
     builder.iterate()
@@ -130,25 +129,108 @@ class _Waits:
 
 
 class _Builder:
-    """Appends iterations and checkpoints to one list of tasks."""
+    """Appends iterations and checkpoints to one list of tasks; each pipeline stage has a saver of its own."""
 
     def __init__(
         self,
         schedule: Schedule,
         policy: CheckpointPolicy,
-        state: tuple[Shard, ...],
+        state: Sequence[Shard],
         buffer_bytes: int,
         reads_again: float = 0.0,
     ) -> None:
-        if schedule.num_stages > 1:
-            raise ValueError(
-                f"the schedule has {schedule.num_stages} pipeline stages, and checkpoints are only lowered for one: "
-                "give the phases of the iteration instead"
-            )
         self._one = schedule
         # Fields of an iteration's tasks that are the same in all: dataclasses.replace takes several times as long.
         names = {field.name for field in dataclasses.fields(Task)} - {"index", "after", "after_previous"}
         self._same = [{name: getattr(task, name) for name in sorted(names)} for task in schedule.tasks]
+        self._policy = policy
+        self._origin: list[int] = []
+        self._checkpoint: list[int] = []
+        self.tasks: list[Task] = []
+        self.buffers: list[Buffer] = [buffer for buffer in schedule.buffers if buffer.first is None]
+        self.where: list[int] = []  # indices of the latest iteration's tasks
+        self._savers = [
+            _Saver(self, schedule, stage, policy, buffer_bytes, reads_again, [
+                shard for shard in state if schedule.tasks[shard.changed_by].stage == stage
+            ])
+            for stage in range(schedule.num_stages)
+        ]  # fmt: skip
+        self._num_checkpoints = 0
+        self.num_chunks = sum(saver.num_chunks for saver in self._savers)
+
+    def iterate(self) -> None:
+        """Append one iteration."""
+        previous = self.where
+        where: list[int] = []
+        for task in self._one.tasks:
+            after = [where[i] for i in task.after]
+            after += self._savers[task.stage].waits_of(task, after)
+            if previous:
+                after += [previous[i] for i in task.after_previous]
+            where.append(len(self.tasks))
+            now = Task(index=where[-1], after=_unique(after), **self._same[task.index])
+            self.append(now, task.index, -1)
+        self._hold(previous, where)
+        self.where = where
+        for saver in self._savers:
+            saver.waits = _Waits()
+
+    def _hold(self, previous: Sequence[int], where: Sequence[int]) -> None:
+        """Add the buffers of an iteration, and those that the previous one handed over to it (or to the end)."""
+        for buffer in self._one.buffers:
+            if buffer.first is None or buffer.last is None:
+                continue
+            if buffer.last >= buffer.first:
+                if where:
+                    self.buffers.append(_moved(buffer, where[buffer.first], where[buffer.last]))
+            elif previous:
+                last = where[buffer.last] if where else len(self.tasks) - 1
+                self.buffers.append(_moved(buffer, previous[buffer.first], last))
+
+    def checkpoint(self) -> None:
+        """Append a checkpoint of the state after the latest iteration."""
+        assert self.where, "a checkpoint follows an iteration"
+        for saver in self._savers:
+            saver.checkpoint()
+        self._num_checkpoints += 1
+
+    def promote(self, num_bytes: Sequence[int]) -> None:
+        """Append that a checkpoint of the state after the latest iteration goes to slower storage."""
+        assert self.where, "a checkpoint follows an iteration"
+        for saver, of_rank in zip(self._savers, num_bytes, strict=True):
+            saver.promote(of_rank)
+        self._num_checkpoints += 1
+
+    def append(self, task: Task, origin: int, checkpoint: int) -> int:
+        """Append a task, and return its index; see :class:`Run`."""
+        self.tasks.append(task)
+        self._origin.append(origin)
+        self._checkpoint.append(checkpoint)
+        return task.index
+
+    def run(self) -> Run:
+        """Return all that was appended."""
+        self._hold(self.where, [])
+        name = f"{self._one.description}, with checkpoints by {self._policy.name}"
+        schedule = Schedule(tuple(self.tasks), tuple(self.buffers), name)
+        return Run(schedule, tuple(self._origin), tuple(self._checkpoint), self._num_checkpoints)
+
+
+class _Saver:
+    """What one rank does to save its state: that of a pipeline stage, or of all."""
+
+    def __init__(
+        self,
+        builder: _Builder,
+        schedule: Schedule,
+        stage: int,
+        policy: CheckpointPolicy,
+        buffer_bytes: int,
+        reads_again: float,
+        state: Sequence[Shard],
+    ) -> None:
+        self._builder = builder
+        self._stage = stage
         self._policy = policy
         self._reads_again = reads_again
         # A chunk must leave room for another one, or copies and writes would alternate.
@@ -162,58 +244,29 @@ class _Builder:
         self._chunks = tuple(_cut(state, chunk_bytes))
         self.num_chunks = num_chunks
         self._ring = _Ring(buffer_bytes) if policy.bounded else None
-        self._tasks: list[Task] = []
-        self._origin: list[int] = []
-        self._checkpoint: list[int] = []
-        self._buffers: list[Buffer] = [buffer for buffer in schedule.buffers if buffer.first is None]
-        self._where: list[int] = []  # indices of the latest iteration's tasks
         self._on_host = frozenset(shard.changed_by for shard in state if shard.tier is Tier.HOST)
-        self._waits = _Waits()
+        self.waits = _Waits()
         self._last_writes: list[int] = []  # of each checkpoint
         # The training loop is on these lanes: it stands where the first task of an iteration waits, and it is done
         # with an iteration when the last one has ended, and all that the next one will wait for.
-        loop = {lane: [t.index for t in schedule.tasks if t.lane is lane] for lane in (Lane.COMPUTE, Lane.LAUNCH)}
+        mine = [task for task in schedule.tasks if task.stage == stage]
+        loop = {lane: [task.index for task in mine if task.lane is lane] for lane in (Lane.COMPUTE, Lane.LAUNCH)}
         self._firsts = frozenset(indices[0] for indices in loop.values() if indices)
         needed = (i for first in self._firsts for i in schedule.tasks[first].after_previous)
         self._lasts = _unique((*(indices[-1] for indices in loop.values() if indices), *needed))
 
-    def iterate(self) -> None:
-        """Append one iteration."""
-        previous, waits = self._where, self._waits
-        where: list[int] = []
-        for task in self._one.tasks:
-            after = [where[i] for i in task.after]
-            gates = waits.gates.get(task.index, ())
-            if waits.late and task.index in self._on_host:
-                gates = (self._add(Lane.GATE, Op.GATE, (*after, *gates), number=len(self._last_writes) - 1),)
-            after += gates
-            if previous:
-                after += [previous[i] for i in task.after_previous]
-            if task.index in self._firsts:
-                after += waits.block
-            where.append(len(self._tasks))
-            now = Task(index=where[-1], after=_unique(after), **self._same[task.index])
-            self._append(now, task.index, -1)
-        self._hold(previous, where)
-        self._where, self._waits = where, _Waits()
-
-    def _hold(self, previous: Sequence[int], where: Sequence[int]) -> None:
-        """Add the buffers of an iteration, and those that the previous one handed over to it (or to the end)."""
-        for buffer in self._one.buffers:
-            if buffer.first is None or buffer.last is None:
-                continue
-            if buffer.last >= buffer.first:
-                if where:
-                    self._buffers.append(_moved(buffer, where[buffer.first], where[buffer.last]))
-            elif previous:
-                last = where[buffer.last] if where else len(self._tasks) - 1
-                self._buffers.append(_moved(buffer, previous[buffer.first], last))
+    def waits_of(self, task: Task, after: Sequence[int]) -> tuple[int, ...]:
+        """Return what a task of the next iteration waits for because of a checkpoint, beside what it waits for."""
+        waits = self.waits
+        gates = waits.gates.get(task.index, ())
+        if waits.late and task.index in self._on_host:
+            gates = (self._add(Lane.GATE, Op.GATE, (*after, *gates), number=len(self._last_writes) - 1),)
+        return (*gates, *waits.block) if task.index in self._firsts else gates
 
     def checkpoint(self) -> None:
         """Append a checkpoint of the state after the latest iteration."""
-        assert self._where, "a checkpoint follows an iteration"
         policy, number = self._policy, len(self._last_writes)
-        called = tuple(self._where[i] for i in self._lasts)
+        called = tuple(self._builder.where[i] for i in self._lasts)
         if policy.in_flight is not None and number >= policy.in_flight:
             called = (*called, self._last_writes[number - policy.in_flight])
         copies: list[int | None] = []
@@ -249,13 +302,12 @@ class _Builder:
         staged = [i for indices in safe for i in indices]
         blocks = {BlocksUntil.CREATED: [created], BlocksUntil.STAGED: staged, BlocksUntil.WRITTEN: writes}
         block = self._latest(blocks.get(policy.blocks_until, ()))
-        self._waits = _Waits(block, self._gates(safe), policy.copies_late)
+        self.waits = _Waits(block, self._gates(safe), policy.copies_late)
 
     def promote(self, num_bytes: int) -> None:
         """Append that a checkpoint of the state after the latest iteration goes to slower storage."""
-        assert self._where, "a checkpoint follows an iteration"
         chunk = Shard(num_bytes, Tier.HOST, 0)
-        called = tuple(self._where[i] for i in self._lasts)
+        called = tuple(self._builder.where[i] for i in self._lasts)
         promoted = self._add(Lane.PROMOTION, Op.PROMOTE, called, chunk)
         self._last_writes.append(self._add(Lane.PROMOTION, Op.VERIFY, (promoted,), chunk))
 
@@ -283,9 +335,13 @@ class _Builder:
         """Write a chunk, and hold its copy until then."""
         write = self._add(Lane.WRITE, Op.WRITE, (self._source(chunk) if copy is None else copy, created), chunk)
         if copy is not None:
-            first = copy - 1 if self._tasks[copy - 1].op is Op.TOUCH else copy  # memory is held once it is touched
+            first = (
+                copy - 1 if self._builder.tasks[copy - 1].op is Op.TOUCH else copy
+            )  # memory is held once it is touched
             label = f"checkpoint {len(self._last_writes)}"
-            self._buffers.append(Buffer(Tier.HOST, MemoryClass.CHECKPOINT, chunk.num_bytes, label, first, write))
+            self._builder.buffers.append(
+                Buffer(Tier.HOST, MemoryClass.CHECKPOINT, chunk.num_bytes, label, first, write, self._stage)
+            )
             if self._ring:
                 self._ring.take(write, chunk.num_bytes)
         return write
@@ -305,7 +361,7 @@ class _Builder:
 
     def _source(self, chunk: Shard) -> int:
         """Return the task after which a chunk is as it will be saved."""
-        return self._where[chunk.changed_by]
+        return self._builder.where[chunk.changed_by]
 
     def _gates(self, safe: Sequence[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
         """Return what the tasks that change state wait for: copies, or writes of what is not copied."""
@@ -321,7 +377,7 @@ class _Builder:
 
     def _latest(self, indices: Iterable[int]) -> tuple[int, ...]:
         """Return the last of some tasks on each lane: the others end earlier."""
-        return tuple({self._tasks[i].lane: i for i in sorted(indices)}.values())
+        return tuple({self._builder.tasks[i].lane: i for i in sorted(indices)}.values())
 
     def _add(
         self,
@@ -335,30 +391,18 @@ class _Builder:
     ) -> int:
         """Append one task of a checkpoint, by default of that which is being made, and return its index."""
         task = Task(
-            len(self._tasks),
+            len(self._builder.tasks),
             lane,
             op,
             Phase.UPDATE,
             chunk.unit,
             piece=chunk.piece,
             num_bytes=chunk.num_bytes,
+            stage=self._stage,
             pinned=pinned,
             after=_unique(after),
         )
-        return self._append(task, -1, len(self._last_writes) if number is None else number)
-
-    def _append(self, task: Task, origin: int, checkpoint: int) -> int:
-        self._tasks.append(task)
-        self._origin.append(origin)
-        self._checkpoint.append(checkpoint)
-        return task.index
-
-    def run(self) -> Run:
-        """Return all that was appended."""
-        self._hold(self._where, [])
-        name = f"{self._one.description}, with checkpoints by {self._policy.name}"
-        schedule = Schedule(tuple(self._tasks), tuple(self._buffers), name)
-        return Run(schedule, tuple(self._origin), tuple(self._checkpoint), len(self._last_writes))
+        return self._builder.append(task, -1, len(self._last_writes) if number is None else number)
 
 
 class _Ring:

@@ -71,7 +71,7 @@ class CheckpointPolicy:
         staging: how state gets to host memory.
         gate: what the next update waits for.
         chunk_bytes: the most that is copied, and written, as one.
-        num_writers: threads of each process that write.
+        num_writers: threads of each process that write; as many read.
         serialises: they write with ``torch.save``; else raw bytes.
         hashes: they hash what they write.
         writes_after_staging: nothing is written before everything is copied.
@@ -162,7 +162,7 @@ POLICIES: Mapping[str, CheckpointPolicy] = {
             Staging.PINNED,
             Gate.SHARD,
             CHUNK_BYTES,
-            num_writers=4,
+            num_writers=12,
             hashes=True,
             copies_late=True,
             weight=1 / 16,

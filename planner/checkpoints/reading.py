@@ -18,7 +18,8 @@ class RunTimes:
         over_s: until what is read again had been, too.
         training_s: until everything was computed.
         blocked_s: of each checkpoint: how long tasks of training that could have run waited for it.
-        latency_s: of each checkpoint: from the moment that its state was complete until it was written.
+        latency_s: of each checkpoint: from the moment that its state was complete until it was written; of a pipeline,
+            by the stage that took longest.
         busy_s: of each checkpoint: from that moment until it had been read again too, if it is.
     """
 
@@ -38,24 +39,24 @@ def times(run: Run, timeline: Timeline) -> RunTimes:
     """Read a timeline of a run (which is one iteration of it)."""
     start_s, end_s = timeline.start_s[0].tolist(), timeline.end_s[0].tolist()
     waits: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    begun_s: dict[int, float] = {}
-    written_s: dict[int, float] = defaultdict(float)
-    over_s: dict[int, float] = defaultdict(float)
-    lane_end_s: dict[Lane, float] = defaultdict(float)
+    begun_s: dict[tuple[int, int], float] = {}  # by checkpoint and stage
+    latency_s: dict[int, float] = defaultdict(float)
+    busy_s: dict[int, float] = defaultdict(float)
+    lane_end_s: dict[tuple[int, Lane], float] = defaultdict(float)
     for task, number in zip(run.schedule.tasks, run.checkpoint, strict=True):
         mine = [i for i in task.after if run.checkpoint[i] >= 0]
         others_s = max((end_s[i] for i in task.after if run.checkpoint[i] < 0), default=0.0)
         if number < 0:
-            ready_s = max(others_s, lane_end_s[task.lane])
+            ready_s = max(others_s, lane_end_s[task.stage, task.lane])
             if mine and start_s[task.index] > ready_s:
                 last = max(mine, key=lambda i: (end_s[i], i))
                 waits[run.checkpoint[last]].append((ready_s, start_s[task.index]))
         elif task.op is not Op.GATE:
-            begun_s.setdefault(number, others_s)
-            over_s[number] = max(over_s[number], end_s[task.index])
+            took_s = end_s[task.index] - begun_s.setdefault((number, task.stage), others_s)
+            busy_s[number] = max(busy_s[number], took_s)
             if task.lane is not Lane.RETENTION:
-                written_s[number] = max(written_s[number], end_s[task.index])
-        lane_end_s[task.lane] = end_s[task.index]
+                latency_s[number] = max(latency_s[number], took_s)
+        lane_end_s[task.stage, task.lane] = end_s[task.index]
     numbers = range(run.num_checkpoints)
     return RunTimes(
         end_to_end_s=max(
@@ -64,8 +65,8 @@ def times(run: Run, timeline: Timeline) -> RunTimes:
         over_s=max(end_s, default=0.0),
         training_s=max((e for e, number in zip(end_s, run.checkpoint, strict=True) if number < 0), default=0.0),
         blocked_s=tuple(_union_s(waits[number]) for number in numbers),
-        latency_s=tuple(written_s[number] - begun_s[number] for number in numbers),
-        busy_s=tuple(over_s[number] - begun_s[number] for number in numbers),
+        latency_s=tuple(latency_s[number] for number in numbers),
+        busy_s=tuple(busy_s[number] for number in numbers),
     )
 
 

@@ -56,6 +56,14 @@ def state_of(
     return tuple(shards)
 
 
+def bytes_by_stage(schedule: Schedule, state: Iterable[Shard]) -> tuple[int, ...]:
+    """Return the bytes that one rank of every pipeline stage saves."""
+    saved = [0] * schedule.num_stages
+    for shard in state:
+        saved[schedule.tasks[shard.changed_by].stage] += shard.num_bytes
+    return tuple(saved)
+
+
 def coarse(policy: CheckpointPolicy, state: Iterable[Shard], buffer_bytes: int) -> tuple[CheckpointPolicy, int]:
     """Return the policy with chunks no smaller than a 400th of some state, and a buffer that has room for two.
 

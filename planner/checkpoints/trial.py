@@ -10,9 +10,10 @@ from planner.checkpoints.costs import CheckpointCosts
 from planner.checkpoints.lowering import Run, with_checkpoints, with_promotion
 from planner.checkpoints.policy import READING_SHARE, CheckpointPolicy, policy
 from planner.checkpoints.reading import RunTimes, times
-from planner.checkpoints.state import coarse, state_of
+from planner.checkpoints.state import bytes_by_stage, coarse, state_of
 from planner.checkpoints.stores import Level, store_of
 from planner.costs import CostModel
+from planner.lowering import stages
 from planner.plan import Plan
 from planner.prediction import capacities
 from planner.schedule import Lane, Tier
@@ -49,27 +50,27 @@ class Trial:
 
     Attributes:
         cost: prices of training.
-        shard_bytes: that one rank saves.
-
-    Raises:
-        ValueError: the plan is a pipeline.
+        shard_bytes: that one rank saves; of a pipeline, one of the stage that has most.
+        node_bytes: that all ranks of the node save that has most to save.
+        all_bytes: that all ranks save.
     """
 
     def __init__(self, plan: Plan) -> None:
         decisions, units = plan.decisions, plan.units()
-        if decisions.pipeline_parallel > 1:
-            raise ValueError(
-                f"the plan has {decisions.pipeline_parallel} pipeline stages, and checkpoints are planned for one; ask "
-                "for --pipeline-parallel 1, or leave --mtbf out"
-            )
         self.cost = CostModel.of(plan.hardware, units, decisions)
         self._memory = plan.prediction.memory
         self._iteration_s = plan.prediction.iteration_s
         self._schedule = plan.schedule()
         self._prices = self.cost.prices(self._schedule)
-        replicas = {unit.name: 1 if decisions.zero_stage else decisions.replicas(unit) for unit in units}
+        of_ranks = stages(units, decisions)
+        replicas = {unit.name: 1 if decisions.zero_stage else decisions.replicas(unit) for unit in of_ranks}
         self._state = state_of(self._schedule, num_replicas=replicas, optimizer=decisions.optimizer)
-        self.shard_bytes = sum(shard.num_bytes for shard in self._state)
+        saved = bytes_by_stage(self._schedule, self._state)
+        self._by_stage = saved
+        self.shard_bytes = max(saved)
+        layout = self.cost.layout
+        self.node_bytes = max(sum(saved[layout.stage(rank)] for rank in ranks) for ranks in layout.nodes())
+        self.all_bytes = sum(saved) * layout.num_ranks // len(saved)
         self._saved: dict[tuple[str, Level, int, int | None], Measured] = {}
         self._promoted: dict[tuple[Level, Level], Measured] = {}
         self._plain: dict[int, float] = {}
@@ -144,7 +145,7 @@ class Trial:
                 store_of(self.cost, level).read,
             )
             about_s = sum(way(self.shard_bytes, threads).duration_s for way in stores)
-            build = functools.partial(with_promotion, self._schedule, ours, self.shard_bytes)
+            build = functools.partial(with_promotion, self._schedule, ours, self._by_stage)
             costs = CheckpointCosts(self.cost, ours, level, above)
             self._promoted[above, level] = self._settled(lambda n: build(num_iterations=n), costs, about_s)
         return self._promoted[above, level]

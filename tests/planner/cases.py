@@ -13,7 +13,9 @@ from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
 from planner.models import resolve_model
 from planner.optimizers import OPTIMIZERS
+from planner.pipelining import staged
 from planner.schedule import Schedule
+from planner.search import Setup
 
 MODELS = ("demo-llama", "gpt2", "opt-125m")  # the last two have tied embeddings
 
@@ -114,6 +116,21 @@ def cases(draw: st.DrawFn) -> Case:
     """Return a random case."""
     model, num_layers = draw(st.sampled_from(MODELS)), draw(st.integers(1, 3))
     return Case(model, num_layers, draw(decisions(small_units(model, num_layers))), draw(st.booleans()))
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> Case:
+    """Return a random case whose layers are shared by stages."""
+    model, num_stages = draw(st.sampled_from(MODELS)), draw(st.integers(2, 3))
+    num_layers = draw(st.integers(num_stages, 4))
+    setup = Setup(
+        small_units(model, num_layers),
+        data_parallel=draw(st.sampled_from([1, 2])),
+        pipeline_parallel=num_stages,
+        num_micro_batches=draw(st.integers(1, 4)),
+    )
+    decided = staged(setup, draw(st.integers(0, num_layers)), draw(st.sampled_from([0, 1])))
+    return Case(model, num_layers, decided, draw(st.booleans()))
 
 
 def random_prices(schedule: Schedule, seed: int) -> tuple[list[Price], dict[Resource, float]]:

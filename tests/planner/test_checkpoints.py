@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from cases import cases, decide, random_prices, small_units
+from cases import cases, decide, pipelines, random_prices, small_units
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +18,7 @@ from planner.checkpoints import (
     Run,
     RunTimes,
     Shard,
+    bytes_by_stage,
     policy,
     state_of,
     times,
@@ -258,7 +259,12 @@ def test_training_goes_on_at_the_weight_of_the_policy():
 
 @settings(SLOW, max_examples=50, suppress_health_check=list(HealthCheck))
 @given(
-    cases(), engines, st.integers(1, 2), st.integers(1, 2), st.sampled_from([10**7, 10**8]), st.integers(0, 2**32 - 1)
+    st.one_of(cases(), pipelines()),
+    engines,
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.sampled_from([10**7, 10**8]),
+    st.integers(0, 2**32 - 1),
 )
 def test_any_lowered_iteration_takes_checkpoints(case, engine, every, more, buffer_bytes, seed):
     """At any prices: one state, saved whole, after it has changed and before it changes again."""
@@ -281,6 +287,7 @@ def test_any_lowered_iteration_takes_checkpoints(case, engine, every, more, buff
             ]
             written = sum(t.num_bytes for t in chunks if t.op is Op.WRITE)
             assert written == shard.num_bytes
+            assert {t.stage for t in chunks} <= {case.schedule.tasks[shard.changed_by].stage}
             copies = [t for t in chunks if t.op is not Op.WRITE and t.num_bytes] or chunks
             assert (Op.READ in {t.op for t in copies}) == (shard.tier is Tier.NVME)
             changing = [index for index, origin in enumerate(made.origin) if origin == shard.changed_by]
@@ -295,6 +302,30 @@ def test_any_lowered_iteration_takes_checkpoints(case, engine, every, more, buff
         for moment_s, _ in overtaken:  # what is not written by then has been copied, and there is room for it
             held = sum(t.num_bytes for at_s, t in overtaken if at_s <= moment_s < end_s[t.index])
             assert held <= buffer_bytes
+
+
+def test_stages_of_a_pipeline_save_beside_each_other():
+    """The second stage has twice as much to save, and waits for that, not for the first, which waits for its own."""
+    tasks = (
+        Task(0, Lane.COMPUTE, Op.FORWARD, Phase.FORWARD, "a"),
+        Task(1, Lane.COMPUTE, Op.FORWARD, Phase.FORWARD, "b", stage=1, after=(0,)),
+    )
+    state = (Shard(4 * GB, Tier.GPU, 0, "a"), Shard(8 * GB, Tier.GPU, 1, "b"))
+    assert bytes_by_stage(Schedule(tasks), state) == (4 * GB, 8 * GB)
+    made = with_checkpoints(
+        Schedule(tasks), policy("deepspeed"), state, num_iterations=2, every=2, buffer_bytes=GB, first=1
+    )
+    per_second = {Op.FORWARD: 1.0, Op.WRITE: 1 / GB}  # of a task, of a byte
+    prices = [
+        Price(0.0, per_second.get(t.op, 0.0) * (t.num_bytes if t.op is Op.WRITE else 1)) for t in made.schedule.tasks
+    ]
+    timeline = run(made.schedule, prices, dict.fromkeys(Resource, 1.0), 1)
+    read = times(made, timeline)
+    # Saved from 1 to 5 and from 2 to 10 s; computed again from 5 to 6 and from 10 to 11 s.
+    assert read.training_s == pytest.approx(11)
+    assert read.latency_s == pytest.approx((8,))
+    assert read.blocked_s == pytest.approx((8,))
+    assert memory_use(timeline, 0)[Tier.HOST].peak_bytes == policy("deepspeed").chunk_bytes  # of each rank
 
 
 @settings(SLOW, max_examples=50, suppress_health_check=list(HealthCheck))

@@ -1,14 +1,17 @@
 """What planner and executor cannot import from each other, and have to agree on."""
 
-from executor.checkpoint.flusher import CHUNK_BYTES
+from executor.checkpoint.flusher import CHUNK_BYTES, NUM_WRITERS
 from executor.checkpoint.keeper import READING_SHARE
 from executor.checkpoint.levels import MORE_THAN_KEPT
+from executor.checkpoint.reader import NUM_READERS
 from planner.checkpoints.policy import CHUNK_BYTES as SIMULATED_CHUNK_BYTES
 from planner.checkpoints.policy import MORE_THAN_KEPT as PLANNED_MORE_THAN_KEPT
 from planner.checkpoints.policy import READING_SHARE as SIMULATED_READING_SHARE
+from planner.checkpoints.policy import policy
 
 
 def test_checkpoints_are_simulated_as_they_are_made():
     assert SIMULATED_CHUNK_BYTES == CHUNK_BYTES
     assert SIMULATED_READING_SHARE == READING_SHARE
+    assert policy("ullage").num_writers == NUM_WRITERS == NUM_READERS
     assert PLANNED_MORE_THAN_KEPT == MORE_THAN_KEPT
