@@ -1,14 +1,19 @@
+import io
+
 import pytest
 from made_figures import figures
+from rich.console import Console
 
 from hwprofiles.registry import load_profile
 from planner.schedule import Lane
+from ullage.formatting import si
 from ullage.whatif.command import load_example_prices
 from ullage.whatif.design import Space
 from ullage.whatif.fields import of_machine
 from ullage.whatif.point import plan_point
 from ullage.whatif.questions import answer
 from ullage.whatif.running import Bench
+from ullage.whatif.screen import sensitivity_table
 from ullage.whatif.sensitivity import STEP, sensitivities
 from ullage.whatif.store import Store
 from ullage.whatif.study import Asked, Result, StudyError
@@ -114,7 +119,14 @@ def test_sensitivities_and_crossings_of_a_known_machine(tiny, tmp_path):
     gemm = rows.pop("device-gemm")
     assert gemm is found.rows[0]
     assert gemm.elasticity_more == pytest.approx(-1.0) == gemm.elasticity_less
-    assert gemm.seconds_per_step == pytest.approx(-1e12 / gemm.value)
+    assert gemm.seconds_per_step == pytest.approx(-1e12 / gemm.value) == -gemm.saved_s
+    noise = gemm.model_copy(update={"elasticity_more": -0.04, "seconds_per_step": -0.01})
+    assert noise.saved_s == 0.0
+    out = io.StringIO()
+    Console(file=out, width=200).print(sensitivity_table(found.model_copy(update={"rows": (gemm, noise)})))
+    text = out.getvalue()
+    assert "1 TFLOP/s: about nothing" in text
+    assert f"1 TFLOP/s: -{si(gemm.saved_s, 's')}" in text
     assert (gemm.more.factor, gemm.less.factor) == (pytest.approx(1 + STEP), pytest.approx(1 / (1 + STEP)))
     assert gemm.below is None
     assert 2.0 <= gemm.above.factor <= 2.0 * 1.1

@@ -366,7 +366,7 @@ def _sensitivity_section(found: Sensitivities) -> Section:
                 row.words,
                 si(row.value, UNIT_SYMBOLS.get(row.unit, "")).strip(),
                 row.step_words,
-                "-" if row.seconds_per_step is None else si(-row.seconds_per_step, "s"),
+                "-" if row.saved_s is None else si(row.saved_s, "s") if row.saved_s else "about nothing",
                 _crossing(row, less=True),
                 _crossing(row, less=False),
             )

@@ -10,7 +10,7 @@ from planner.schedule import Tier
 from ullage.console import console, table
 from ullage.formatting import LANE_WORDS, UNIT_SYMBOLS, duration, percent, si
 from ullage.whatif.money import run_seconds
-from ullage.whatif.study import Axis, Least, Point, Sensitivities, Study, Value
+from ullage.whatif.study import AS_GOOD_AS_NONE, Axis, Least, Point, Sensitivities, Study, Value
 from ullage.whatif.tables import every_words
 
 _MOST_ROWS, _MOST_ANSWERS = 48, 16
@@ -39,7 +39,8 @@ def study_screen(study: Study, path: Path, table_path: Path | None) -> None:
         out.print(sensitivity_table(study.sensitivities))
         out.print(
             f"elasticity: relative change of the iteration time over that of the resource, planned anew at "
-            f"{1 + study.sensitivities.step:g}x and 1/{1 + study.sensitivities.step:g}x; below 0.05 is as good as none",
+            f"{1 + study.sensitivities.step:g}x and 1/{1 + study.sensitivities.step:g}x; below {AS_GOOD_AS_NONE:g} is "
+            "as good as none",
             soft_wrap=True,
         )
     for line in reasons(study):
@@ -118,7 +119,7 @@ def sensitivity_table(found: Sensitivities) -> Table:
     result = table("sensitivities, predicted", "resource", *columns)
     for row in found.rows:
         unit = UNIT_SYMBOLS.get(row.unit, "")
-        worth = "" if row.seconds_per_step is None else f"{row.step_words}: {_signed_seconds(row.seconds_per_step)}"
+        worth = "" if row.saved_s is None else f"{row.step_words}: {_saved(row.saved_s)}"
         moves = [
             f"{si(crossing.value, unit).strip()} ({LANE_WORDS[crossing.bound_by]})"
             for crossing in (row.below, row.above)
@@ -139,8 +140,8 @@ def _elasticity(value: float | None) -> str:
     return "no plan" if value is None else f"{value + 0.0:+.2f}"
 
 
-def _signed_seconds(seconds: float) -> str:
-    return "0 s" if abs(seconds) < 1e-9 else f"{'-' if seconds < 0 else '+'}{si(abs(seconds), 's')}"
+def _saved(seconds: float) -> str:
+    return f"{'-' if seconds > 0 else '+'}{si(abs(seconds), 's')}" if seconds else "about nothing"
 
 
 def reasons(study: Study) -> Iterator[str]:

@@ -246,6 +246,10 @@ class Crossing(Side):
     """Where another lane takes over as what bounds the plan; ``factor`` is just beyond it."""
 
 
+AS_GOOD_AS_NONE: Final = 0.05
+"""Elasticities below are what searches leave open; see [Note: Elasticity] in :mod:`ullage.whatif.sensitivity`."""
+
+
 class Sensitivity(Frozen):
     """What one resource is worth to the study's base point, planned anew on either side.
 
@@ -275,6 +279,13 @@ class Sensitivity(Frozen):
     seconds_per_step: float | None = None
     below: Crossing | None = None
     above: Crossing | None = None
+
+    @property
+    def saved_s(self) -> float | None:
+        """Seconds that one step more saves; 0 if that is as good as none, ``None`` if nothing fits there."""
+        if self.seconds_per_step is None or self.elasticity_more is None:
+            return None
+        return -self.seconds_per_step if abs(self.elasticity_more) >= AS_GOOD_AS_NONE else 0.0
 
 
 class Sensitivities(Frozen):
