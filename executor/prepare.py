@@ -235,7 +235,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for name, share in shares.items()
         }
         likes |= {f"{name}/{key}": likes[name].float() for name in shares for key in in_float32}
-        kept = self.session.handover(folder, likes)
+        kept = self.session.together.handover(folder, likes)
         for name, _, state in self._states():
             kept.keep(name, self.session.full_parameter(name))
             for key, values in state.items():
@@ -296,7 +296,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 names[share.name] -= 1
                 if not names[share.name]:  # others may have rows of the same
                     parts = found.pop(share.name)
-                    yield share.name, entry.step, {key: self.session.whole(held) for key, held in parts.items()}
+                    yield (
+                        share.name,
+                        entry.step,
+                        {key: self.session.together.whole(held) for key, held in parts.items()},
+                    )
 
     def _read_states(self) -> dict[str, dict[str, Any]]:
         states: dict[str, dict[str, Any]] = {}

@@ -44,7 +44,7 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
     """
     session = optimizer.session
     of_ranks = checkpoint.manifest.extra["ranks"]
-    member = session.member()
+    member = session.together.member()
     extra: dict[str, Any] = of_ranks[member.rank if member.rank < len(of_ranks) else 0]
     stock = optimizer.entry.stock.__name__
     if extra["optimizer"] != stock or len(extra["groups"]) != len(optimizer.param_groups):

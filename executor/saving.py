@@ -69,7 +69,7 @@ class Checkpoints:
         self._session = session = optimizer.session
         if session.snapshots is None:
             raise ValueError("the session has no room for checkpoints; give it checkpoint_buffer_bytes")
-        member = session.member()
+        member = session.together.member()
         self._rank = member.rank
         several_nodes = member.size > int(os.environ.get("LOCAL_WORLD_SIZE") or member.size)
         self.levels = Levels(levels, tell, files=files, is_first=member.rank == 0, several_nodes=several_nodes)
@@ -79,7 +79,7 @@ class Checkpoints:
             session.snapshots, store, self._flusher, keep=levels[0].keep, member=member, tell=self.levels.made
         )
         session.snapshots.engine = self._engine
-        num_bytes = round(session.mean(self._engine.num_bytes) * member.size)
+        num_bytes = round(session.together.mean(self._engine.num_bytes) * member.size)
         if member.rank == 0:
             try:
                 self.levels.check_room(num_bytes)
@@ -154,7 +154,7 @@ class Checkpoints:
                     extra = restore(self._optimizer, checkpoint)
             except DamagedError as error:
                 failure = str(error)
-            if not self._session.mean(float(failure is not None)):
+            if not self._session.together.mean(float(failure is not None)):
                 return Resumed(path, checkpoint.manifest.step, tuple(refused), extra)
             refused.append(failure or f"{path}: another rank cannot read its part")
         if path is not None:
@@ -168,7 +168,7 @@ class Checkpoints:
         """Yield the checkpoints that rank 0 has found; all ranks do so together."""
         found = iter([(level, *(parse_name(folder.name) or (0, 0))) for level, folder in there])
         while True:
-            level, step, nonce = (self._session.of_first(value) for value in next(found, (-1, 0, 0)))
+            level, step, nonce = (self._session.together.of_first(value) for value in next(found, (-1, 0, 0)))
             if level < 0:
                 return
             yield self.levels.stores[level].folder(step, nonce)

@@ -6,9 +6,7 @@ issues what is left of the iteration and returns while updates go on.
 """
 
 import contextlib
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self, final
 
 import numpy as np
@@ -20,12 +18,10 @@ from executor.actions import Actions, ParameterUpdate
 from executor.activations import OffloadedActivations
 from executor.backend import Meter
 from executor.binding import bind, bind_state_dict, outside
-from executor.checkpoint.engine import Member
 from executor.checks import check_decisions, check_groups, check_units
 from executor.cores import take
 from executor.exchange import Exchange
 from executor.gradients import GradientError
-from executor.handover import Handover
 from executor.machine import LaneMachine
 from executor.marks import in_backward
 from executor.memory import Arena, MeasuredMemory
@@ -34,13 +30,14 @@ from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions, backend_of
 from executor.parallel.experts import split_experts
 from executor.parallel.mesh import Mesh
-from executor.parallel.shares import Share, shares_of, whole_of
+from executor.parallel.shares import Share, shares_of
 from executor.parallel.tensor import share_layers
 from executor.pieces import Piece
 from executor.progress import Progress
 from executor.ranks import Ranks
 from executor.snapshots import Snapshots
 from executor.state import ModelState
+from executor.together import Together
 from executor.units import ParameterState, UnitState
 from executor.user_gradients import UserGradients
 from executor.weights import Weights
@@ -63,6 +60,12 @@ class Session:
         units: the model's units in forward order, for the decided micro-batch.
         decisions: what to execute.
         options: how.
+
+    Attributes:
+        decisions, schedule: what is executed.
+        cores: which the threads run on.
+        snapshots: what takes checkpoints; ``None`` if there are none.
+        together: what ranks do together while no iteration is under way.
 
     Raises:
         ValueError: the decisions cannot be executed, or the model is not the one that was planned.
@@ -94,6 +97,7 @@ class Session:
         self._meter: Meter | None = None
         several = decisions.num_devices > 1
         self._ranks = ranks = Ranks(decisions.degrees, self._backend.device) if several else None
+        self.together = Together(ranks)
         with contextlib.ExitStack() as failing, contextlib.nullcontext() if ranks is None else ranks.telling():
             shares = shares_of(model, units, Mesh(decisions.degrees, ranks.rank if ranks else 0))
             self._names = {id(share.whole): share.name for share in shares.values()}
@@ -365,13 +369,6 @@ class Session:
         """Yield every parameter's state with its unit's, as it is just now."""
         return self._state.parameters()
 
-    def member(self) -> Member:
-        """Return which of the ranks this is; all ranks ask together."""
-        if self._ranks is None:
-            return Member()
-        nonce = self._ranks.of_first(torch.frombuffer(bytearray(os.urandom(4)), dtype=torch.uint8))
-        return Member(self._ranks.rank, self._ranks.size, bytes(nonce.tolist()).hex())
-
     def check_between_iterations(self) -> None:
         """Check that no iteration is under way.
 
@@ -402,36 +399,10 @@ class Session:
         """Return all of what ranks hold shards of, flat, on the host; all ranks do so together."""
         return shard if unit.group is None or len(shard) == len(unit.device_weights) else unit.group.collected(shard)
 
-    def whole(self, parts: Sequence[tuple[Share, torch.Tensor]]) -> torch.Tensor:
-        """Return the whole of what ranks have shares of. See :func:`executor.parallel.shares.whole_of`."""
-        return whole_of(parts, self._ranks)
-
-    def of_first(self, value: int) -> int:
-        """Return rank 0's value; all ranks do so together."""
-        return value if self._ranks is None else int(self._ranks.of_first(torch.tensor(value)))
-
-    def handover(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> Handover:
-        """Return a file for what is to pass to the next session; all ranks do so together."""
-        return Handover(folder, tensors, self._ranks)
-
-    def text_of_first(self, make: Callable[[], str]) -> str:
-        """Return the text that rank 0 makes, which is not empty, while the others wait; all ranks do so together."""
-        if self._ranks is None:
-            return make()
-        is_first = self._ranks.rank == 0
-        values = torch.frombuffer(bytearray(make().encode()), dtype=torch.uint8) if is_first else torch.empty(0)
-        count = self.of_first(len(values))
-        text = self._ranks.of_first(values if is_first else torch.empty(count, dtype=torch.uint8))
-        return bytes(text.tolist()).decode()
-
     @property
     def failed(self) -> bool:
         """Whether it has stopped, or is in the middle of an iteration: its state is not that of a step."""
         return self._machine.stopped or self._inside_iteration
-
-    def mean(self, value: float) -> float:
-        """Return the mean of a number over the ranks, each with its own; all ranks do so together."""
-        return value if self._ranks is None else self._ranks.sums([value])[0] / self._ranks.size
 
     def _make_current(self) -> None:
         """Wait for all updates, and bring to the device what the next iteration would."""
@@ -460,11 +431,8 @@ class Session:
     def mean_timeline(self) -> Timeline:
         """Return :meth:`timeline`, with the mean over ranks of every time; all ranks do so together."""
         own = self.timeline()
-        if self._ranks is None:
-            return own
-        times_s = np.stack((own.start_s, own.end_s))
-        mean_s = np.array(self._ranks.sums(times_s.ravel().tolist())) / self._ranks.size
-        return Timeline(own.schedule, *mean_s.reshape(times_s.shape))
+        start_s, end_s = self.together.means(np.stack((own.start_s, own.end_s)))
+        return Timeline(own.schedule, start_s, end_s)
 
     @contextlib.contextmanager
     def metered(self) -> Iterator[None]:

@@ -173,7 +173,7 @@ def _train(options: ExecuteOptions, trainer: Trainer, sinks: list[Sink]) -> _Tra
                 replanned = trainer.replan()
                 warn(str(replanned))
                 watch = _watch(trainer.plan)
-            if interruption is not None and trainer.session.mean(float(interruption.signal is not None)):
+            if interruption is not None and trainer.session.together.mean(float(interruption.signal is not None)):
                 break  # all ranks, after the same iteration
         record = _record(options, trainer, losses) if trainer.session.iteration >= MIN_ITERATIONS else None
         ended_by = None if interruption is None else interruption.signal

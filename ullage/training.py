@@ -253,8 +253,8 @@ class Trainer:
             StorageError: there is no room for the file; nothing has changed then.
             ShortageError: the new plan did not find its memory; training can go on as before.
         """
-        found = replan(self.plan, self.session.mean_timeline(), self.session.text_of_first)
-        if found.after is None or not self.session.of_first(int(found.is_faster)):
+        found = replan(self.plan, self.session.mean_timeline(), self.session.together.text_of_first)
+        if found.after is None or not self.session.together.of_first(int(found.is_faster)):
             return found
         way = Way(found.after.units(), found.after.decisions, _session_options(found.after, self._settings))
         if self.keeper is not None:
@@ -301,7 +301,7 @@ class Trainer:
                 total = self._compute()
             if metered:
                 check_device(self.plan, session.memory()[Tier.GPU])
-            loss = session.mean(float(total))
+            loss = session.together.mean(float(total))
         if not math.isfinite(loss):
             rate = max(group["lr"] for group in self.optimizer.param_groups)
             raise ValueError(f"the loss is {loss} in iteration {iteration}; use a smaller --lr than {rate:g}")
