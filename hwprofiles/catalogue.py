@@ -50,6 +50,7 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
     "device.gemm_rows_half": _measured("device", "short against tall products of equal FLOP"),
     "device.attention.*": _measured("device", "fused causal attention"),
     "device.elementwise": _measured("device", "eager kernels on tensors of all sizes"),
+    "device.elementwise_fp32": _measured("device", "the same in fp32"),
     "device.optimizer": _measured("device", "AdamW on the device"),
     "device.gradient_norm": _measured("device", "sums of squares; on a GPU lost in its memory's rate", "host"),
     "device.issue_s": _measured("device", "forward and backward of a tiny model through the whole executor"),

@@ -44,6 +44,8 @@ class Device(Frozen):
             :func:`planner.costs.wave_factor`); ``None`` leaves that to the curve, and ``gemm_rows_half`` applies.
         attention: time of one fused attention against its FLOP (the masked half not counted), per data type.
         elementwise: time of one elementwise kernel against the bytes it reads and writes, dispatch included.
+        elementwise_fp32: the same in fp32; ``None`` where the same memory binds both. Processors without instructions
+            for bf16 are slower in that than their memory.
         optimizer: time of one AdamW update on the device against its number of parameters.
         gradient_norm: time to sum the squares of a gradient before it leaves the device, against its parameters;
             ``None`` where that is lost in the memory's rate.
@@ -69,6 +71,7 @@ class Device(Frozen):
     multiprocessors: Annotated[int, Field(ge=1)] | None = None
     attention: dict[Dtype, CurveOverFlop]
     elementwise: CurveOverBytes
+    elementwise_fp32: CurveOverBytes | None = None
     optimizer: CurveOverParams
     gradient_norm: CurveOverParams | None = None
     issue_s: Seconds

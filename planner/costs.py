@@ -274,7 +274,8 @@ class CostModel:
                 rows = kernel.batch * kernel.num_heads * kernel.seq_len * kernel.head_dim
                 return time_s, float(4 * self._dtype_bytes * rows)
             case Elementwise():
-                time_s = self._read(device.elementwise, kernel.num_bytes, "elementwise")
+                curve_of_type = device.elementwise_fp32 if self._dtype == "fp32" else None
+                time_s = self._read(curve_of_type or device.elementwise, kernel.num_bytes, "elementwise")
                 return time_s * kernel.count, float(kernel.num_bytes * kernel.count)
             case Collective():
                 return self._inside_unit_s(kernel) * kernel.count, float(kernel.num_bytes * kernel.count)

@@ -37,7 +37,7 @@ def all_knobs(hardware: HardwareProfile) -> tuple[Knob, ...]:
         Knob("cpu-optimizer", "CPU optimizer", ("host.optimizer", "host.optimizer_process_params_per_s")),
         Knob("device-gemm", "device products", ("device.gemm.bf16", "device.gemm.fp32")),
         Knob("device-attention", "device attention", ("device.attention.bf16", "device.attention.fp32")),
-        Knob("device-elementwise", "device elementwise", ("device.elementwise",)),
+        Knob("device-elementwise", "device elementwise", ("device.elementwise", "device.elementwise_fp32")),
         Knob("device-optimizer", "device optimizer", ("device.optimizer",)),
         Knob("issue", "host time per kernel", ("device.issue_s",)),
         Knob("device-memory", "device memory", ("device.memory_bytes",), Tier.GPU),
@@ -71,7 +71,7 @@ def knobs(hardware: HardwareProfile, dtype: str, num_devices: int, *, uses_stora
 
 def _of_type(knob: Knob, dtype: str) -> Knob:
     """Leave out curves that training in one type does not meet."""
-    own = tuple(path for path in knob.paths if path.endswith(f".{dtype}"))
+    own = tuple(path for path in knob.paths if path.endswith((f".{dtype}", f"_{dtype}")))
     return dataclasses.replace(knob, paths=own) if own else knob
 
 

@@ -131,7 +131,8 @@ def _busy_s(timeline: Timeline, iteration: int) -> dict[str, float]:
 
 def _slowed(profile: HardwareProfile, dtype: str, slower: Mapping[str, float], source: str) -> HardwareProfile:
     """Return a profile on which the tasks of each class take so many times longer."""
-    computing: tuple[str, ...] = (f"device.gemm.{dtype}", f"device.attention.{dtype}", "device.elementwise")
+    elementwise = ("device.elementwise", "device.elementwise_fp32")
+    computing: tuple[str, ...] = (f"device.gemm.{dtype}", f"device.attention.{dtype}", *elementwise)
     issues = "launching" if profile.device.kind == "gpu" else "computing"  # who waits while kernels are issued
     paths = {**_PRICED_BY, "computing": computing}
     paths[issues] = (*paths[issues], "device.issue_s")

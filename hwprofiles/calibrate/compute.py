@@ -82,13 +82,14 @@ class ComputeProbe:
         source = f"{dtype} fused causal attention forward, FLOP without the masked half, head dimension {_HEAD_DIM}"
         return build_curve("flop", [c.size for c in cases], found, source)
 
-    def elementwise(self, budget_s: float) -> Curve:
-        """Measure eager kernels, the mean of bf16 add, mul, silu and a cast to fp32, against bytes read and written."""
+    def elementwise(self, dtype: Dtype, budget_s: float) -> Curve:
+        """Measure eager kernels against bytes read and written: the mean of add, mul, silu and a cast, or a copy."""
         counts = [4**i for i in range(4, 12 if self.quick else 13)]
-        bytes_per_element = (6 + 6 + 4 + 6) / 4
-        cases = [Case(n * bytes_per_element, self._elementwise_mix(n), 1 / 4) for n in counts]
+        bytes_per_element = ((6 + 6 + 4 + 6) if dtype == "bf16" else (12 + 12 + 8 + 8)) / 4
+        cases = [Case(n * bytes_per_element, self._elementwise_mix(dtype, n), 1 / 4) for n in counts]
         found = sample(cases, self.backend.time_s, budget_s)
-        source = "eager elementwise kernels, mean of bf16 add, mul, silu and cast to fp32"
+        last = "cast to fp32" if dtype == "bf16" else "copy"
+        source = f"eager elementwise kernels, mean of {dtype} add, mul, silu and {last}"
         return build_curve("bytes", [c.size for c in cases], found, source)
 
     def optimizer(self, cpu_adamw: CpuAdamW, budget_s: float) -> Curve:
@@ -171,14 +172,14 @@ class ComputeProbe:
         slices = rotate(len(bits), num_params)
         return lambda: sum_of_squares(bits[next(slices)])
 
-    def _elementwise_mix(self, num_elements: int) -> Call:
-        x, y = (self.pools["bf16"][i * num_elements :][:num_elements] for i in range(2))
+    def _elementwise_mix(self, dtype: Dtype, num_elements: int) -> Call:
+        x, y = (self.pools[dtype][i * num_elements :][:num_elements] for i in range(2))
 
         def call() -> None:
             x + y
             x * y
             functional.silu(x)
-            x.float()
+            x.to(torch.float32, copy=True)
 
         return call
 

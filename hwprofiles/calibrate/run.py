@@ -43,7 +43,8 @@ _SHARES: Final[Mapping[Part, Mapping[str, float]]] = {
     "pfs": {"shared file system": 3.0},
     "device": {
         "products of few rows": 2.0,
-        "elementwise kernels": 2.0,
+        "elementwise kernels in bf16": 1.5,
+        "elementwise kernels in fp32": 1.5,
         "the host's own time": 2.0,
         "products in bf16": 3.0,
         "products in fp32": 2.5,
@@ -313,7 +314,8 @@ def _renewed(base: HardwareProfile, found: _Found, _machine: _Machine, options: 
 
 def _probe_device(compute: ComputeProbe, kernels: Kernels, memory: Quantity, steps: _Steps) -> Device:
     rows_half = compute.gemm_rows_half(steps.begin("products of few rows"))
-    elementwise = compute.elementwise(steps.begin("elementwise kernels"))
+    elementwise = compute.elementwise("bf16", steps.begin("elementwise kernels in bf16"))
+    elementwise_fp32 = compute.elementwise("fp32", steps.begin("elementwise kernels in fp32"))
     issue_s, step_s = compute.host_s(kernels.host_times, elementwise, steps.begin("the host's own time"))
     return Device(
         name=compute.backend.name,
@@ -330,6 +332,7 @@ def _probe_device(compute: ComputeProbe, kernels: Kernels, memory: Quantity, ste
             "fp32": compute.attention("fp32", steps.begin("attention in fp32")),
         },
         elementwise=elementwise,
+        elementwise_fp32=elementwise_fp32,
         optimizer=compute.optimizer(kernels.cpu_adamw, steps.begin("optimizer on the device")),
         memory_bytes_per_s=compute.memory_bytes_per_s(steps.begin("device memory")),
         gradient_norm=compute.gradient_norm(kernels.sum_of_squares, steps.begin("gradient norm")),

@@ -54,6 +54,14 @@ def test_issue_time_is_what_elementwise_kernels_do_not_have_yet(calibrated: Cali
     assert device.gradient_norm is not None
 
 
+def test_elementwise_kernels_are_measured_in_both_types(calibrated: Calibrated) -> None:
+    device = calibrated.profile.device
+    assert device.elementwise_fp32 is not None
+    for curve, dtype in ((device.elementwise, "bf16"), (device.elementwise_fp32, "fp32")):
+        assert f"mean of {dtype} add" in curve.provenance.source
+    assert len(device.elementwise_fp32.points) == len(device.elementwise.points)
+
+
 def provenances(model: BaseModel) -> Iterator[Provenance]:
     for value in dict(model).values():
         for item in value.values() if isinstance(value, dict) else [value]:

@@ -4,7 +4,7 @@ import pytest
 from cases import MODELS, Case, cases, small_units
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from machines import machine
+from machines import machine, rate
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import list_profiles, load_profile
@@ -12,6 +12,7 @@ from planner.costs import CostModel, Price, Resource, total_flop
 from planner.decisions import BF16, Precision
 from planner.engines import POLICIES, Setup
 from planner.graph import Attention, Elementwise, Gemm
+from planner.knobs import knobs, scaled
 from planner.lowering import lower
 from planner.schedule import Lane, Op, Phase, Task
 
@@ -104,6 +105,18 @@ def test_kernels() -> None:
     assert model(machine(), precision=FP32).compute_s([gemm]) == pytest.approx(2 * cost.compute_s([gemm]))
     assert model(machine(rows_half=1000)).compute_s([gemm]) == pytest.approx(2 * cost.compute_s([gemm]))
     assert model(machine(rows_half=1000)).compute_s([elementwise]) == pytest.approx(2e-3)
+
+
+def test_elementwise_kernels_have_the_rate_of_their_type_if_it_is_known() -> None:
+    kernels = [Elementwise(num_bytes=10**9, count=2)]
+    assert model(machine(), precision=FP32).compute_s(kernels) == pytest.approx(2e-3)
+    device = machine().device.model_copy(update={"elementwise_fp32": rate(4e12, "bytes")})
+    both = machine().model_copy(update={"device": device})
+    assert model(both, precision=FP32).compute_s(kernels) == pytest.approx(5e-4)
+    assert model(both).compute_s(kernels) == pytest.approx(2e-3)
+    knob = next(knob for knob in knobs(both, "fp32", 1, uses_storage=False) if knob.key == "device-elementwise")
+    assert model(scaled(both, knob, 2.0), precision=FP32).compute_s(kernels) == pytest.approx(2.5e-4)
+    assert model(scaled(both, knob, 2.0)).compute_s(kernels) == pytest.approx(2e-3)  # of another type
 
 
 def test_compute_is_the_sum_of_its_kernels() -> None:
