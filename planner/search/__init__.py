@@ -35,13 +35,14 @@ _TIDY_PATIENCE = 15
 # So near to what is possible at best, no further search is worth its time.
 _CLOSE = 1e-2
 # How much is simulated if nobody says: so many schedules, or more of them if they are small.
-_SIMULATIONS, _TASKS = 120, 200_000
+_SIMULATIONS, _TASKS = 240, 400_000
 # The share of the budget that is kept for moving single units.
 _POLISH = 0.25
 # If nobody says how long to look: the share of the budget in which nothing worth the time was found.
-_PATIENCE = 0.25
-# Likewise: what is only so much slower than possible at best ends a descent.
-_NEAR = 3e-3
+_PATIENCE = 0.125
+# Likewise: what is only so much slower than possible at best ends a descent; twice the patience is for what is slower
+# than that by more.
+_NEAR, _FAR = 3e-3, 4e-2
 # Of how many tenths of all segments activations are swapped, in seeds.
 _SWAPPED_TENTHS = (0, 3, 6, 10)
 # What remains of the budget for descents after each of them.
@@ -57,8 +58,9 @@ def search(
         setup: what is asked for.
         scorer: scores candidates.
         max_simulations: stop the local search after so many; the seeds are always scored. By default as many as take a
-            second or two: schedules of small models have few tasks. For each kind of storage, as many again. Then it
-            also stops where a quarter of them in a row have gained next to nothing.
+            few seconds: schedules of small models have few tasks. For each kind of storage, as many again. Then it
+            also stops where an eighth of them in a row have gained next to nothing, a quarter while nothing is found
+            within a few percent of what is possible at best.
         progress: called with the best so far and the number of simulations.
     """
 
@@ -117,7 +119,9 @@ def _improve(
     if max_simulations is None:
         num_default = _default_simulations(scorer, best, endless=last)
         num_default *= 2 if storage and enough_s == NEVER_S else 1  # nothing was searched with less
-        scorer.be_patient(int(num_default * _PATIENCE), bound_s * (1 + _NEAR))
+        is_far = best.order > (0.0, bound_s * (1 + _FAR))
+        far_s = bound_s * (1 + _FAR) if is_far else math.inf
+        scorer.be_patient(int(num_default * _PATIENCE), bound_s * (1 + _NEAR), far_s)
         max_simulations = before + num_default
     room = max(max_simulations - before, 0)
     mix: Mix | None = None

@@ -22,6 +22,8 @@ Key = Callable[["Candidate"], tuple[float, ...]]
 ENDLESS = 10**9
 # A candidate that is faster by this part is worth looking for more.
 _WORTH = 1e-3
+# How many times longer the patience is while what was found is far from what is possible.
+_LONGER = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,17 +125,21 @@ class Scorer:
     def spent(self, max_simulations: int = ENDLESS) -> bool:
         """Return whether a budget is used up."""
         late = self.deadline_s is not None and time.monotonic() >= self.deadline_s
-        idle = self.num_simulations - self._gained_at >= self._patience or self._best <= (0.0, self._enough_s)
-        return late or idle or self.num_simulations >= max_simulations
+        longer = 1 if self._best <= (0.0, self._far_s) else _LONGER
+        idle = self.num_simulations - self._gained_at >= self._patience * longer
+        enough = self._best <= (0.0, self._enough_s)
+        return late or idle or enough or self.num_simulations >= max_simulations
 
-    def be_patient(self, patience: int = ENDLESS, enough_s: float = -math.inf) -> None:
+    def be_patient(self, patience: int = ENDLESS, enough_s: float = -math.inf, far_s: float = math.inf) -> None:
         """From now on a budget is used up too when looking further is not worth the time.
 
         Args:
             patience: so many simulations in a row have gained next to nothing.
             enough_s: or something has been found that fits and is as fast.
+            far_s: until something is as fast as this, the patience is twice as long: there is more to be found.
         """
-        self._patience, self._gained_at, self._enough_s = patience, self.num_simulations, enough_s
+        self._patience, self._gained_at = patience, self.num_simulations
+        self._enough_s, self._far_s = enough_s, far_s
         self._best = (math.inf, math.inf)
 
     def schedule(self, decisions: Decisions) -> Schedule:

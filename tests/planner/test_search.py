@@ -222,6 +222,20 @@ def test_a_budget_is_used_up_when_what_was_found_is_fast_enough() -> None:
         assert not scorer.spent()
 
 
+def test_what_is_far_from_the_best_possible_is_looked_at_for_longer() -> None:
+    setup, workload, cost = prepare(REQUESTS["tight"])
+    known = Scorer(workload, cost)
+    seeds = sorted((mixed(setup, Mix(num_gpu, 0, 0)) for num_gpu in range(8)), key=lambda seed: known.score(seed).order)
+    best = known.score(seeds[0])
+    assert not best.missing_bytes
+    for far_s, expected in ((best.iteration_s, 3), (best.iteration_s * (1 - 1e-9), 6)):
+        scorer = Scorer(workload, cost)
+        scorer.be_patient(3, far_s=far_s)
+        scorer.score(seeds[0])
+        used = next(used for used, seed in enumerate(seeds[1:], 1) if scorer.score(seed) and scorer.spent())
+        assert used == expected
+
+
 def test_a_descent_ends_when_nothing_has_helped_for_long() -> None:
     setup, workload, cost = prepare(REQUESTS["tight"])
     start = Mix(0, 0, 0)
