@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT := out
 
-.PHONY: demo test test-planning test-training fuzz torture bench clean
+.PHONY: demo test test-planning test-executing test-commands fuzz torture bench clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11") if sys.version_info < (3, 11) else None'
@@ -26,15 +26,18 @@ test: $(VENV)/ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest $(TIMED)
-	$(MAKE) --no-print-directory --keep-going --jobs 2 test-planning test-training
+	$(MAKE) --no-print-directory --keep-going --jobs 2 test-planning test-executing test-commands
 
-# Two halves beside each other, as most tests use one core; what compares times of threads within 5 % goes before, alone.
+# Two parts beside each other, and then the third, as most tests use one core; what compares times of threads within 5 % goes before, alone.
 TIMED := tests/ullage/test_agreement.py
 PLANNING := tests/planner tests/hwprofiles tests/capture
 test-planning:
 	$(BIN)/python -m pytest $(PLANNING)
-test-training:
-	$(BIN)/python -m pytest tests $(PLANNING:%=--ignore=%) --ignore=$(TIMED)
+EXECUTING := tests/executor tests/checkpoint
+test-executing:
+	$(BIN)/python -m pytest $(EXECUTING)
+test-commands:
+	$(BIN)/python -m pytest tests $(PLANNING:%=--ignore=%) $(EXECUTING:%=--ignore=%) --ignore=$(TIMED)
 
 # Property tests only, with examples that were never tried before.
 ROUNDS ?= 10
