@@ -2,9 +2,12 @@
 
 OPT-13B over numbers of GPUs x PCIe x cores x device memory, as the command line runs it on two worker processes: once
 killed (SIGKILL, workers too) after a third and after two thirds and resumed; and a seeded sample of its points again
-in a store of their own, which must come out the same. With fewer points everything is done alike.
+in a store of their own, which must come out the same. Where Ray is installed (``pip install 'ullage[ray]'``) all is
+planned once more by two workers of a cluster, and the two studies must be the same bytes. With fewer points everything
+is done alike.
 """
 
+import importlib.util
 import json
 import os
 import platform
@@ -36,11 +39,11 @@ NUM_POINTS, NUM_WORKERS, NUM_SAMPLED = 1000, 2, 20
 OUTPUT = Path(__file__).parents[1] / "results" / "planning_study.json"
 
 
-def command(folder: Path, num_points: int) -> list[str]:
+def command(output: Path, num_points: int) -> list[str]:
     """Return the command line of the study."""
     sweeps = [part for sweep in SWEEPS for part in ("--sweep", sweep)]
     design = ["--design", "random", "--points", str(num_points), "--seed", "0"]
-    where = ["--workers", str(NUM_WORKERS), "--output", str(folder / "study.json")]
+    where = ["--workers", str(NUM_WORKERS), "--output", str(output)]
     return [sys.executable, "-m", "ullage", "whatif", *REQUEST, *sweeps, *design, *where]
 
 
@@ -86,7 +89,7 @@ def main() -> None:
     num_points = int(sys.argv[1]) if len(sys.argv) > 1 else NUM_POINTS
     with tempfile.TemporaryDirectory() as name, Progress() as progress:
         folder = Path(name)
-        arguments, store = command(folder, num_points), folder / "study.points.jsonl"
+        arguments, store = command(folder / "study.json", num_points), folder / "study.points.jsonl"
         task = progress.add_task("points", total=num_points)
         elapsed_s, kept = [], []
         for enough in (num_points // 3, 2 * num_points // 3, num_points + 1):
@@ -98,6 +101,13 @@ def main() -> None:
         assert len(done) == len(set(done)), "a point was computed twice"
         study = load_study(folder / "study.json")
         num_sampled = same_again(study, folder)
+        on_ray_s = None
+        if importlib.util.find_spec("ray"):
+            arguments = [*command(folder / "ray.json", num_points), "--ray"]
+            on_ray_s = run_until(arguments, folder / "ray.points.jsonl", num_points + 1, progress, task)
+            assert (folder / "ray.json").read_bytes() == (folder / "study.json").read_bytes(), (
+                "Ray finds something else"
+            )
     statuses = [point.result.status for point in study.points]
     result = {
         "command": "python benchmarks/planning/study.py",
@@ -116,6 +126,7 @@ def main() -> None:
         "core_s_per_point": round(NUM_WORKERS * sum(elapsed_s) / len(done), 3),
         "num_computed_twice": len(done) - len(set(done)),
         "num_sampled_again_and_equal": num_sampled,
+        "equal_on_ray_s": on_ray_s and round(on_ray_s, 1),
     }
     if num_points == NUM_POINTS:
         write_whole(OUTPUT, json.dumps(result, indent=1) + "\n")

@@ -120,13 +120,14 @@ def study_figures() -> dict[str, str]:
     if not (ROOT / "benchmarks" / "results" / "planning_study.json").exists():
         return {}
     found = result("planning_study.json")
+    on_ray = f"; all planned by 2 Ray workers in {found['equal_on_ray_s'] / 60:.1f} min, the same bytes"
     statuses = ", ".join(f"{count} {status}" for status, count in found["num_by_status"].items())
     return {
         "study": f"| a study of {found['num_points']:,} points (opt-13b: GPUs {TIMES} PCIe {TIMES} cores {TIMES} "
         f"device memory) on {found['num_workers']} processes, killed twice | {found['total_s'] / 60:.1f} min; "
         f"{statuses}; "
         f"{found['num_computed_twice']} planned twice, {found['num_sampled_again_and_equal']} of a sample planned "
-        "again alone and equal | [planning_study.json](benchmarks/results/planning_study.json), "
+        f"again alone and equal{on_ray} | [planning_study.json](benchmarks/results/planning_study.json), "
         f"`{found['command']}` |"
     }
 
