@@ -149,12 +149,13 @@ class _Builder:
         self.tasks: list[Task] = []
         self.buffers: list[Buffer] = [buffer for buffer in schedule.buffers if buffer.first is None]
         self.where: list[int] = []  # indices of the latest iteration's tasks
+        of_stage: list[list[Shard]] = [[] for _ in range(schedule.num_stages)]
+        for shard in state:
+            of_stage[schedule.tasks[shard.changed_by].stage].append(shard)
         self._savers = [
-            _Saver(self, schedule, stage, policy, buffer_bytes, reads_again, [
-                shard for shard in state if schedule.tasks[shard.changed_by].stage == stage
-            ])
-            for stage in range(schedule.num_stages)
-        ]  # fmt: skip
+            _Saver(self, schedule, stage, saved, policy, buffer_bytes, reads_again)
+            for stage, saved in enumerate(of_stage)
+        ]
         self._num_checkpoints = 0
         self.num_chunks = sum(saver.num_chunks for saver in self._savers)
 
@@ -224,10 +225,10 @@ class _Saver:
         builder: _Builder,
         schedule: Schedule,
         stage: int,
+        state: Sequence[Shard],
         policy: CheckpointPolicy,
         buffer_bytes: int,
         reads_again: float,
-        state: Sequence[Shard],
     ) -> None:
         self._builder = builder
         self._stage = stage
