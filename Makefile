@@ -26,9 +26,9 @@ test: $(VENV)/ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest $(TIMED)
-	$(MAKE) --no-print-directory --keep-going --jobs 2 test-planning test-executing test-commands
+	$(MAKE) --no-print-directory --keep-going --jobs 2 test-commands test-planning test-executing
 
-# Two parts beside each other, and then the third, as most tests use one core; what compares times of threads within 5 % goes before, alone.
+# Two parts beside each other, the longest first, and then the third, as most tests use one core; what compares times of threads within 5 % goes before, alone.
 TIMED := tests/ullage/test_agreement.py
 PLANNING := tests/planner tests/hwprofiles tests/capture
 test-planning:
