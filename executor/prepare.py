@@ -296,11 +296,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 names[share.name] -= 1
                 if not names[share.name]:  # others may have rows of the same
                     parts = found.pop(share.name)
-                    yield (
-                        share.name,
-                        entry.step,
-                        {key: self.session.together.whole(held) for key, held in parts.items()},
-                    )
+                    wholes = {key: self.session.together.whole(held) for key, held in parts.items()}
+                    yield share.name, entry.step, wholes
 
     def _read_states(self) -> dict[str, dict[str, Any]]:
         states: dict[str, dict[str, Any]] = {}

@@ -49,7 +49,7 @@ class Together:
 
     def mean(self, value: float) -> float:
         """Return the mean of a number, of which each rank has its own."""
-        return value if self._ranks is None else self._ranks.sums([value])[0] / self._ranks.size
+        return float(self.means(np.array([value]))[0])
 
     def means(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the mean of every value, all of the same shape."""

@@ -81,6 +81,7 @@ class CostModel:
         optimizer: what updates the parameters.
 
     Attributes:
+        layout: which ranks share what, and on which nodes they are.
         num_ranks, ranks_per_node: of the whole job, and of a full node; each has one device.
         warnings: sentences about readings outside the measured range, in order of appearance.
     """

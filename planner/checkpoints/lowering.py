@@ -336,9 +336,8 @@ class _Saver:
         """Write a chunk, and hold its copy until then."""
         write = self._add(Lane.WRITE, Op.WRITE, (self._source(chunk) if copy is None else copy, created), chunk)
         if copy is not None:
-            first = (
-                copy - 1 if self._builder.tasks[copy - 1].op is Op.TOUCH else copy
-            )  # memory is held once it is touched
+            # Memory is held once it is touched.
+            first = copy - 1 if self._builder.tasks[copy - 1].op is Op.TOUCH else copy
             label = f"checkpoint {len(self._last_writes)}"
             self._builder.buffers.append(
                 Buffer(Tier.HOST, MemoryClass.CHECKPOINT, chunk.num_bytes, label, first, write, self._stage)

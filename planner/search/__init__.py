@@ -119,9 +119,10 @@ def _improve(
     if max_simulations is None:
         num_default = _default_simulations(scorer, best, endless=last)
         num_default *= 2 if storage and enough_s == NEVER_S else 1  # nothing was searched with less
-        is_far = best.order > (0.0, bound_s * (1 + _FAR))
-        far_s = bound_s * (1 + _FAR) if is_far else math.inf
-        scorer.be_patient(int(num_default * _PATIENCE), bound_s * (1 + _NEAR), far_s)
+        far_s = bound_s * (1 + _FAR)
+        scorer.be_patient(
+            int(num_default * _PATIENCE), bound_s * (1 + _NEAR), far_s if best.order > (0.0, far_s) else math.inf
+        )
         max_simulations = before + num_default
     room = max(max_simulations - before, 0)
     mix: Mix | None = None

@@ -115,12 +115,25 @@ def checkpoint_engine_figures() -> dict[str, str]:
     }
 
 
+def storage_figures() -> dict[str, str]:
+    """Return what NVMe and offloaded activations are worth."""
+    cells = {(cell["model"], cell["storage"]): cell for cell in result("planning_storage.json")["cells"]}
+    gaps = " and ".join(f"{100 * cells[model, 'nvme']['gap']:.1f} %" for model in ("opt-66b", "opt-175b"))
+    again, away = cells["opt-6.7b", "never"], cells["opt-6.7b", "activations"]
+    return {
+        "storage": f"planned with NVMe within {gaps} of the best",
+        "offloaded activations": f"{again['iteration_s']:.2f} s by recomputing, {away['iteration_s']:.2f} s with "
+        f"activations on the host, within {100 * away['gap']:.1f} % of the best",
+    }
+
+
 def study_figures() -> dict[str, str]:
     """Return the README's row of a large study; nothing before it has been run."""
     if not (ROOT / "benchmarks" / "results" / "planning_study.json").exists():
         return {}
     found = result("planning_study.json")
-    on_ray = f"; all planned by 2 Ray workers in {found['equal_on_ray_s'] / 60:.1f} min, the same bytes"
+    ray_s = found["equal_on_ray_s"]  # null where Ray was not installed
+    on_ray = f"; all planned by 2 Ray workers in {ray_s / 60:.1f} min, the same bytes" if ray_s else ""
     statuses = ", ".join(f"{count} {status}" for status, count in found["num_by_status"].items())
     return {
         "study": f"| a study of {found['num_points']:,} points (opt-13b: GPUs {TIMES} PCIe {TIMES} cores {TIMES} "
@@ -194,6 +207,7 @@ def figures() -> dict[str, str]:
         **peers_figures(),
         **checkpoint_figures(),
         **checkpoint_engine_figures(),
+        **storage_figures(),
         **study_figures(),
         **calibration_figures(),
     }
