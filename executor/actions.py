@@ -106,6 +106,10 @@ class Actions:
         assert self._state.stored is not None
         self._state.stored.read_weights(unit.name)
 
+    def settle(self) -> None:
+        """Wait for what the caller's thread has given to the device."""
+        self._backend.seconds(self._backend.mark(Lane.COMPUTE))
+
     def gather(self, unit: UnitState) -> None:
         """Make a unit's weights whole on the device; all ranks do so together."""
         assert self._exchange is not None

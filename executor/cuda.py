@@ -11,9 +11,8 @@ from typing import Final, Self
 import torch
 
 from executor.backend import Moment
-from executor.machine import LaneMachine, Perform
 from executor.optimizer.table import Rule
-from planner.schedule import Lane, Schedule
+from planner.schedule import Lane
 
 # Their threads work on the host itself; every other lane gives its work to a stream.
 _HOST_LANES: Final = frozenset(
@@ -167,8 +166,3 @@ class _CudaMeter:
         self._peak_bytes = self.peak_bytes
         torch.cuda.reset_peak_memory_stats()
         self._task = task
-
-
-def CudaMachine(schedule: Schedule, perform: Perform, *, record: bool = False) -> LaneMachine:  # noqa: N802
-    """Return a machine on the current CUDA device. See :class:`executor.machine.LaneMachine`."""
-    return LaneMachine(schedule, perform, CudaBackend(), record=record)

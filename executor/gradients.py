@@ -1,6 +1,7 @@
 """What ``parameter.grad`` is while the gradient itself is somewhere else."""
 
-from typing import Any, Protocol, Self
+import weakref
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -70,7 +71,7 @@ class OffloadedGradient(torch.Tensor):
                 norms = [g.owner.gradient_norm(g.name_of_parameter) for g in own]
                 return norms if several else norms[0]
             if operation in _SCALES and len(others) == 1:
-                factor = float(others[0])
+                factor = _factor(others[0])
                 for gradient in own:
                     gradient.owner.scale_gradient(gradient.name_of_parameter, factor)
                 return None if several else own[0]
@@ -79,6 +80,26 @@ class OffloadedGradient(torch.Tensor):
             "its 2-norm (torch.nn.utils.clip_grad_norm_) and scaling are possible; use a hook on the parameter "
             "(parameter.register_hook) to see or change the gradient itself"
         )
+
+
+class _LastFactor(NamedTuple):
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    value: float
+
+
+_last_factor: _LastFactor | None = None
+
+
+def _factor(given: Any) -> float:
+    """Return a factor as a number. One tensor scales all gradients in turn, and each look waits for the device."""
+    global _last_factor  # noqa: PLW0603 - a cache of one
+    if not isinstance(given, torch.Tensor):
+        return float(given)
+    last = _last_factor
+    if last is None or last.tensor() is not given or last.version != given._version:
+        last = _last_factor = _LastFactor(weakref.ref(given), given._version, float(given))
+    return last.value
 
 
 def _has_gradient(leaves: list[Any]) -> bool:

@@ -46,7 +46,7 @@ class _Ticket:
 
 @final
 class LaneMachine:
-    """Runs a schedule that :class:`planner.loop.Loop` walks. Make one with :func:`HostMachine` or ``CudaMachine``.
+    """Runs a schedule that :class:`planner.loop.Loop` walks. Takes any backend; :func:`HostMachine` has the host's.
 
     Args:
         schedule: what will be walked on it.
@@ -81,6 +81,7 @@ class LaneMachine:
         self._tickets: dict[int, dict[int, _Ticket]] = {}
         self._open: list[_Ticket] = []
         self._recorded: list[_Ticket] = []
+        self._last: dict[Lane, Moment] = {}  # when the latest task of each lane ends
         lanes = {task.lane for task in schedule.tasks} - CALLER_LANES
         self._queues: dict[Lane, queue.SimpleQueue[_Ticket | None]] = {lane: queue.SimpleQueue() for lane in lanes}
         # Daemons, since the interpreter would wait for others before it calls what is registered at exit.
@@ -124,7 +125,7 @@ class LaneMachine:
         self._end(list(self._open))
 
     def wait(self) -> None:
-        """End what is open and wait until everything issued so far has ended (or has been given to a stream).
+        """End what is open and wait until everything issued so far has ended, on streams of the device too.
 
         Raises:
             LaneError: a task failed on some lane.
@@ -133,7 +134,10 @@ class LaneMachine:
         self.end_open()
         with self._closing_if_interrupted(), self._changed:
             self._changed.wait_for(lambda: self._stopped or not self._num_pending)
+            last = list(self._last.values())
         self._check()
+        for moment in last:
+            self._backend.seconds(moment)
 
     def timeline(self, first: int = 0, last: int | None = None) -> Timeline:
         """Return what was recorded of iterations ``first`` to ``last`` (inclusive; the latest if left out).
@@ -225,6 +229,7 @@ class LaneMachine:
                     self._open.remove(ticket)
                 else:
                     self._num_pending -= 1
+                    self._last[ticket.task.lane] = moment
             self._changed.notify_all()
 
     def _stop(self, failure: BaseException | None = None) -> None:

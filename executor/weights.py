@@ -84,6 +84,7 @@ class Weights:
     def _fill(self, unit: UnitState) -> None:
         if self._in_slot.get(unit.slot) != unit.name:
             if unit.on_nvme:
+                self._actions.settle()  # the last unit may still be on its way from the same buffer
                 self._actions.read(unit)
             if not unit.on_device:
                 self._actions.fetch(unit)

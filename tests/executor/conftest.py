@@ -17,6 +17,22 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def gpu():
+    """A GPU: CUDA's, or else the virtual one of these tests."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from virtual import MissingCompilerError, install, present  # noqa: PLC0415 - not for tests of kernels
+
+    try:
+        install()
+    except MissingCompilerError as error:
+        pytest.skip(str(error))
+    with present():
+        yield
+
+
 @pytest.fixture(scope="session")
 def processes():
     """Four processes for all tests of ranks, as starting them takes seconds."""

@@ -1,0 +1,120 @@
+"""Sessions on the virtual device, with everything that they do to memory told to :class:`virtual.races.Races`."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import executor.actions
+import executor.backend
+import executor.session
+from executor.backend import as_array
+from executor.cuda import CudaBackend
+from executor.files import RecordFile
+from executor.machine import LaneMachine
+from virtual import present
+from virtual.races import Races, this_thread
+
+
+class _Seconds(float):
+    """A moment on the host's clock that can be given more."""
+
+
+class _Backend(CudaBackend):
+    """Hands the clocks of threads on with the moments that lanes wait for."""
+
+    def __init__(self, races):
+        super().__init__()
+        self._races = races
+
+    def mark(self, lane):
+        moment = super().mark(lane)
+        moment = _Seconds(moment) if isinstance(moment, float) else moment
+        moment.host = self._races.moment()
+        return moment
+
+    def follow(self, lane, moment):
+        self._races.met(moment.host)
+        super().follow(lane, moment)
+
+
+class _HostKernels(TorchDispatchMode):
+    """Tells what torch's own kernels do to host memory."""
+
+    def __init__(self, races):
+        super().__init__()
+        self._races = races
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if func.is_view or any(not tensor.is_cpu for tensor in tensors):
+            return result
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)):
+                self._races.touched(tensor.data_ptr(), tensor.nbytes, func.__name__, writes=writes)
+        return result
+
+
+@contextlib.contextmanager
+def watched():
+    """Yield what judges all that happens inside; a session must begin and end there, on ``device="cuda"``."""
+    races = Races()
+    issue, begin, wait = LaneMachine.issue, LaneMachine._begin, LaneMachine.wait
+    read, write = RecordFile.read, RecordFile.write
+    issued = {}
+
+    def watched_issue(self, task, iteration):
+        issued[iteration, task.index] = races.moment()
+        issue(self, task, iteration)
+
+    def watched_begin(self, ticket):
+        began = begin(self, ticket)
+        races.met(issued.pop((ticket.iteration, ticket.task.index)))
+        races.task[this_thread()] = ticket.name
+        return began
+
+    def watched_wait(self):
+        wait(self)
+        races.met_all()
+
+    def touched(buffer, what, *, writes):
+        races.touched(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0], len(buffer), what, writes=writes)
+
+    def watched_read(self, record, buffer, start=0):
+        touched(buffer, "read from NVMe", writes=True)
+        read(self, record, buffer, start)
+
+    def watched_write(self, record, buffer):
+        touched(buffer, "write to NVMe", writes=False)
+        write(self, record, buffer)
+
+    def watched_array(tensor):
+        # What the host's kernels are given they write, or nobody else may write at the time.
+        races.touched(tensor.data_ptr(), tensor.nbytes, "kernel of the host", writes=True)
+        return as_array(tensor)
+
+    def run_lane(self, lane):
+        with _HostKernels(races):
+            plain_run_lane(self, lane)
+
+    plain_run_lane = LaneMachine._run_lane
+    with present() as extension, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LaneMachine, "issue", watched_issue)
+        patch.setattr(LaneMachine, "_begin", watched_begin)
+        patch.setattr(LaneMachine, "wait", watched_wait)
+        patch.setattr(LaneMachine, "_run_lane", run_lane)
+        patch.setattr(RecordFile, "read", watched_read)
+        patch.setattr(RecordFile, "write", watched_write)
+        patch.setattr(executor.backend, "as_array", watched_array)
+        patch.setattr(executor.actions, "as_array", watched_array)
+        patch.setattr(executor.session, "backend_of", lambda _options: _Backend(races))
+        extension.observe(races)
+        try:
+            yield races
+        finally:
+            extension.observe(None)
