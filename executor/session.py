@@ -436,7 +436,11 @@ class Session:
 
     @contextlib.contextmanager
     def metered(self) -> Iterator[None]:
-        """Measure, inside it, the device memory that comes and goes. On the host it slows computing down."""
+        """Measure, inside it, the device memory that comes and goes. On the host it slows computing down.
+
+        Updates are waited for first: until they have ended, gradients are there that will have gone.
+        """
+        self.synchronize()
         with self._backend.meter() as self._meter:
             self._machine.on_caller = self._meter.turn_to
             try:

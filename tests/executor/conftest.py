@@ -23,11 +23,11 @@ def gpu():
     if torch.cuda.is_available():
         yield
         return
-    from virtual import MissingCompilerError, install, present  # noqa: PLC0415 - not for tests of kernels
+    from virtual import NoVirtualGpuError, install, present  # noqa: PLC0415 - not for tests of kernels
 
     try:
         install()
-    except MissingCompilerError as error:
+    except NoVirtualGpuError as error:
         pytest.skip(str(error))
     with present():
         yield

@@ -197,6 +197,7 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     return at::detail::getDefaultCPUGenerator();
   }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
   void deviceSynchronize(c10::DeviceIndex) const override { tell("waited_for_all"); }
   long versionCuDNN() const override { return 0; }
 };
