@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from plans import mixed, plans
+from together import reference as of_processes
+from together import trained_on_gpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from training import Task, batches, decide, prepare, train, uniform
 from virtual import NoVirtualGpuError, install
@@ -42,9 +44,9 @@ def _virtual_device():
         pytest.skip(str(error))
 
 
-def watched_training(task, decisions):
+def watched_training(task, decisions, blind=None):
     """Train on the virtual device; return what was found."""
-    with watched() as races:
+    with watched(blind) as races:
         model, optimizer = prepare(task, decisions, device="cuda", record=True)
         with optimizer.session as session:
             before = Counter(races.waits)
@@ -147,17 +149,6 @@ def test_memory_is_metered_from_rest(gpu, place):  # noqa: ARG001 - a fixture
     assert 1 <= peaks["cuda"] / peaks["cpu"] < 1.2  # the batch comes and goes there too
 
 
-def blind_to(lane):
-    """Let a lane wait for nothing."""
-    follow = CudaBackend.follow
-
-    def not_followed(self, this, moment):
-        if this is not lane:
-            follow(self, this, moment)
-
-    return CudaBackend, "follow", not_followed
-
-
 class Forgetful(dict):
     def __setitem__(self, _key, _value):
         pass
@@ -170,27 +161,63 @@ def threads_alone(self):
 
 
 wait = LaneMachine.wait
-OUT_OF_ORDER = [
-    (("gpu", "gpu"), blind_to(Lane.COMPUTE)),
-    (("gpu", "gpu"), blind_to(Lane.GPU_UPDATE)),
-    (("gpu", "cpu"), blind_to(Lane.CPU)),
-    (("host", "cpu"), blind_to(Lane.H2D)),
-    (("gpu", "cpu"), blind_to(Lane.D2H)),
-    (("gpu", "stream"), blind_to(Lane.STATE_IN)),
-    (("gpu", "stream"), blind_to(Lane.STATE_OUT)),
-    (("gpu", "gpu", "offload"), blind_to(Lane.ACTIVATION_OUT)),
-    (("nvme", "nvme"), blind_to(Lane.NVME_READ)),
-    (("gpu", "gpu"), (CudaBackend, "used", lambda _self, _tensor: None)),
+BLIND = [
+    (("gpu", "gpu"), Lane.COMPUTE),
+    (("gpu", "gpu"), Lane.GPU_UPDATE),
+    (("gpu", "cpu"), Lane.CPU),
+    (("host", "cpu"), Lane.H2D),
+    (("gpu", "cpu"), Lane.D2H),
+    (("gpu", "stream"), Lane.STATE_IN),
+    (("gpu", "stream"), Lane.STATE_OUT),
+    (("gpu", "gpu", "offload"), Lane.ACTIVATION_OUT),
+    (("nvme", "nvme"), Lane.NVME_READ),
 ]
 
 
-@pytest.mark.parametrize(("place", "broken"), OUT_OF_ORDER)
-def test_what_waits_for_nothing_is_found(place, broken, monkeypatch):
+@pytest.mark.parametrize(("place", "lane"), BLIND, ids=str)
+def test_a_lane_that_waits_for_nothing_is_found(place, lane):
     """The oracle is worth something: it sees what each wait prevents."""
     task = Task("llama", iterations=3, max_norm=None)
     decisions = decide(task, uniform(*place), subgroup_params=3000, update_start="backward")
-    monkeypatch.setattr(*broken)
-    assert watched_training(task, decisions).found
+    assert watched_training(task, decisions, lane).found
+
+
+def test_memory_that_nobody_says_is_used_is_found(monkeypatch):
+    task = Task("llama", iterations=2)
+    monkeypatch.setattr(CudaBackend, "used", lambda _self, _tensor: None)
+    assert watched_training(task, decide(task, uniform("gpu", "gpu"))).found
+
+
+DEGREES = {
+    "zero 0": ("llama", {"data_parallel": 2}),
+    "zero 1": ("llama-tied", {"data_parallel": 2, "zero_stage": 1}),
+    "zero 2": ("llama", {"data_parallel": 2, "zero_stage": 2}),
+    "zero 3": ("qwen3", {"data_parallel": 2, "zero_stage": 3}),
+    "tensor": ("llama-shared", {"tensor_parallel": 2}),
+    "expert": ("mixtral-shared", {"data_parallel": 2, "expert_parallel": 2, "zero_stage": 3}),
+}
+
+
+@pytest.mark.parametrize("update_start", ["step", "backward"])
+@pytest.mark.parametrize(("family", "degrees"), DEGREES.values(), ids=DEGREES)
+def test_ranks_do_not_depend_on_when_streams_run(processes, family, degrees, update_start):
+    """gloo stands in for NCCL, on the stream that is current when a collective begins."""
+    clips = update_start == "step"
+    task = Task(family, torch.float32, 2 if clips else 1, max_norm=0.5 if clips else None, iterations=3)
+    resident = degrees.get("zero_stage") in {1, 2}
+    decisions = decide(task, uniform("gpu", "stream") if resident else mixed, **degrees, update_start=update_start)
+    results = processes.call(2, trained_on_gpu, task, decisions)
+    assert [found for _, found in results] == [[], []]
+    losses, _ = of_processes(task, decisions.data_parallel, decisions)
+    for rank, (seen, _) in enumerate(results):
+        assert seen == pytest.approx(losses[rank // decisions.tensor_parallel], rel=1e-3)
+
+
+def test_a_collective_that_waits_for_nothing_is_found(processes):
+    task = Task("llama", iterations=2)
+    decisions = decide(task, uniform("gpu", "cpu"), data_parallel=2, zero_stage=3)
+    results = processes.call(2, trained_on_gpu, task, decisions, Lane.COLLECTIVE)
+    assert all(found for _, found in results)
 
 
 @pytest.mark.parametrize(

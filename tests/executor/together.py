@@ -42,7 +42,7 @@ from executor.watch import RankError
 from planner.decisions import Decisions
 from planner.graph import Batch, build_graph, units
 from planner.models import from_hf_config
-from planner.schedule import Op, Tier
+from planner.schedule import Lane, Op, Tier
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 _CONTEXT = multiprocessing.get_context("spawn")  # a fork would inherit threads' locks
@@ -151,6 +151,21 @@ def trained(rank: int, _size: int, task: Task, decisions: Decisions, delays: int
         seen = train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
         final = {n: w.clone() for n, w in optimizer.session.full_parameters().items()}
     return seen, {n: w.view(torch.uint8).numpy() for n, w in final.items()}
+
+
+def trained_on_gpu(rank: int, _size: int, task: Task, decisions: Decisions, blind: Lane | None = None):
+    """Train on a virtual GPU of each rank; return losses and norms, and what depends on when streams run.
+
+    A lane that is ``blind`` waits for nothing.
+    """
+    from virtual.watch import watched  # noqa: PLC0415 - for these tests alone
+
+    with watched(blind) as races:
+        model, optimizer = prepare(task, decisions, device="cuda")
+        with optimizer.session:
+            seen = train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
+            optimizer.session.full_parameters()
+    return seen, list(races.found)
 
 
 def saved(rank: int, _size: int, task: Task, decisions: Decisions, folder, start: int = 0, source=None):

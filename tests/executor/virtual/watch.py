@@ -1,15 +1,19 @@
 """Sessions on the virtual device, with everything that they do to memory told to :class:`virtual.races.Races`."""
 
 import contextlib
+import functools
+import types
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import executor.actions
 import executor.backend
+import executor.parallel.groups
 import executor.session
 from executor.backend import as_array
 from executor.cuda import CudaBackend
@@ -26,9 +30,9 @@ class _Seconds(float):
 class _Backend(CudaBackend):
     """Hands the clocks of threads on with the moments that lanes wait for."""
 
-    def __init__(self, races):
+    def __init__(self, races, blind):
         super().__init__()
-        self._races = races
+        self._races, self._blind = races, blind
 
     def mark(self, lane):
         moment = super().mark(lane)
@@ -38,7 +42,8 @@ class _Backend(CudaBackend):
 
     def follow(self, lane, moment):
         self._races.met(moment.host)
-        super().follow(lane, moment)
+        if lane is not self._blind:
+            super().follow(lane, moment)
 
 
 class _HostKernels(TorchDispatchMode):
@@ -61,8 +66,41 @@ class _HostKernels(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def watched():
-    """Yield what judges all that happens inside; a session must begin and end there, on ``device="cuda"``."""
+def _collectives(extension, races):
+    """Let gloo do what NCCL would, on the current stream; it works on the memory that both sides share."""
+
+    def on_device(collective):
+        @functools.wraps(collective)
+        def run(*args, **kwargs):
+            ours = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda]
+            if not ours:
+                return collective(*args, **kwargs)
+            # Whatever it is given it may write: gradients that are scattered too.
+            ranges = [(tensor.data_ptr(), tensor.nbytes, True) for tensor in ours]
+            races.launched(collective.__name__, torch.cuda.current_stream().stream_id, ranges)
+            lent = (extension.on_host(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
+            with _disable_current_modes():
+                collective(*lent, **kwargs).wait()
+            return types.SimpleNamespace(wait=lambda: None)
+
+        return run
+
+    new_group = dist.new_group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", lambda *args, **kwargs: new_group(*args, **kwargs | {"backend": "gloo"}))
+        patch.setattr(executor.parallel.groups, "all_gather", on_device(executor.parallel.groups.all_gather))
+        patch.setattr(executor.parallel.groups, "_reduce_scatter", on_device(executor.parallel.groups._reduce_scatter))
+        for name in ("all_reduce", "all_to_all_single"):
+            patch.setattr(dist, name, on_device(getattr(dist, name)))
+        yield
+
+
+@contextlib.contextmanager
+def watched(blind=None):
+    """Yield what judges all that happens inside; a session must begin and end there, on ``device="cuda"``.
+
+    A lane that is ``blind`` waits for nothing, which is to be found.
+    """
     races = Races()
     issue, begin, wait = LaneMachine.issue, LaneMachine._begin, LaneMachine.wait
     read, write = RecordFile.read, RecordFile.write
@@ -103,7 +141,7 @@ def watched():
             plain_run_lane(self, lane)
 
     plain_run_lane = LaneMachine._run_lane
-    with present() as extension, pytest.MonkeyPatch.context() as patch:
+    with present() as extension, _collectives(extension, races), pytest.MonkeyPatch.context() as patch:
         patch.setattr(LaneMachine, "issue", watched_issue)
         patch.setattr(LaneMachine, "_begin", watched_begin)
         patch.setattr(LaneMachine, "wait", watched_wait)
@@ -112,7 +150,7 @@ def watched():
         patch.setattr(RecordFile, "write", watched_write)
         patch.setattr(executor.backend, "as_array", watched_array)
         patch.setattr(executor.actions, "as_array", watched_array)
-        patch.setattr(executor.session, "backend_of", lambda _options: _Backend(races))
+        patch.setattr(executor.session, "backend_of", lambda _options: _Backend(races, blind))
         extension.observe(races)
         try:
             yield races
