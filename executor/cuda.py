@@ -1,8 +1,11 @@
 """The backend for one CUDA device: a stream per lane, events for moments, registered host memory."""
 
+import bisect
 import collections
 import contextlib
 import mmap
+import operator
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -21,7 +24,8 @@ _HOST_LANES: Final = frozenset(
 # It has a stream, but takes memory, which the allocator counts when its thread does so: the thread waits for what its
 # tasks come after, or what is to come would be given memory while what goes still has its own.
 _PACED_LANES: Final = frozenset({Lane.ACTIVATION_IN})
-_CHUNK_PARAMS: Final = 1 << 24  # bounds the float32 copy of a gradient during an update on the device
+_NEAR_S: Final = 10.0  # float32 milliseconds are exact to a microsecond so far
+_CHUNK_PARAMS: Final = 1 << 22  # bounds the float32 copy of a gradient during an update on the device, to 16 MiB
 
 
 class _Event:
@@ -38,6 +42,39 @@ class _Event:
     def __del__(self) -> None:
         self._pool.append(self.event)
 
+    def seconds_to(self, other: "_Event") -> float:
+        """Return the seconds from here to another event; both have ended."""
+        return float(self.event.elapsed_time(other.event)) / 1e3
+
+
+class Clock:
+    """When events were, on the host's clock.
+
+    [Note: Anchors] CUDA tells the time between two events in float32 milliseconds: an hour after the first these are
+    steps of a quarter of a millisecond. So every event is measured from one that was near, whose time is known; one
+    that has none becomes such a one.
+
+    Args:
+        zero: an event that has ended.
+        zero_s: when, on the host's clock.
+    """
+
+    def __init__(self, zero: "_Event", zero_s: float) -> None:
+        self._lock = threading.Lock()
+        self._anchors = [(zero_s, zero)]  # by time
+
+    def seconds(self, moment: "_Event") -> float:
+        """Return when an event was that has ended."""
+        with self._lock:
+            zero_s, zero = self._anchors[0]
+            about_s = zero_s + zero.seconds_to(moment)
+            i = bisect.bisect(self._anchors, about_s, key=operator.itemgetter(0))
+            near_s, near = min(self._anchors[max(i - 1, 0) : i + 1], key=lambda anchor: abs(anchor[0] - about_s))
+            found_s = near_s + near.seconds_to(moment)
+            if abs(found_s - near_s) > _NEAR_S:
+                bisect.insort(self._anchors, (found_s, moment), key=operator.itemgetter(0))
+            return found_s
+
 
 class CudaBackend:
     """The current CUDA device. Methods: see :class:`executor.backend.Backend`."""
@@ -48,9 +85,9 @@ class CudaBackend:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._pool: collections.deque[torch.cuda.Event] = collections.deque()
         torch.cuda.synchronize(self.device)
-        self._zero = _Event(self._pool)
+        zero = _Event(self._pool)
         torch.cuda.synchronize(self.device)
-        self._zero_s = time.perf_counter()
+        self._clock = Clock(zero, time.perf_counter())
 
     @contextlib.contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:
@@ -79,7 +116,7 @@ class CudaBackend:
         """Return the time of a moment, on the host's clock."""
         if isinstance(moment, _Event):
             moment.event.synchronize()
-            return self._zero_s + float(self._zero.event.elapsed_time(moment.event)) / 1e3
+            return self._clock.seconds(moment)
         assert isinstance(moment, float)
         return moment
 
@@ -120,15 +157,8 @@ class CudaBackend:
         tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def update(self, state: tuple[torch.Tensor, ...], rule: Rule, step: int, scale: float) -> None:
-        """Take one step with torch's kernels, chunk by chunk."""
-        count = 1 + len(rule.entry.buffers)
-        for chunk in zip(*(torch.split(tensor, _CHUNK_PARAMS) for tensor in state), strict=True):
-            master, *buffers = chunk[:count]
-            gradient, *weights = chunk[count:]
-            scaled = gradient.float().mul_(scale) if gradient.dtype != master.dtype else gradient * scale
-            rule.entry.device(master, tuple(buffers), scaled, rule.params, step)
-            for weight in weights:
-                weight.copy_(master)
+        """Take one step with torch's kernels."""
+        update_on_device(state, rule, step, scale)
 
     def meter(self) -> "contextlib.AbstractContextManager[_CudaMeter]":
         """Read torch's own count."""
@@ -138,6 +168,19 @@ class CudaBackend:
         """Return the sum of squares, on the device; the norm itself is added up in float32."""
         norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32)
         return norm.double().square()
+
+
+def update_on_device(state: tuple[torch.Tensor, ...], rule: Rule, step: int, scale: float) -> None:
+    """Take one optimizer step on the current stream, chunk by chunk. See :meth:`executor.backend.Backend.update`."""
+    count = 1 + len(rule.entry.buffers)
+    # A tensor of one dimension, which makes the product float32: a number would leave it in the gradient's type.
+    factor = torch.full((1,), scale, dtype=torch.float32, device=state[0].device)
+    for chunk in zip(*(torch.split(tensor, _CHUNK_PARAMS) for tensor in state), strict=True):
+        master, *buffers = chunk[:count]
+        gradient, *weights = chunk[count:]
+        rule.entry.device(master, tuple(buffers), gradient * factor, rule.params, step)
+        for weight in weights:
+            weight.copy_(master)
 
 
 class _CudaMeter:

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 
-from hwprofiles.calibrate.options import CpuAdamW
+from hwprofiles.calibrate.options import CpuAdamW, Kernels
 from hwprofiles.calibrate.sampling import Call, Case, clock_of
 from hwprofiles.machine import cpu_name
 
@@ -53,7 +53,7 @@ class Backend(Protocol):
         """Return what makes copies in one direction."""
         ...
 
-    def optimizer_cases(self, sizes: tuple[int, ...], cpu_adamw: CpuAdamW) -> list[Case]:
+    def optimizer_cases(self, sizes: tuple[int, ...], kernels: Kernels) -> list[Case]:
         """Return one AdamW update on the device per number of parameters."""
         ...
 
@@ -102,9 +102,9 @@ class HostBackend:
         """Return a memcpy by the calling thread; both directions are alike."""
         return _Memcpy(self.copy_pool_bytes)
 
-    def optimizer_cases(self, sizes: tuple[int, ...], cpu_adamw: CpuAdamW) -> list[Case]:
+    def optimizer_cases(self, sizes: tuple[int, ...], kernels: Kernels) -> list[Case]:
         """Return updates by the injected CPU kernel on the device's cores."""
-        return adamw_cases(sizes, cpu_adamw, self.num_cores)
+        return adamw_cases(sizes, kernels.cpu_adamw, self.num_cores)
 
 
 class _Memcpy:
@@ -168,9 +168,22 @@ class CudaBackend:
         """Return asynchronous copies (synchronous ones if the host side is not pinned)."""
         return _CudaCopy(self.device, direction, self.copy_pool_bytes, pinned=pinned)
 
-    def optimizer_cases(self, sizes: tuple[int, ...], cpu_adamw: CpuAdamW) -> list[Case]:  # noqa: ARG002 - not its kernel
-        """Return updates by torch's fused AdamW on fp32 parameters."""
-        return [Case(size, _fused_adamw(size, self.device)) for size in sizes]
+    def optimizer_cases(self, sizes: tuple[int, ...], kernels: Kernels) -> list[Case]:
+        """Return updates by the injected kernel; subgroups rotate through the state of the largest."""
+        num_params = max(sizes)
+        state = [torch.full((num_params,), value, device=self.device) for value in (0.02, 1e-3, 1e-6)]
+        state += [torch.full((num_params,), 1e-3, dtype=torch.bfloat16, device=self.device) for _ in range(2)]
+
+        def update(size: int) -> Call:
+            slices = rotate(num_params, size)
+
+            def call() -> None:
+                part = next(slices)
+                kernels.device_adamw(*(tensor[part] for tensor in state))
+
+            return call
+
+        return [Case(size, update(size)) for size in sizes]
 
 
 class _CudaCopy:
@@ -209,9 +222,3 @@ def adamw_cases(sizes: tuple[int, ...], cpu_adamw: CpuAdamW, num_threads: int) -
         return call
 
     return [Case(size, update(size)) for size in sizes]
-
-
-def _fused_adamw(num_params: int, device: torch.device) -> Call:
-    parameter = torch.nn.Parameter(torch.full((num_params,), 0.02, device=device))
-    parameter.grad = torch.full_like(parameter, 1e-3)
-    return torch.optim.AdamW([parameter], fused=True).step

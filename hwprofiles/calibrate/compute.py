@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from hwprofiles.calibrate.backend import Backend, rotate
-from hwprofiles.calibrate.options import Array, CpuAdamW, MeasureHost, SumOfSquares
+from hwprofiles.calibrate.options import Array, Kernels, MeasureHost, SumOfSquares
 from hwprofiles.calibrate.sampling import Call, Case, build_curve, quantity, rate, sample, seconds, summarize
 from hwprofiles.profile import Dtype
 from hwprofiles.quantity import Curve, Quantity
@@ -92,12 +92,14 @@ class ComputeProbe:
         source = f"eager elementwise kernels, mean of {dtype} add, mul, silu and {last}"
         return build_curve("bytes", [c.size for c in cases], found, source)
 
-    def optimizer(self, cpu_adamw: CpuAdamW, budget_s: float) -> Curve:
+    def optimizer(self, kernels: Kernels, budget_s: float) -> Curve:
         """Measure one AdamW update on the device."""
-        cases = self.backend.optimizer_cases(optimizer_sizes(quick=self.quick), cpu_adamw)
+        cases = self.backend.optimizer_cases(optimizer_sizes(quick=self.quick), kernels)
         found = sample(cases, self.backend.time_s, budget_s)
         source = "AdamW on the device: " + (
-            "torch, fused" if self.backend.kind == "gpu" else f"CPU kernel on {self.backend.num_cores} cores"
+            "torch, fused, from bf16 gradients to bf16 weights"
+            if self.backend.kind == "gpu"
+            else f"CPU kernel on {self.backend.num_cores} cores"
         )
         return build_curve("params", [c.size for c in cases], found, source)
 

@@ -21,6 +21,10 @@ Floats = npt.NDArray[np.float64]
 #: arrays, a bfloat16 gradient (as uint16) in, bfloat16 weights (as uint16) out; must release the GIL.
 CpuAdamW = Callable[[Array, Array, Array, Array, Array, int], object]
 
+#: ``device_adamw(master, exp_avg, exp_avg_sq, grad, weight)``: the same on the current stream of a GPU, over tensors of
+#: float32 and bfloat16.
+DeviceAdamW = Callable[[Any, Any, Any, Any, Any], object]
+
 #: ``sum_of_squares(bits)``: of a flat bfloat16 gradient (as uint16).
 SumOfSquares = Callable[[Array], float]
 
@@ -54,6 +58,7 @@ class Kernels:
     """What is measured as the executor runs it; injected, because it lives in a package that imports this one."""
 
     cpu_adamw: CpuAdamW
+    device_adamw: DeviceAdamW
     sum_of_squares: SumOfSquares
     host_times: MeasureHost
 

@@ -1,5 +1,6 @@
 """Lets the tests of this folder share `training.py`, and computes with one thread: sums then have one order."""
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -7,6 +8,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import torch
+from virtual import NoVirtualGpuError, install, present
+
+with contextlib.suppress(NoVirtualGpuError):
+    install()  # before the first backward of this process
 
 
 @pytest.fixture(autouse=True)
@@ -23,14 +28,11 @@ def gpu():
     if torch.cuda.is_available():
         yield
         return
-    from virtual import NoVirtualGpuError, install, present  # noqa: PLC0415 - not for tests of kernels
-
     try:
-        install()
+        with present():
+            yield
     except NoVirtualGpuError as error:
         pytest.skip(str(error))
-    with present():
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,8 @@ from training import (
     units_of,
     weights,
 )
+from virtual import NoVirtualGpuError, install
+from virtual.watch import watched
 
 from executor.checkpoint import Checkpoint, Level
 from executor.files import StorageError
@@ -115,6 +117,8 @@ class Processes:
 
 def _serve(rank: int, port: int, pipe) -> None:
     torch.set_num_threads(1)
+    with contextlib.suppress(NoVirtualGpuError):
+        install()  # before it goes backward
     warnings.simplefilter("error")  # what torch deprecates is not used
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while (call := pipe.recv()) is not None:
@@ -158,8 +162,6 @@ def trained_on_gpu(rank: int, _size: int, task: Task, decisions: Decisions, blin
 
     A lane that is ``blind`` waits for nothing.
     """
-    from virtual.watch import watched  # noqa: PLC0415 - for these tests alone
-
     with watched(blind) as races:
         model, optimizer = prepare(task, decisions, device="cuda")
         with optimizer.session:

@@ -150,12 +150,17 @@ def _collectives(args: argparse.Namespace, base: HardwareProfile | None, path: P
 
 def kernels() -> Any:
     """Return what the executor runs, in the form that calibration calls."""
+    import torch  # noqa: PLC0415 - slow to import
+
     from executor.backend import sum_of_squares  # noqa: PLC0415 - numba
+    from executor.cuda import update_on_device  # noqa: PLC0415
     from executor.optimizer import AdamWParams, WorkerTeam, adamw_step  # noqa: PLC0415
+    from executor.optimizer.table import ENTRIES, Rule  # noqa: PLC0415
     from hwprofiles.calibrate import Kernels  # noqa: PLC0415 - torch
     from ullage.probe import host_times  # noqa: PLC0415 - transformers
 
     params = AdamWParams()
+    rule = Rule(next(entry for entry in ENTRIES if entry.stock is torch.optim.AdamW), params)
     teams: dict[int, WorkerTeam] = {}
 
     def step(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any, num_threads: int) -> None:
@@ -163,7 +168,10 @@ def kernels() -> Any:
             teams[num_threads] = WorkerTeam(num_threads)
         adamw_step(master, exp_avg, exp_avg_sq, grad, weight, params, step=1, team=teams[num_threads])
 
-    return Kernels(cpu_adamw=step, sum_of_squares=sum_of_squares, host_times=host_times)
+    def device_step(*state: Any) -> None:
+        update_on_device(state, rule, step=1, scale=0.5)  # as clipping has it
+
+    return Kernels(cpu_adamw=step, device_adamw=device_step, sum_of_squares=sum_of_squares, host_times=host_times)
 
 
 def _tell(args: argparse.Namespace, profile: HardwareProfile, path: Path, base: Any, report: Any) -> None:

@@ -35,7 +35,8 @@ class NoVirtualGpuError(RuntimeError):
 def install():
     """Build the device and return its extension; half a minute the first time.
 
-    ``torch.cuda`` itself finds the device inside :func:`present` alone.
+    To be called before a process goes backward for the first time, when autograd makes a thread for each device there
+    is. ``torch.cuda`` itself finds the device inside :func:`present` alone.
 
     Raises:
         NoVirtualGpuError: torch has CUDA itself, or there is no C++ compiler.
