@@ -1,5 +1,6 @@
 import itertools
 import json
+import os
 
 import pytest
 
@@ -8,7 +9,7 @@ from planner.planning import make_plan
 from ullage.whatif import point
 from ullage.whatif.design import Space
 from ullage.whatif.point import digest_of, plan_point
-from ullage.whatif.running import Bench, run_study
+from ullage.whatif.running import Bench, InterruptedStudyError, run_study
 from ullage.whatif.store import Store
 from ullage.whatif.study import Asked, Study, StudyError, load_study
 from ullage.whatif.workers import in_processes, in_this_process
@@ -84,6 +85,22 @@ def test_points_that_differ_only_in_rates_follow_one_another(tiny, tmp_path):
     assert [len(list(group)) for _, group in itertools.groupby(seen)] == [3] * 4
     asked = [case.settings for case in wanted.cases()]
     assert [point.settings for point in found.points] == asked, "what is told of them keeps the order of the question"
+
+
+def test_an_interruption_counts_what_is_in_the_file(tiny, tmp_path, monkeypatch):
+    """Whenever it comes: here between a point's line and its being counted."""
+    sync, calls = os.fsync, []
+
+    def interrupted(file):
+        sync(file)
+        calls.append(file)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(InterruptedStudyError, match=r"interrupted; 2 of 3 points are kept"):
+        study(space(tiny, sweep={"pcie": ("1x,2x,4x",)}), tmp_path / "s.jsonl")
+    assert (tmp_path / "s.jsonl").read_bytes().count(b"\n") == 2
 
 
 def test_results_do_not_depend_on_order_or_processes(tiny, tmp_path):

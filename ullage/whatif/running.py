@@ -57,6 +57,8 @@ class Bench:
                     done += 1
                     self.tell(what, done, len(keys))
             except KeyboardInterrupt:
+                self.store.look_again()
+                done = sum(self.store.get(key) is not None for key in keys)
                 raise InterruptedStudyError(
                     f"interrupted; {done} of {len(keys)} points are kept in {self.store.path}, and the same command "
                     "goes on from there"

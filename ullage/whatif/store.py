@@ -53,6 +53,10 @@ class Store:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         os.close(self._file)
 
+    def look_again(self) -> None:
+        """Take the results from the file, as an interruption may come between writing one there and counting it."""
+        self._results, self._size = self._read()
+
     def __len__(self) -> int:
         return len(self._results)
 

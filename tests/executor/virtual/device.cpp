@@ -5,11 +5,8 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/transformers/attention.h>
-#include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
-#include <ATen/ops/resize_native.h>
-#include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -296,7 +293,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   for (const auto i : c10::irange(given.size())) {
     if (is_ours(given[i]) && lent[i].sizes() != given[i].sizes()) {  // out= of another size
-      at::native::resize_(given[i], lent[i].sizes());
+      given[i].resize_(lent[i].sizes());
       on_host(given[i]).copy_(lent[i]);
     }
   }
