@@ -10,7 +10,7 @@ import pytest
 import torch
 from virtual import NoVirtualGpuError, install, present
 
-with contextlib.suppress(NoVirtualGpuError):
+with contextlib.suppress(Exception):  # tests that need it say why there is none
     install()  # before the first backward of this process
 
 
