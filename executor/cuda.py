@@ -59,11 +59,11 @@ class Clock:
         zero_s: when, on the host's clock.
     """
 
-    def __init__(self, zero: "_Event", zero_s: float) -> None:
+    def __init__(self, zero: _Event, zero_s: float) -> None:
         self._lock = threading.Lock()
         self._anchors = [(zero_s, zero)]  # by time
 
-    def seconds(self, moment: "_Event") -> float:
+    def seconds(self, moment: _Event) -> float:
         """Return when an event was that has ended."""
         with self._lock:
             zero_s, zero = self._anchors[0]

@@ -45,7 +45,7 @@ from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.loop import Loop, OutOfOrderError
 from planner.lowering import lower
-from planner.schedule import Lane, Op, Tier
+from planner.schedule import Op, Tier
 from planner.timeline import Timeline
 
 
@@ -249,7 +249,7 @@ class Session:
 
     def _begin_iteration(self) -> None:
         if self._inferring:  # what was issued for it may still read slots
-            self._backend.seconds(self._backend.mark(Lane.COMPUTE))
+            self._actions.settle()
             self._inferring = False
         self._inside_iteration = True
         self._gradients.begin_iteration()
@@ -341,7 +341,7 @@ class Session:
             LaneError: a task failed on some lane.
         """
         self._machine.wait()
-        self._backend.seconds(self._backend.mark(Lane.COMPUTE))
+        self._actions.settle()
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """Return all weights as they are after the last step, wherever the plan keeps them; all ranks do so together.

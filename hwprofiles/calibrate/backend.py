@@ -5,8 +5,8 @@ Probes are the same for both; they differ in the clock (wall time against CUDA e
 
 import itertools
 import threading
-from collections.abc import Iterator
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -174,16 +174,7 @@ class CudaBackend:
         state = [torch.full((num_params,), value, device=self.device) for value in (0.02, 1e-3, 1e-6)]
         state += [torch.full((num_params,), 1e-3, dtype=torch.bfloat16, device=self.device) for _ in range(2)]
 
-        def update(size: int) -> Call:
-            slices = rotate(num_params, size)
-
-            def call() -> None:
-                part = next(slices)
-                kernels.device_adamw(*(tensor[part] for tensor in state))
-
-            return call
-
-        return [Case(size, update(size)) for size in sizes]
+        return _rotating(sizes, state, kernels.device_adamw)
 
 
 class _CudaCopy:
@@ -211,13 +202,18 @@ def adamw_cases(sizes: tuple[int, ...], cpu_adamw: CpuAdamW, num_threads: int) -
     weight = np.zeros(num_params, dtype=np.uint16)
     arrays = (master, exp_avg, exp_avg_sq, gradient, weight)
 
+    return _rotating(sizes, arrays, lambda m, avg, sq, grad, w: cpu_adamw(m, avg, sq, grad, w, num_threads))
+
+
+def _rotating(sizes: tuple[int, ...], state: Sequence[Any], step: Callable[..., object]) -> list[Case]:
+    """Return one step per size, on subgroups that rotate through the state, which is flat."""
+
     def update(size: int) -> Call:
-        slices = rotate(num_params, size)
+        slices = rotate(len(state[0]), size)
 
         def call() -> None:
             part = next(slices)
-            parts = [array[part] for array in arrays]
-            cpu_adamw(parts[0], parts[1], parts[2], parts[3], parts[4], num_threads)
+            step(*(values[part] for values in state))
 
         return call
 

@@ -12,6 +12,7 @@ from training import (
     batches,
     decide,
     make_model,
+    memory_of_step,
     model_units,
     prepare,
     reference,
@@ -152,12 +153,7 @@ def test_the_device_holds_what_the_plan_says(ways):
     with optimizer.session as session:
         keep_up(session)
         for _ in range(2):
-            with session.metered():
-                model(input_ids=tokens, labels=tokens).loss.backward()
-                optimizer.clip_grad_norm_(1.0)
-                optimizer.step()
-                session.synchronize()
-        memory = session.memory()
+            memory = memory_of_step(model, optimizer, tokens)
     predicted = peaks[Tier.GPU].peak_bytes - sum(memory[Tier.GPU].static_bytes.values())
     assert predicted == pytest.approx(memory[Tier.GPU].dynamic_peak_bytes, rel=0.005)
     assert peaks[Tier.HOST].by_class == {c: n for c, n in memory[Tier.HOST].static_bytes.items() if n}

@@ -24,6 +24,7 @@ from training import (
     groups,
     make_model,
     make_optimizer,
+    memory_of_step,
     prepare,
     session_options,
     train,
@@ -356,15 +357,10 @@ def metered(_rank: int, _size: int, config, batch: Batch, decisions: Decisions) 
     dist.broadcast(tokens, 0)
     optimizer = torch.optim.AdamW(model.parameters())
     _, optimizer = prepare_session(model.train(), optimizer, found, decisions, session_options())
-    with optimizer.session as session:
+    with optimizer.session:
         peaks_bytes = []
         for _ in range(3):
-            with session.metered():
-                model(input_ids=tokens, labels=tokens).loss.backward()
-                optimizer.clip_grad_norm_(1.0)
-                optimizer.step()
-                session.synchronize()
-            memory = session.memory()[Tier.GPU]
+            memory = memory_of_step(model, optimizer, tokens)[Tier.GPU]
             peaks_bytes.append(memory.dynamic_peak_bytes)
     return sum(memory.static_bytes.values()), min(peaks_bytes)
 

@@ -278,6 +278,16 @@ def prepare(task: Task, decisions: Decisions, model=None, **options):
     return prepare_session(model, optimizer, units_of(task, decisions), decisions, session_options(**options))
 
 
+def memory_of_step(model, optimizer, tokens):
+    """Train one step; return what every tier has held meanwhile."""
+    with optimizer.session.metered():
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.session.synchronize()
+    return optimizer.session.memory()
+
+
 def session_options(**options) -> SessionOptions:
     """Return options with a folder for NVMe of their own."""
     folder = Path(FOLDER.name) / str(next(_NUMBERS))
