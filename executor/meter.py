@@ -21,7 +21,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     [Note: Added in place] Gradients that meet are added up in place by autograd, but while somebody looks at what it
     runs, into a new tensor. So in backward a sum counts only when the next operation begins, by when what it would have
-    been written to is gone.
+    been written to is gone. Nobody writes into a view, though, as it shares its memory with another: the transposed
+    gradient of a linear layer's weight, which meets an embedding's where they are tied, is added up in a third place.
 
     Attributes:
         held_bytes: held now.
@@ -46,7 +47,12 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._settle()
         self._see((args, kwargs), counts=False)
         result = func(*args, **(kwargs or {}))
-        meeting = func is torch.ops.aten.add.Tensor and in_backward() and not torch.is_grad_enabled()
+        meeting = (
+            func is torch.ops.aten.add.Tensor
+            and in_backward()
+            and not torch.is_grad_enabled()
+            and not args[0]._is_view()
+        )
         self._see(result, counts=True, late=meeting)
         return result
 

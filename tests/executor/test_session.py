@@ -1,13 +1,16 @@
 """The session around training: evaluation, checkpoints, clipping, odd models, times and memory."""
 
+import itertools
 import time
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 from plans import mixed
 from torch import nn
 from training import (
+    CONFIGS,
     MICRO_BATCH,
     SEQ_LEN,
     ReferenceOptimizer,
@@ -346,6 +349,32 @@ def test_gradients_that_meet_are_metered_as_added_in_place():
         assert meter.held_bytes == 8000, "what was added up is held, once nothing else is: y and the gradient"
     assert 12000 <= meter.peak_bytes < 12100
     assert x.grad.tolist() == [5.0] * 1000
+
+
+def allocated_peak(step: Callable[[], None]) -> int:
+    """Return the most bytes that PyTorch's allocator had given out at one time, by its own account."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes))
+
+
+@pytest.mark.parametrize("num_tokens", [2, SEQ_LEN])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_meter_agrees_with_the_allocator(family, num_tokens):
+    """Few tokens: gradients are the peak, among them those of tied weights, which nobody adds up in place."""
+    model = make_model(Task(family, torch.float32))
+    tokens = torch.arange(num_tokens).unsqueeze(0) % 16
+
+    def step() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+    allocated_bytes = allocated_peak(step)
+    model.zero_grad(set_to_none=True)
+    with MemoryMeter() as meter:
+        step()
+    assert meter.peak_bytes == pytest.approx(allocated_bytes, rel=1e-3)
 
 
 def test_a_closed_session_leaves_an_ordinary_model():

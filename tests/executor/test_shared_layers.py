@@ -86,9 +86,13 @@ def test_any_plan_of_one_degree_gives_the_same_bits(processes, plan, seed):
 WIDE = {"vocab_size": 2000, "use_cache": False, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 NARROW = WIDE | {"vocab_size": 32}  # one of two ranks has nothing but pads
 METERED = {
-    "many words": lambda: transformers.OPTConfig(**WIDE, ffn_dim=256, word_embed_proj_dim=64, dropout=0.0),
-    "tied": lambda: transformers.LlamaConfig(**WIDE, intermediate_size=256, tie_word_embeddings=True),
-    "narrow": lambda: transformers.LlamaConfig(**NARROW, intermediate_size=64),
+    "many words": lambda: (4, transformers.OPTConfig(**WIDE, ffn_dim=256, word_embed_proj_dim=64, dropout=0.0)),
+    "tied": lambda: (4, transformers.LlamaConfig(**WIDE, intermediate_size=256, tie_word_embeddings=True)),
+    "tied, gradients are the most": lambda: (
+        1,
+        transformers.LlamaConfig(**WIDE | {"vocab_size": 6000}, intermediate_size=256, tie_word_embeddings=True),
+    ),
+    "narrow": lambda: (4, transformers.LlamaConfig(**NARROW, intermediate_size=64)),
 }
 
 
@@ -96,13 +100,13 @@ METERED = {
 @pytest.mark.parametrize("name", METERED)
 def test_each_rank_holds_what_the_plan_says(processes, name, dtype_bytes):
     """What comes and goes, within three per cent: also on the last rank, whose share of the words has pads."""
-    batch = Batch(4, 64, dtype_bytes, tensor_parallel=2)
-    config = METERED[name]()
+    micro_batch, config = METERED[name]()
+    batch = Batch(micro_batch, 16 * micro_batch, dtype_bytes, tensor_parallel=2)
     found = units(build_graph(from_hf_config(config.to_dict(), name), batch))
     decisions = Decisions(
         policy="test",
         precision=Precision(weights="bf16" if dtype_bytes == 2 else "fp32"),
-        micro_batch=4,
+        micro_batch=micro_batch,
         tensor_parallel=2,
         units={unit.name: UnitDecision(params="gpu", activations="keep", update=(Place.GPU,)) for unit in found},
     )
