@@ -15,12 +15,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hwprofiles.machine import cpu_name
+from benchmarks.origin import origin, write_result
 from hwprofiles.paths import Item, quantities
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
@@ -90,14 +88,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the quick calibration")
     parser.add_argument("--output", type=Path, default=RESULTS / "calibration.json")
     args = parser.parse_args()
-    loads = []
+    began, loads = origin("torch", "numba", "numpy"), []
     with tempfile.TemporaryDirectory() as folder:
         profiles = []
         for number in range(2):
             loads.append(os.getloadavg()[0])
             profiles.append(calibrated(Path(folder) / f"{number}.json", quick=args.quick))
     first, second = (quantities(profile) for profile in profiles)
-    repeated = {
+    repeated: dict[str, dict[str, Any]] = {
         d.path: {"first": described(first[d.path]), "second": described(second[d.path]), "ratio": d.ratio}
         for d in differences(*profiles)
         if d.ratio is not None and d.path in first and not d.path.endswith(("memory_bytes", "capacity_bytes"))
@@ -112,18 +110,14 @@ def main() -> None:
         "worst_prediction_off": max(worst, 1 / worst) - 1,
     }
     result = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "cpu": cpu_name(),
-        "num_cores": os.cpu_count(),
-        "versions": {name: version(name) for name in ("torch", "numba", "numpy")},
+        **began,
         "load_averages": loads,
         "quick": args.quick,
         "summary": summary,
         "quantities": repeated,
         "predictions": predictions,
     }
-    args.output.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    write_result(args.output, result)
     print(json.dumps({**summary, "written": args.output.name}))
 
 

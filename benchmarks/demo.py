@@ -10,14 +10,12 @@ import contextlib
 import io
 import json
 import os
-import platform
 import sys
 import tempfile
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.origin import origin, write_result
 from ullage.cli import main as ullage
 
 RESULTS = Path(__file__).parent / "results"
@@ -55,6 +53,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--output", type=Path, default=RESULTS / "demo.json")
     args = parser.parse_args()
+    began = origin("torch", "transformers", "numba", "numpy")
     setting = ["--model", "demo-llama", "--device-memory", "180MB", "--micro-batch", "2", "--seq-len", "256"]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -62,17 +61,13 @@ def main() -> None:
         run = (folder / "run.json").read_text(encoding="utf-8")
     errors = [r["phases"]["iteration"]["error"] for r in repeats]
     result = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "cpu": platform.processor() or platform.machine(),
-        "num_cores": os.cpu_count(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "numba", "numpy")},
+        **began,
         "plan": " ".join(setting),
         "iteration_errors": errors,
         "worst_iteration_error": max(errors, key=abs),
         "repeats": repeats,
     }
-    args.output.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    write_result(args.output, result)
     (args.output.parent / "demo_run.json").write_text(run, encoding="utf-8")
     print(json.dumps({"iteration_errors": errors, "written": args.output.name}))
 

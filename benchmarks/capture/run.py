@@ -7,7 +7,6 @@ ZeRO-Offload on four H100. Process time includes importing PyTorch and ``transfo
 
 import itertools
 import json
-import platform
 import resource
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hwprofiles.files import write_whole
+from benchmarks.origin import origin, write_result
 
 MODELS = (
     "opt-1.3b",
@@ -51,7 +50,8 @@ def compare(name: str) -> dict[str, Any]:
 
     def make() -> torch.nn.Module:
         description = transformers.AutoConfig.for_model(**to_hf_config_dict(config))
-        return transformers.AutoModelForCausalLM.from_config(description)
+        model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(description)  # type: ignore[no-untyped-call]
+        return model
 
     inputs = [CapturedInput(name=key, shape=(MICRO_BATCH, SEQ_LEN), dtype="int64") for key in ("input_ids", "labels")]
     capture_begin_s = time.perf_counter()
@@ -71,7 +71,7 @@ def compare(name: str) -> dict[str, Any]:
 
     def peak_bytes(graph: Any) -> int:
         held = itertools.accumulate(unit.saved_bytes for unit in graph)
-        return max(saved + unit.workspace_bytes for saved, unit in zip(held, graph, strict=True))
+        return int(max(saved + unit.workspace_bytes for saved, unit in zip(held, graph, strict=True)))
 
     iterations = []
     for model in models:
@@ -100,26 +100,21 @@ def compare(name: str) -> dict[str, Any]:
 
 def main() -> None:
     """Compare all, and write what was found."""
-    import torch  # noqa: PLC0415 - not before the processes that are timed are told apart
-    import transformers  # noqa: PLC0415
-
-    rows = []
+    began, rows = origin("torch", "transformers"), []
     for name in MODELS:
         done = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, check=True)
         rows.append(json.loads(done.stdout))
         print(done.stdout.strip())
     ratios = {key: [row[key] for row in rows] for key in rows[0] if key.endswith("_ratio")}
     result = {
-        "command": "python benchmarks/capture/run.py",
-        "machine": f"{platform.machine()}, Python {platform.python_version()}",
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        **began,
         "batch": {"micro_batch": MICRO_BATCH, "seq_len": SEQ_LEN},
         "range": {key: [min(values), max(values)] for key, values in ratios.items()},
         "slowest_capture_s": max(row["capture_s"] for row in rows),
         "most_rss_bytes": max(row["peak_rss_bytes"] for row in rows),
         "models": rows,
     }
-    write_whole(OUTPUT, json.dumps(result, indent=1) + "\n")
+    write_result(OUTPUT, result)
 
 
 if __name__ == "__main__":

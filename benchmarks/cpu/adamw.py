@@ -26,16 +26,10 @@ import argparse
 import contextlib
 import ctypes
 import io
-import json
-import os
-import platform
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +37,7 @@ import numba
 import numpy as np
 import torch
 
+from benchmarks.origin import origin, write_result
 from executor.optimizer import BYTES_PER_PARAM, AdamWParams, WorkerTeam, adamw_step
 
 GOALS = {"ours_of_copy": 0.9, "ours_over_torch": 1.7, "ours_over_deepspeed": 1.0, "in_place_over_ours": 0.9}
@@ -197,15 +192,6 @@ def time_s(run: Route) -> float:
     return time.perf_counter() - start_s
 
 
-def cpu_model() -> str:
-    """Return the CPU's name as the kernel reports it, or else as Python does."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
-
-
 def print_row(result: dict[str, Any] | None = None) -> None:
     """Print one line of the table, or its head."""
     if result is None:
@@ -237,7 +223,7 @@ def main() -> None:
     if arguments.quick:
         arguments.log2_params, arguments.repeats = [25], 9
 
-    load_average = os.getloadavg()
+    began = origin("numba", "numpy", "torch", "deepspeed")
     deepspeed = deepspeed_adam()
     results = []
     print_row()
@@ -253,20 +239,13 @@ def main() -> None:
     print(goals)
     if arguments.quick:
         return
-    versions = {"python": platform.python_version(), **{m.__name__: m.__version__ for m in (numba, np, torch)}}
     report = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "cpu": cpu_model(),
-        "num_cores": os.cpu_count(),
-        "load_average_before": load_average,
-        "versions": versions | ({"deepspeed": metadata.version("deepspeed")} if deepspeed else {}),
+        **began,
         "num_repeats": arguments.repeats,
         "goals": goals,
         "results": results,
     }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=2) + "\n")
+    write_result(arguments.output, report)
 
 
 if __name__ == "__main__":

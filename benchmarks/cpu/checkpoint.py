@@ -18,11 +18,8 @@ compared with what the simulator predicts.
 
 import argparse
 import dataclasses
-import json
 import logging
 import os
-import platform
-import shlex
 import shutil
 import statistics
 import sys
@@ -30,19 +27,16 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver as dcp
 
 import ullage
 from benchmarks.cpu.peers import calibrated, cells
 from benchmarks.cpu.saving import BUFFER_BYTES, Training, plan_for, torch_save
-from benchmarks.peers.driver import machine
+from benchmarks.origin import origin, write_result
 from benchmarks.peers.jobs import Job
-from hwprofiles.files import write_whole
 from hwprofiles.profile import Dtype
 from planner.checkpoints.trial import Trial
 from planner.planning import default_precision
@@ -133,7 +127,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    load = os.getloadavg()[0]
+    began = origin("torch")
     profile = calibrated(NUM_COMPUTE_THREADS)
     dtype = default_precision(profile.device).weights
     cell = dataclasses.replace(cells(2 * NUM_COMPUTE_THREADS, dtype, quick=True)[0], seq_len=SEQ_LEN[dtype])
@@ -172,18 +166,14 @@ def main() -> None:
         slower = slow_down(training, checkpoints, plan, ROUNDS_OF_SLOW_DOWN * args.rounds)
         checkpoints.close()
     result = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "load_average_before": load,
-        **machine("cpu"),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **began,
         "dtype": dtype,
         "num_bytes": sum(value.numel() * value.element_size() for value in state.values()),
         "iteration_s": statistics.median(r["none"]["block_s"] for r in rounds) / ITERATIONS_OF_A_BLOCK,
         **summary(rounds),
         **slower,
     }
-    write_whole(args.output, json.dumps(result, indent=1) + "\n")
+    write_result(args.output, result)
     for key, value in result.items():
         print(f"{key}: {value}")
 

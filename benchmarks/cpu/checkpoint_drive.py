@@ -10,33 +10,25 @@ a loop of direct transfers writes and reads as many bytes, in chunks of the same
 
 import argparse
 import concurrent.futures
-import json
 import os
-import platform
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import ullage
 from benchmarks.cpu.peers import calibrated
 from benchmarks.cpu.saving import Training, plan_for
-from benchmarks.peers.driver import machine
+from benchmarks.origin import origin, write_result
 from benchmarks.peers.jobs import Cell, Job
 from executor.checkpoint import Checkpoint
 from executor.checkpoint.files import Files, write_all
 from executor.checkpoint.flusher import CHUNK_BYTES, NUM_WRITERS
 from executor.checkpoint.reader import NUM_READERS
 from executor.direct import go_direct, pages
-from hwprofiles.files import write_whole
 from planner.planning import default_precision
 
 OUTPUT = Path(__file__).parents[1] / "results" / "cpu_checkpoint_drive.json"
@@ -158,7 +150,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     warnings.filterwarnings("ignore")
-    load = os.getloadavg()[0]
+    began = origin("torch")
     profile = calibrated(1)
     cell = Cell(args.model, default_precision(profile.device).weights, 1, SEQ_LEN, 1, 1.0, DEVICE_MEMORY_BYTES, 1)
     training = Training(plan_for(cell, profile), Job(cell, "ours", num_threads=1, num_warm_up=0, num_timed=10**6))
@@ -168,15 +160,11 @@ def main() -> None:
         found = bandwidths(training, checkpoints, folder, args.rounds)
         checkpoints.close()
     result = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "load_average_before": load,
-        **machine("cpu"),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **began,
         "model": args.model,
         **found,
     }
-    write_whole(args.output, json.dumps(result, indent=1) + "\n")
+    write_result(args.output, result)
     for key, value in result.items():
         if key not in {"writes_bytes_per_s", "reads_bytes_per_s"}:
             print(f"{key}: {value}")

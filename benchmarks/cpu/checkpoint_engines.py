@@ -22,10 +22,7 @@ profile of this machine that is calibrated just before.
 
 import argparse
 import dataclasses
-import json
 import os
-import platform
-import shlex
 import shutil
 import statistics
 import sys
@@ -33,7 +30,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +39,8 @@ import ullage
 from benchmarks.cpu.engines import Blocking, CheckFreq, Engine, Ours, Tensors, TorchSnapshot
 from benchmarks.cpu.peers import calibrated
 from benchmarks.cpu.saving import BUFFER_BYTES, Training, plan_for
-from benchmarks.peers.driver import machine
+from benchmarks.origin import origin, write_result
 from benchmarks.peers.jobs import Cell, Job
-from hwprofiles.files import write_whole
 from hwprofiles.profile import HardwareProfile
 from planner.cases.checkpoints import PhaseTimes, iteration
 from planner.checkpoints import CheckpointCosts, Shard, policy, times, with_checkpoints
@@ -233,7 +228,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     if args.peers is not None:
         sys.path.append(str(args.peers))
-    load = os.getloadavg()[0]
+    began = origin("torch", "torchsnapshot", beside=args.peers)
     sizes = {"llama-tiny": 100_000_000} if args.quick else {name: SIZES[name] for name in args.models}
     frequencies = (2, 1) if args.quick else FREQUENCIES
     profile = calibrated(1)
@@ -247,17 +242,13 @@ def main() -> None:
             models[model] = study.measure(args.rounds)
             absent |= study.absent
     result = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "load_average_before": load,
-        **machine("cpu"),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **began,
         "num_iterations": args.iterations,
         "num_rounds": args.rounds,
         "absent": absent,
         "models": models,
     }
-    write_whole(args.output, json.dumps(result, indent=1) + "\n")
+    write_result(args.output, result)
     print(report(result))
 
 

@@ -85,7 +85,12 @@ class TorchSnapshot:
         path = folder / f"{step}"
         state = {"state": self._library.StateDict(**self._state)}
         pending = self._library.Snapshot.async_take(str(path), state)
-        self._thread = threading.Thread(target=lambda: (pending.wait(), sync_all(path)))
+
+        def write() -> None:
+            pending.wait()
+            sync_all(path)
+
+        self._thread = threading.Thread(target=write)
         self._thread.start()
 
     def finish(self) -> None:

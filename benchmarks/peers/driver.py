@@ -1,29 +1,25 @@
 """The comparison from beginning to end: plan, tune, take turns, gate, write. One code for CPU and GPU."""
 
 import dataclasses
-import json
 import os
-import platform
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any
 
 import ullage
+from benchmarks.origin import origin, write_result
 from benchmarks.peers.jobs import Cell, Job, Outcome, model_config
 from benchmarks.peers.processes import Runner
 from benchmarks.peers.rows import Row
 from benchmarks.peers.summary import cell_summary, verdict
-from hwprofiles.files import write_whole
 from hwprofiles.profile import HardwareProfile
 from planner.decisions import Precision
 
 _BUILD_LIMIT_S = 420.0
+_PACKAGES = ("torch", "transformers", "numba", "numpy", "deepspeed", "torchao")
 _PLANNED_SHARE = 0.95  # of a bound that PyTorch's allocator enforces: it rounds, and holds workspaces of libraries too
 _TUNED_ITERATIONS = (1, 3)  # warm-up and timed: enough to rank settings
 
@@ -67,7 +63,7 @@ class Comparison:
         self._settings = settings
         self._runner = runner
         self._folder = folder
-        self._begin = {"date": datetime.now(UTC).date().isoformat(), "load_average_before": os.getloadavg()[0]}
+        self._begin = origin(*_PACKAGES, beside=runner.peers, gpu=settings.device == "cuda")
         self._outcomes: dict[Cell, dict[str, list[Outcome]]] = {
             cell: {row.name: [] for row in settings.rows} for cell in settings.cells
         }
@@ -204,18 +200,15 @@ class Comparison:
             for cell in self._settings.cells
         }
         result = {
-            "command": shlex.join(["python", *sys.argv]),
             **self._begin,
             "load_average_after": os.getloadavg()[0],
-            **machine(self._device),
-            "versions": versions(self._runner.peers),
             "num_rounds": self._settings.num_rounds,
             "num_warm_up": self._settings.num_warm_up,
             "num_timed": self._settings.num_timed,
             "notes": self._notes,
             "cells": cells,
         }
-        write_whole(self._settings.output, json.dumps(result, indent=1) + "\n")
+        write_result(self._settings.output, result)
         return result
 
     @staticmethod
@@ -232,37 +225,6 @@ class Comparison:
 
 def _median(outcome: Outcome) -> float:
     return statistics.median(outcome.iteration_s) if outcome.iteration_s else float("nan")
-
-
-def versions(peers: Path | None) -> dict[str, str]:
-    """Return the versions of what takes part; what is not installed is left out."""
-    found = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "numba", "numpy", "deepspeed", "torchao"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    if peers is not None:
-        beside = {d.metadata["Name"]: d.version for d in distributions(path=[str(peers)])}
-        found |= {name: beside[name] for name in ("deepspeed", "torchao") if name in beside}
-    return found
-
-
-def machine(device: str) -> dict[str, Any]:
-    """Return what it ran on."""
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    result: dict[str, Any] = {
-        "cpu": names[0] if names else platform.processor(),
-        "num_cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": pages * page_bytes,
-    }
-    if device == "cuda":
-        import torch  # noqa: PLC0415 - a second, of which a CPU's driver has no need
-
-        result |= {"gpu": torch.cuda.get_device_name(), "gpu_bytes": torch.cuda.mem_get_info()[1]}
-    return result
 
 
 def table(cells: dict[str, Any], rows: Sequence[str]) -> str:

@@ -24,8 +24,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ from rich.progress import track
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hwprofiles.files import write_whole
+from benchmarks.origin import origin, write_result
 from hwprofiles.registry import load_profile
 from planner.costs import CostModel
 from planner.decisions import Precision
@@ -254,6 +252,8 @@ def main() -> None:
         result = run(*case)
         print(f"\n{json.dumps(result)}")
         return
+    # Cases of earlier calls stay, so that it is the command for all of them.
+    began = origin("torch", "transformers") | {"command": "python benchmarks/planning/memory.py"}
     results = json.loads(OUTPUT.read_text())["cases"] if OUTPUT.exists() else {}
     for name in track([name for name in known if args.substring in name], description="measuring"):
         child = subprocess.run([sys.executable, __file__, "--child", name], capture_output=True, text=True, check=False)
@@ -261,13 +261,7 @@ def main() -> None:
             sys.exit(f"{name} failed:\n{child.stderr[-2000:]}")
         results[name] = json.loads(child.stdout.splitlines()[-1])
         ordered = {other: results[other] for other in known if other in results}
-        versions = {package: version(package) for package in ("torch", "transformers")}
-        whole: dict[str, Any] = {
-            "command": "python benchmarks/planning/memory.py",
-            "date": datetime.now(UTC).date().isoformat(),
-        }
-        whole |= {"versions": versions, "summary": summary(ordered), "cases": ordered}
-        write_whole(OUTPUT, json.dumps(whole, indent=1) + "\n")
+        write_result(OUTPUT, {**began, "summary": summary(ordered), "cases": ordered})
     print(json.dumps(summary(results), indent=1))
 
 

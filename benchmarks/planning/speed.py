@@ -4,8 +4,6 @@ First for requests that people make, then as the model gets deeper and the devic
 """
 
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -15,7 +13,7 @@ from typing import Any
 
 from rich.progress import track
 
-from hwprofiles.files import write_whole
+from benchmarks.origin import origin, write_result
 from planner.models import resolve_model
 from planner.models.huggingface import to_hf_config_dict
 
@@ -60,6 +58,7 @@ def deeper(num_layers: int, folder: str) -> str:
 
 def main() -> None:
     """Time everything and write it."""
+    began = origin("numba", "numpy", "scipy", "highspy")
     layers, devices = [], []
     with tempfile.TemporaryDirectory() as folder:
         rows = [
@@ -67,20 +66,17 @@ def main() -> None:
             for request in track(REQUESTS, description="requests")
         ]
         for count in track(LAYERS, description="layers"):
-            asked = ("--model", deeper(count, folder), "--gpus", "8")
+            asked: tuple[str, ...] = ("--model", deeper(count, folder), "--gpus", "8")
             layers.append({"num_layers": count, **timed(asked, folder)})
         for count in track(DEVICES, description="devices"):
             asked = ("--model", "opt-13b", "--gpus", str(count), "--hardware", "h100")
             devices.append({"num_devices": count, **timed(asked, folder)})
     result = {
-        "command": "python benchmarks/planning/speed.py",
-        "machine": platform.machine(),
-        "num_cores": os.cpu_count(),
-        "python": platform.python_version(),
+        **began,
         "rows": rows,
         "growth": {"layers of opt-13b on 8 a100-80": layers, "h100 for opt-13b": devices},
     }
-    write_whole(OUTPUT, json.dumps(result, indent=1) + "\n")
+    write_result(OUTPUT, result)
     for row in rows:
         print(f"{row['process_s']:6.1f} s  {row['request']}")
 

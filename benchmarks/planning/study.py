@@ -10,7 +10,6 @@ is done alike.
 import importlib.util
 import json
 import os
-import platform
 import random
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from hwprofiles.files import write_whole
+from benchmarks.origin import origin, write_result
 from ullage.whatif.design import Space
 from ullage.whatif.point import plan_point
 from ullage.whatif.store import Store
@@ -86,6 +85,7 @@ def same_again(study: Study, folder: Path) -> int:
 
 def main() -> None:
     """Run, kill, resume, compare, and write what came of it."""
+    began = origin("numba", "numpy", "scipy", "highspy")
     num_points = int(sys.argv[1]) if len(sys.argv) > 1 else NUM_POINTS
     with tempfile.TemporaryDirectory() as name, Progress() as progress:
         folder = Path(name)
@@ -110,10 +110,7 @@ def main() -> None:
             )
     statuses = [point.result.status for point in study.points]
     result = {
-        "command": "python benchmarks/planning/study.py",
-        "machine": platform.machine(),
-        "num_cores": os.cpu_count(),
-        "python": platform.python_version(),
+        **began,
         "request": " ".join(REQUEST),
         "sweeps": SWEEPS,
         "num_workers": NUM_WORKERS,
@@ -129,7 +126,7 @@ def main() -> None:
         "equal_on_ray_s": on_ray_s and round(on_ray_s, 1),
     }
     if num_points == NUM_POINTS:
-        write_whole(OUTPUT, json.dumps(result, indent=1) + "\n")
+        write_result(OUTPUT, result)
     print(json.dumps(result, indent=1))
 
 

@@ -9,11 +9,9 @@ Usage: python benchmarks/simulator/run.py [--layers 100 1000 10000] [--repeats 5
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -28,6 +26,7 @@ import simpy
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.origin import origin, write_result
 from hwprofiles.registry import load_profile
 from planner.costs import Price, Resource
 from planner.engines import zero_offload
@@ -125,7 +124,7 @@ def fluid_system_of(
     schedule: Schedule, prices: Sequence[Price], capacities: dict[Resource, float], num_iterations: int
 ) -> FluidSystem:
     """Return the arrays that the simulated machine hands to the kernel."""
-    return SimulatedMachine(schedule, prices, capacities)._system(num_iterations)
+    return SimulatedMachine(schedule, prices, capacities).system(num_iterations)
 
 
 def pipeline(num_tasks: int, seed: int = 0) -> FluidSystem:
@@ -343,13 +342,6 @@ def startup() -> dict[str, float]:
     }
 
 
-def cpu_model() -> str:
-    """Return the name of the CPU, as far as the system tells."""
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print one line per size."""
     table = Table(title="Tasks simulated per second (median); ratios of ours to SimPy")
@@ -374,7 +366,7 @@ def main() -> None:
     parser.add_argument("--reference-limit", type=int, default=100_000, help="most tasks to run the pure Python on")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT)
     options = parser.parse_args()
-    start = startup()
+    began, start = origin("numba", "numpy", "simpy"), startup()
     rows = [measure_layers(num_layers, options.repeats, options.reference_limit) for num_layers in options.layers]
     model = measure_full_model(max(options.repeats, 21), options.reference_limit)
     show([*rows, model])
@@ -392,12 +384,7 @@ def main() -> None:
         f"({million['peak_rss_before_bytes'] / 1e6:.0f} MB before)"
     )
     result = {
-        "command": " ".join(["python benchmarks/simulator/run.py", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "cpu": cpu_model(),
-        "num_cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in ("numba", "numpy", "simpy")},
+        **began,
         "repeats": options.repeats,
         "startup": start,
         "sizes": rows,
@@ -405,8 +392,7 @@ def main() -> None:
         "many_lanes": many_lanes,
         "million_tasks": million,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(options.output, result)
 
 
 if __name__ == "__main__":
