@@ -319,17 +319,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             entry, _ = entries[parameter.share.name]
             there = any(entry.get(key) is not None for key in self.entry.buffers)
             parameter.step = int(entry.get("step", there))
-        for unit in {id(unit): unit for unit, _ in found}.values():
-            mine = {p.name: _of_share(p, entries[p.share.name]) for p in unit.parameters if p.share.name in entries}
-            parts = [(p, part) for p in unit.parameters if p.name in mine for part in p.parts]
-            for piece in {part.piece.index: part.piece for _, part in parts}.values():
-                with self.session.state_of(unit, piece, writes=True) as state:
-                    for parameter, part in parts:
-                        if part.piece.index == piece.index:
-                            self._write_part(state, parameter, part, mine[parameter.name])
-            for parameter in unit.parameters:
-                if parameter.name in mine and "master" in (entry := mine[parameter.name][0]):
-                    write_weights(unit, parameter, entry["master"])
+        with self.session.changing_at_rest():
+            for unit in {id(unit): unit for unit, _ in found}.values():
+                self._write_unit(unit, entries)
+
+    def _write_unit(self, unit: UnitState, entries: Mapping[str, _Entry]) -> None:
+        mine = {p.name: _of_share(p, entries[p.share.name]) for p in unit.parameters if p.share.name in entries}
+        parts = [(p, part) for p in unit.parameters if p.name in mine for part in p.parts]
+        for piece in {part.piece.index: part.piece for _, part in parts}.values():
+            with self.session.state_of(unit, piece, writes=True) as state:
+                for parameter, part in parts:
+                    if part.piece.index == piece.index:
+                        self._write_part(state, parameter, part, mine[parameter.name])
+        for parameter in unit.parameters:
+            if parameter.name in mine and "master" in (entry := mine[parameter.name][0]):
+                write_weights(unit, parameter, entry["master"])
 
     def _write_part(
         self, state: tuple[torch.Tensor, ...], parameter: ParameterState, part: Part, entry: _Entry

@@ -60,8 +60,9 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
     units = list({unit.name: unit for unit, _ in held}.values())
     keys = (MASTER, *optimizer.entry.buffers)
     alike = [unit for unit in units if all(_is_there(checkpoint, entry, keys) for entry in unit.parameters)]
-    _read_shares(optimizer, checkpoint, alike, keys)
-    _read_wholes(optimizer, checkpoint, [unit for unit in units if unit not in alike], keys, extra["steps"])
+    with session.changing_at_rest():
+        _read_shares(optimizer, checkpoint, alike, keys)
+        _read_wholes(optimizer, checkpoint, [unit for unit in units if unit not in alike], keys, extra["steps"])
     for _, entry in held:
         entry.step = int(extra["steps"][entry.share.name])
     for group, saved in zip(optimizer.param_groups, extra["groups"], strict=True):

@@ -386,6 +386,19 @@ class Session:
         self._make_current()
         return self._parameters
 
+    @contextlib.contextmanager
+    def changing_at_rest(self) -> Iterator[None]:
+        """Change weights and state inside it, while nothing is under way; evaluating and reading then bring them anew.
+
+        Raises as :meth:`full_parameters`.
+        """
+        self._make_current()
+        try:
+            yield
+        finally:  # some may have been changed
+            self._weights.forget()
+            self._inferring = False  # what was issued for it has been waited for
+
     def state_of(
         self, unit: UnitState, piece: Piece, *, reads: bool = True, writes: bool = False
     ) -> contextlib.AbstractContextManager[tuple[torch.Tensor, ...]]:

@@ -54,7 +54,7 @@ class Weights:
                 self._actions.gather(unit)
 
     def forget(self) -> None:
-        """Take it that weights change from now on."""
+        """Take it that state was changed at rest: what has been brought anywhere is old."""
         self._current_in = _NEVER
 
     def use(self, unit: str) -> None:
