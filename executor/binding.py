@@ -68,14 +68,14 @@ def bind(
     decisions: Decisions,
     activations: OffloadedActivations,
     marks: Marks,
+    undo: list[Callable[[], None]],
     compile_backend: str | None = None,
-) -> list[Callable[[], None]]:
-    """Make a model tell where it is, and recompute and offload what was decided; return what undoes it.
+) -> None:
+    """Make a model tell where it is, and recompute and offload what was decided; ``undo`` gets what undoes it.
 
     With a backend of ``torch.compile``, what :func:`executor.compilation.compiled_modules` finds is compiled by it; not
     so where activations leave: products of a compiled graph cannot be told apart.
     """
-    undo: list[Callable[[], None]] = []
     unit_of, order = unit_modules(model, units), [unit.name for unit in units]
     if compile_backend is not None:
         stay = tuple(unit for unit in units if not decisions.units[unit.name].offloads)
@@ -92,7 +92,6 @@ def bind(
         if decided.activations != "keep":
             offload = SegmentOffload(activations, names, marks) if decided.offloads else None
             undo.append(_recompute(_segment_module(model, segment), names[-1], marks, offload))
-    return undo
 
 
 def outside(compile_backend: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -107,13 +107,11 @@ class Session:
                 options.cores, options.num_threads, ranks, on_device=options.device == "cuda"
             )
             failing.callback(self._give_cores_back)
-            self._take_over(units, shares, options)
-            failing.callback(self._team.close)
-            failing.callback(self._machine.close)
-            self._undo = [
-                *self._hook_parameters(),
-                *bind(model, units, decisions, self._offloaded, self, options.compile_backend),
-            ]
+            self._undo: list[Callable[[], None]] = []
+            failing.callback(self._undo_all)
+            self._take_over(units, shares, options, failing)
+            self._undo += self._hook_parameters()
+            bind(model, units, decisions, self._offloaded, self, self._undo, options.compile_backend)
             self._undo += split_experts(model, units, shares, ranks and ranks.experts, self)
             if ranks is not None and decisions.tensor_parallel > 1:
                 self._undo += share_layers(model, units, shares, ranks.tensor, outside(options.compile_backend))
@@ -123,7 +121,13 @@ class Session:
             self.synchronize()  # what was copied in so far was on no lane
             failing.pop_all()
 
-    def _take_over(self, units: tuple[Unit, ...], shares: Mapping[str, Share], options: SessionOptions) -> None:
+    def _take_over(
+        self,
+        units: tuple[Unit, ...],
+        shares: Mapping[str, Share],
+        options: SessionOptions,
+        failing: contextlib.ExitStack,
+    ) -> None:
         """Move the parameters into the session's memory, and start the threads."""
         decisions, ranks = self.decisions, self._ranks
         self._gpu = Arena(Tier.GPU, options.gpu_capacity_bytes, self._backend)
@@ -132,6 +136,9 @@ class Session:
             ranks.agree("plan or model", self.schedule.to_json() + "".join(shares))
         written = (task.unit for task in self.schedule.tasks if task.op is Op.SNAPSHOT)
         self._state = ModelState(units, decisions, shares, self._gpu, self._host, ranks, options.storage_dir, written)
+        if self._state.stored is not None:
+            failing.callback(self._state.stored.close)
+        failing.callback(self._state.give_back)
         exchange = None
         if ranks is not None:
             exchange = Exchange(self._state, decisions, self.schedule, self._backend, ranks)
@@ -145,6 +152,7 @@ class Session:
         self._parameters = {parameter.name: (unit, parameter) for unit, parameter in self._state.parameters()}
         self._gradients = UserGradients(decisions, (p for _, p in self._state.parameters()), self._norms)
         self._team = WorkerTeam(self.cores.num_updating, self.cores.of_updates)
+        failing.callback(self._team.close)
         bf16 = decisions.precision.weights == "bf16"
         for group in self._groups:  # or the first update would compile it
             self._entry.warm_up(np.uint16 if bf16 else np.float32, group, writes_bf16=bf16)
@@ -159,6 +167,7 @@ class Session:
             record=options.record,
             on_stop=self._has_stopped,
         )
+        failing.callback(self._machine.close)
         self._loop = Loop(self.schedule, self._machine)
         self._progress = Progress(
             self._loop,
@@ -485,12 +494,14 @@ class Session:
         """Wait for all updates and give the model back with its weights, as an ordinary one. Closing twice is allowed.
 
         Weights that the plan keeps on the host are then there. All ranks close together, and each has all weights in
-        the end. After a failure only the threads are ended.
+        the end. In the middle of an iteration, which an exception may have ended, the model gets the weights of the
+        last step. It gets none, and its parameters are no numbers, where these are not to be had: after a failure of
+        the session itself, where updates begin during backward, and on one of several ranks; go on from a checkpoint.
 
         Args:
             give_back: whether the model is wanted; if not, its parameters have no values afterwards.
         """
-        together = False
+        together = found = False
         try:
             if not self._machine.stopped and not self._inside_iteration:
                 self._make_current()
@@ -500,18 +511,27 @@ class Session:
                         share.whole.data = self._weights.of(name)
                 if self._ranks is not None:
                     self._ranks.meet()
-                together = True
+                together = found = True
+            elif not self._machine.stopped and self.decisions.update_start == "step":
+                self.synchronize()
+                self._state.give_back(in_iteration=True)
+                found = True
         finally:
+            if not found:
+                self._state.give_back(lost=True)
             self._machine.close()
             self._team.close()
             self._offloaded.close()
             self._give_cores_back()
             if self._state.stored is not None:
                 self._state.stored.close()
-            while self._undo:
-                self._undo.pop()()
+            self._undo_all()
             if self._ranks is not None:
                 self._ranks.close(together=together)
+
+    def _undo_all(self) -> None:
+        while self._undo:
+            self._undo.pop()()
 
     def __enter__(self) -> Self:
         return self

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from executor.memory import ALIGNMENT_BYTES, Arena
-from executor.parallel.shares import Share
+from executor.parallel.shares import Share, whole_of
 from executor.pieces import Part, Piece, pieces_of
 from executor.ranks import Ranks
 from executor.storage import StoredState
@@ -75,10 +75,18 @@ class ModelState:
         self.state_slots = self._take_state_slots(units)
         self.stored = StoredState.of(units, decisions, assigned.of_unit, storage_dir, ranks.rank if ranks else 0, host)
         self.units: dict[str, UnitState] = {}
+        self._moved: dict[str, list[tuple[UnitState, ParameterState]]] = {}
+        try:
+            self._move_all_in(units, assigned.of_unit, shares)
+        except BaseException:
+            self.give_back()
+            raise
+
+    def _move_all_in(self, units: tuple[Unit, ...], slot_of: Mapping[str, int], shares: Mapping[str, Share]) -> None:
         left = Counter(share.name for share in shares.values())
         for unit in units:
             if unit.num_params:
-                state = self._take(unit, assigned.of_unit.get(unit.name, -1), shares)
+                state = self._take(unit, slot_of.get(unit.name, -1), shares)
                 self.units[unit.name] = state
                 _clear_pads(state, unit.num_params)
                 self._move_in(state)
@@ -86,6 +94,41 @@ class ModelState:
                 for share in (parameter.share for parameter in state.parameters):
                     if share.leaf is not share.whole and not left[share.name]:
                         share.whole.data = _without_values(share.whole_shape, self.dtype)
+
+    def give_back(self, *, in_iteration: bool = False, lost: bool = False) -> None:
+        """Give the model the weights of the last step where no session will: one cannot begin, or ends too soon.
+
+        Each is where it is kept, so that it takes no new memory. Not so on NVMe, and not in the middle of an iteration:
+        gradients may have taken the place of weights then (see [Note: In place] in :mod:`executor.pieces`) and uploads
+        may be due, but master copies are those of the last step.
+
+        Args:
+            in_iteration: updates of the last step have ended, and none of this iteration has begun.
+            lost: there are none to give, as they are not those of one step. So it is too where only all ranks together
+                have them. Parameters are no numbers then, rather than what was left in a slot.
+        """
+        for held in self._moved.values():
+            share = held[0][1].share
+            if lost or self._ranks is not None:
+                share.whole.data = _without_values(share.whole_shape, self.dtype)
+            elif share.leaf is share.whole or not share.whole.is_contiguous():  # else it has not been emptied yet
+                share.whole.data = whole_of(
+                    [(p.share, self._weights(unit, p, from_masters=in_iteration)) for unit, p in held], None
+                )
+
+    def _weights(self, unit: UnitState, parameter: ParameterState, *, from_masters: bool) -> torch.Tensor:
+        if not from_masters and not unit.on_nvme:
+            return unit.weight_of(parameter)
+        values = torch.empty(parameter.stop - parameter.start, dtype=self.dtype)
+        for part in parameter.parts:
+            piece, within = part.piece, slice(part.start - part.piece.start, part.stop - part.piece.start)
+            with (
+                self.stored.at_rest((unit.name, piece.index))
+                if self.stored and piece.place is Place.NVME
+                else contextlib.nullcontext(unit.state(piece))
+            ) as (master, *_):
+                parameter.values_of(part, values).copy_(master[within])
+        return values.view(parameter.share.shape)
 
     def parameters(self) -> Iterator[tuple[UnitState, ParameterState]]:
         """Yield every parameter with its unit."""
@@ -101,6 +144,7 @@ class ModelState:
                     if part.piece.place is Place.NVME:
                         assert keep is not None
                         keep(part.piece.index, part.start - part.piece.start, parameter.values_of(part, values))
+                self._moved.setdefault(share.name, []).append((unit, parameter))
                 _move_in(unit, parameter, values)
 
     def _take(self, unit: Unit, slot: int, shares: Mapping[str, Share]) -> UnitState:

@@ -1,6 +1,7 @@
 """What comes between two steps: evaluating, reading, saving, going back, and changes of mind, in any order."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 from plans import plans
 from training import ReferenceOptimizer, Task, batches, decide, make_model, make_optimizer, prepare, uniform, weights
 
+from executor.binding import BindingError
 from executor.checkpoint import Checkpoint
+from executor.memory import Arena, DeviceMemoryError
 from executor.restoring import restore
 from executor.saving import Checkpoints, Level
 
@@ -137,3 +140,106 @@ def test_going_back_to_a_checkpoint_brings_weights_anew(params, place, tmp_path)
         assert do("evaluate", training, TASK, 0, saved) == expected[1] != later[1]
         found = training.weights()
     assert all(torch.equal(found[name], values) for name, values in expected[0].items())
+
+
+class LeftError(Exception):
+    """What ends a loop."""
+
+
+def leave_in(training: InMemory, task: Task, moment: str, number: int) -> None:
+    """Go into the second iteration, and no further than that moment of it."""
+    modules = [module for module in training.model.modules() if not list(module.children())]
+    module = modules[number % len(modules)]
+
+    def stop(*_anything: object) -> None:
+        raise LeftError
+
+    handle = module.register_forward_hook(stop) if moment == "forward" else None
+    if moment == "backward":
+        parameters = list(training.model.parameters())
+        handle = parameters[number % len(parameters)].register_hook(stop)
+    for tokens in batches(task)[1]:
+        training.model(input_ids=tokens, labels=tokens).loss.backward()
+    if moment == "after clipping":
+        training.optimizer.clip_grad_norm_(task.max_norm)
+    assert handle is None
+    raise LeftError
+
+
+@settings(max_examples=25)
+@example(plan_of("nvme", "nvme"), "backward", 3)
+@given(
+    plans(),
+    st.sampled_from(["forward", "backward", "before step", "after clipping"]),
+    st.integers(0, 100),
+)
+def test_a_loop_that_is_left_in_the_middle_has_the_weights_of_the_last_step(plan, moment, number):
+    task, decisions = plan
+    if task.max_norm is None and moment == "after clipping":
+        moment = "before step"
+    ours = Planned(task, decisions)
+    with pytest.raises(LeftError), ours.optimizer.session:
+        tokens = batches(task)[0]
+        for micro_batch in tokens:
+            ours.model(input_ids=micro_batch, labels=micro_batch).loss.backward()
+        if task.max_norm is not None:
+            ours.optimizer.clip_grad_norm_(task.max_norm)
+        ours.optimizer.step()
+        theirs = ours.weights()
+        leave_in(ours, task, moment, number)
+    left = weights(ours.model)
+    if decisions.update_start == "step":
+        assert all(torch.equal(left[name], values) for name, values in theirs.items())
+    else:  # updates of the second iteration may have begun
+        assert all(values.isnan().all() for values in left.values())
+
+
+@settings(max_examples=25)
+@example(plan_of("nvme", "nvme"), 3)
+@given(plans(), st.integers(0, 30))
+def test_a_plan_that_cannot_begin_leaves_the_model_as_it_was(plan, number):
+    """Whichever block it is that is not to be had; and another plan, or none, can take the model then."""
+    task, decisions = plan
+    model, taken = make_model(task), itertools.count()
+
+    def take(arena: Arena, *args, **kwargs) -> torch.Tensor:
+        if next(taken) == number:
+            raise DeviceMemoryError("no more")
+        return take_blocks(arena, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        take_blocks = Arena.take_blocks
+        patched.setattr(Arena, "take_blocks", take)
+        try:
+            _, optimizer = prepare(task, decisions, model)
+            optimizer.session.close()
+        except DeviceMemoryError:
+            pass
+    assert_untouched(model, task)
+
+
+def assert_untouched(model: torch.nn.Module, task: Task) -> None:
+    """Weights are the first ones, and nothing of a session is left in the way."""
+    plain, tokens = make_model(task), batches(task)[0, 0]
+    before = weights(plain)
+    assert all(torch.equal(values, before[name]) for name, values in weights(model).items())
+    found = []
+    for each in (model, plain):
+        torch.manual_seed(0)
+        loss = each(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        found.append((loss.item(), [parameter.grad for parameter in each.parameters()]))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(*gradients) for gradients in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_a_model_that_is_refused_is_as_it_was():
+    """Where parameters have moved already: experts in several units are bound after that."""
+    task = Task("mixtral", torch.bfloat16)
+    model = make_model(task)
+    experts = next(p for name, p in model.named_parameters() if "experts" in name)
+    hook = experts.register_hook(lambda gradient: gradient)
+    with pytest.raises(BindingError, match="has a hook"):
+        prepare(task, decide(task, uniform("host", "cpu"), expert_units=2), model)
+    hook.remove()
+    assert_untouched(model, task)
