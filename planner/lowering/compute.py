@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from planner.decisions import GradientPath
 from planner.lowering import pipeline
 from planner.lowering.program import Draft, LoweredUnit, Program
 from planner.schedule import Lane, Op, Phase
@@ -59,11 +60,18 @@ def _lay(program: Program, noted: list[Draft], op: Op, phase: Phase, unit: Lower
 
 
 def launch(program: Program) -> None:
-    """Put the host's time to issue kernels before every compute task (devices that run asynchronously)."""
+    """Put the host's time to issue kernels before every compute task (devices that run asynchronously).
+
+    Backward takes memory for gradients when it is issued, not when it runs. So what it has to wait for before a
+    gradient has left is waited for by the host, or it would take memory for unit after unit while the first ones are
+    still there: where engines block, and with us, as the plan says how many there are at one time.
+    """
     if program.decisions.pipeline_parallel > 1:
         pipeline.launch(program)
         return
-    blocks, hooks = program.decisions.gradient_path.blocks, program.decisions.module_hooks
+    hooks = program.decisions.module_hooks
+    path = program.decisions.gradient_path
+    awaited = {Op.FLUSH, Op.SCATTER} if path is GradientPath.ONCE else {Op.FLUSH} if path.blocks else set[Op]()
     for unit in program.units:
         num_modules = unit.unit.num_modules if hooks else 0
         for tasks in (unit.forwards, unit.agains, unit.backwards):
@@ -71,7 +79,6 @@ def launch(program: Program) -> None:
             for draft in tasks:
                 issue = program.draft(Lane.LAUNCH, Op.ISSUE, draft.phase, unit, draft.micro_batch)
                 issue.num_kernels, issue.num_modules = num_kernels, num_modules
-                if blocks:  # the caller itself waits for the copy
-                    issue.after = tuple(key for key in draft.after if program.drafts[key].op is Op.FLUSH)
+                issue.after = tuple(key for key in draft.after if program.drafts[key].op in awaited)
                 draft.after += (issue.key,)
                 program.before[draft.key].append(issue)

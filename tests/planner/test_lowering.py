@@ -17,7 +17,7 @@ from planner.graph import Unit
 from planner.lowering import lower, slots
 from planner.lowering.amounts import AmountsOf
 from planner.lowering.storage import num_spill_slots
-from planner.schedule import Lane, MemoryClass, Op, Schedule, Tier
+from planner.schedule import Lane, MemoryClass, Op, Phase, Schedule, Tier
 from planner.simulate.machine import run
 from planner.timeline import memory_use
 
@@ -288,6 +288,26 @@ def test_no_more_is_on_its_way_than_there_are_slots(case: Case, seed: int) -> No
             now += change
             most = max(most, now)
         assert most <= limit, (begin, end)
+
+
+@settings(SLOW, max_examples=60)
+@given(cases(), st.integers(0, 2**32 - 1))
+def test_the_host_takes_memory_for_no_more_gradients_than_may_be_on_their_way(case: Case, seed: int) -> None:
+    """A device runs behind the host, which takes memory for gradients as it issues the backward that makes them."""
+    decisions = case.decisions
+    asynchronous = lower(case.units, decisions, asynchronous=True)
+    timeline = run(asynchronous, *random_prices(asynchronous, seed), NUM_ITERATIONS)
+    taken: dict[tuple[str, int], float] = {}
+    left: dict[tuple[str, int], float] = {}
+    for span in timeline.of_iteration(1):
+        task = asynchronous.tasks[span.task]
+        if task.op is Op.ISSUE and task.phase is Phase.BACKWARD:
+            taken[task.unit, task.micro_batch] = max(span.end_s, taken.get((task.unit, task.micro_batch), 0.0))
+        if task.op is Op.FLUSH:
+            left[task.unit, task.micro_batch] = max(span.end_s, left.get((task.unit, task.micro_batch), 0.0))
+    if decisions.gradient_path is GradientPath.ONCE:
+        events = sorted((time_s, change) for key in left for time_s, change in ((taken[key], 1), (left[key], -1)))
+        assert max(itertools.accumulate(change for _, change in events), default=0) <= decisions.num_gradient_slots
 
 
 @pytest.mark.parametrize("slots", [1, 2])
