@@ -116,7 +116,7 @@ class Arena:
         room = max(-(-num_bytes // block_bytes) * block_bytes if whole else num_bytes, room_bytes)
         try:
             block = self._backend.empty(room + (block_bytes if whole else 0), on_device=self.tier is Tier.GPU)
-        except (MemoryError, RuntimeError) as error:  # torch reports a failed allocation as a RuntimeError
+        except (MemoryError, RuntimeError, OSError) as error:  # as Python, torch and the system (mmap) report it
             raise DeviceMemoryError(self._message(name, num_bytes)) from error
         block = block[(shift_bytes - block.data_ptr()) % block_bytes if whole else 0 :][:room]
         assert not room or (block.data_ptr() - shift_bytes) % block_bytes == 0

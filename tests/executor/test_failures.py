@@ -19,12 +19,13 @@ from training import (
 
 from executor.gradients import GradientError
 from executor.machine import LaneError
-from executor.memory import DeviceMemoryError
+from executor.memory import Arena, DeviceMemoryError
+from executor.options import SessionOptions, backend_of
 from executor.parallel.shares import BindingError
 from executor.prepare import prepare_session
 from planner.decisions import HostUpdate
 from planner.loop import OutOfOrderError
-from planner.schedule import Op
+from planner.schedule import MemoryClass, Op, Tier
 
 TASK = Task("gpt2", torch.bfloat16, iterations=2)
 KEEP = uniform("host", "cpu")
@@ -133,6 +134,15 @@ def test_the_device_is_too_small():
     assert "Plan for" in message
     with pytest.raises(DeviceMemoryError, match="host"):
         prepare(TASK, decide(TASK, KEEP), host_capacity_bytes=10)
+
+
+def test_the_system_has_too_little():
+    """Nobody has a quarter of a petabyte; what the system says of it is no MemoryError of Python's."""
+    arena = Arena(Tier.HOST, None, backend_of(SessionOptions()))
+    with pytest.raises(DeviceMemoryError, match="host is out of memory: master asks for") as caught:
+        arena.take("master", MemoryClass.OPTIMIZER, 1 << 46, torch.float32)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert not arena.used_bytes
 
 
 def test_a_plan_for_several_devices():
