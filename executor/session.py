@@ -214,6 +214,8 @@ class Session:
         elif self.trains:
             if not self.unit and (expected := self._loop.expected()) is not None:
                 self._accumulation.begin_forward(expected.micro_batch)
+                if expected.op is Op.FORWARD and expected.micro_batch:
+                    self._gradients.go_on(self._loop.iteration)
             if not self._inside_iteration:
                 self._begin_iteration()
             self._progress.forward(unit)
@@ -249,12 +251,10 @@ class Session:
 
     def _backward_ended(self, micro_batch: int) -> None:
         self._offloaded.forget_all()
-        if micro_batch < self.decisions.num_micro_batches - 1:
-            return
-        if self._exchange is not None:
+        if self._exchange is not None and micro_batch == self.decisions.num_micro_batches - 1:
             parameters = [parameter for _, parameter in self._parameters.values()]
             self._exchange.agree_on_arrivals(parameters, self._loop.iteration)
-        self._gradients.offer(self._loop.iteration)
+        self._gradients.offer(self._loop.iteration, micro_batch)
 
     def _begin_iteration(self) -> None:
         if self._inferring:  # what was issued for it may still read slots
@@ -526,6 +526,7 @@ class Session:
             if self._state.stored is not None:
                 self._state.stored.close()
             self._undo_all()
+            self._gradients.clear()
             if self._ranks is not None:
                 self._ranks.close(together=together)
 

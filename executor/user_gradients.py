@@ -33,16 +33,19 @@ class UserGradients:
         for parameter in parameters:
             self._parts.setdefault(parameter.share.name, []).append(parameter)
         self._find_norms = norms
+        self._num_micro_batches = decisions.num_micro_batches
         self._norms: dict[str, torch.Tensor] | None = None
         self._scales: dict[str, float] = {}
+        self._num_added = 0  # micro-batches whose gradients the stand-ins are for
 
     def begin_iteration(self) -> None:
         """Forget the last iteration's."""
         self._norms = None
         self._scales.clear()
 
-    def offer(self, iteration: int) -> None:
-        """Let every parameter that got a gradient have a stand-in for it."""
+    def offer(self, iteration: int, micro_batch: int) -> None:
+        """Let every parameter that got a gradient have a stand-in for it, until the next micro-batch or the step."""
+        self._num_added = micro_batch + 1
         for name, parts in self._parts.items():
             if any(part.arrived == iteration for part in parts):
                 whole = parts[0].share.whole
@@ -69,6 +72,33 @@ class UserGradients:
         """Return what a parameter's gradient is to be multiplied by."""
         return self._scales.get(name, 1.0)
 
+    def go_on(self, iteration: int) -> None:
+        """Take the stand-ins away as the next micro-batch begins, which adds to the gradients that they are for.
+
+        Raises:
+            GradientError: a gradient was replaced or dropped.
+        """
+        if not self._num_added:
+            return
+        for name, parts in self._parts.items():
+            gradient = parts[0].share.whole.grad
+            arrived = any(part.arrived == iteration for part in parts)
+            if arrived and not isinstance(gradient, OffloadedGradient):
+                raise GradientError(
+                    f"the gradient of {name} was {'dropped' if gradient is None else 'replaced'} after micro-batch "
+                    f"{self._num_added} of {self._num_micro_batches}, but has been added up already; leave gradients "
+                    "alone until the last backward"
+                )
+        self.clear()
+
+    def clear(self) -> None:
+        """Take all stand-ins away."""
+        self._num_added = 0
+        for parts in self._parts.values():
+            whole = parts[0].share.whole
+            if isinstance(whole.grad, OffloadedGradient):
+                whole.grad = None
+
     def take_back(self, iteration: int) -> None:
         """Take the stand-ins away as the step begins; what the user has dropped is not updated, as in torch.
 
@@ -87,6 +117,7 @@ class UserGradients:
                     "change it in a hook on the parameter (parameter.register_hook)"
                 )
             whole.grad = None
+        self._num_added = 0
 
     def _drop(self, parameter: ParameterState) -> None:
         if not self._waits:
@@ -98,6 +129,11 @@ class UserGradients:
         parameter.step -= 1
 
     def _check_clips(self) -> None:
+        if self._num_added < self._num_micro_batches:
+            raise GradientError(
+                f"gradients were looked at or scaled after micro-batch {self._num_added} of {self._num_micro_batches}; "
+                "they are added up until the last backward: clip after that, before optimizer.step()"
+            )
         if not self._clips:
             raise GradientError(
                 "this plan does not wait for the norm of all gradients before it updates; plan with clip=True, or do "

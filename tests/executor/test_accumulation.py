@@ -128,6 +128,45 @@ def test_zero_grad_between_micro_batches_is_refused_and_elsewhere_as_in_torch():
         assert all(torch.equal(w, before[n]) for n, w in session.full_parameters().items())
 
 
+def drop(loop):
+    loop.model.zero_grad()
+    loop.backward()
+
+
+def drop_one(loop):
+    next(loop.model.parameters()).grad = None
+    loop.backward()
+
+
+def replace(loop):
+    weight = next(loop.model.parameters())
+    weight.grad = torch.zeros_like(weight)
+    loop.backward()
+
+
+def clip(loop):
+    torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (drop, r"was dropped after micro-batch 1 of 2"),
+        (drop_one, r"was dropped after micro-batch 1 of 2"),
+        (replace, r"was replaced after micro-batch 1 of 2"),
+        (clip, r"after micro-batch 1 of 2; .* clip after that"),
+    ],
+)
+def test_what_is_done_to_gradients_between_micro_batches_is_refused_or_seen(misuse, message):
+    """In torch it would change what is added up; here that has left. Nobody trains on with something else."""
+    loop = Loop(2)
+    with loop.optimizer.session:
+        loop.backward()
+        with pytest.raises(GradientError, match=message):
+            misuse(loop)
+    assert all(parameter.grad is None or misuse is replace for parameter in loop.model.parameters())
+
+
 def test_a_closed_model_has_no_context_and_one_micro_batch_is_the_last():
     loop = Loop(1)
     with loop.optimizer.session, pytest.raises(OutOfOrderError, match="holds micro-batch 1, but the plan has 1"):
