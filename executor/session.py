@@ -35,6 +35,7 @@ from executor.parallel.tensor import share_layers
 from executor.pieces import Piece
 from executor.progress import Progress
 from executor.ranks import Ranks
+from executor.sight import Sight
 from executor.snapshots import Snapshots
 from executor.state import ModelState
 from executor.together import Together
@@ -118,6 +119,8 @@ class Session:
                 ranks.agree_on_chance()
             self._undo += [*bind_state_dict(model, self._names, self.full_parameter), self._accumulation.bind(model)]
             self._move_buffers()
+            self._sight = Sight(self._state, self._shared)
+            self._sight.turn_to("")
             self.synchronize()  # what was copied in so far was on no lane
             failing.pop_all()
 
@@ -211,6 +214,7 @@ class Session:
         """
         if in_backward():
             self._progress.again(unit)
+            self._sight.turn_to(unit)
         elif self.trains:
             if not self.unit and (expected := self._loop.expected()) is not None:
                 self._accumulation.begin_forward(expected.micro_batch)
@@ -219,6 +223,7 @@ class Session:
             if not self._inside_iteration:
                 self._begin_iteration()
             self._progress.forward(unit)
+            self._sight.turn_to(unit)
         else:
             self._infer(unit)
 
@@ -229,6 +234,7 @@ class Session:
                 "backward through a forward that was made for evaluation; call model.train() before the forward"
             )
         self._progress.backward(unit)
+        self._sight.turn_to(unit)
 
     def recomputed(self, unit: str) -> None:
         """Recomputation of the segment that ends with this unit has ended. Raises as :meth:`at_forward`."""
@@ -298,6 +304,7 @@ class Session:
             self._begin_updates()
         self._machine.end_open()
         self._loop.finish()
+        self._sight.turn_to("")
         self._inside_iteration = False
 
     def _reach_clip(self) -> None:
@@ -437,6 +444,7 @@ class Session:
             self._make_current()
             self._inferring = True
         self._weights.use(unit)
+        self._sight.turn_to(unit)
 
     def _move_buffers(self) -> None:
         for module in self._model.modules():

@@ -1,9 +1,10 @@
 """Where every parameter's weight, optimizer state and gradient are, according to the decisions.
 
-[Note: Version counters] ``leaf.data`` is set once, to a view of the unit's block or slot. Whatever is written
-there later goes through the block's own tensor, which autograd does not count as a change of the parameter: what it
-saved of the weights in forward is the same address, and holds the same bytes again before backward reads them (see
-[Note: Static slots] in :mod:`planner.lowering.parameters`).
+[Note: Version counters] ``leaf.data`` is a view of the unit's block or slot, the same one whenever the unit computes
+(see [Note: Out of sight] in :mod:`executor.sight`). Whatever is written there later goes through the block's own
+tensor, which autograd does not count as a change of the parameter: what it saved of the weights in forward is the same
+address, and holds the same bytes again before backward reads them (see [Note: Static slots] in
+:mod:`planner.lowering.parameters`).
 """
 
 import contextlib
@@ -93,7 +94,7 @@ class ModelState:
                 left.subtract(parameter.share.name for parameter in state.parameters)
                 for share in (parameter.share for parameter in state.parameters):
                     if share.leaf is not share.whole and not left[share.name]:
-                        share.whole.data = _without_values(share.whole_shape, self.dtype)
+                        share.whole.data = without_values(share.whole_shape, self.dtype)
 
     def give_back(self, *, in_iteration: bool = False, lost: bool = False) -> None:
         """Give the model the weights of the last step where no session will: one cannot begin, or ends too soon.
@@ -110,7 +111,7 @@ class ModelState:
         for held in self._moved.values():
             share = held[0][1].share
             if lost or self._ranks is not None:
-                share.whole.data = _without_values(share.whole_shape, self.dtype)
+                share.whole.data = without_values(share.whole_shape, self.dtype)
             elif share.leaf is share.whole or not share.whole.is_contiguous():  # else it has not been emptied yet
                 share.whole.data = whole_of(
                     [(p.share, self._weights(unit, p, from_masters=in_iteration)) for unit, p in held], None
@@ -285,9 +286,9 @@ def _move_in(unit: UnitState, parameter: ParameterState, values: torch.Tensor) -
     share.leaf.data = unit.device_weights[parameter.start : parameter.stop].view(share.shape)
 
 
-def _without_values(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def without_values(shape: torch.Size, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
     """Return a tensor that takes no memory; who computes with it nevertheless gets what is no number."""
-    return torch.full((), torch.nan, dtype=dtype).expand(shape)
+    return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
 
 
 def write_weights(unit: UnitState, parameter: ParameterState, values: torch.Tensor) -> None:
