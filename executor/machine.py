@@ -20,6 +20,8 @@ from planner.schedule import Lane, Op, Schedule, Task
 from planner.timeline import Span, Timeline
 
 CALLER_LANES: Final = frozenset({Lane.COMPUTE, Lane.LAUNCH})
+NUM_RECORDED: Final = 200
+"""Iterations of which times are kept, the latest: so that memory does not grow with the run."""
 
 Perform = Callable[[Task, int], None]
 """Does the work of one task of an iteration; called in the thread of the task's lane."""
@@ -52,7 +54,8 @@ class LaneMachine:
         schedule: what will be walked on it.
         perform: does the work of every task that is not on one of the caller's lanes.
         backend: the device.
-        record: whether to keep times for :meth:`timeline`. May be changed between iterations.
+        record: whether to keep times for :meth:`timeline`. May be changed between iterations. The latest
+            :data:`NUM_RECORDED` iterations that were recorded are kept.
         on_caller: called in the caller's thread when a task of its lanes begins, with the task's index. May be changed.
         on_stop: called when it stops, in the thread that stops it, with the failure if there is one: what tasks wait
             for apart from other tasks must then be given up.
@@ -80,7 +83,7 @@ class LaneMachine:
         self._num_pending = 0
         self._tickets: dict[int, dict[int, _Ticket]] = {}
         self._open: list[_Ticket] = []
-        self._recorded: list[_Ticket] = []
+        self._recorded: dict[int, list[_Ticket]] = {}
         self._last: dict[Lane, Moment] = {}  # when the latest task of each lane ends
         lanes = {task.lane for task in schedule.tasks} - CALLER_LANES
         self._queues: dict[Lane, queue.SimpleQueue[_Ticket | None]] = {lane: queue.SimpleQueue() for lane in lanes}
@@ -147,8 +150,10 @@ class LaneMachine:
         """
         tickets = [
             t
-            for t in self._recorded
-            if t.end is not None and first <= t.iteration and (last is None or t.iteration <= last)
+            for iteration, recorded in self._recorded.items()
+            if first <= iteration and (last is None or iteration <= last)
+            for t in recorded
+            if t.end is not None
         ]
         if not tickets:
             return Timeline.from_spans(self._schedule, (), 0)
@@ -191,7 +196,9 @@ class LaneMachine:
         ticket = _Ticket(task, iteration, tuple(after))
         current[task.index] = ticket
         if self.record:
-            self._recorded.append(ticket)
+            self._recorded.setdefault(iteration, []).append(ticket)
+            if len(self._recorded) > NUM_RECORDED:
+                del self._recorded[min(self._recorded)]
         return ticket
 
     def _run_lane(self, lane: Lane) -> None:

@@ -23,7 +23,8 @@ class SessionOptions:
         compile_backend: of ``torch.compile``, for the repeated blocks, see :mod:`executor.compilation`; left out, they
             run as they are.
         checkpoint_buffer_bytes: host memory for what is taken for checkpoints and not written yet; 0: none are made.
-        record: whether to keep times from the start on, for :meth:`Session.timeline`.
+        record: whether to keep times from the start on, for :meth:`Session.timeline`: those of the latest
+            :data:`executor.machine.NUM_RECORDED` iterations.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"

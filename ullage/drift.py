@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from executor.machine import NUM_RECORDED
 from executor.session import Session
 from planner.schedule import Lane
 from planner.timeline import Timeline
@@ -16,8 +17,7 @@ MIN_SHARE: Final = 0.05
 """and by more than this fraction of the predicted iteration: what hardly matters is no news."""
 
 # Times of all tasks are kept of the first iterations, which run.json holds, and of a few of every period after that:
-# enough to see a change, and a bounded cost in time and memory however long training lasts.
-NUM_RECORDED: Final = 200
+# enough to see a change, and a bounded cost in time however long training lasts.
 _PERIOD = 100
 _WINDOW = 5  # of which the first and the last may be incomplete
 _FIRST_CHECK = 7  # when warm-up and metering have left the window

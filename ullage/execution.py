@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from executor.machine import NUM_RECORDED
 from hwprofiles.machine import check_measured_here
 from planner.models.captured import counted
 from planner.plan import Plan
@@ -20,7 +21,7 @@ from planner.trace import chrome_trace, write_trace
 from ullage.comparison import Comparison, compare_record
 from ullage.comparison_screen import render_comparison
 from ullage.console import console, write_json
-from ullage.drift import NUM_RECORDED, DriftWatch
+from ullage.drift import DriftWatch
 from ullage.feeds import check_takes_data
 from ullage.formatting import si
 from ullage.integrations.metrics import Metrics, Prometheus, Sink, TensorBoard, tokens_per_iteration
@@ -149,7 +150,7 @@ def _train(options: ExecuteOptions, trainer: Trainer, sinks: list[Sink]) -> _Tra
     trainer.stateful["scheduler"] = scheduler
     watch = _watch(trainer.plan)
     losses: list[float] = []
-    replanned, before = None, None
+    replanned, before, first = None, None, None
     with (
         _progress(options.num_iterations, trainer) as (tell, warn),
         _interruption(options, warn) as interruption,
@@ -165,17 +166,22 @@ def _train(options: ExecuteOptions, trainer: Trainer, sinks: list[Sink]) -> _Tra
             losses.append(step.loss)
             tell(step)
             metrics.after(step, trainer)
+            if trainer.session.iteration == NUM_RECORDED:  # the session forgets them as others are recorded
+                first = trainer.session.timeline()
             for drift in watch.after(trainer.session, trainer.session.iteration - 1):
                 warn(str(drift))
             num_told = _warn_of_checkpoints(trainer, num_told, warn)
             if options.replan and len(losses) == REPLAN_AFTER:
-                before = _record(options, trainer, losses)
+                before = _record(options, trainer, losses, trainer.session.timeline())
                 replanned = trainer.replan()
                 warn(str(replanned))
                 watch = _watch(trainer.plan)
             if interruption is not None and trainer.session.together.mean(float(interruption.signal is not None)):
                 break  # all ranks, after the same iteration
-        record = _record(options, trainer, losses) if trainer.session.iteration >= MIN_ITERATIONS else None
+        record = None
+        if trainer.session.iteration >= MIN_ITERATIONS:
+            timeline = trainer.session.timeline() if first is None else first
+            record = _record(options, trainer, losses, timeline)
         ended_by = None if interruption is None else interruption.signal
         trainer.close(give_back=False)
         _warn_of_checkpoints(trainer, num_told, warn, but=trainer.iteration)
@@ -270,8 +276,7 @@ def _progress(num_iterations: int, trainer: Trainer) -> Iterator[tuple[Callable[
         yield tell, warn
 
 
-def _record(options: ExecuteOptions, trainer: Trainer, losses: list[float]) -> RunRecord:
-    timeline = trainer.session.timeline(0, NUM_RECORDED - 1)
+def _record(options: ExecuteOptions, trainer: Trainer, losses: list[float], timeline: Timeline) -> RunRecord:
     memory = trainer.session.memory()
     ranks = dict.fromkeys(
         (Tier.HOST, Tier.NVME), trainer.process.per_node

@@ -1,6 +1,7 @@
 """The machine on random schedules: order, times, failures, and that nothing is left behind."""
 
 import _thread
+import gc
 import itertools
 import math
 import subprocess
@@ -15,7 +16,7 @@ import training
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.machine import CALLER_LANES, HostMachine, LaneError
+from executor.machine import CALLER_LANES, NUM_RECORDED, HostMachine, LaneError
 from planner.decisions import Place
 from planner.loop import Loop
 from planner.lowering import lower
@@ -142,6 +143,28 @@ def test_recording_can_be_switched_on_later():
         timeline = machine.timeline(3, 4)
     assert timeline.num_iterations == 2
     assert min(s.start_s for s in timeline.spans) == 0
+
+
+def test_memory_of_times_is_bounded():
+    """However long it records; what is kept are the latest iterations."""
+    schedule = Schedule((work(0, Lane.CPU), work(1, Lane.COMPUTE, after=[0], after_previous=[1])))
+    with HostMachine(schedule, lambda *_: None, record=True) as machine:
+        loop = Loop(schedule, machine)
+        for _ in range(NUM_RECORDED + 50):
+            loop.finish()
+            machine.wait()
+        assert num_tickets() <= (NUM_RECORDED + 2) * len(schedule.tasks)
+        timeline = machine.timeline()
+        assert timeline.num_iterations == NUM_RECORDED
+        assert not np.isnan(timeline.end_s).any()
+        assert machine.timeline(0, 49).num_iterations == 0
+        latest = machine.timeline(NUM_RECORDED + 48)
+        assert latest.num_iterations == 2
+        assert latest.makespan_s() <= timeline.makespan_s()
+
+
+def num_tickets():
+    return sum(type(found).__name__ == "_Ticket" for found in gc.get_objects())
 
 
 def failing(task, iteration):

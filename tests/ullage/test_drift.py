@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from executor.machine import NUM_RECORDED
 from executor.session import Session
 from hwprofiles.paths import number, quantities, replace
 from hwprofiles.profile import HardwareProfile
@@ -20,7 +21,7 @@ from planner.plan import Plan
 from planner.planning import Request, make_plan
 from planner.schedule import Lane
 from planner.timeline import Timeline
-from ullage.drift import MIN_SHARE, NUM_RECORDED, THRESHOLD, DriftWatch
+from ullage.drift import MIN_SHARE, THRESHOLD, DriftWatch
 from ullage.formatting import si
 from ullage.simulation import simulate
 

@@ -57,6 +57,19 @@ def test_a_run_is_recorded_and_can_be_compared(plan: Path, tmp_path: Path, capsy
     assert compared["phases"] == printed["phases"]
 
 
+def test_a_run_has_its_first_iterations_however_long_it_was(
+    plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("executor.machine", "ullage.drift", "ullage.execution"):
+        monkeypatch.setattr(f"{module}.NUM_RECORDED", 8)
+    monkeypatch.setattr("ullage.drift._PERIOD", 10)
+    assert main(["execute", str(plan), "--iterations", "16", "--output-dir", str(tmp_path), "--json"]) == 0
+    run = load_run(tmp_path / "run.json")
+    assert (len(run.losses), run.timeline.num_iterations, run.steady_iterations) == (16, 8, (3, 4, 5, 6))
+    assert not np.isnan(run.timeline.end_s).any()
+    assert json.loads(capsys.readouterr().out)["losses"] == list(run.losses)
+
+
 @pytest.mark.parametrize(("optimizer", "lr"), [("sgd", "0.1"), ("adagrad", "1e-2"), ("lion", "1e-3")])
 def test_every_optimizer_is_planned_and_executed(
     optimizer: str, lr: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

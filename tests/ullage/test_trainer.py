@@ -1,5 +1,6 @@
 """``ullage.Trainer``: the loop that is there."""
 
+import gc
 import itertools
 from types import SimpleNamespace
 
@@ -133,3 +134,14 @@ def test_memory_that_runs_out_on_the_way_is_told_with_its_ledger(
             actual = {name: n for name, n in shortage.actual_bytes.items() if "activations" not in name}
             assert actual == {str(c): n for c, n in trainer.session.memory()[shortage.tier].static_bytes.items()}
             assert shortage.remedy
+
+
+def test_memory_of_times_is_bounded(plan: Plan, tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer records for whoever plans again, and keeps what that reads."""
+    monkeypatch.setattr("executor.machine.NUM_RECORDED", 6)
+    with ullage.Trainer(plan, data=tokens) as trainer:
+        num_tasks = len(trainer.session.schedule.tasks)
+        for _ in trainer.run(10):
+            assert sum(type(found).__name__ == "_Ticket" for found in gc.get_objects()) <= (6 + 2) * num_tasks
+        assert trainer.session.timeline().num_iterations == 6
+        assert trainer.replan().refit.measured_s > 0
