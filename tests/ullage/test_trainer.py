@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -145,3 +146,15 @@ def test_memory_of_times_is_bounded(plan: Plan, tokens: Tokens, monkeypatch: pyt
             assert sum(type(found).__name__ == "_Ticket" for found in gc.get_objects()) <= (6 + 2) * num_tasks
         assert trainer.session.timeline().num_iterations == 6
         assert trainer.replan().refit.measured_s > 0
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_training_ends_where_the_loss_is_not_finite(
+    plan: Plan, tokens: Tokens, monkeypatch: pytest.MonkeyPatch, loss: float
+) -> None:
+    with ullage.Trainer(plan, data=tokens, lr=0.25) as trainer:
+        next(iter(trainer))
+        monkeypatch.setattr(trainer, "_compute", lambda: torch.tensor(loss))
+        with pytest.raises(ValueError, match=rf"the loss is {loss} in iteration 1; use a smaller --lr than 0\.25"):
+            next(iter(trainer))
+        assert trainer.iteration == 1
