@@ -10,6 +10,7 @@ on any rank, as with ``find_unused_parameters``.
 from collections.abc import Sequence
 from typing import final
 
+import numpy as np
 import torch
 
 from executor.backend import Backend
@@ -120,7 +121,7 @@ class Exchange:
         """Return sums of squares of whole gradients, given those of what this rank has of each.
 
         What several ranks have counts once: the first of them gives it. Of what is not divided over tensor-parallel
-        ranks all must have the same bits, as the model's own arithmetic is the same on all.
+        ranks all must have the same bits, as the model's own arithmetic is the same on all; a NaN is one like another.
 
         Raises:
             GradientError: they do not, so these ranks no longer train one model.
@@ -138,7 +139,7 @@ class Exchange:
         for i, (_, parameter) in enumerate(parameters):
             of_ranks = rows[i::count]
             divided = parameter.share.dim is not None
-            if not divided and min(of_ranks) != max(of_ranks):
+            if not divided and not np.array_equal(of_ranks, [of_ranks[0]] * size, equal_nan=True):
                 raise GradientError(
                     f"tensor-parallel ranks have different gradients of {parameter.share.name}, of which each has all; "
                     "give these ranks the same batches, and the same random numbers (torch.manual_seed)"

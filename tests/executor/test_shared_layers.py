@@ -1,9 +1,11 @@
 """Layers that tensor-parallel ranks share, against the whole model in the memory of one process."""
 
 import functools
+import math
 import re
 import time
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -19,6 +21,7 @@ from together import (
     reference,
     seen_from_outside,
     trained,
+    with_a_loss_of,
     with_a_loss_of_its_own,
     with_something_of_its_own,
 )
@@ -193,6 +196,14 @@ def test_ranks_that_share_layers_notice_what_they_must_not_have_of_their_own(pro
     errors = processes.results(2)
     assert kind in {type(error) for error in errors}
     assert all(re.search(message, str(error)) for error in errors), errors
+
+
+def test_a_loss_that_is_not_finite_is_no_difference_of_ranks(processes):
+    """Their norm is NaN, as in memory, for whoever wants to stop at that."""
+    task = Task("llama-shared", torch.float32, iterations=1)
+    decisions = decide(task, uniform("gpu", "gpu"), tensor_parallel=2)
+    assert np.isnan(processes.call(2, with_a_loss_of, task, decisions, math.nan)).all()
+    assert not np.isfinite(processes.call(2, with_a_loss_of, task, decisions, math.inf)).any()
 
 
 def test_ranks_that_share_layers_begin_with_the_same_random_numbers(processes):

@@ -419,6 +419,17 @@ def with_a_loss_of_its_own(rank: int, _size: int, task: Task, decisions: Decisio
     return norm
 
 
+def with_a_loss_of(_rank: int, _size: int, task: Task, decisions: Decisions, factor: float) -> float:
+    """Go forward and backward with a multiple of the loss; return the gradients' norm."""
+    model, optimizer = prepare(task, decisions)
+    tokens = batches(task)[0, 0]
+    with optimizer.session:
+        (factor * model(input_ids=tokens, labels=tokens).loss).backward()
+        norm = float(optimizer.clip_grad_norm_(task.max_norm))
+        optimizer.step()
+    return norm
+
+
 def with_something_of_its_own(rank: int, _size: int, task: Task, decisions: Decisions, what: str) -> float:
     """Train with other batches, or other random numbers, than ranks that share layers; return the first one drawn."""
     model = make_model(task)
