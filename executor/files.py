@@ -14,6 +14,7 @@ the system is told not to keep what has been read or written.
 import fcntl
 import itertools
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,6 +59,8 @@ class RecordFile:
         self._current: list[int | None] = [None] * len(self._room_bytes)
         self._fd = _create(path, self.num_bytes, f"{_VERSIONS[num_versions]}{what}")
         self._discard = weakref.finalize(self, _discard, self._fd, path)
+        self._lock = threading.Lock()
+        self._num_under_way = 0
         self.is_direct = go_direct(self._fd)
 
     @property
@@ -98,7 +101,14 @@ class RecordFile:
         self._current[record] = version
 
     def close(self) -> None:
-        """Remove it. Closing twice is allowed."""
+        """Remove it. Closing twice is allowed.
+
+        If a transfer is under way that nobody waits for any more, its descriptor stays open: the rest of the transfer
+        would go to whatever file has the number next.
+        """
+        with self._lock:
+            if self._num_under_way and self._discard.detach() is not None:
+                self.path.unlink(missing_ok=True)
         self._discard()
 
     def _transfer(
@@ -114,6 +124,10 @@ class RecordFile:
         buffer, done = buffer[: self._room_bytes[record] - skipped], 0
         num_bytes = len(buffer)
         assert not (start | num_bytes) % BLOCK_BYTES
+        with self._lock:
+            if not self._discard.alive:
+                raise StorageError(f"{self.path} is closed")
+            self._num_under_way += 1
         try:
             while (
                 done < num_bytes and (count := call(self._fd, [buffer[done : done + _CHUNK_BYTES]], start + done)) > 0
@@ -125,6 +139,9 @@ class RecordFile:
             raise StorageError(
                 f"{self.path}: a {verb} of {num_bytes:,} B failed after {done:,} B: {error.strerror}; {self._rest}"
             ) from error
+        finally:
+            with self._lock:
+                self._num_under_way -= 1
         if done < num_bytes:
             raise StorageError(
                 f"{self.path} ends amid a {verb} of {num_bytes:,} B, after {done:,} B: something else has changed it; "

@@ -8,8 +8,11 @@ task, and leaves it *open*; the task ends when the caller's next one is issued, 
 import atexit
 import contextlib
 import dataclasses
+import math
 import queue
 import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Final, Self, final
 
@@ -22,6 +25,7 @@ from planner.timeline import Span, Timeline
 CALLER_LANES: Final = frozenset({Lane.COMPUTE, Lane.LAUNCH})
 NUM_RECORDED: Final = 200
 """Iterations of which times are kept, the latest: so that memory does not grow with the run."""
+_END_S: Final = 30.0  # for tasks to end that have begun when all stops; what hangs, on a drive say, is not waited for
 
 Perform = Callable[[Task, int], None]
 """Does the work of one task of an iteration; called in the thread of the task's lane."""
@@ -88,6 +92,7 @@ class LaneMachine:
         lanes = {task.lane for task in schedule.tasks} - CALLER_LANES
         self._queues: dict[Lane, queue.SimpleQueue[_Ticket | None]] = {lane: queue.SimpleQueue() for lane in lanes}
         # Daemons, since the interpreter would wait for others before it calls what is registered at exit.
+        self._end_by_s = math.inf
         self._threads = [
             threading.Thread(target=self._run_lane, args=(lane,), name=f"lane {lane}", daemon=True)
             for lane in sorted(lanes)
@@ -171,15 +176,28 @@ class LaneMachine:
         self._stop(error)
 
     def close(self) -> None:
-        """Drop what has not started and end the threads. Closing twice is allowed."""
+        """Drop what has not started and end the threads. Closing twice is allowed, and waits no longer than once.
+
+        A thread whose task does not end is left behind with a warning.
+        """
         self._stop()
         for lane_queue in self._queues.values():
             lane_queue.put(None)
+        self._end_by_s = min(self._end_by_s, time.monotonic() + _END_S)
         for thread in self._threads:
-            thread.join()
+            thread.join(max(self._end_by_s - time.monotonic(), 0.0))
+        hung = [thread.name for thread in self._threads if thread.is_alive()]
+        self._threads.clear()
         self._tickets.clear()
         self._open.clear()
         atexit.unregister(self.close)
+        if hung:
+            warnings.warn(
+                f"{', '.join(hung)}: what runs there has not ended within {_END_S:g} s, and is left to itself; see "
+                "whether the drive or device still answers",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -16,6 +16,7 @@ import training
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import executor.machine
 from executor.machine import CALLER_LANES, NUM_RECORDED, HostMachine, LaneError
 from planner.decisions import Place
 from planner.loop import Loop
@@ -214,6 +215,28 @@ def test_closing_with_an_open_task_that_others_wait_for_does_not_hang():
     assert not lane_threads()
     with pytest.raises(RuntimeError, match="closed"):
         machine.issue(schedule.tasks[0], 1)
+
+
+def test_closing_does_not_wait_for_a_task_that_hangs(monkeypatch):
+    monkeypatch.setattr(executor.machine, "_END_S", 0.5)
+    begun, over = threading.Event(), threading.Event()
+
+    def hanging(*_):
+        begun.set()
+        over.wait(60)
+
+    schedule = Schedule((work(0, Lane.CPU), work(1, Lane.H2D, after=[0])))
+    machine = HostMachine(schedule, hanging)
+    try:
+        Loop(schedule, machine).finish()
+        assert begun.wait(10)
+        with pytest.warns(RuntimeWarning, match=r"^lane cpu\b.*: what runs there has not ended within 0\.5 s"):
+            assert bounded(machine.close) is None
+        begin_s = time.monotonic()
+        machine.close()
+        assert time.monotonic() - begin_s < 0.5, "it waits once"
+    finally:
+        over.set()
 
 
 def test_an_interrupt_while_waiting_leaves_no_thread():

@@ -1,17 +1,21 @@
-"""A drive that does not answer, at any operation, for ever: training waits for it no longer than was said, and goes on.
+"""A drive that does not answer, at any operation, for ever: training waits for it no longer than was said.
 
-Nobody can stop a system call that hangs. What can be had is that training, its end, and its threads do without it.
+Nobody can stop a system call that hangs. What can be had is that training, its end, and its threads do without it; and
+where training itself needs the drive, that it can be ended.
 """
 
+import os
+import signal
 import threading
 import time
 
 import pytest
 from test_immutability import iterations
 from test_numerics import mixed
-from training import Task, assert_same, decide, prepare, reference
+from training import Task, assert_same, decide, prepare, reference, train, uniform
 
 import executor.checkpoint.engine
+import executor.machine
 import executor.snapshots
 from executor.checkpoint import Files, Level, Store
 from executor.saving import Checkpoints
@@ -81,3 +85,46 @@ def test_training_does_without_a_drive_that_hangs(files, tmp_path, monkeypatch):
     if files.num_hung and files.name not in {"remove", "remove_folder"}:  # by a thread for which nobody waits
         assert made < set(range(1, task.iterations + 1))
     assert Store(tmp_path / "saved").newest().checkpoint.manifest.step >= max(made)
+
+
+@pytest.fixture
+def over():
+    made = threading.Event()
+    yield made
+    made.set()
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_ctrl_c_ends_training_that_waits_for_a_drive_that_hangs(call, over, tmp_path, monkeypatch):
+    """The file goes. Its descriptor does not, or what comes of the call in the end would be done to another file."""
+    monkeypatch.setattr(executor.machine, "_END_S", PATIENCE_S)
+    transfer = getattr(os, call)
+
+    def hanging(fd, buffers, offset):
+        hung.append(fd)
+        time.sleep(PATIENCE_S)  # until the caller waits too
+        os.kill(os.getpid(), signal.SIGINT)
+        over.wait(BOUND_S)
+        ended.append(transfer(fd, buffers, offset))
+        return ended[-1]
+
+    task, hung, ended = Task("gpt2"), [], []
+    model, optimizer = prepare(task, decide(task, uniform("host", "nvme")), storage_dir=tmp_path)
+    (path,) = tmp_path.iterdir()
+    begin_s = time.monotonic()
+    with (
+        pytest.warns(RuntimeWarning, match=r"^lane nvme-state-(in|out): .* has not ended"),
+        pytest.raises(KeyboardInterrupt),
+        optimizer.session,
+    ):
+        monkeypatch.setattr(os, call, hanging)
+        train(task, model, optimizer)
+    assert time.monotonic() - begin_s < BOUND_S
+    assert not path.exists()
+    assert os.fstat(hung[0]).st_nlink == 0, "this very file, without a name"
+    over.set()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name.startswith("lane nvme-state-")]
+    thread.join(BOUND_S)
+    assert len(hung) == 1
+    assert ended[0] > 0
+    os.close(hung[0])
