@@ -99,6 +99,13 @@ class Progress:
         try:
             task = self._loop.reach(op, unit)
         except OutOfOrderError as error:
+            expected = self._loop.expected()
+            if op is Op.FORWARD and (expected is None or expected.op is Op.CLIP):  # all gradients have come
+                raise OutOfOrderError(
+                    f"forward came to {unit} before optimizer.step(), with which every iteration of the plan ends; to "
+                    "skip an update, call optimizer.zero_grad() and then optimizer.step(), which updates nothing then; "
+                    "evaluate under torch.no_grad()"
+                ) from None
             raise OutOfOrderError(
                 f"{error}. Every forward needs its backward, and every {self._num_micro_batches} of them an "
                 "optimizer.step(); evaluate under torch.no_grad()"
