@@ -17,8 +17,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numba import types
-from test_adamw import UNIT, as_float32, bits_equal, narrow, torch_narrow
+from test_adamw import UNIT, as_float32, assert_python_runs_on, bits_equal, narrow, torch_narrow
 
+from executor.backend import _scale, sum_of_squares
 from executor.optimizer import (
     AdagradParams,
     AdamWParams,
@@ -329,6 +330,20 @@ def test_updates_on_a_device_are_those_on_the_host_but_for_rounding(entry, step)
     entry.host(*state, grad, None, params, step, 1.0, None)
     for mine, theirs in zip(state, tensors, strict=True):
         np.testing.assert_allclose(theirs.numpy(), mine, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if KERNELS[name][0] is not adamw_step])
+def test_python_runs_on_while_a_kernel_works(name):
+    kernel, num_buffers, params = KERNELS[name]
+    state = [np.ones(2**22, np.float32) for _ in range(1 + num_buffers)]
+    assert_python_runs_on(lambda: kernel(*state, state[0], None, params, 1))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+def test_python_runs_on_while_gradients_are_measured_or_scaled(dtype):
+    values = np.ones(2**22, dtype)  # no tensors: torch would let others run by itself
+    assert_python_runs_on(lambda: sum_of_squares(values))
+    assert_python_runs_on(lambda: _scale(values, np.float32(1.0)))
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
