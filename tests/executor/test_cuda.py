@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training import Task, decide, prepare, reference, train, uniform
 
-from executor.cuda import Clock
+from executor.cuda import Clock, CudaBackend
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -49,6 +49,55 @@ def test_places_agree_with_each_other():
             curves.append(train(task, model, optimizer))
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=0.01)
+
+
+class Runtime:
+    """Registers host memory as the device's own runtime does, and keeps account of it."""
+
+    def __init__(self, code=0):
+        self.registered, self._code, self._runtime = {}, code, torch.cuda.cudart()
+
+    def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802 - its name there
+        if self._code:
+            return self._code
+        self.registered[address] = num_bytes
+        return self._runtime.cudaHostRegister(address, num_bytes, flags)
+
+    def cudaHostUnregister(self, address):  # noqa: N802 - its name there
+        del self.registered[address]
+        return self._runtime.cudaHostUnregister(address)
+
+
+def test_host_memory_is_registered_as_long_as_it_is_there(monkeypatch):
+    runtime, backend = Runtime(), CudaBackend()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    block = backend.empty(10_000, on_device=False)
+    assert runtime.registered == {block.data_ptr(): 10_000}
+    part = block[5000:]
+    del block
+    assert runtime.registered, "a part of it is still there"
+    del part
+    assert not runtime.registered
+
+
+def test_host_memory_that_cannot_be_registered_is_an_error(monkeypatch):
+    backend, runtime = CudaBackend(), Runtime(code=2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    with pytest.raises(MemoryError, match=r"cudaHostRegister of 10,000 B failed with 2; raise the limit \(ulimit -l\)"):
+        backend.empty(10_000, on_device=False)
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_events_are_used_again(record, monkeypatch):
+    """However long it trains: those of an iteration come back when its times are kept no longer."""
+    monkeypatch.setattr("executor.machine.NUM_RECORDED", 2)
+    made, event = [], torch.cuda.Event
+    monkeypatch.setattr(torch.cuda, "Event", lambda **settings: made.append(1) or event(**settings))
+    task = Task("llama", iterations=12)
+    model, optimizer = prepare(task, decide(task, uniform("host", "stream")), device="cuda", record=record)
+    with optimizer.session as session:
+        train(task, model, optimizer)
+        assert 0 < len(made) <= 2 * (2 + 3) * len(session.schedule.tasks)
 
 
 class AtTime:

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import mmap
 import os
 import subprocess
 import sys
@@ -62,6 +63,22 @@ def test_what_is_read_is_what_was_written_last(file, is_direct):
             file.write(record, block_of(10 * values + record).numpy().data)
         for record in (0, 1):
             assert content(file, record) == {10 * values + record}
+
+
+def test_state_goes_past_the_page_cache_where_that_is_possible(tmp_path):
+    block = mmap.mmap(-1, BLOCK_BYTES)
+    try:
+        probe = os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        os.pwritev(probe, [block], 0)
+    except OSError as error:
+        pytest.skip(f"{tmp_path} has no direct transfers: {error}")
+    os.close(probe)
+    _, optimizer = prepare(TASK, decide(TASK, ON_NVME), storage_dir=tmp_path)
+    with optimizer.session as session:
+        file = session._state.stored.file
+        assert file.is_direct
+        assert fcntl.fcntl(file._fd, fcntl.F_GETFL) & os.O_DIRECT
+        assert session.storage == f"state in {tmp_path}, past the page cache"
 
 
 def test_where_there_is_no_direct_transfer_files_are_buffered(tmp_path, monkeypatch):
