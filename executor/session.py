@@ -22,6 +22,7 @@ from executor.checks import check_decisions, check_groups, check_units
 from executor.cores import take
 from executor.exchange import Exchange
 from executor.gradients import GradientError
+from executor.guards import bind_guards
 from executor.machine import LaneMachine
 from executor.marks import in_backward
 from executor.memory import Arena, MeasuredMemory
@@ -122,6 +123,7 @@ class Session:
             self._sight = Sight(self._state, self._shared)
             self._sight.turn_to("")
             self.synchronize()  # what was copied in so far was on no lane
+            self._undo += bind_guards(model)  # at the end: who fails before has no session that could be closed
             failing.pop_all()
 
     def _take_over(
