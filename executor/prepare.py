@@ -1,6 +1,7 @@
 """The entry: a user's model and optimizer in, the same model and an optimizer with the same face out."""
 
 import collections
+import contextlib
 import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from executor.checks import check_decisions
+from executor.guards import check_unprepared
 from executor.handover import Handover
 from executor.optimizer.table import OptimizerEntry, entry_of
 from executor.options import SessionOptions
@@ -67,11 +69,12 @@ def prepare_session(
 
     Raises:
         ValueError: the optimizer is not known or not the planned one, the decisions cannot be executed, or the model
-            is another one.
+            is another one, or prepared already.
         DeviceMemoryError: a tier is too small.
         StorageError: what the plan has on NVMe cannot be kept there.
         RankError: another rank has failed.
     """
+    check_unprepared(model)
     way = Way(units, decisions, options)
     return model, OffloadedOptimizer(optimizer, entry_of(optimizer), model, way)
 
@@ -95,20 +98,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, entry: OptimizerEntry, model: nn.Module, way: Way) -> None:
         session = Session(model, entry, optimizer.param_groups, *way)
-        super().__init__(optimizer.param_groups, optimizer.defaults)  # keeps the very dicts that it is given
-        self.entry = entry
-        self.session = session
-        self._given = optimizer
-        self._model = model
-        self._way = way
-        self.write_states(
-            {
-                session.name_of(parameter): (state, group)
-                for group in self.param_groups
-                for parameter in group["params"]
-                if (state := optimizer.state.get(parameter))
-            }
-        )
+        with contextlib.ExitStack() as failing:
+            failing.push(session)  # which nobody else could close, and without that the model is not prepared again
+            super().__init__(optimizer.param_groups, optimizer.defaults)  # keeps the very dicts that it is given
+            self.entry = entry
+            self.session = session
+            self._given = optimizer
+            self._model = model
+            self._way = way
+            self.write_states(
+                {
+                    session.name_of(parameter): (state, group)
+                    for group in self.param_groups
+                    for parameter in group["params"]
+                    if (state := optimizer.state.get(parameter))
+                }
+            )
+            failing.pop_all()
         optimizer.state.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -1,13 +1,17 @@
 """What a prepared model, its optimizer and a closed session refuse, each with what to do instead."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
-from training import Task, batches, decide, prepare, uniform
+from torch import nn
+from training import Task, batches, decide, make_model, make_optimizer, model_units, prepare, session_options, uniform
 
+from executor.prepare import prepare_session
 
 TASK = Task("llama", torch.float32, iterations=3, schedule=False)
 KEEP = uniform("host", "cpu")
@@ -46,3 +50,58 @@ def test_a_prepared_model_is_neither_copied_nor_pickled(started, use, names, par
     copied = copy.deepcopy(model)
     assert not any(name.startswith("__") for module in copied.modules() for name in vars(module))
     torch.save(model.lm_head, io.BytesIO())
+
+
+def prepare_again(model, wraps=lambda model: model):
+    optimizer = make_optimizer(TASK, model)
+    return prepare_session(wraps(model), optimizer, model_units("llama"), decide(TASK, KEEP), session_options())
+
+
+def test_a_prepared_model_is_not_prepared_again_until_its_session_is_closed(started):
+    model, optimizer = started
+    for wraps in (lambda model: model, nn.Sequential):
+        with pytest.raises(ValueError, match=r"prepared already.*close the first one"):
+            prepare_again(model, wraps)
+    backward(model)  # and the first goes on
+    optimizer.step()
+    optimizer.session.close()
+    _, again = prepare_again(model)
+    with again.session:
+        backward(model)
+        again.step()
+
+
+def test_a_model_whose_session_has_failed_is_prepared_again_once_that_is_closed(started):
+    model, optimizer = started
+    optimizer.session._machine.fail(FloatingPointError("a broken cable"))
+    with pytest.raises(FloatingPointError):
+        backward(model)
+    optimizer.session.close()
+    _, again = prepare_again(model)
+    with again.session:
+        backward(model)
+
+
+@pytest.mark.parametrize("breaks", ["units", "state"])
+def test_a_model_that_could_not_be_prepared_is_prepared_later(breaks):
+    model = make_model(TASK)
+    optimizer = make_optimizer(TASK, model)
+    if breaks == "state":
+        for parameter in model.parameters():
+            optimizer.state[parameter] = {"step": 1, "exp_avg": torch.zeros(7), "exp_avg_sq": torch.zeros(7)}
+    units = model_units("gpt2" if breaks == "units" else "llama")
+    with pytest.raises((ValueError, RuntimeError)):
+        prepare_session(model, optimizer, units, decide(TASK, KEEP), session_options())
+    _, again = prepare_again(model)
+    with again.session:
+        backward(model)
+        again.step()
+
+
+def test_models_are_not_kept_for_having_been_prepared():
+    model, optimizer = prepare(TASK, decide(TASK, KEEP))
+    optimizer.session.close()
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
