@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 _ANOTHER: Final = "for another model of the same weights, make one and load_state_dict(model.state_dict())"
@@ -25,10 +26,18 @@ def check_unprepared(model: nn.Module) -> None:
         )
 
 
-def bind_guards(model: nn.Module) -> list[Callable[[], None]]:
-    """Make a model, and all modules of it, refuse to be copied and to be prepared again; return what undoes it."""
+def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Callable[[], None]]:
+    """Make a model, and all modules of it, refuse what a session cannot follow; return what undoes it.
+
+    That is to be copied, to be prepared again, and to change the type or the place of weights.
+
+    Args:
+        model: the bound model.
+        dtype, device: type and place of its weights.
+    """
     undo = []
     for module in model.modules():
+        undo.append(_shadow(module, "_apply", _keeping_weights(module, dtype, device)))
         undo += [_shadow(module, "__deepcopy__", _refuse_copy), _shadow(module, "__reduce_ex__", _refuse_pickle)]
         _prepared.add(module)
         undo.append(lambda module=module: _prepared.discard(module))
@@ -46,6 +55,29 @@ def _refuse_pickle(_protocol: object) -> None:
     raise TypeError(
         f"a prepared model cannot be pickled or copied: its session is part of it; save model.state_dict(); {_ANOTHER}"
     )
+
+
+def _keeping_weights(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Callable[..., nn.Module]:
+    """Return a module's ``_apply``, which ``to()``, ``half()``, ``cuda()`` and their like call, for no change only."""
+    original = module._apply
+
+    def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        probe = torch.zeros(1, dtype=dtype, device=device)
+        before = _where(probe)
+        if (after := _where(moved := fn(probe))) != before:
+            elsewhere = " elsewhere" if after[:2] == before[:2] else ""
+            raise ValueError(
+                f"the weights of a prepared model stay {dtype} on {device}, where its plan has them, and cannot become "
+                f"{moved.dtype} on {moved.device}{elsewhere}; change the model before prepare(), or after "
+                "session.close()"
+            )
+        return original(fn, recurse)
+
+    return apply
+
+
+def _where(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device, int]:
+    return tensor.dtype, tensor.device, 0 if tensor.is_meta else tensor.data_ptr()
 
 
 def _shadow(module: nn.Module, name: str, value: Any) -> Callable[[], None]:

@@ -123,7 +123,8 @@ class Session:
             self._sight = Sight(self._state, self._shared)
             self._sight.turn_to("")
             self.synchronize()  # what was copied in so far was on no lane
-            self._undo += bind_guards(model)  # at the end: who fails before has no session that could be closed
+            # At the end: who fails before has no session that could be closed.
+            self._undo += bind_guards(model, self._state.dtype, self._backend.device)
             failing.pop_all()
 
     def _take_over(

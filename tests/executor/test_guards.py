@@ -105,3 +105,37 @@ def test_models_are_not_kept_for_having_been_prepared():
     del model, optimizer
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("part", ["", "model.layers.0"])
+@pytest.mark.parametrize(
+    ("change", "asked"),
+    [
+        (nn.Module.half, "torch.float16 on cpu"),
+        (nn.Module.bfloat16, "torch.bfloat16 on cpu"),
+        (nn.Module.double, "torch.float64 on cpu"),
+        (lambda module: module.to("meta"), "torch.float32 on meta"),
+        (lambda module: module.to_empty(device="cpu"), "torch.float32 on cpu elsewhere"),
+        (nn.Module.share_memory, "torch.float32 on cpu elsewhere"),
+    ],
+    ids=["half", "bfloat16", "double", "to", "to_empty", "share_memory"],
+)
+def test_weights_of_a_prepared_model_stay_as_planned(started, change, asked, part):
+    model, optimizer = started
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with pytest.raises(ValueError, match=f"stay torch.float32 on cpu.*cannot become {asked}; change") as caught:
+        change(model.get_submodule(part))
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    backward(model)
+    optimizer.step()
+    optimizer.session.close()
+    assert next(change(model).parameters()) is not None
+
+
+def test_a_change_of_weights_to_what_they_are_is_none(started):
+    model, optimizer = started
+    for same in (model.float(), model.to("cpu"), model.to(torch.float32), model.cpu(), model.to("cpu", torch.float32)):
+        assert same is model
+    backward(model)
+    optimizer.step()
