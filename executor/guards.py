@@ -9,6 +9,12 @@ from torch import nn
 
 _ANOTHER: Final = "for another model of the same weights, make one and load_state_dict(model.state_dict())"
 
+OWN_CHECKPOINTING: Final = (
+    "switch gradient checkpointing of the model's own off (model.gradient_checkpointing_disable(), no "
+    'torch.utils.checkpoint): plans have activations="recompute" of their own'
+)
+"""What to do where forward comes in backward, or without gradients in training, and the plan has none there."""
+
 _prepared: Final = weakref.WeakSet[nn.Module]()
 """All modules of all models whose sessions are open."""
 
@@ -26,6 +32,19 @@ def check_unprepared(model: nn.Module) -> None:
         )
 
 
+def check_plain(model: nn.Module) -> None:
+    """Check that a model keeps all activations by itself.
+
+    Raises:
+        ValueError: it says that it checkpoints, as models of transformers do.
+    """
+    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+        raise ValueError(
+            "the model's own gradient checkpointing is on, but what is computed again is for the plan to decide "
+            '(activations="recompute"); call model.gradient_checkpointing_disable() first'
+        )
+
+
 def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Callable[[], None]]:
     """Make a model, and all modules of it, refuse what a session cannot follow; return what undoes it.
 
@@ -33,7 +52,8 @@ def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> l
 
     Args:
         model: the bound model.
-        dtype, device: type and place of its weights.
+        dtype: the type of its weights.
+        device: their place.
     """
     undo = []
     for module in model.modules():

@@ -5,6 +5,7 @@ from typing import Final, final
 
 import torch
 
+from executor.guards import OWN_CHECKPOINTING
 from executor.machine import LaneMachine
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
@@ -99,12 +100,10 @@ class Progress:
         try:
             task = self._loop.reach(op, unit)
         except OutOfOrderError as error:
-            expected = self._loop.expected()
-            if op is Op.FORWARD and (expected is None or expected.op is Op.CLIP):  # all gradients have come
+            if op in _RUN_AGAIN:
                 raise OutOfOrderError(
-                    f"forward came to {unit} before optimizer.step(), with which every iteration of the plan ends; to "
-                    "skip an update, call optimizer.zero_grad() and then optimizer.step(), which updates nothing then; "
-                    "evaluate under torch.no_grad()"
+                    f"forward came to {unit} again inside backward, where the plan does not compute it again; "
+                    f"{OWN_CHECKPOINTING}"
                 ) from None
             raise OutOfOrderError(
                 f"{error}. Every forward needs its backward, and every {self._num_micro_batches} of them an "

@@ -22,7 +22,7 @@ from executor.checks import check_decisions, check_groups, check_units
 from executor.cores import take
 from executor.exchange import Exchange
 from executor.gradients import GradientError
-from executor.guards import bind_guards
+from executor.guards import OWN_CHECKPOINTING, bind_guards
 from executor.machine import LaneMachine
 from executor.marks import in_backward
 from executor.memory import Arena, MeasuredMemory
@@ -444,7 +444,12 @@ class Session:
 
     def _infer(self, unit: str) -> None:
         if not self._inferring:
-            self._make_current()
+            try:
+                self._make_current()
+            except OutOfOrderError as error:
+                if not self._model.training:
+                    raise
+                raise OutOfOrderError(f"{error}; if this is no evaluation, {OWN_CHECKPOINTING}") from None
             self._inferring = True
         self._weights.use(unit)
         self._sight.turn_to(unit)

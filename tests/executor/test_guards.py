@@ -1,6 +1,7 @@
 """What a prepared model, its optimizer and a closed session refuse, each with what to do instead."""
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -9,9 +10,13 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training import Task, batches, decide, make_model, make_optimizer, model_units, prepare, session_options, uniform
 
 from executor.prepare import prepare_session
+from planner.loop import OutOfOrderError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning")
 
 TASK = Task("llama", torch.float32, iterations=3, schedule=False)
 KEEP = uniform("host", "cpu")
@@ -139,3 +144,48 @@ def test_a_change_of_weights_to_what_they_are_is_none(started):
         assert same is model
     backward(model)
     optimizer.step()
+
+
+def checkpoints_by_itself(model, reentrant):
+    forward = model.model.layers[1].forward
+
+    def checkpointed(hidden, **kwargs):
+        return checkpoint(functools.partial(forward, **kwargs), hidden, use_reentrant=reentrant)
+
+    model.model.layers[1].forward = checkpointed
+
+
+def transformers_checkpoints(model, reentrant):
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+
+
+@pytest.mark.parametrize("wraps", [lambda model: model, nn.Sequential])
+def test_a_model_that_checkpoints_is_not_prepared(wraps):
+    model = make_model(TASK)
+    transformers_checkpoints(model, reentrant=False)
+    with pytest.raises(ValueError, match=r"checkpointing is on.*model\.gradient_checkpointing_disable\(\)"):
+        prepare_again(model, wraps)
+    model.gradient_checkpointing_disable()
+    _, optimizer = prepare_again(model)
+    with optimizer.session:
+        backward(model)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(
+    ("switch_on", "reentrant", "activations"),
+    [
+        (checkpoints_by_itself, False, "keep"),  # where the plan computes again what the model does, nothing is wrong
+        (checkpoints_by_itself, True, "keep"),
+        (checkpoints_by_itself, True, "offload"),
+        (transformers_checkpoints, False, "keep"),
+        (transformers_checkpoints, False, "recompute"),
+        (transformers_checkpoints, True, "recompute"),
+    ],
+)
+def test_checkpointing_that_begins_later_names_what_to_switch_off(switch_on, reentrant, activations):
+    model, optimizer = prepare(TASK, decide(TASK, uniform("host", "cpu", activations)))
+    switch_on(model, reentrant)
+    with optimizer.session, pytest.raises(OutOfOrderError, match=r"gradient_checkpointing_disable\(\)") as caught:
+        backward(model)
+    assert "plan again" not in str(caught.value)
