@@ -1,5 +1,6 @@
 """What a prepared model refuses, because it would go wrong later, or without a word."""
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
@@ -60,7 +61,7 @@ def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> l
         undo.append(_shadow(module, "_apply", _keeping_weights(module, dtype, device)))
         undo += [_shadow(module, "__deepcopy__", _refuse_copy), _shadow(module, "__reduce_ex__", _refuse_pickle)]
         _prepared.add(module)
-        undo.append(lambda module=module: _prepared.discard(module))
+        undo.append(functools.partial(_prepared.discard, module))
     return undo
 
 
@@ -79,7 +80,7 @@ def _refuse_pickle(_protocol: object) -> None:
 
 def _keeping_weights(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Callable[..., nn.Module]:
     """Return a module's ``_apply``, which ``to()``, ``half()``, ``cuda()`` and their like call, for no change only."""
-    original = module._apply
+    original: Callable[..., nn.Module] = module._apply
 
     def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         probe = torch.zeros(1, dtype=dtype, device=device)

@@ -124,6 +124,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise ValueError("parameters cannot be added under a plan; add them before prepare()")
         super().add_param_group(param_group)
 
+    def __reduce_ex__(self, _protocol: object) -> str:
+        """Refuse to be pickled or copied, as ``torch.save`` and ``copy.deepcopy`` would: there is no state in it.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "the optimizer of a prepared model cannot be pickled or copied: its state is in its session; save "
+            "optimizer.state_dict(), which load_state_dict() of another one takes"
+        )
+
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Begin the updates and return while they run; each is done before its parameter is used next.
 

@@ -189,3 +189,20 @@ def test_checkpointing_that_begins_later_names_what_to_switch_off(switch_on, ree
     with optimizer.session, pytest.raises(OutOfOrderError, match=r"gradient_checkpointing_disable\(\)") as caught:
         backward(model)
     assert "plan again" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [copy.deepcopy, copy.copy, pickle.dumps, lambda optimizer: torch.save(optimizer, io.BytesIO())],
+    ids=["deepcopy", "copy", "pickle", "torch.save"],
+)
+def test_the_optimizer_is_neither_copied_nor_pickled(started, use):
+    model, optimizer = started
+    backward(model)
+    optimizer.step()
+    with pytest.raises(TypeError, match=r"save optimizer\.state_dict\(\)") as caught:
+        use(optimizer)
+    assert "\n" not in str(caught.value)
+    assert copy.deepcopy(optimizer.state_dict())["state"]
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    assert pickle.dumps(scheduler.state_dict())
