@@ -269,7 +269,7 @@ class LaneMachine:
         if self._failure is not None:
             raise self._failure
         if self._stopped:
-            raise RuntimeError("the machine is closed; make a new one")
+            raise RuntimeError("the machine is closed, as its session is; prepare() the model again to train on")
 
     @contextlib.contextmanager
     def _closing_if_interrupted(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from executor.state import write_weights
 from executor.units import ParameterState, UnitState
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
+from planner.loop import OutOfOrderError
 
 _ON_CPU = SessionOptions()
 
@@ -140,8 +141,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: there is a closure.
-            OutOfOrderError: not all planned micro-batches have been there.
+            OutOfOrderError: not all planned micro-batches have been there, or the session is closed.
         """
+        self._check_open("step()")
         if closure is not None:
             raise ValueError("step(closure) computes again inside the step, which no plan has; call step()")
         self.session.step()
@@ -153,7 +155,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             GradientError: micro-batches are under way, of which gradients have left, and others are to come.
         """
-        self.session.check_zero_grad()
+        if not self.session.closed:
+            self.session.check_zero_grad()
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -171,7 +174,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Where weights are bf16, each parameter also has its float32 ``master``. Waits for updates under way. It is
         whole on every rank, and all ranks call it together.
+
+        Raises:
+            OutOfOrderError: in the middle of an iteration, or the session is closed.
         """
+        self._check_open("state_dict()")
         states = self._read_states()
         state: dict[int, dict[str, Any]] = {}
         groups, index = [], 0
@@ -192,7 +199,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: other groups, or groups of other sizes, than this optimizer has.
+            OutOfOrderError: in the middle of an iteration, or the session is closed.
         """
+        self._check_open("load_state_dict()")
         theirs = state_dict["param_groups"]
         if [len(g["params"]) for g in theirs] != [len(g["params"]) for g in self.param_groups]:
             raise ValueError(
@@ -243,6 +252,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 raise failure
         self._way = way
         return kept.num_bytes
+
+    def _check_open(self, call: str) -> None:
+        if self.session.closed:
+            raise OutOfOrderError(
+                f"optimizer.{call} came after optimizer.session.close(), with which the plan and its state ended; take "
+                "state_dict() before closing, and prepare() the model with another optimizer to train on"
+            )
 
     def _hand_over(self, folder: Path) -> Handover:
         """Move all weights and state into a file, and end the session."""

@@ -436,6 +436,11 @@ class Session:
         """Whether it has stopped, or is in the middle of an iteration: its state is not that of a step."""
         return self._machine.stopped or self._inside_iteration
 
+    @property
+    def closed(self) -> bool:
+        """Whether the model has been given back."""
+        return not self._undo
+
     def _make_current(self) -> None:
         """Wait for all updates, and bring to the device what the next iteration would."""
         self.check_between_iterations()

@@ -206,3 +206,34 @@ def test_the_optimizer_is_neither_copied_nor_pickled(started, use):
     assert copy.deepcopy(optimizer.state_dict())["state"]
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
     assert pickle.dumps(scheduler.state_dict())
+
+
+@pytest.mark.parametrize("ends", ["whole", "in the middle"])
+def test_a_closed_session_says_so(started, ends):
+    model, optimizer = started
+    backward(model)
+    state = {}
+    if ends == "whole":
+        optimizer.step()
+        state = optimizer.state_dict()
+    optimizer.session.close()
+    calls = {
+        "step": optimizer.step,
+        "state_dict": optimizer.state_dict,
+        "load_state_dict": lambda: optimizer.load_state_dict(state),
+    }
+    for name, call in calls.items():
+        expected = rf"optimizer\.{name}\(\) came after optimizer\.session\.close\(\).*prepare\(\) the model"
+        with pytest.raises(OutOfOrderError, match=expected):
+            call()
+    optimizer.zero_grad()
+    if ends == "whole":
+        with pytest.raises(RuntimeError, match=r"closed.*prepare\(\) the model"):
+            optimizer.session.full_parameters()
+        plain = make_optimizer(TASK, model)
+        plain.load_state_dict(state)
+        backward(model)
+        plain.step()
+    _, again = prepare_again(model)
+    with again.session, pytest.raises(OutOfOrderError, match="came after"):
+        optimizer.step()
