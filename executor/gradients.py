@@ -1,5 +1,6 @@
 """What ``parameter.grad`` is while the gradient itself is somewhere else."""
 
+import math
 import weakref
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -8,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 _NORMS = frozenset({"aten::linalg_vector_norm", "aten::_foreach_norm"})
 _SCALES = frozenset({"aten::mul_", "aten::_foreach_mul_"})
+_DIVIDES = frozenset({"aten::div_", "aten::_foreach_div_"})
 
 
 class GradientError(RuntimeError):
@@ -30,7 +32,8 @@ class OffloadedGradient(torch.Tensor):
     """A stand-in for a gradient: it knows its norm and can be scaled, which is what clipping by norm needs.
 
     ``torch.nn.utils.clip_grad_norm_`` works on it as it is, and lazily: the norm is that of the recorded sums of
-    squares, and the factor goes into the update. The norm is float32 also where the gradient is bf16.
+    squares, and the factor goes into the update. The norm is float32 also where the gradient is bf16. Division is by
+    way of the inverse, which has the same bits for powers of two; else the last one may differ.
 
     Args:
         like: the parameter.
@@ -70,15 +73,17 @@ class OffloadedGradient(torch.Tensor):
             if operation in _NORMS and _is_plain_norm(others):
                 norms = [g.owner.gradient_norm(g.name_of_parameter) for g in own]
                 return norms if several else norms[0]
-            if operation in _SCALES and len(others) == 1:
+            if operation in _SCALES | _DIVIDES and len(others) == 1:
                 factor = _factor(others[0])
+                if operation in _DIVIDES:
+                    factor = 1 / factor if factor else math.copysign(math.inf, factor)
                 for gradient in own:
                     gradient.owner.scale_gradient(gradient.name_of_parameter, factor)
                 return None if several else own[0]
         raise GradientError(
             f"{operation} on the gradient of {_first_name(args)}: it has left the device and awaits its update; only "
-            "its 2-norm (torch.nn.utils.clip_grad_norm_) and scaling are possible; use a hook on the parameter "
-            "(parameter.register_hook) to see or change the gradient itself"
+            "its 2-norm (torch.nn.utils.clip_grad_norm_) and scaling in place by a number (mul_, div_) are possible; "
+            "use a hook on the parameter (parameter.register_hook) to see or change the gradient itself"
         )
 
 

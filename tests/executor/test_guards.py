@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import Task, batches, decide, make_model, make_optimizer, model_units, prepare, session_options, uniform
 
+from executor.gradients import GradientError
 from executor.prepare import prepare_session
 from planner.loop import OutOfOrderError
 
@@ -237,3 +238,56 @@ def test_a_closed_session_says_so(started, ends):
     _, again = prepare_again(model)
     with again.session, pytest.raises(OutOfOrderError, match="came after"):
         optimizer.step()
+
+
+def divide_each(parameters, number):
+    for parameter in parameters:
+        parameter.grad.div_(number)
+
+
+def divide_by_operator(parameters, number):
+    for parameter in parameters:
+        parameter.grad /= number
+
+
+def divide_together(parameters, number):
+    torch._foreach_div_([parameter.grad for parameter in parameters], number)
+
+
+def divide_by_tensor(parameters, number):
+    divide_each(parameters, torch.tensor(float(number)))
+
+
+@pytest.mark.parametrize("divide", [divide_each, divide_by_operator, divide_together, divide_by_tensor])
+@pytest.mark.parametrize(("number", "exact"), [(1024, True), (3, False)])
+def test_a_gradient_is_divided_by_a_number(divide, number, exact):
+    """Scaling of the loss by hand, in place of a step on the loss itself."""
+    results = []
+    for scale in (1, number):
+        model, optimizer = prepare(TASK, decide(TASK, KEEP))
+        with optimizer.session:
+            for tokens in batches(TASK)[:, 0]:
+                (model(input_ids=tokens, labels=tokens).loss * scale).backward()
+                if scale != 1:
+                    divide(list(model.parameters()), scale)
+                norm = optimizer.clip_grad_norm_(0.5)
+                optimizer.step()
+            results.append([norm, *(w.clone() for w in optimizer.session.full_parameters().values())])
+    for plain, divided in zip(*results, strict=True):
+        if exact:
+            assert torch.equal(plain, divided)
+        else:
+            torch.testing.assert_close(plain, divided, rtol=1e-4, atol=1e-4)
+
+
+def test_a_gradient_divided_by_nothing_is_no_number(started):
+    model, optimizer = started
+    backward(model)
+    weight = model.lm_head.weight
+    weight.grad.div_(0)
+    assert not torch.isfinite(weight.grad.norm())
+    for refused in (lambda: weight.grad.div_(weight.grad), lambda: weight.grad.div_(2, rounding_mode="floor")):
+        with pytest.raises(GradientError, match=r"mul_, div_"):
+            refused()
+    optimizer.zero_grad()
+    optimizer.step()
