@@ -16,6 +16,12 @@ OWN_CHECKPOINTING: Final = (
 )
 """What to do where forward comes in backward, or without gradients in training, and the plan has none there."""
 
+LEFT_HALF_WAY: Final = (
+    "If an exception left the iteration half way, it cannot be taken up again: close the session "
+    "(optimizer.session.close()), load the weights that were saved last, and prepare() again"
+)
+"""What to do in the middle of an iteration whose rest never comes."""
+
 _prepared: Final = weakref.WeakSet[nn.Module]()
 """All modules of all models whose sessions are open."""
 

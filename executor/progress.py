@@ -5,7 +5,7 @@ from typing import Final, final
 
 import torch
 
-from executor.guards import OWN_CHECKPOINTING
+from executor.guards import LEFT_HALF_WAY, OWN_CHECKPOINTING
 from executor.machine import LaneMachine
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
@@ -47,6 +47,8 @@ class Progress:
         self._loop = loop
         self._machine = machine
         self._num_micro_batches = decisions.num_micro_batches
+        self._skips = decisions.update_start == "step"
+        self._first = next(task.unit for task in loop.schedule.tasks if task.op is Op.FORWARD)
         self._backward_begins = backward_begins
         self._backward_ended = backward_ended
         self._segment = {unit.name: {u.name for u in segment} for segment in segments(units) for unit in segment}
@@ -105,13 +107,28 @@ class Progress:
                     f"forward came to {unit} again inside backward, where the plan does not compute it again; "
                     f"{OWN_CHECKPOINTING}"
                 ) from None
-            raise OutOfOrderError(
-                f"{error}. Every forward needs its backward, and every {self._num_micro_batches} of them an "
-                "optimizer.step(); evaluate under torch.no_grad()"
-            ) from None
+            raise OutOfOrderError(self._advice(error, op, unit)) from None
         if self.task is not None and self.task.op is Op.BACKWARD:
             self._left.add(self.task.unit)
         self.task = task
+
+    def _advice(self, error: OutOfOrderError, op: Op, unit: str) -> str:
+        """Return what went wrong, and what to do about it, where another compute task was expected."""
+        expected = self._loop.expected()
+        found = f"the model reached {op} {unit}, but the plan expects"
+        rule = (
+            f"Every forward needs its backward, and every {self._num_micro_batches} of them an optimizer.step(); "
+            "evaluate under torch.no_grad()"
+        )
+        if op is not Op.FORWARD or unit != self._first:
+            return f"{error}. {rule}"
+        if expected is not None and expected.op is not Op.CLIP:
+            return f"{found} {expected.name}. {rule}. {LEFT_HALF_WAY}"
+        if self._skips:
+            skip = "to leave this update out (a norm that is no number, say), optimizer.zero_grad(); optimizer.step()"
+        else:
+            skip = "updates began during backward, and only a plan with update_start 'step' can leave them out"
+        return f"{found} optimizer.step(), since all backward of the iteration has been there; {skip}. {rule}"
 
     def _skip_to(self, op: Op, unit: str) -> None:
         """Pass over units that backward never reaches, because nothing in or before them needs a gradient."""

@@ -22,7 +22,7 @@ from executor.checks import check_decisions, check_groups, check_units
 from executor.cores import take
 from executor.exchange import Exchange
 from executor.gradients import GradientError
-from executor.guards import OWN_CHECKPOINTING, bind_guards
+from executor.guards import LEFT_HALF_WAY, OWN_CHECKPOINTING, bind_guards
 from executor.machine import LaneMachine
 from executor.marks import in_backward
 from executor.memory import Arena, MeasuredMemory
@@ -299,7 +299,7 @@ class Session:
         if expected is not None and expected.op is not Op.CLIP:
             raise OutOfOrderError(
                 f"optimizer.step() came when the plan expects {expected.name}; the plan has "
-                f"{self.decisions.num_micro_batches} forward and backward for every step"
+                f"{self.decisions.num_micro_batches} forward and backward for every step. {LEFT_HALF_WAY}"
             )
         self._reach_clip()
         self._gradients.take_back(self._loop.iteration)

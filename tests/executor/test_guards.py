@@ -1,5 +1,6 @@
 """What a prepared model, its optimizer and a closed session refuse, each with what to do instead."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -291,3 +292,80 @@ def test_a_gradient_divided_by_nothing_is_no_number(started):
             refused()
     optimizer.zero_grad()
     optimizer.step()
+
+
+class BoomError(Exception):
+    """What interrupts an iteration."""
+
+
+def boom(*_args):
+    raise BoomError
+
+
+def in_forward(model):
+    return model.model.layers[1].register_forward_pre_hook(boom)
+
+
+def in_backward(model):
+    return model.model.layers[1].mlp.up_proj.weight.register_hook(boom)
+
+
+def nowhere(model):
+    return model.register_forward_pre_hook(lambda *_args: None)
+
+
+HALF_WAY = (
+    r"plan expects (forward|backward|recompute) .*half way.*session\.close\(\).*load the weights.*prepare\(\) again"
+)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("interrupted", [in_forward, in_backward, nowhere])
+def test_an_iteration_left_half_way_names_what_to_do(interrupted, activations):
+    model, optimizer = prepare(TASK, decide(TASK, uniform("host", "cpu", activations)))
+    tokens = batches(TASK)[0, 0]
+    saved = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with optimizer.session:
+        hook = interrupted(model)
+        with contextlib.suppress(BoomError):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            if interrupted is not nowhere:
+                loss.backward()
+        hook.remove()
+        for again in (lambda: backward(model), optimizer.step):
+            with pytest.raises(OutOfOrderError, match=HALF_WAY) as caught:
+                again()
+            assert "plan again" not in str(caught.value)
+    model.load_state_dict(saved)
+    _, again = prepare_again(model)  # as the message says
+    with again.session:
+        assert backward(model).isfinite()
+        again.step()
+
+
+def test_a_step_that_was_left_out_says_how_to_leave_it_out(started):
+    model, optimizer = started
+    before = {name: weight.clone() for name, weight in optimizer.session.full_parameters().items()}
+    backward(model)
+    optimizer.zero_grad()  # as loops do where a norm is no number
+    with pytest.raises(
+        OutOfOrderError, match=r"expects optimizer\.step\(\).*leave.*out.*zero_grad\(\); optimizer\.step"
+    ):
+        backward(model, 1)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(torch.equal(w, before[name]) for name, w in optimizer.session.full_parameters().items())
+    backward(model, 1)
+    optimizer.step()
+    assert not all(torch.equal(w, before[name]) for name, w in optimizer.session.full_parameters().items())
+
+
+def test_a_step_that_was_left_out_has_begun_where_updates_begin_during_backward():
+    task = Task("llama", torch.float32, max_norm=None)
+    model, optimizer = prepare(task, decide(task, KEEP, update_start="backward"))
+    with optimizer.session:
+        backward(model)
+        with pytest.raises(OutOfOrderError, match=r"expects optimizer\.step\(\).*update_start 'step'"):
+            backward(model)
+        optimizer.step()
+        backward(model)
