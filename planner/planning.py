@@ -1,6 +1,7 @@
 """Planning: from what the user asks for to a plan. The front door of this package."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping
 
@@ -175,11 +176,14 @@ def find(
     deadline_s = None if budget_s is None else time.monotonic() + budget_s
     found = compete(rivals, request.seq_len, max_simulations, progress, deadline_s)
     best, own = found.best.decisions, found.winner
-    if found.best.missing_bytes:
+    scorer = Scorer(Workload(own.setup.units, request.seq_len), own.cost)
+    if missing_bytes := found.best.missing_bytes:
         proofs = infeasible(rivals)
-        message = _shortfall(request, found.best, own, proofs)
-        raise InfeasibleError(message, found.best.missing_bytes, proven=bool(proofs))
-    prediction = Scorer(Workload(own.setup.units, request.seq_len), own.cost).predict(best)
+        if math.isinf(found.best.iteration_s):
+            best, missing_bytes = _lacking_least(best, own, scorer)
+        message = _shortfall(request, best, missing_bytes, own, proofs)
+        raise InfeasibleError(message, missing_bytes, proven=bool(proofs))
+    prediction = scorer.predict(best)
     engines = tuple(_row(name, engine, other.setup.units) for name, (other, engine) in found.engines.items())
     return Found(best, prediction, own, rivals, engines, found.num_simulations)
 
@@ -268,19 +272,54 @@ def _row(name: str, candidate: Candidate, units: tuple[Unit, ...]) -> EngineRow:
     )
 
 
-def _shortfall(request: Request, best: Candidate, variant: Variant, proofs: tuple[Proof, ...]) -> str:
+def _lacking_least(rejected: Decisions, variant: Variant, scorer: Scorer) -> tuple[Decisions, dict[Tier, int]]:
+    """Return what lacks least and what it lacks, of decisions that were rejected before simulating.
+
+    All that is known of those is what they always hold, so that recomputing was not seen to help: both are simulated.
+    """
+    again = {
+        unit.name: rejected.units[unit.name].model_copy(update={"activations": "recompute"})
+        for unit in variant.setup.units
+        if unit.recompute and rejected.units[unit.name].activations == "keep"
+    }
+    capacity_bytes = capacities(variant.cost)
+    tried = (rejected, rejected.model_copy(update={"units": {**rejected.units, **again}}))
+    missing_bytes = [(decisions, scorer.predict(decisions).missing_bytes) for decisions in tried]
+    return min(missing_bytes, key=lambda item: sum(n / capacity_bytes[tier] for tier, n in item[1].items()))
+
+
+def _shortfall(
+    request: Request, best: Decisions, missing_bytes: Mapping[Tier, int], variant: Variant, proofs: tuple[Proof, ...]
+) -> str:
     cost, units = variant.cost, variant.setup.units
-    tier, missing = max(best.missing_bytes.items(), key=lambda item: item[1])
-    shared = f"{tier.value} ({cost.ranks_per_node} device(s) per node)"
-    where = request.hardware.device.name if tier is Tier.GPU else shared
-    least = min((proof.overrun or 0.0 for proof in proofs), default=0.0)
-    proven = f"it is proven that every schedule lacks at least {100 * least:.1f} % of some memory" if least else ""
-    return (
-        f"{request.model.name} does not fit on {request.num_devices} device(s) of {request.hardware.name}: the {where} "
-        f"lacks {_gigabytes(missing)} beyond its {_gigabytes(capacities(cost)[tier])} even with the best plan found "
-        f"({describe(best.decisions, units)}), and {proven or 'no proof that no other fits'}; "
-        f"{_REMEDIES[tier]}"
+    capacity_bytes = capacities(cost)
+    shares = {tier: num_bytes / capacity_bytes[tier] for tier, num_bytes in missing_bytes.items()}
+    tiers = sorted(shares, key=shares.__getitem__, reverse=True)
+    names = {tier: f"{tier.value} ({cost.ranks_per_node} device(s) per node)" for tier in tiers}
+    names[Tier.GPU] = request.hardware.device.name
+    lacks = " and ".join(
+        f"the {names[tier]} lacks {_gigabytes(missing_bytes[tier])} beyond its {_gigabytes(capacity_bytes[tier])} "
+        f"({_percent(shares[tier])} of that)"
+        for tier in tiers
     )
+    return (
+        f"{request.model.name} does not fit on {request.num_devices} device(s) of {request.hardware.name}: {lacks} "
+        f"even with the best plan found ({describe(best, units)}), and {_proven(proofs)}; "
+        + "; ".join(_REMEDIES[tier] for tier in tiers)
+    )
+
+
+def _proven(proofs: tuple[Proof, ...]) -> str:
+    """Say what is proven of all schedules; proofs are of the share of a memory, whichever it is."""
+    if not proofs:
+        return "there is no proof that no other fits"
+    least = math.floor(1000 * min(proof.overrun or 0.0 for proof in proofs)) / 10  # not more than is proven
+    lacking = f"every schedule lacks at least {least:.1f} % of some memory" if least else "no schedule fits"
+    return f"it is proven that {lacking}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def _gigabytes(num_bytes: int) -> str:

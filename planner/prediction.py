@@ -60,7 +60,12 @@ class Prediction(Frozen):
     @property
     def fits(self) -> bool:
         """Whether every tier holds its peak."""
-        return all(tier.missing_bytes == 0 for tier in self.memory.values())
+        return not self.missing_bytes
+
+    @property
+    def missing_bytes(self) -> dict[Tier, int]:
+        """How much too little there is, of the tiers that are too small."""
+        return {tier: use.missing_bytes for tier, use in self.memory.items() if use.missing_bytes}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """From a request to a plan, or to a refusal that says what to do."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from cases import decide, small_units
 from machines import machine, rate
 
 from hwprofiles.registry import load_profile
+from planner.bounds.proof import Proof
 from planner.decisions import Place
 from planner.models import resolve_model
 from planner.planning import InfeasibleError, Request, default_precision, describe, make_plan
@@ -99,6 +101,42 @@ def test_a_refusal_of_a_real_model_says_how_much() -> None:
     ) as caught:
         make_plan(asked, max_simulations=1)
     assert "use more --gpus (or nodes), or a host with more memory" in str(caught.value)
+
+
+def test_what_a_refusal_states_is_one_story() -> None:
+    """Also where nothing needs simulating, as what is always held is more than there is already."""
+    needed_bytes = []
+    for capacity_bytes in (1_000_000, 4_000_000, 16_000_000):
+        with pytest.raises(InfeasibleError, match="it is proven") as caught:
+            make_plan(request(hardware=machine(gpu_bytes=capacity_bytes)))
+        missing_bytes = caught.value.missing_bytes[Tier.GPU]
+        found = re.search(
+            r"lacks (\S+) MB beyond its (\S+) MB \((\S+) % .* at least (\S+) % of some", str(caught.value)
+        )
+        assert found is not None
+        lacking, capacity, percent, least = map(float, found.groups())
+        assert (lacking, capacity) == (pytest.approx(missing_bytes / 1e6, rel=0.01), capacity_bytes / 1e6)
+        assert percent == pytest.approx(100 * missing_bytes / capacity_bytes, rel=0.01)
+        assert percent >= least
+        needed_bytes.append(capacity_bytes + missing_bytes)
+    assert max(needed_bytes) < 1.1 * min(needed_bytes)  # whatever there is
+
+
+def test_a_refusal_names_every_memory_that_is_too_small() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        make_plan(request(hardware=machine(gpu_bytes=1e6, host_bytes=1e7)))
+    assert set(caught.value.missing_bytes) == {Tier.GPU, Tier.HOST}
+    for words in ("the round lacks", " and the host (1 device(s) per node) lacks", "smaller --micro-batch", "or nodes"):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("overrun", "words"), [(1e-9, "that no schedule fits;"), (0.2999, "at least 29.9 % of some")])
+def test_no_more_is_said_than_is_proven(overrun: float, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = request(hardware=machine(gpu_bytes=1e7))
+    proof = Proof(choice=asked.variants()[0].choice, zero_stage=0, overrun=overrun, multipliers={})
+    monkeypatch.setattr("planner.planning.infeasible", lambda _rivals: (proof,))
+    with pytest.raises(InfeasibleError, match=words):
+        make_plan(asked)
 
 
 @pytest.mark.parametrize("name", ["num_devices", "seq_len", "micro_batch", "num_micro_batches", "subgroup_params"])
