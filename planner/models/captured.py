@@ -176,10 +176,7 @@ class CapturedModel(_Frozen):
         """
         captured = (self.micro_batch, self.seq_len, 2 if self.dtype == "bf16" else 4, 1)
         if captured != (asked := (batch.micro_batch, batch.seq_len, batch.dtype_bytes, batch.tensor_parallel)):
-            raise ModelConfigError(
-                f"{self.name} was captured for (micro-batch, tokens, bytes per value, tensor-parallel ranks) "
-                f"{captured}, not {asked}; capture it again with other inputs"
-            )
+            raise ModelConfigError(f"{self.name} was captured {_other_batch(captured, asked)}")
         graph: nx.DiGraph[str] = nx.DiGraph()
         source: Operator | None = None
         for operator in self.operators():
@@ -188,6 +185,26 @@ class CapturedModel(_Frozen):
                 graph.add_edge(source.name, operator.name, num_bytes=source.output_bytes)
             source = operator
         return graph
+
+
+def _other_batch(captured: tuple[int, ...], asked: tuple[int, ...]) -> str:
+    """Say in which fields a batch is not the one that was captured, and what to do about each."""
+    wanted = "fp32" if asked[2] == 4 else "bf16"
+    fields = (
+        ("micro-batch", "ask for micro_batch={}, or capture it with inputs of the other leading dimension"),
+        ("tokens per sequence", "ask for seq_len={}, or capture it with inputs of the other length"),
+        (
+            "bytes per value",
+            f'capture it again with dtype="{wanted}", or ask for the precision it has',
+        ),
+        ("tensor-parallel ranks", "leave tensor_parallel out: it was captured whole"),
+    )
+    parts = [
+        (f"{name} {had}, not {wants}", remedy.format(had))
+        for (name, remedy), had, wants in zip(fields, captured, asked, strict=True)
+        if had != wants
+    ]
+    return f"for {' and '.join(words for words, _ in parts)}; {'; '.join(remedy for _, remedy in parts)}"
 
 
 def join(path: str, name: str) -> str:

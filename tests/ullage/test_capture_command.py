@@ -1,5 +1,6 @@
 """``ullage plan --model package.module:function`` as a user runs it, in a folder with a package of their own."""
 
+import dataclasses
 import importlib
 import json
 import subprocess
@@ -7,12 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hwprofiles.registry import load_profile
+from planner.decisions import FP32
 from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan import load_plan
+from planner.planning import Request, make_plan
 from ullage.arguments import input_shape
+from ullage.capture import capture_module
 from ullage.cli import main
 
 SOURCE = """
@@ -222,5 +228,19 @@ def test_a_captured_block_that_is_missing_is_noticed(captured: bool, package: st
             plan.units()
     else:
         changed = plan.decisions.model_copy(update={"micro_batch": 3})
-        with pytest.raises(ValueError, match="was captured for"):
+        with pytest.raises(ValueError, match=r"was captured for micro-batch (\d+), not 3; ask for micro_batch=\1,"):
             plan.model_copy(update={"decisions": changed}).units()
+
+
+def test_capturing_in_another_precision_is_told_with_its_remedy() -> None:
+    captured = capture_module(lambda: torch.nn.Linear(4, 4), ["8x4"])  # in bf16
+    asked = Request(captured, load_profile("epyc-turin-2c"), seq_len=1, micro_batch=8, precision=FP32)
+    with pytest.raises(
+        ValueError, match='bytes per value 2, not 4; capture it again with dtype="fp32", or ask'
+    ) as caught:
+        make_plan(asked)
+    assert "micro_batch" not in str(caught.value)
+    with pytest.raises(
+        ValueError, match="tokens per sequence 1, not 7 and bytes per value 2, not 4; ask for seq_len=1"
+    ):
+        make_plan(dataclasses.replace(asked, seq_len=7))
