@@ -303,7 +303,8 @@ class Trainer:
                 check_device(self.plan, session.memory()[Tier.GPU])
             loss = session.together.mean(float(total))
         if not math.isfinite(loss):
-            rate = max(group["lr"] for group in self.optimizer.param_groups)
+            # Schedulers keep the rate that they were given.
+            rate = max(group.get("initial_lr", group["lr"]) for group in self.optimizer.param_groups)
             raise ValueError(f"the loss is {loss} in iteration {iteration}; use a smaller --lr than {rate:g}")
         self._iteration += 1
         return Step(iteration, loss, time.perf_counter() - begin_s)

@@ -116,6 +116,14 @@ def test_bad_input(plan: Plan, tokens: Tokens) -> None:
         next(iter(unknown))
 
 
+def test_a_rate_that_is_too_large_is_named_as_it_was_given(plan: Plan, tokens: Tokens) -> None:
+    with ullage.Trainer(plan, data=tokens, lr=1e30) as trainer:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda _iteration: 0.5)
+        with pytest.raises(ValueError, match=r"use a smaller --lr than 1e\+30"):
+            for _ in trainer.run(4):
+                scheduler.step()
+
+
 def test_memory_that_runs_out_on_the_way_is_told_with_its_ledger(
     plan: Plan, tokens: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
