@@ -83,10 +83,16 @@ def load_run(path: Path) -> RunRecord:
         RunError: it is missing, not a run, or of another schema version.
     """
     data = read_json(path, RunError, "`ullage execute` writes run files")
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    if version != SCHEMA_VERSION or "start_s" not in data:
+    fields = data if isinstance(data, dict) else {}
+    for field, kind in (("decisions", "a plan; execute it first with `ullage execute`"), ("host_link", "a profile")):
+        if field in fields:
+            raise RunError(f"{path} is {kind}, not a run; give the run.json that `ullage execute` wrote")
+    version = fields.get("schema_version")
+    if "start_s" not in fields:
+        raise RunError(f"{path} is not a run; give the run.json that `ullage execute` wrote")
+    if version != SCHEMA_VERSION:
         raise RunError(
-            f"{path} is not a run file of schema_version {SCHEMA_VERSION} (found {version}); execute the plan again"
+            f"{path} has schema_version {version}, but this program reads {SCHEMA_VERSION}; execute the plan again"
         )
     try:
         return RunRecord.model_validate(data)
