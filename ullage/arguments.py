@@ -11,6 +11,9 @@ _UNITS = {"": 1, "b": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 Cores = tuple[int, ...] | Literal["auto", "free"]
 
+_MOST_COUNT = 10**9
+_MOST = 2**62 - 1
+
 _CORES = re.compile(r"(\d+)(?:-(\d+))?")
 _COUNT = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([kmbt]?)", re.IGNORECASE)
 _TIME_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -35,14 +38,12 @@ def parse_bytes(text: str) -> int:
 
 
 def positive_int(text: str) -> int:
-    """Return a whole number from 1 on.
+    """Return a whole number from 1 to a thousand million.
 
     Raises:
         argparse.ArgumentTypeError: it is not one.
     """
-    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
+    return _whole(text, 1, _MOST_COUNT)
 
 
 def positive_ints(text: str) -> tuple[int, ...]:
@@ -55,14 +56,23 @@ def positive_ints(text: str) -> tuple[int, ...]:
 
 
 def non_negative_int(text: str) -> int:
-    """Return a whole number from 0 on.
+    """Return a whole number from 0 on that 62 bits hold: a place in data, or a seed.
 
     Raises:
         argparse.ArgumentTypeError: it is not one.
     """
+    return _whole(text, 0, _MOST)
+
+
+def _whole(text: str, least: int, most: int) -> int:
     if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
+    digits = text.lstrip("0") or "0"  # Python refuses to read thousands of them
+    if len(digits) > len(str(most)) or int(digits) > most:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is too large; give a whole number of at most {most}")
+    if int(digits) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
+    return int(digits)
 
 
 def cores(text: str) -> Cores:

@@ -28,7 +28,7 @@ from ullage.integrations.metrics import Metrics, Prometheus, Sink, TensorBoard, 
 from ullage.interruption import InterruptedTrainingError, Interruption
 from ullage.keeping import CheckpointOptions, whereabouts
 from ullage.levels import buffer_bytes, levels_of
-from ullage.options import ExecuteOptions
+from ullage.options import DEFAULT_KEPT, LEAST_KEPT, ExecuteOptions
 from ullage.processes import Process
 from ullage.replanning import Replanned
 from ullage.runs import RunRecord, rows, save_run
@@ -63,8 +63,7 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         CheckpointError: checkpoints cannot be made in their folder, or that to go on from is of another model.
         InterruptedTrainingError: a signal ended training, which is in a checkpoint.
     """
-    if options.resume and not options.checkpoint_places:
-        raise ValueError("--resume needs --checkpoint-dir PLACE, where the checkpoints are")
+    _check_checkpoints(options)
     if options.num_iterations < MIN_ITERATIONS:
         raise ValueError(f"{options.num_iterations} iterations are too few to measure; run at least {MIN_ITERATIONS}")
     if options.replan and options.num_iterations < REPLAN_AFTER + MIN_ITERATIONS:
@@ -101,16 +100,32 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
     return trained.record
 
 
+def _check_checkpoints(options: ExecuteOptions) -> None:
+    if not options.checkpoint_places:
+        if options.resume:
+            raise ValueError("--resume needs --checkpoint-dir PLACE, where the checkpoints are")
+        for option, numbers in (("--checkpoint-every", options.checkpoint_every), ("--keep", options.keep)):
+            if numbers:
+                given = ",".join(map(str, numbers))
+                raise ValueError(f"{option} {given} needs --checkpoint-dir PLACE, where checkpoints are made")
+    if too_few := [count for count in options.keep if count < LEAST_KEPT]:
+        raise ValueError(
+            f"--keep {too_few[0]}: one may be damaged when it is needed, so at least {LEAST_KEPT} stay; "
+            f"give --keep {LEAST_KEPT} or more"
+        )
+
+
 def _checkpoints(plan: Plan, options: ExecuteOptions) -> CheckpointOptions | None:
     if not options.checkpoint_places:
         return None
-    levels = levels_of(plan, options.checkpoint_places, options.checkpoint_every, options.keep)
+    levels = levels_of(plan, options.checkpoint_places, options.checkpoint_every, options.keep or (DEFAULT_KEPT,))
     return CheckpointOptions(levels, buffer_bytes(plan))
 
 
 def _tell_of_checkpoints(options: ExecuteOptions, trainer: Trainer, trained: "_Trained") -> None:
     """Say where the last checkpoint is, and end as the signal wants if one has ended training."""
-    where = whereabouts(trainer.outcomes)
+    # It is the first rank that hears how checkpoints end.
+    where = whereabouts(trainer.outcomes) if trainer.process.is_first else "rank 0 says where its checkpoint is"
     if trained.signal is not None:
         raise InterruptedTrainingError(
             f"interrupted after iteration {trainer.iteration}; {where}; go on with --resume", trained.signal

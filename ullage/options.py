@@ -7,6 +7,9 @@ from typing import Final, Literal
 TokenDtype = Literal["uint16", "uint32"]
 TOKEN_DTYPES: Final[tuple[TokenDtype, ...]] = ("uint16", "uint32")
 """What the tokens of a raw file may be, little-endian."""
+LEAST_KEPT: Final = 2
+"""Checkpoints that stay at least: the newest may be damaged."""
+DEFAULT_KEPT: Final = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +31,8 @@ class ExecuteOptions:
         replan: plan again after some iterations, by what was measured, and change to a faster plan.
         checkpoint_places: where checkpoints go, fastest first; empty: none are made. See :mod:`ullage.levels`.
         checkpoint_every: iterations from one to the next, for each place or all.
-        keep: the newest checkpoints that stay, for each place or all.
+        keep: the newest checkpoints that stay, at least :data:`LEAST_KEPT`, for each place or all; empty: so many as
+            :data:`DEFAULT_KEPT`.
         resume: go on from the newest checkpoint that is in any place, if there is one.
         tensorboard: a folder for TensorBoard's event files.
         metrics_file: a file in Prometheus' text format.
@@ -51,7 +55,7 @@ class ExecuteOptions:
     replan: bool = False
     checkpoint_places: tuple[str, ...] = ()
     checkpoint_every: tuple[int, ...] = ()
-    keep: tuple[int, ...] = (2,)
+    keep: tuple[int, ...] = ()
     resume: bool = False
     tensorboard: Path | None = None
     metrics_file: Path | None = None

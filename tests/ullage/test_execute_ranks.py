@@ -154,6 +154,8 @@ def test_sigterm_ends_all_with_one_checkpoint_on_all_levels_which_they_go_on_fro
     step = f"step-{last:08d}"
     said = f"checkpoint of step {last} in {memory}/{step} and {folder}/{step}; go on with --resume"
     assert said in " ".join(err.split()), err
+    assert "rank 0 says where its checkpoint is; go on with --resume" in " ".join(err.split()), err
+    assert "no new checkpoint" not in " ".join(err.split()), err
     assert not list(folder.glob("tmp-*"))
     shutil.rmtree(memory)  # the node was lost
     process = launch(2, *options, "--iterations", str(last + 7), "--resume")

@@ -6,7 +6,7 @@ from pathlib import Path
 from planner.plan import load_plan
 from ullage.arguments import cores, non_negative_int, positive_float, positive_int, positive_ints
 from ullage.commands import Subparsers, command_parser
-from ullage.options import TOKEN_DTYPES, ExecuteOptions
+from ullage.options import DEFAULT_KEPT, LEAST_KEPT, TOKEN_DTYPES, ExecuteOptions
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -52,7 +52,13 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="N",
         help="sequences to skip: the data_position of another run.json, to go on in its data (0)",
     )
-    parser.add_argument("--seed", type=int, default=defaults.seed, metavar="N", help=f"of all chance ({defaults.seed})")
+    parser.add_argument(
+        "--seed",
+        type=non_negative_int,
+        default=defaults.seed,
+        metavar="N",
+        help=f"of all chance ({defaults.seed})",
+    )
     parser.add_argument(
         "--lr",
         type=positive_float,
@@ -113,7 +119,7 @@ def add_parser(subparsers: Subparsers) -> None:
         type=positive_ints,
         default=defaults.keep,
         metavar="N[,N...]",
-        help=f"the newest checkpoints that stay, at least 2, for each place or one for all ({defaults.keep[0]})",
+        help=f"the newest checkpoints that stay, at least {LEAST_KEPT}, for each place or one for all ({DEFAULT_KEPT})",
     )
     parser.add_argument(
         "--resume",

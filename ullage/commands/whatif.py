@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from ullage.arguments import positive_float, positive_int, tokens
+from ullage.arguments import non_negative_int, positive_float, positive_int, tokens
 from ullage.commands import Subparsers, command_parser
 from ullage.request import add_request_options
 from ullage.whatif.study import Design, Question
@@ -50,7 +50,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--points of them, drawn with --seed, also between the ends of ranges such as 0.5x..4x",
     )
     asked.add_argument("--points", type=positive_int, metavar="N", help="how many points a random design draws")
-    asked.add_argument("--seed", type=int, metavar="N", help="of a random design (0)")
+    asked.add_argument("--seed", type=non_negative_int, metavar="N", help="of a random design (0)")
     asked.add_argument(
         "--question",
         choices=get_args(Question),
