@@ -20,6 +20,7 @@ from planner.models.parameters import layer_shapes
 from planner.models.sharding import share
 
 DEFAULT_MICRO_BATCH = 4
+MOST_MICRO_BATCHES = 4096  # of an iteration: a schedule has tasks for each of them
 # Parameters of experts that make a unit worth moving by itself; more units of a layer would make schedules long.
 _UNIT_PARAMS, _MOST_UNITS = 100_000_000, 8
 
@@ -123,7 +124,8 @@ class Asked(Frozen):
                 raise reasons[0]
             raise ValueError(
                 f"a global batch of {self.global_batch} sequences cannot be cut into equal micro-batches for "
-                f"{self.num_devices} devices in the way asked for; choose a multiple of the data-parallel ranks"
+                f"{self.num_devices} devices in the way asked for; choose a multiple of the data-parallel ranks, "
+                f"in at most {MOST_MICRO_BATCHES} micro-batches each"
             )
         return tuple(found)
 
@@ -166,7 +168,7 @@ class Asked(Frozen):
             count, rest = divmod(each, size)
             # A pipeline of fewer micro-batches than stages leaves some of them idle all the time.
             filled = pipeline == 1 or count >= pipeline or self.pipeline_parallel
-            if not rest and filled and self.num_micro_batches in {None, count}:
+            if not rest and filled and count <= MOST_MICRO_BATCHES and self.num_micro_batches in {None, count}:
                 yield size, count
 
 

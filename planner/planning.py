@@ -9,7 +9,7 @@ from hwprofiles import __version__
 from hwprofiles.profile import Device, HardwareProfile
 from planner.bounds.certificate import certify, infeasible
 from planner.bounds.proof import Certificate, Proof
-from planner.choices import Asked
+from planner.choices import MOST_MICRO_BATCHES, Asked
 from planner.competition import compete
 from planner.costs import CostModel
 from planner.decisions import BF16, FP32, Decisions, Place, Precision, Storage
@@ -29,6 +29,15 @@ _REMEDIES = {
     "with more memory",
     Tier.HOST: "use more --gpus (or nodes), or a host with more memory",
     Tier.NVME: "use more nodes, or place less there",
+}
+# Of what is asked for: what is above is a slip of the hand, and would only take long.
+_MOST = {
+    "num_devices": 100_000,
+    "seq_len": 100_000_000,
+    "micro_batch": 1_000_000,
+    "num_micro_batches": MOST_MICRO_BATCHES,
+    "global_batch": 10_000_000,
+    "expert_units": 10_000,
 }
 
 
@@ -103,6 +112,9 @@ class Request:
         for field in (*Asked.model_fields, "seq_len", "subgroup_params"):
             if isinstance(value := getattr(self, field), int) and value < 1:
                 raise ValueError(f"{field} is {value}, but must be at least 1")
+        for field, most in _MOST.items():
+            if (value := getattr(self, field)) is not None and value > most:
+                raise ValueError(f"{field} is {value}, but no more than {most} can be planned; ask for less")
         if self.storage == "nvme" and self.hardware.nvme is None:
             raise ValueError(
                 f"storage is 'nvme', but profile {self.hardware.name} has no nvme; ask for 'activations' or choose a "

@@ -64,8 +64,10 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan, print, write."""
+    if args.output.is_dir():  # not after the search
+        raise ValueError(f"--output {args.output} is a folder; give the name of a file in it")
     if not args.output.absolute().parent.is_dir():
-        raise ValueError(f"--output {args.output}: there is no such folder; make it first")  # not after the search
+        raise ValueError(f"--output {args.output}: there is no such folder; make it first")
     request, checkpoints = request_of(args), checkpoints_of(args)
     if args.hardware == LOCAL and not args.allow_other_machine:
         check_measured_here(request.hardware)
