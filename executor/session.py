@@ -42,6 +42,7 @@ from executor.state import ModelState
 from executor.together import Together
 from executor.units import ParameterState, UnitState
 from executor.user_gradients import UserGradients
+from executor.views import apart
 from executor.weights import Weights
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
@@ -529,7 +530,7 @@ class Session:
                 if give_back:
                     shares = {parameter.share.name: parameter.share for _, parameter in self._parameters.values()}
                     for name, share in shares.items():
-                        share.whole.data = self._weights.of(name)
+                        share.whole.data = apart(self._weights.of(name))
                 if self._ranks is not None:
                     self._ranks.meet()
                 together = found = True

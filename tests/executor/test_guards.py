@@ -9,6 +9,7 @@ import pickle
 import weakref
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -369,3 +370,28 @@ def test_a_step_that_was_left_out_has_begun_where_updates_begin_during_backward(
             backward(model)
         optimizer.step()
         backward(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("choose", [KEEP, uniform("gpu", "gpu"), uniform("host", "stream"), uniform("nvme", "nvme")])
+@pytest.mark.parametrize("family", ["llama-tied", "mixtral"])
+def test_weights_of_a_closed_session_are_tensors_of_their_own(family, choose, dtype, tmp_path):
+    task = Task(family, dtype)
+    model, optimizer = prepare(task, decide(task, choose))
+    with optimizer.session:
+        before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        file = io.BytesIO()
+        torch.save(parameter.detach(), file)
+        assert file.tell() < parameter.nbytes + 2000, name
+    safetensors.torch.save_model(model, tmp_path / "model.safetensors")
+    del optimizer
+    gc.collect()
+    empty = make_model(task)
+    safetensors.torch.load_model(empty, tmp_path / "model.safetensors")
+    for other in (model, empty, copy.deepcopy(model)):
+        assert other.state_dict().keys() == before.keys()
+        assert all(torch.equal(weight, before[name]) for name, weight in other.state_dict().items())
+    backward(model)
+    make_optimizer(task, model).step()
+    assert all(weight.isfinite().all() for weight in model.parameters())
