@@ -18,7 +18,8 @@ OWN_CHECKPOINTING: Final = (
 
 LEFT_HALF_WAY: Final = (
     "If an exception left the iteration half way, it cannot be taken up again: close the session "
-    "(optimizer.session.close()), load the weights that were saved last, and prepare() again"
+    "(optimizer.session.close()), which gives the model the weights of the last step, or NaN where these are not to be "
+    "had, and prepare() again, or go on from a checkpoint"
 )
 """What to do in the middle of an iteration whose rest never comes."""
 
