@@ -4,8 +4,8 @@
     python benchmarks/gpu/peers.py --cells small large accumulated      tuned, three processes each
 
 Peers are installed by ``pip install --target PEERS -r benchmarks/requirements-peers.txt``; one that is not there is a
-row that says so. The device's memory is bounded for all but the ceiling, by PyTorch's allocator, so that what an engine
-keeps on it is paid for. Where the model does not fit at all, its rows say so.
+row that says so. The device's memory is bounded for all but the ceiling, by PyTorch's allocator, as soon as the
+engine is made, so that what an engine keeps on it is paid for. Where the model does not fit at all, its rows say so.
 """
 
 import argparse

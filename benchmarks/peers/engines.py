@@ -93,7 +93,7 @@ class Fsdp2:
         self._cell, self._device = job.cell, job.device
         on_gpu = job.device == "cuda"
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-        self._model: Any = make_model(job.cell, job.device, torch.float32).to("cpu")
+        self._model: Any = make_model(job.cell, job.device, torch.float32, home="cpu")
         if job.setting("recompute", default=False):
             recompute_layers(self._model)
         dtype = torch.bfloat16 if job.cell.dtype == "bf16" else None

@@ -30,7 +30,7 @@ class Ours:
         self._plan = load_plan(Path(job.plan))
         if job.device == "cpu":
             keep_freed_memory()
-        self._model = make_model(job.cell, job.device).to("cpu")
+        self._model = make_model(job.cell, job.device, home="cpu")
         optimizer = torch.optim.AdamW(self._model.parameters(), **adamw_options(job))
         self._scheduler = schedule_of(optimizer)
         self._model, self._optimizer = ullage.prepare(self._model, optimizer, self._plan)

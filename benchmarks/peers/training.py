@@ -37,16 +37,22 @@ class Trainer(Protocol):
         ...
 
 
-def make_model(cell: Cell, device: str, dtype: torch.dtype | None = None) -> Any:
-    """Make the model with the random weights that every engine starts from, on ``device``.
+def make_model(cell: Cell, device: str, dtype: torch.dtype | None = None, home: str | None = None) -> Any:
+    """Make the model with the random weights that every engine starts from.
 
     Values are those of the computing type, so that a master copy in another type starts from the same numbers.
+
+    Args:
+        cell: whose model.
+        device: where random numbers come from, the same for all engines: not all devices draw the same ones.
+        dtype: of the model that is returned, in place of the computing type.
+        home: where it is moved before its type is changed, so that the device holds the computing type alone.
     """
     torch.manual_seed(SEED)
     config = AutoConfig.for_model(**to_hf_config_dict(model_config(cell.model)))
     with torch.device(device):
         made: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[cell.dtype])  # type: ignore[no-untyped-call]
-    return made.to(dtype).train()
+    return made.to(home).to(dtype).train()
 
 
 def recompute_layers(model: Any) -> None:

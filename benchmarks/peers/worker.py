@@ -1,5 +1,6 @@
 """One process, one engine, one cell; the driver starts ``python -m benchmarks.peers.worker JOB.json OUTCOME.json``."""
 
+import gc
 import os
 import resource
 import socket
@@ -19,12 +20,10 @@ def run(job: Job) -> Outcome:
     """Train the job; whatever it raises becomes the outcome's error."""
     try:
         torch.set_num_threads(job.num_threads)
-        _bound_device(job)
         trainer = ENGINES[job.engine](job)
         torch.set_num_threads(job.num_threads)  # some engines, and numba's first kernel, set it
-        if job.device == "cuda":  # what making the model took is given back, and is not part of the peak
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        if job.device == "cuda":
+            _bound_device(job)
         start_up_s = time.time() - job.started_s
         losses, iteration_s, total_s = train(job, trainer)
         peak_device_bytes = torch.cuda.max_memory_reserved() if job.device == "cuda" else None
@@ -47,11 +46,29 @@ def run(job: Job) -> Outcome:
 
 
 def _bound_device(job: Job) -> None:
-    """Leave an engine as much of the GPU as our plan has: what it keeps there is paid for. The ceiling has it all."""
+    """Leave an engine as much of the GPU as our plan has: what it keeps there is paid for. The ceiling has it all.
+
+    To be called when the engine is made. Every engine may use all of the GPU until then, for there the model is made,
+    which is quicker than on the host, whole and in a type that only some engines keep. What it took is given back, and
+    is not part of the peak; what is still there by now is the engine's own.
+
+    Raises:
+        MemoryError: the engine holds more already.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     limit_bytes = job.cell.device_memory_bytes
-    if job.device == "cuda" and limit_bytes is not None and job.engine != "in_memory":
-        total_bytes = torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction(min(limit_bytes / total_bytes, 1.0))
+    if limit_bytes is None or job.engine == "in_memory":
+        return
+    held_bytes = torch.cuda.memory_reserved()
+    if held_bytes > limit_bytes:
+        raise MemoryError(
+            f"the engine keeps {held_bytes / 1e9:.2f} GB on the device before it trains, more than the "
+            f"{limit_bytes / 1e9:.2f} GB that every engine may use; give all of them more with --device-memory"
+        )
+    total_bytes = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(min(limit_bytes / total_bytes, 1.0))
 
 
 def main() -> None:

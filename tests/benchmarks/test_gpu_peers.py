@@ -1,0 +1,98 @@
+"""The benchmark of peers on a GPU: what it does there, on the virtual GPU of the executor's tests."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAD = """
+import json, sys, torch, ullage
+from pathlib import Path
+from benchmarks.peers import worker
+from benchmarks.peers.engines import ENGINES, InMemory
+from benchmarks.peers.jobs import Cell, Job, model_config
+from benchmarks.peers.training import make_model
+from hwprofiles.registry import load_profile
+
+torch.set_num_threads(1)
+torch.cuda.set_per_process_memory_fraction = lambda share: bounds.append(share)
+bounds = []
+"""
+
+
+def on_gpu(folder: Path, code: str) -> Any:
+    """Run code where there is a GPU, and return what it prints last."""
+    script = folder / "script.py"
+    script.write_text(HEAD + code, encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "executor")])}
+    command = [sys.executable, "-m", "virtual", str(script)]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(command, check=False, env=environment, cwd=folder, **options)
+    if "NoVirtualGpuError" in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_memory_is_bounded_when_the_model_has_left_the_device(tmp_path: Path) -> None:
+    # 22 million parameters are 44 MB in bf16, and the bound is less: PyTorch would not let the model be made under it.
+    found = on_gpu(
+        tmp_path,
+        """
+making = []
+make_ours = ENGINES["ours"]
+def made(job):
+    trainer = make_ours(job)
+    making.append([torch.cuda.max_memory_reserved(), list(bounds)])
+    return trainer
+ENGINES["ours"] = made
+cell = Cell("llama-22m", "bf16", 1, 32, 1, 1.0, 40_000_000, 0)
+profile = load_profile("h100").with_device_memory(38_000_000)
+plan = ullage.plan(ullage.Request(model_config(cell.model), profile, seq_len=32, micro_batch=1, clip=True))
+Path("plan.json").write_text(plan.to_json())
+outcome = worker.run(Job(cell, "ours", device="cuda", num_warm_up=1, num_timed=3, plan="plan.json"))
+total = torch.cuda.mem_get_info()[1]
+print(json.dumps([outcome.error, making, bounds, total, outcome.peak_device_bytes]))
+""",
+    )
+    error, ((made_bytes, bounds_then),), bounds, total_bytes, peak_bytes = found
+    assert error is None
+    assert made_bytes > 40_000_000  # it was made on the device,
+    assert bounds_then == []  # which was not bounded then,
+    assert bounds == [pytest.approx(40_000_000 / total_bytes)]
+    assert peak_bytes < 40_000_000  # and what that took is not counted
+
+
+def test_what_an_engine_keeps_on_the_device_is_paid_for(tmp_path: Path) -> None:
+    errors = on_gpu(
+        tmp_path,
+        """
+ENGINES["keeps"] = InMemory  # which alone may have all of the device, by its name
+cell = Cell("llama-tiny", "bf16", 1, 16, 1, 1.0, 1_000_000, 0)
+jobs = [Job(cell, engine, device="cuda", num_warm_up=1, num_timed=1) for engine in ("keeps", "in_memory")]
+print(json.dumps([worker.run(job).error for job in jobs] + [len(bounds)]))
+""",
+    )
+    assert errors[0].startswith("MemoryError: the engine keeps 0.00 GB on the device before it trains, more than")
+    assert errors[1:] == [None, 0]
+
+
+def test_models_change_their_type_at_home(tmp_path: Path) -> None:
+    peaks = on_gpu(
+        tmp_path,
+        """
+cell = Cell("llama-22m")
+torch.cuda.reset_peak_memory_stats()
+model = make_model(cell, "cuda", torch.float32, home="cpu")
+places = {(str(p.device), str(p.dtype)) for p in model.parameters()}
+num_params = sum(p.numel() for p in model.parameters())
+print(json.dumps([sorted(places), torch.cuda.max_memory_reserved() / num_params]))
+""",
+    )
+    assert peaks[0] == [["cpu", "torch.float32"]]
+    assert 2 <= peaks[1] < 2.5  # bytes per parameter: bf16 alone
