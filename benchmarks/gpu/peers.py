@@ -6,6 +6,8 @@
 Peers are installed by ``pip install --target PEERS -r benchmarks/requirements-peers.txt``; one that is not there is a
 row that says so. The device's memory is bounded for all but the ceiling, by PyTorch's allocator, as soon as the
 engine is made, so that what an engine keeps on it is paid for. Where the model does not fit at all, its rows say so.
+Losses are held to training in memory; where that does not fit the device, to those of other engines, and a row that
+nobody else can be set beside says that it is not checked.
 """
 
 import argparse

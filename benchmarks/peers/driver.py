@@ -1,6 +1,7 @@
 """The comparison from beginning to end: plan, tune, take turns, gate, write. One code for CPU and GPU."""
 
 import dataclasses
+import math
 import os
 import statistics
 import sys
@@ -14,13 +15,16 @@ from benchmarks.origin import origin, write_result
 from benchmarks.peers.jobs import Cell, Job, Outcome, model_config
 from benchmarks.peers.processes import Runner
 from benchmarks.peers.rows import Row
-from benchmarks.peers.summary import cell_summary, verdict
+from benchmarks.peers.summary import IN_MEMORY, Reference, cell_summary, verdict
 from hwprofiles.profile import HardwareProfile
 from planner.decisions import Precision
+from planner.models.parameters import num_parameters
 
 _BUILD_LIMIT_S = 420.0
 _PACKAGES = ("torch", "transformers", "numba", "numpy", "deepspeed", "torchao")
 _PLANNED_SHARE = 0.95  # of a bound that PyTorch's allocator enforces: it rounds, and holds workspaces of libraries too
+# Of training in memory, per parameter: weights and gradients in both types, and both moments; see engines.InMemory.
+_IN_MEMORY_BYTES = {"bf16": 20, "fp32": 16}
 _TUNED_ITERATIONS = (1, 3)  # warm-up and timed: enough to rank settings
 
 
@@ -67,7 +71,7 @@ class Comparison:
         self._outcomes: dict[Cell, dict[str, list[Outcome]]] = {
             cell: {row.name: [] for row in settings.rows} for cell in settings.cells
         }
-        self._references: dict[Cell, tuple[float, ...]] = {}
+        self._references: dict[Cell, Reference] = {}
         self._plans: dict[Cell, str] = {}
         self._chosen: dict[tuple[Cell, str], dict[str, Any]] = {}
         self._tried: dict[Cell, dict[str, list[dict[str, Any]]]] = {cell: {} for cell in settings.cells}
@@ -127,16 +131,36 @@ class Comparison:
         self._say(f"{cell.name}: planned in {seconds:.1f} s, {plan.prediction.iteration_s:.3f} s per iteration")
 
     def _refer(self, cell: Cell) -> None:
-        """Train in memory with the stock loop over parameters: what every loss curve is held to."""
+        """Train in memory with the stock loop over parameters: what every loss curve is held to.
+
+        Where that cannot be, engines are held to one another.
+        """
         settings = {"fused": False} | self._recompute(cell)
-        outcome = self._runner.run(self._job(cell, "in_memory", settings, num_warm_up=self._settings.num_warm_up))
-        self._references[cell] = outcome.losses
-        if outcome.error is not None:
+        too_large = self._too_large(cell)
+        outcome = Outcome(error=too_large) if too_large else self._runner.run(self._job(cell, "in_memory", settings))
+        if outcome.error is None:
+            self._references[cell] = Reference(IN_MEMORY, outcome.losses)
+            self._say(f"{cell.name}: reference, losses {outcome.losses[0]:.4f} -> {outcome.losses[-1]:.4f}")
+        else:
             self._notes.setdefault("references", {})[cell.name] = outcome.error
-        self._say(f"{cell.name}: reference, losses {outcome.losses[:1]} -> {outcome.losses[-1:]} {outcome.error or ''}")
+            self._say(f"{cell.name}: engines are held to one another, not to {IN_MEMORY}: {outcome.error}")
+
+    def _too_large(self, cell: Cell) -> str | None:
+        """Return why training in memory need not be tried on a GPU, if so: trying takes time that others need."""
+        needed_bytes = _IN_MEMORY_BYTES[cell.dtype] * num_parameters(model_config(cell.model))
+        device_bytes = self._begin.get("gpu_bytes", math.inf)
+        if needed_bytes <= device_bytes:
+            return None
+        return (
+            f"not tried: weights, gradients and moments take {needed_bytes / 1e9:.1f} GB, "
+            f"and the device has {device_bytes / 1e9:.1f} GB"
+        )
 
     def _tune(self, cell: Cell, row: Row) -> None:
-        """Try a row's settings once each and keep the fastest that trains as the reference does."""
+        """Try a row's settings once each and keep the fastest that trains as the reference does.
+
+        Without a reference that is the fastest of all that train; what it is measured with is held to other engines.
+        """
         candidates = row.candidates(self._device, recompute=cell.recompute, quick=self._settings.quick)
         self._chosen[cell, row.name] = candidates[0]
         if len(candidates) == 1 or row.kind == "ours":
@@ -148,18 +172,21 @@ class Comparison:
         tried = self._tried[cell].setdefault(row.name, [])
         for settings in candidates:
             outcome = self._runner.run(self._job(cell, row.engine, settings, *_TUNED_ITERATIONS))
-            status, why = verdict([outcome], self._references[cell], cell)
+            references = (self._references[cell],) if cell in self._references else ()
+            status, why = verdict([outcome], references, cell)
             tried.append({"settings": settings, "status": status, "why": why, "iteration_s": _median(outcome)})
-            self._say(f"{cell.name}: {row.name} {settings}: {why or tried[-1]['iteration_s']}")
+            self._say(f"{cell.name}: {row.name} {settings}: {tried[-1]['iteration_s']:.3f} s {why}")
             if status == "not installed":
                 break  # nor will it be with other settings
-        counted = [entry for entry in tried if entry["status"] == "ok"]
+        counted = [entry for entry in tried if entry["status"] in {"ok", "not checked"}]
         if counted:
             self._chosen[cell, row.name] = min(counted, key=lambda entry: float(entry["iteration_s"]))["settings"]
 
     def _measure(self, cell: Cell, row: Row) -> None:
         """Run a row's next process, unless one has failed already."""
         outcomes = self._outcomes[cell][row.name]
+        if row.engine == "in_memory" and not outcomes and (too_large := self._too_large(cell)):
+            outcomes.append(Outcome(error=too_large))
         if any(outcome.error is not None for outcome in outcomes) or self._runner.clock.left_s < 1:
             return
         settings = self._chosen[cell, row.name]
@@ -193,7 +220,7 @@ class Comparison:
         cells = {
             cell.name: {
                 **dataclasses.asdict(cell),
-                **cell_summary(cell, self._settings.rows, self._outcomes[cell], self._references.get(cell, ())),
+                **cell_summary(cell, self._settings.rows, self._outcomes[cell], self._references.get(cell)),
                 "settings": {row.name: self._chosen.get((cell, row.name)) for row in self._settings.rows},
                 "tried": self._tried[cell],
             }
@@ -232,6 +259,8 @@ def table(cells: dict[str, Any], rows: Sequence[str]) -> str:
     lines = []
     for name, cell in cells.items():
         lines.append(name)
+        if cell["reference"] != IN_MEMORY:
+            lines.append(f"  losses are held to those of {cell['reference']}")
         for row in rows:
             found = cell["rows"][row]
             if "tokens_per_s" in found:

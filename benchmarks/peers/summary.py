@@ -1,16 +1,39 @@
-"""From outcomes to figures: the gate of correctness, medians, and ratios paired by round."""
+"""From outcomes to figures: the gate of correctness, medians, and ratios paired by round.
 
+A row counts if its losses are those of a reference: training in memory with the stock loop. Where that does not fit, or
+fails, a row is held to those of other engines, and counts if they agree with at least one that shares no code with it:
+what two engines that were written apart find alike is taken as right. So a wrong engine fails with or without company,
+and where just two engines train and disagree, neither counts. A row that nobody can be set beside is ``not checked``:
+its figures are shown, and enter no ratio.
+"""
+
+import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.peers.engines import PACKAGES
 from benchmarks.peers.jobs import Cell, Outcome
 from benchmarks.peers.rows import Row
 
 # Most that a loss may be off the reference's, relative, in any iteration. Engines that train alike stay within a tenth
 # of it (they round gradients and norms differently); a learning rate that is off by a tenth does not.
 TOLERANCES = {"bf16": 0.005, "fp32": 0.002}
+IN_MEMORY = "training in memory"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """Losses that others are held to.
+
+    Attributes:
+        name: :data:`IN_MEMORY`, or the row that they are of.
+        losses: of every iteration.
+    """
+
+    name: str
+    losses: tuple[float, ...]
 
 
 def loss_error(losses: Sequence[float], reference: Sequence[float]) -> float:
@@ -21,26 +44,55 @@ def loss_error(losses: Sequence[float], reference: Sequence[float]) -> float:
     return max(abs(a / b - 1) for a, b in pairs)
 
 
-def verdict(outcomes: Sequence[Outcome], reference: Sequence[float], cell: Cell) -> tuple[str, str]:
-    """Return whether a row counts, as ``ok``, ``failed``, ``error``, ``not installed`` or ``not run``; and why."""
+def references_of(
+    row: Row, rows: Sequence[Row], outcomes: Mapping[str, Sequence[Outcome]], in_memory: Reference | None
+) -> tuple[Reference, ...]:
+    """Return what a row is held to: training in memory, or else all rows of engines that share no code with its own."""
+    if in_memory is not None:
+        return (in_memory,)
+    found = []
+    for other in rows:
+        if other.kind != "other mathematics" and _code(other) != _code(row):
+            ended = next((outcome for outcome in outcomes[other.name] if outcome.error is None), None)
+            found += [Reference(other.name, ended.losses)] if ended else []
+    return tuple(found)
+
+
+def _code(row: Row) -> str:
+    return PACKAGES.get(row.engine, row.engine)
+
+
+def worst_errors(outcomes: Sequence[Outcome], references: Sequence[Reference]) -> dict[str, float]:
+    """Return by reference how far a row's losses are off, in its worst process; the nearest reference first."""
+    errors = {r.name: max(loss_error(outcome.losses, r.losses) for outcome in outcomes) for r in references}
+    return dict(sorted(errors.items(), key=lambda item: item[1]))
+
+
+def verdict(outcomes: Sequence[Outcome], references: Sequence[Reference], cell: Cell) -> tuple[str, str]:
+    """Return whether a row counts, and why.
+
+    That is ``ok``, ``failed``, ``not checked``, ``error``, ``not installed`` or ``not run``.
+    """
     if not outcomes:
         return "not run", "no time was left"
     for outcome in outcomes:
         if outcome.error is not None:
             missing = outcome.error.startswith("ModuleNotFoundError")
             return "not installed" if missing else "error", outcome.error
-    if not reference:
-        return "failed", "there is no reference to hold the losses to"
-    worst = max(loss_error(outcome.losses, reference) for outcome in outcomes)
+    if not references:
+        return "not checked", "neither training in memory nor another engine has losses to hold these to"
+    nearest, worst = next(iter(worst_errors(outcomes, references).items()))
     tolerance = TOLERANCES[cell.dtype]
     if worst > tolerance:
-        return "failed", f"losses are off the reference's by up to {worst:.2%}, more than {tolerance:.1%}"
+        off = f"losses are off those of {nearest} by up to {worst:.2%}, more than {tolerance:.1%}"
+        others = len(references) - 1
+        return "failed", off + (f", and further off those of {others} others" if others else "")
     return "ok", ""
 
 
-def row_summary(cell: Cell, row: Row, outcomes: Sequence[Outcome], reference: Sequence[float]) -> dict[str, Any]:
-    """Return what the table shows of a row: medians over its processes."""
-    status, why = verdict(outcomes, reference, cell)
+def row_summary(cell: Cell, row: Row, outcomes: Sequence[Outcome], references: Sequence[Reference]) -> dict[str, Any]:
+    """Return what the table shows of a row: medians over its processes, and what its losses were held to and met."""
+    status, why = verdict(outcomes, references, cell)
     if row.kind == "other mathematics" and status == "failed":
         status = "other mathematics"
     result: dict[str, Any] = {"status": status, "why": why, "kind": row.kind}
@@ -50,13 +102,15 @@ def row_summary(cell: Cell, row: Row, outcomes: Sequence[Outcome], reference: Se
     per_process_s = [statistics.median(outcome.iteration_s) for outcome in whole]
     iteration_s = statistics.median(per_process_s)
     mean_s = statistics.median(outcome.total_s / len(outcome.iteration_s) for outcome in whole)
+    errors = worst_errors(whole, references)
     device_bytes = [outcome.peak_device_bytes for outcome in whole if outcome.peak_device_bytes is not None]
     return result | {
         "iteration_s": iteration_s,
         "iteration_s_of_processes": per_process_s,
         "mean_iteration_s": mean_s,
         "tokens_per_s": cell.num_tokens / iteration_s,
-        "loss_error": max(loss_error(outcome.losses, reference) for outcome in whole) if reference else None,
+        "loss_error": next(iter(errors.values()), None),
+        "checked_against": [name for name, error in errors.items() if error <= TOLERANCES[cell.dtype]],
         "peak_rss_bytes": max(outcome.peak_rss_bytes for outcome in whole),
         "peak_device_bytes": max(device_bytes) if device_bytes else None,
         "start_up_s": statistics.median(outcome.start_up_s for outcome in whole),
@@ -73,11 +127,19 @@ def paired_ratio(slower: Sequence[Outcome], faster: Sequence[Outcome]) -> float:
 
 
 def cell_summary(
-    cell: Cell, rows: Sequence[Row], outcomes: Mapping[str, Sequence[Outcome]], reference: Sequence[float]
+    cell: Cell, rows: Sequence[Row], outcomes: Mapping[str, Sequence[Outcome]], in_memory: Reference | None
 ) -> dict[str, Any]:
     """Return all rows of a cell and how ours compares; ratios above 1 mean that ours is faster."""
-    table = {row.name: row_summary(cell, row, outcomes[row.name], reference) for row in rows}
-    result: dict[str, Any] = {"rows": table, "num_tokens": cell.num_tokens, "tolerance": TOLERANCES[cell.dtype]}
+    table = {
+        row.name: row_summary(cell, row, outcomes[row.name], references_of(row, rows, outcomes, in_memory))
+        for row in rows
+    }
+    result: dict[str, Any] = {
+        "rows": table,
+        "num_tokens": cell.num_tokens,
+        "tolerance": TOLERANCES[cell.dtype],
+        "reference": in_memory.name if in_memory else "other engines",
+    }
     counted = {name: row for name, row in table.items() if row["status"] == "ok"}
     ours = next((row.name for row in rows if row.kind == "ours" and row.name in counted), None)
     if ours is None:

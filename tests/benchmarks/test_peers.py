@@ -5,15 +5,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.peers import driver
+from benchmarks.peers.driver import Comparison, Settings, table
 from benchmarks.peers.jobs import Cell, Job, Outcome
 from benchmarks.peers.processes import Clock, Runner
 from benchmarks.peers.rows import ROWS, Row, rows_for
-from benchmarks.peers.summary import TOLERANCES, cell_summary, paired_ratio, verdict
+from benchmarks.peers.summary import IN_MEMORY, TOLERANCES, Reference, cell_summary, paired_ratio, verdict
 from benchmarks.peers.worker import run
+from hwprofiles.registry import load_profile
 
 ROOT = Path(__file__).parents[2]
 CELL = Cell("llama-tiny", "fp32", 2, 32, 2, 1.0, None, 1)
@@ -22,6 +26,7 @@ OURS, PEER, CEILING = (
     Row("peer", "zero2"),
     Row("memory", "in_memory", "ceiling"),
 )
+REFERENCE = Reference(IN_MEMORY, (3.0, 2.0))
 
 
 @pytest.fixture
@@ -57,7 +62,7 @@ def test_gate_sees_a_wrong_learning_rate(lr_factor: float, status: str) -> None:
     job = Job(CELL, "in_memory", {"fused": False}, num_warm_up=2, num_timed=4)
     reference = run(job)
     other = run(dataclasses.replace(job, settings={"lr_factor": lr_factor}))
-    assert verdict([other], reference.losses, CELL)[0] == status
+    assert verdict([other], (Reference(IN_MEMORY, reference.losses),), CELL)[0] == status
 
 
 def outcome(iteration_s: float, loss: float = 2.0) -> Outcome:
@@ -67,13 +72,96 @@ def outcome(iteration_s: float, loss: float = 2.0) -> Outcome:
 def test_what_fails_the_gate_is_no_best_peer() -> None:
     rows = (OURS, PEER, dataclasses.replace(PEER, name="other"), CEILING)
     outcomes = {"ours": [outcome(2)], "peer": [outcome(1, loss=2.1)], "other": [outcome(3)], "memory": [outcome(1)]}
-    summary = cell_summary(CELL, rows, outcomes, (3.0, 2.0))
+    summary = cell_summary(CELL, rows, outcomes, REFERENCE)
+    assert summary["reference"] == IN_MEMORY
+    assert summary["rows"]["ours"]["checked_against"] == [IN_MEMORY]
     assert summary["rows"]["peer"]["status"] == "failed"
     assert summary["best_peer"] == "other"
     assert summary["ours_over_best_peer"] == pytest.approx(1.5)
     assert summary["ours_over_in_memory"] == pytest.approx(0.5)
     outcomes["ours"] = [outcome(2, loss=2.1)]
-    assert "ours_over_best_peer" not in cell_summary(CELL, rows, outcomes, (3.0, 2.0))
+    assert "ours_over_best_peer" not in cell_summary(CELL, rows, outcomes, REFERENCE)
+
+
+@pytest.mark.parametrize(
+    ("losses", "statuses"),
+    [
+        # of ours, of two rows of DeepSpeed, of FSDP2
+        ((2.0, 2.0, 2.0, 2.0), ("ok", "ok", "ok", "ok")),
+        ((2.1, 2.0, 2.0, 2.0), ("failed", "ok", "ok", "ok")),
+        ((2.0, 2.1, 2.1, 2.0), ("ok", "failed", "failed", "ok")),  # rows of one package are no company
+        ((2.0, 2.1, 2.0, None), ("ok", "failed", "ok", "error")),
+        ((2.1, 2.0, None, None), ("failed", "failed", "error", "error")),  # who is wrong is not known
+        ((2.0, None, None, None), ("not checked", "error", "error", "error")),
+        ((None, 2.0, 2.0, None), ("error", "not checked", "not checked", "error")),
+    ],
+)
+def test_without_a_reference_engines_are_held_to_one_another(
+    losses: tuple[float | None, ...], statuses: tuple[str, ...]
+) -> None:
+    rows = (OURS, PEER, dataclasses.replace(PEER, name="other", engine="zero3"), Row("third", "fsdp2"))
+    ran = {
+        row.name: [outcome(2, loss)] if loss else [Outcome(error="OutOfMemoryError")]
+        for row, loss in zip(rows, losses, strict=True)
+    }
+    summary = cell_summary(CELL, rows, ran, None)
+    assert tuple(summary["rows"][row.name]["status"] for row in rows) == statuses
+    assert summary["reference"] == "other engines"
+    assert ("best_peer" in summary) == (statuses[0] == "ok")
+    if statuses[0] == "ok":
+        assert IN_MEMORY not in summary["rows"]["ours"]["checked_against"]
+        assert summary["rows"]["ours"]["checked_against"]
+
+
+def test_other_mathematics_is_no_witness() -> None:
+    zen = Row("zen", "zenflow", "other mathematics")
+    summary = cell_summary(CELL, (OURS, zen), {"ours": [outcome(1)], "zen": [outcome(1)]}, None)
+    assert summary["rows"]["ours"]["status"] == "not checked"
+
+
+class Machine:
+    """Stands for a machine: what every engine's process finds is given."""
+
+    num_cores, peers, clock = 1, None, Clock(600.0)
+
+    def __init__(self, found: dict[str, Outcome], clock: Clock | None = None) -> None:
+        self.found, self.jobs = found, list[Job]()
+        self.clock = clock or self.clock
+
+    def run(self, job: Job, _limit_s: float | None = None) -> Outcome:
+        self.jobs.append(job)
+        return self.found[job.engine]
+
+
+def compared(
+    folder: Path, machine: Machine, rows: tuple[Row, ...], device: str = "cpu", cells: tuple[Cell, ...] = (CELL,)
+) -> dict[str, Any]:
+    profiles = {cell.compute_threads: load_profile("epyc-turin-2c") for cell in cells}
+    settings = Settings(cells, rows, device, profiles, 1, 1, 1, True, folder / "peers.json")
+    return Comparison(settings, machine, folder).run()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_cell_too_large_for_memory_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, large: bool
+) -> None:
+    monkeypatch.setattr(driver, "origin", lambda *_, **__: {"gpu_bytes": 1000 if large else 80e9})
+    out = Outcome(error="OutOfMemoryError: CUDA out of memory")
+    machine = Machine({"ours": outcome(1), "fsdp2": outcome(3), "in_memory": out})
+    result = compared(tmp_path, machine, (OURS, CEILING, Row("fsdp2", "fsdp2")), "cuda")
+    (cell,) = result["cells"].values()
+    assert {name: row["status"] for name, row in cell["rows"].items()} == {
+        "ours": "ok",
+        "fsdp2": "ok",
+        "memory": "error",
+    }
+    assert cell["ours_over_best_peer"] == pytest.approx(3)
+    assert cell["rows"]["ours"]["checked_against"] == ["fsdp2"]
+    (why,) = result["notes"]["references"].values()
+    assert cell["rows"]["memory"]["why"] == why
+    assert why.startswith("not tried: weights, gradients and moments take 0.0 GB" if large else "OutOfMemory")
+    assert sum(job.engine == "in_memory" for job in machine.jobs) == (0 if large else 2)
+    assert "held to those of other engines" in table(result["cells"], ["ours"])
 
 
 def test_ratios_are_paired_by_round() -> None:
@@ -82,18 +170,18 @@ def test_ratios_are_paired_by_round() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "reference", "status"),
+    ("outcomes", "references", "status"),
     [
-        ([], (1.0,), "not run"),
-        ([Outcome(error="ModuleNotFoundError: No module named 'deepspeed'")], (1.0,), "not installed"),
-        ([outcome(1), Outcome(error="OutOfMemoryError: CUDA")], (3.0, 2.0), "error"),
-        ([outcome(1)], (), "failed"),
-        ([outcome(1, loss=float("nan"))], (3.0, 2.0), "failed"),
-        ([outcome(1)], (3.0, 2.0), "ok"),
+        ([], (REFERENCE,), "not run"),
+        ([Outcome(error="ModuleNotFoundError: No module named 'deepspeed'")], (REFERENCE,), "not installed"),
+        ([outcome(1), Outcome(error="OutOfMemoryError: CUDA")], (REFERENCE,), "error"),
+        ([outcome(1)], (), "not checked"),
+        ([outcome(1, loss=float("nan"))], (REFERENCE,), "failed"),
+        ([outcome(1)], (REFERENCE,), "ok"),
     ],
 )
-def test_statuses(outcomes: list[Outcome], reference: tuple[float, ...], status: str) -> None:
-    assert verdict(outcomes, reference, CELL)[0] == status
+def test_statuses(outcomes: list[Outcome], references: tuple[Reference, ...], status: str) -> None:
+    assert verdict(outcomes, references, CELL)[0] == status
 
 
 def test_a_process_that_takes_too_long_is_an_outcome() -> None:
