@@ -9,8 +9,11 @@
 #   BUDGET_S=580                              seconds for all of them
 #   WHEELS=wheels                             folder of wheels to install beside what is there, if it exists: ours
 #                                             (pydantic, highspy) and the peers' (benchmarks/requirements-peers.txt)
-#   MODELS="llama-3.2-1b"                     what the execute stage plans and executes
+#   MODELS="llama-3.2-1b"                     what the execute stage plans and executes: names, or paths of a config.json
+#   BATCH="--micro-batch 4 --seq-len 2048"    of what, as options of ullage plan
 #
+# The execute stage leaves a folder of each model: plan.json, run.json (every measured task), trace.json.gz (for
+# ui.perfetto.dev: the simulated iterations beside the measured ones) and summary.json (predicted against measured).
 # A stage that fails, or takes longer than it may, is told in $OUT/stages.txt with the end of its output, and the others
 # go on. Needs torch with CUDA, transformers, numba, scipy, networkx, rich, pydantic and highspy; nothing is downloaded.
 set -uo pipefail
@@ -20,6 +23,7 @@ STAGES="${STAGES:-tests calibrate execute peers}"
 BUDGET_S="${BUDGET_S:-580}"
 WHEELS="${WHEELS:-wheels}"
 MODELS="${MODELS:-llama-3.2-1b}"
+BATCH="${BATCH:---micro-batch 4 --seq-len 2048}"
 PYTHON="${PYTHON:-python3}"
 PROFILE="${PROFILE:-h100}"
 begin_s=$(date +%s)
@@ -63,13 +67,15 @@ install_wheels() {
 profile() { if [ -f "$OUT/profile.json" ]; then echo "$OUT/profile.json"; else echo "$PROFILE"; fi; }
 
 execute_model() {
-    "$PYTHON" -m ullage plan --model "$1" --hardware "$(profile)" --micro-batch 4 --seq-len 2048 \
-        --output "$scratch/plan.json" \
-        && "$PYTHON" -m ullage execute "$scratch/plan.json" --iterations 12 --output-dir "$scratch" --json \
-            > "$OUT/$1-run.json"
+    local folder
+    folder="$OUT/$(basename "${1%/config.json}")"
+    mkdir -p "$folder"
+    "$PYTHON" -m ullage plan --model "$1" --hardware "$(profile)" $BATCH --output "$folder/plan.json" \
+        && "$PYTHON" -m ullage execute "$folder/plan.json" --iterations 12 --output-dir "$folder" \
+            --storage-dir "$scratch" --json > "$folder/summary.json"
 }
 export -f execute_model profile
-export PYTHON OUT PROFILE scratch
+export PYTHON OUT PROFILE BATCH scratch
 
 : > "$OUT/stages.txt"
 compgen -G "$WHEELS/*.whl" > /dev/null && install_wheels

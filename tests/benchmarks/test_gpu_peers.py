@@ -1,5 +1,6 @@
-"""The benchmark of peers on a GPU: what it does there, on the virtual GPU of the executor's tests."""
+"""The benchmarks for a GPU: what they do there, on the virtual GPU of the executor's tests, and what they leave."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from hwprofiles.registry import load_profile
 
 ROOT = Path(__file__).parents[2]
 HEAD = """
@@ -96,3 +99,25 @@ print(json.dumps([sorted(places), torch.cuda.max_memory_reserved() / num_params]
     )
     assert peaks[0] == [["cpu", "torch.float32"]]
     assert 2 <= peaks[1] < 2.5  # bytes per parameter: bf16 alone
+
+
+def test_what_was_executed_is_kept(tmp_path: Path) -> None:
+    model, results = tmp_path / "tiny", tmp_path / "results"
+    model.mkdir()
+    results.mkdir()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+    (model / "config.json").write_text(json.dumps({"model_type": "llama"} | sizes | heads))
+    profile = load_profile("epyc-turin-2c").model_copy(update={"measured_on": None})
+    (results / "profile.json").write_text(profile.model_dump_json())
+    environment = {"OUT": str(results), "STAGES": "execute", "MODELS": str(model / "config.json"), "BUDGET_S": "250"}
+    environment |= {"PYTHON": sys.executable, "WHEELS": str(tmp_path / "none"), "BATCH": "--seq-len 64"}
+    command = ["bash", str(ROOT / "benchmarks" / "gpu" / "run.sh")]
+    subprocess.run(command, env=os.environ | environment, check=True, capture_output=True, timeout=300)
+    assert "ended with 0" in (results / "stages.txt").read_text()
+    kept = {path.name for path in (results / "tiny").iterdir()}
+    assert kept == {"plan.json", "run.json", "trace.json.gz", "summary.json"}
+    with gzip.open(results / "tiny" / "trace.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    processes = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {name.split()[0] for name in processes} == {"predicted", "measured"}
