@@ -1,7 +1,12 @@
 """Our training beside that of peers on one GPU: same model, text, arithmetic and device memory.
 
-    python benchmarks/gpu/peers.py --profile profile.json --quick       one cell, one setting per peer, one process each
-    python benchmarks/gpu/peers.py --cells small large accumulated      tuned, three processes each
+    python benchmarks/gpu/peers.py --quick --budget 550                      one setting per peer, one process each
+    python benchmarks/gpu/peers.py --models llama-3.2-3b --cells large long  tuned, three processes each
+
+Cells are trained one after another, the most important first: 8k tokens per step, where peers have to be beaten; 64k,
+where training in memory has to be matched; the largest model that trains at all, which may use all of the device, since
+no host of 128 GiB holds it; then the rest of four models by six batches. What --budget leaves no time for is not begun,
+and named.
 
 Peers are installed by ``pip install --target PEERS -r benchmarks/requirements-peers.txt``; one that is not there is a
 row that says so. The device's memory is bounded for all but the ceiling, by PyTorch's allocator, as soon as the
@@ -11,6 +16,7 @@ nobody else can be set beside says that it is not checked.
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.peers.command import Rounds, add_arguments, compare
@@ -25,9 +31,31 @@ OUTPUT = Path(__file__).parents[1] / "results" / "gpu" / "peers.json"
 SHAPES = {
     "small": (1, 2048, 1, 1.0, False),
     "large": (4, 2048, 1, 0.0, True),
-    "accumulated": (1, 2048, 8, 1.0, False),
+    "larger": (8, 2048, 1, 1.0, True),
     "long": (2, 4096, 1, 1.0, True),
+    "accumulated": (1, 2048, 8, 1.0, False),
+    "tokens-64k": (4, 2048, 8, 0.0, True),
 }
+_LARGEST = "llama-2-13b"
+MODELS = ("llama-3.2-3b", "llama-2-7b", "llama-3.1-8b", _LARGEST)
+FIRST = (("llama-2-7b", "large"), ("llama-3.2-3b", "tokens-64k"), (_LARGEST, "small"))
+
+
+def chosen(models: Sequence[str] | None, shapes: Sequence[str] | None) -> tuple[tuple[str, str], ...]:
+    """Return models and shapes of all cells, the most important first; what is asked for is in the order asked for."""
+    grid = tuple((model, shape) for model in models or MODELS for shape in shapes or SHAPES)
+    if models or shapes:
+        return grid
+    return tuple(dict.fromkeys(FIRST + grid))
+
+
+def cell_of(model: str, shape: str, device_bytes: int | None, threads: int) -> Cell:
+    """Return a cell; without ``device_bytes`` 20 GB of the device are used, or all of it for the largest model."""
+    micro_batch, seq_len, accumulation, max_norm, recompute = SHAPES[shape]
+    batch = (micro_batch, seq_len, accumulation, max_norm)
+    if device_bytes is None and model != _LARGEST:
+        device_bytes = 20_000_000_000
+    return Cell(model, "bf16", *batch, device_bytes, threads, recompute)
 
 
 def main() -> None:
@@ -35,12 +63,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, OUTPUT)
     parser.add_argument("--quick", action="store_true", help="one setting per peer, one process per row")
-    parser.add_argument("--model", default="llama-3.2-1b", help="see `ullage models` (llama-3.2-1b)")
-    parser.add_argument("--cells", nargs="+", choices=SHAPES, default=["small"], help="batches (small)")
+    parser.add_argument("--models", nargs="+", metavar="MODEL", help=f"see `ullage models` ({', '.join(MODELS)})")
+    parser.add_argument("--cells", nargs="+", choices=SHAPES, help="batches, of every model (all)")
     parser.add_argument(
-        "--device-memory", type=parse_bytes, default=20_000_000_000, metavar="SIZE", help="of every engine (20GB)"
+        "--device-memory", type=parse_bytes, metavar="SIZE", help=f"of every engine (20GB; for {_LARGEST} all there is)"
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to see whether this runs")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: does it run? (llama-tiny)")
     args = parser.parse_args()
     if args.profile:
         profile = load_profile(args.profile)
@@ -48,11 +76,7 @@ def main() -> None:
         options = CalibrationOptions(quick=True, device="gpu" if args.device == "cuda" else "host")
         profile = calibrate(options, kernels(), lambda *_: None)[0]
     threads = profile.device.num_cores
-    cells = []
-    for name in args.cells:
-        micro_batch, seq_len, accumulation, max_norm, recompute = SHAPES[name]
-        batch = (micro_batch, seq_len, accumulation, max_norm)
-        cells.append(Cell(args.model, "bf16", *batch, args.device_memory, threads, recompute))
+    cells = [cell_of(*names, args.device_memory, threads) for names in chosen(args.models, args.cells)]
     rounds = Rounds(1, 3, 7, quick=True) if args.quick else Rounds(3, 5, 20, quick=False)
     compare(args, args.device, tuple(cells), {threads: profile}, rounds)
 

@@ -3,6 +3,7 @@
 # beside ours. Results go to $OUT (default benchmarks/results/gpu), after every stage; commit what is there.
 #
 #   bash benchmarks/gpu/run.sh [OPTIONS OF benchmarks/gpu/peers.py]
+#   STAGES=peers bash benchmarks/gpu/run.sh --models llama-2-13b --cells small --output 13b.json    ten minutes for peers
 #
 #   STAGES="tests calibrate execute peers"    which stages, in this order
 #   PROFILE=h100                              planned for in place of $OUT/profile.json where calibration left none
@@ -86,7 +87,7 @@ for name in $STAGES; do
         execute) for model in $MODELS; do stage "execute $model" 120 bash -c 'execute_model "$1"' - "$model"; done ;;
         peers)
             stage peers "$(left_s)" "$PYTHON" benchmarks/gpu/peers.py --quick --profile "$(profile)" \
-                --budget "$(($(left_s) - 25))" --limit 100 --output "$OUT/peers.json" "$@"
+                --budget "$(($(left_s) - 25))" --limit 150 --output "$OUT/peers.json" "$@"
             ;;
         *) echo "$name: no such stage" | tee -a "$OUT/stages.txt" ;;
     esac

@@ -33,11 +33,11 @@ class Settings:
     """How to compare.
 
     Attributes:
-        cells: what is trained.
+        cells: what is trained, the most important first: what there is no time for is not begun.
         rows: by whom.
         device: on what.
         profiles: the machine's, by threads that compute (0 where a GPU does).
-        num_rounds: processes per row and cell; in each round all rows take their turn.
+        num_rounds: processes per row and cell; in each round all rows of a cell take their turn.
         num_warm_up, num_timed: iterations of each.
         quick: try the likeliest settings of every peer alone.
         output: result file, written after every process.
@@ -76,18 +76,21 @@ class Comparison:
         self._chosen: dict[tuple[Cell, str], dict[str, Any]] = {}
         self._tried: dict[Cell, dict[str, list[dict[str, Any]]]] = {cell: {} for cell in settings.cells}
         self._notes: dict[str, Any] = {}
+        self._not_begun = list(settings.cells)
 
     def run(self) -> dict[str, Any]:
         """Compare, and return what was written."""
         self._build()
         for cell in self._settings.cells:
+            if self._runner.clock.left_s < 1:
+                self._say(f"{cell.name}: not begun, no time is left")
+                continue
+            self._not_begun.remove(cell)
             self._plan(cell)
             self._refer(cell)
-        for cell in self._settings.cells:
             for row in self._settings.rows:
                 self._tune(cell, row)
-        for _ in range(self._settings.num_rounds):
-            for cell in self._settings.cells:
+            for _ in range(self._settings.num_rounds):
                 for row in self._settings.rows:
                     self._measure(cell, row)
         return self._write()
@@ -220,7 +223,7 @@ class Comparison:
         cells = {
             cell.name: {
                 **dataclasses.asdict(cell),
-                **cell_summary(cell, self._settings.rows, self._outcomes[cell], self._references.get(cell)),
+                **self._summary(cell),
                 "settings": {row.name: self._chosen.get((cell, row.name)) for row in self._settings.rows},
                 "tried": self._tried[cell],
             }
@@ -233,10 +236,17 @@ class Comparison:
             "num_warm_up": self._settings.num_warm_up,
             "num_timed": self._settings.num_timed,
             "notes": self._notes,
+            "not_begun": [cell.name for cell in self._not_begun],
             "cells": cells,
         }
         write_result(self._settings.output, result)
         return result
+
+    def _summary(self, cell: Cell) -> dict[str, Any]:
+        gemm = self._settings.profiles[cell.compute_threads].device.gemm.get(cell.dtype)
+        peak_flop_per_s = gemm.best_rate_per_s() if gemm else None
+        reference = self._references.get(cell)
+        return cell_summary(cell, self._settings.rows, self._outcomes[cell], reference, peak_flop_per_s)
 
     @staticmethod
     def _recompute(cell: Cell) -> dict[str, Any]:
@@ -258,6 +268,9 @@ def table(cells: dict[str, Any], rows: Sequence[str]) -> str:
     """Return the result as lines to print."""
     lines = []
     for name, cell in cells.items():
+        if all(found["status"] == "not run" for found in cell["rows"].values()):
+            lines.append(f"{name}: not run, no time was left")
+            continue
         lines.append(name)
         if cell["reference"] != IN_MEMORY:
             lines.append(f"  losses are held to those of {cell['reference']}")
@@ -267,7 +280,7 @@ def table(cells: dict[str, Any], rows: Sequence[str]) -> str:
                 figures = (
                     f"{found['tokens_per_s']:9.0f} tokens/s {found['iteration_s']:8.3f} s "
                     f"{found['peak_rss_bytes'] / 1e9:6.2f} GB  start {found['start_up_s']:5.1f} s"
-                )
+                ) + (f"  MFU {100 * found['mfu']:4.1f} %" if "mfu" in found else "")
                 lines.append(f"  {row:16} {figures}  {found['status']} {found['why']}")
             else:
                 lines.append(f"  {row:16} {found['status']}: {found['why']}")

@@ -1,6 +1,7 @@
 """Our engine: ``ullage.prepare`` around the same loop, on a plan that the driver has made."""
 
 import contextlib
+import statistics
 from pathlib import Path
 from typing import Any, final
 
@@ -12,6 +13,7 @@ from benchmarks.peers.jobs import Job
 from benchmarks.peers.training import adamw_options, loss_of, make_model, schedule_of
 from hwprofiles.allocator import keep_freed_memory
 from planner.plan import load_plan
+from planner.series import busy
 from ullage.comparison import compare
 from ullage.replay import replay
 from ullage.simulation import simulate
@@ -73,6 +75,9 @@ class Ours:
             "plan": plan_summary(plan),
             "predicted_and_measured": comparison.to_json(),
             "replayed_over_measured": replay(measured, steady),
+            "device_busy_share": statistics.median(
+                busy(measured, i)["gpu"].integral / measured.period_s(i) for i in steady
+            ),
         }
 
 

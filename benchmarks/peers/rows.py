@@ -51,6 +51,17 @@ ROWS: tuple[Row, ...] = (
         cpu=({}, _ONE_THREAD, _SPIN),
         cuda=({}, {"sub_group_size": _LARGER}, {"overlap_comm": False}, {"sub_group_size": 10**9}),
     ),
+    # Parameters on the host too, and fetched: slower where weights fit the device, and all there is where they do not.
+    Row(
+        "zero-3-params",
+        "zero3",
+        cpu=(),
+        cuda=(
+            {"offload_param": True},
+            {"offload_param": True, "sub_group_size": _LARGER},
+            {"offload_param": True, "overlap_comm": False},
+        ),
+    ),
     Row(
         "twin-flow",
         "zero3",

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.peers.engines import PACKAGES
-from benchmarks.peers.jobs import Cell, Outcome
+from benchmarks.peers.jobs import Cell, Outcome, model_config
 from benchmarks.peers.rows import Row
+from planner.models.parameters import num_parameters
 
 # Most that a loss may be off the reference's, relative, in any iteration. Engines that train alike stay within a tenth
 # of it (they round gradients and norms differently); a learning rate that is off by a tenth does not.
@@ -103,6 +104,7 @@ def row_summary(cell: Cell, row: Row, outcomes: Sequence[Outcome], references: S
     iteration_s = statistics.median(per_process_s)
     mean_s = statistics.median(outcome.total_s / len(outcome.iteration_s) for outcome in whole)
     errors = worst_errors(whole, references)
+    busy = [share for outcome in whole if (share := outcome.detail.get("device_busy_share")) is not None]
     device_bytes = [outcome.peak_device_bytes for outcome in whole if outcome.peak_device_bytes is not None]
     return result | {
         "iteration_s": iteration_s,
@@ -113,6 +115,7 @@ def row_summary(cell: Cell, row: Row, outcomes: Sequence[Outcome], references: S
         "checked_against": [name for name, error in errors.items() if error <= TOLERANCES[cell.dtype]],
         "peak_rss_bytes": max(outcome.peak_rss_bytes for outcome in whole),
         "peak_device_bytes": max(device_bytes) if device_bytes else None,
+        "device_busy_share": statistics.median(busy) if busy else None,
         "start_up_s": statistics.median(outcome.start_up_s for outcome in whole),
         "first_iteration_s": statistics.median(outcome.first_iteration_s for outcome in whole),
     }
@@ -127,9 +130,22 @@ def paired_ratio(slower: Sequence[Outcome], faster: Sequence[Outcome]) -> float:
 
 
 def cell_summary(
-    cell: Cell, rows: Sequence[Row], outcomes: Mapping[str, Sequence[Outcome]], in_memory: Reference | None
+    cell: Cell,
+    rows: Sequence[Row],
+    outcomes: Mapping[str, Sequence[Outcome]],
+    in_memory: Reference | None,
+    peak_flop_per_s: float | None = None,
 ) -> dict[str, Any]:
-    """Return all rows of a cell and how ours compares; ratios above 1 mean that ours is faster."""
+    """Return all rows of a cell and how ours compares; ratios above 1 mean that ours is faster.
+
+    Args:
+        cell: what was trained.
+        rows: by whom.
+        outcomes: what came of it, by row.
+        in_memory: losses of training in memory; ``None``: there are none, and engines are held to one another.
+        peak_flop_per_s: that ``mfu`` is a share of: the best rate that the profile has for one matrix product. The
+            model's FLOP are 6 for each parameter and token (Kaplan et al. 2020, table 1), recomputed ones not counted.
+    """
     table = {
         row.name: row_summary(cell, row, outcomes[row.name], references_of(row, rows, outcomes, in_memory))
         for row in rows
@@ -138,8 +154,13 @@ def cell_summary(
         "rows": table,
         "num_tokens": cell.num_tokens,
         "tolerance": TOLERANCES[cell.dtype],
-        "reference": in_memory.name if in_memory else "other engines",
+        "reference": in_memory.name if in_memory else "other engines" if any(outcomes.values()) else None,
+        "model_flop_per_token": 6 * num_parameters(model_config(cell.model)),
+        "peak_flop_per_s": peak_flop_per_s,
     }
+    for found in table.values():
+        if peak_flop_per_s is not None and "tokens_per_s" in found:
+            found["mfu"] = result["model_flop_per_token"] * found["tokens_per_s"] / peak_flop_per_s
     counted = {name: row for name, row in table.items() if row["status"] == "ok"}
     ours = next((row.name for row in rows if row.kind == "ours" and row.name in counted), None)
     if ours is None:

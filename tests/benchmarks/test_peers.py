@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.peers import MODELS, SHAPES, cell_of, chosen
 from benchmarks.peers import driver
 from benchmarks.peers.driver import Comparison, Settings, table
 from benchmarks.peers.jobs import Cell, Job, Outcome
@@ -17,6 +18,7 @@ from benchmarks.peers.processes import Clock, Runner
 from benchmarks.peers.rows import ROWS, Row, rows_for
 from benchmarks.peers.summary import IN_MEMORY, TOLERANCES, Reference, cell_summary, paired_ratio, verdict
 from benchmarks.peers.worker import run
+from benchmarks.peers.zero import configuration
 from hwprofiles.registry import load_profile
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +51,12 @@ def test_command_from_end_to_end(tmp_path: Path) -> None:
         assert row["loss_error"] < TOLERANCES["fp32"] / 10
         assert row["peak_rss_bytes"] > 0
         assert row["start_up_s"] > 0
+        assert row["mfu"] == pytest.approx(cell["model_flop_per_token"] * row["tokens_per_s"] / cell["peak_flop_per_s"])
+        assert 0 < row["mfu"] < 1
+    assert 0 < cell["rows"]["ours"]["device_busy_share"] <= 1
+    assert cell["rows"]["in-memory"]["device_busy_share"] is None
+    assert cell["reference"] == IN_MEMORY
+    assert result["not_begun"] == []
     assert cell["plan"]["updated_params"].get("cpu", 0) > 0  # the device is too small for the optimizer
     assert all(cell[key] > 0 for key in ("ours_over_in_memory", "ours_over_bound", "replayed_over_measured"))
     assert abs(cell["memory_errors"]["gpu"]) < 0.05
@@ -162,6 +170,64 @@ def test_a_cell_too_large_for_memory_is_compared(
     assert why.startswith("not tried: weights, gradients and moments take 0.0 GB" if large else "OutOfMemory")
     assert sum(job.engine == "in_memory" for job in machine.jobs) == (0 if large else 2)
     assert "held to those of other engines" in table(result["cells"], ["ours"])
+
+
+class Ticks:
+    """A clock on which every process takes a second."""
+
+    def __init__(self, left_s: float) -> None:
+        self.left_s = left_s
+
+
+class SlowMachine(Machine):
+    def run(self, job: Job, limit_s: float | None = None) -> Outcome:
+        self.clock.left_s -= 1  # type: ignore[misc]
+        return super().run(job, limit_s)
+
+
+def test_cells_that_matter_most_are_whole_before_others_begin(tmp_path: Path) -> None:
+    cells = tuple(dataclasses.replace(CELL, num_micro_batches=n) for n in (1, 2, 3))
+    rows = (OURS, Row("fsdp2", "fsdp2"))
+    found = {name: outcome(2) for name in ("ours", "fsdp2", "in_memory")}
+    machine = SlowMachine(found, Ticks(5))  # type: ignore[arg-type]
+    result = compared(tmp_path, machine, rows, cells=cells)
+    assert [(job.cell, job.engine) for job in machine.jobs] == [
+        *[(cells[0], name) for name in ("in_memory", "ours", "fsdp2")],
+        *[(cells[1], name) for name in ("in_memory", "ours")],
+    ]
+    statuses = [[row["status"] for row in cell["rows"].values()] for cell in result["cells"].values()]
+    assert statuses == [["ok", "ok"], ["ok", "not run"], ["not run", "not run"]]
+    assert result["not_begun"] == [cells[2].name]
+    assert list(result["notes"]["planning_s"]) == [cell.name for cell in cells[:2]]
+    assert result["cells"][cells[2].name]["reference"] is None
+    assert f"{cells[2].name}: not run, no time was left" in table(result["cells"], ["ours", "fsdp2"]).splitlines()
+
+
+def test_grid_of_a_gpu() -> None:
+    cells = [cell_of(*names, None, 0) for names in chosen(None, None)]
+    assert len({cell.name for cell in cells}) == len(cells) == len(MODELS) * len(SHAPES)
+    batches = {(cell.micro_batch, cell.seq_len, cell.num_micro_batches) for cell in cells}
+    assert {(1, 2048, 1), (4, 2048, 1), (8, 2048, 1), (2, 4096, 1), (1, 2048, 8)} <= batches
+    assert {cell.max_norm for cell in cells} == {0.0, 1.0}
+    # First what has to be beaten, then what has to be matched, then what others cannot do, with all of the device.
+    assert [(cell.model, cell.num_tokens) for cell in cells[:3]] == [
+        ("llama-2-7b", 8192),
+        ("llama-3.2-3b", 65536),
+        ("llama-2-13b", 2048),
+    ]
+    assert {cell.model for cell in cells if cell.device_memory_bytes is None} == {"llama-2-13b"}
+    assert cell_of("llama-2-13b", "small", 30, 0).device_memory_bytes == 30
+    assert chosen(["a", "b"], ["small", "long"]) == (("a", "small"), ("a", "long"), ("b", "small"), ("b", "long"))
+    assert chosen(None, ["small"]) == tuple((model, "small") for model in MODELS)
+
+
+def test_a_peer_has_its_parameters_on_the_host() -> None:
+    """Else it stops where parameters leave the device no room, and not where it has to."""
+    found = {row.name: row.candidates("cuda", recompute=False, quick=True)[0] for row in rows_for("cuda")}
+    assert any(settings.get("offload_param") for settings in found.values())
+    zero = configuration(Job(CELL, "zero3", found["zero-3-params"], device="cuda"))["zero_optimization"]
+    assert zero["offload_param"] == {"device": "cpu", "pin_memory": True}
+    assert not any(key.endswith("persistence_threshold") for key in zero)  # nothing has to stay on the device
 
 
 def test_ratios_are_paired_by_round() -> None:
