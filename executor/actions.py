@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from executor.activations import OffloadedActivations
-from executor.backend import Backend, as_array, sum_of_squares_on_host, update_on_host
+from executor.backend import Backend, as_array, update_on_host
 from executor.exchange import Exchange
 from executor.optimizer import WorkerTeam
 from executor.optimizer.table import Rule
@@ -221,7 +221,7 @@ class Actions:
                 yield self._backend.sum_of_squares(gradient.of(part))
             else:
                 held = unit.gradient(part.piece)[part.start - part.piece.start : part.stop - part.piece.start]
-                yield sum_of_squares_on_host(held).to(self._backend.device)
+                yield self._backend.sum_of_squares_on_host(held, self._team)
 
     def _load(self, task: Task, iteration: int) -> None:
         unit = self._state.units[task.unit]

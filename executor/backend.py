@@ -101,6 +101,10 @@ class Backend(Protocol):
         """Measure, while inside, the device memory that comes and goes: all but what :meth:`empty` gave."""
         ...
 
+    def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> torch.Tensor:
+        """Return the same of a tensor in host memory, as a scalar on the device; done on return."""
+        ...
+
     def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of squares of a flat tensor, on the host or the device, as a float64 scalar beside it."""
         ...
@@ -178,6 +182,10 @@ class HostBackend:
                 yield meter
             finally:
                 self._meter = None
+
+    def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> torch.Tensor:  # noqa: ARG002
+        """In one thread, as cores compute meanwhile."""
+        return sum_of_squares_on_host(tensor)
 
     def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :class:`Backend`."""

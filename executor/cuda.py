@@ -3,6 +3,8 @@
 import bisect
 import collections
 import contextlib
+import itertools
+import math
 import mmap
 import operator
 import threading
@@ -13,8 +15,9 @@ from typing import Final, Self
 
 import torch
 
-from executor.backend import Moment
+from executor.backend import Moment, as_array, sum_of_squares
 from executor.optimizer.table import Rule
+from executor.optimizer.workers import WorkerTeam
 from planner.schedule import Lane
 
 # Their threads work on the host itself; every other lane gives its work to a stream.
@@ -25,6 +28,7 @@ _HOST_LANES: Final = frozenset(
 # tasks come after, or what is to come would be given memory while what goes still has its own.
 _PACED_LANES: Final = frozenset({Lane.ACTIVATION_IN})
 _NEAR_S: Final = 10.0  # float32 milliseconds are exact to a microsecond so far
+_PASSING_BYTES: Final = 16 << 20
 _CHUNK_PARAMS: Final = 1 << 22  # bounds the float32 copy of a gradient during an update on the device, to 16 MiB
 
 
@@ -88,6 +92,7 @@ class CudaBackend:
         zero = _Event(self._pool)
         torch.cuda.synchronize(self.device)
         self._clock = Clock(zero, time.perf_counter())
+        self._passing: torch.Tensor | None = None  # what accumulated gradients pass through, where some do
 
     @contextlib.contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:
@@ -138,11 +143,33 @@ class CudaBackend:
         destination.copy_(source, non_blocking=True)
 
     def accumulate(self, destination: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
-        """Add on the host; waits for the copy."""
+        """Add on the host; waits for the copies.
+
+        They pass through two registered buffers, outside the ledger as what drivers keep: one is added while the next
+        is on its way. Memory that is not registered would be copied to at half the rate, and be new each time.
+        """
         if first:
             destination.copy_(source)
-        else:
-            destination.add_(source.cpu())
+            return
+        if self._passing is None:
+            self._passing = self.empty(2 * _PASSING_BYTES, on_device=False)
+        halves = self._passing.view(source.dtype).view(2, -1)
+        parts = zip(*(tensor.split(halves.shape[1]) for tensor in (destination, source)), strict=True)  # type: ignore[no-untyped-call]
+        arriving: collections.deque[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]] = collections.deque()
+
+        def add() -> None:
+            target, values, arrived = arriving.popleft()
+            arrived.synchronize()
+            target.add_(values)
+
+        for half, (target, values) in zip(itertools.cycle(halves), parts, strict=False):
+            if len(arriving) == len(halves):
+                add()
+            passing = half[: len(values)]
+            passing.copy_(values, non_blocking=True)
+            arriving.append((target, passing, torch.cuda.current_stream(self.device).record_event()))
+        while arriving:
+            add()
 
     def scale(self, values: torch.Tensor, factor: float) -> None:
         """Multiply on the current stream."""
@@ -163,6 +190,12 @@ class CudaBackend:
     def meter(self) -> "contextlib.AbstractContextManager[_CudaMeter]":
         """Read torch's own count."""
         return _CudaMeter()
+
+    def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> torch.Tensor:
+        """Let the team add up, which has no updates to make just before clipping."""
+        values, sums = as_array(tensor), list[float]()
+        team.run(lambda start, stop: sums.append(sum_of_squares(values[start:stop])), len(values))
+        return torch.tensor(math.fsum(sums), dtype=torch.float64).to(self.device)
 
     def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of squares, on the device; the norm itself is added up in float32."""

@@ -328,7 +328,10 @@ class CostModel:
             duration_s += self._host_pass(_ACCUMULATE_PASSES * task.num_bytes).duration_s
             num_passes += _ACCUMULATE_PASSES
         if task.op is Op.FLUSH and (norm := self.profile.device.gradient_norm) is not None:
-            duration_s += self._read(norm, task.num_params, "gradient norm")
+            if self.asynchronous and task.micro_batch:  # of the sum, which is on the host
+                duration_s += self._host_pass(self._dtype_bytes * task.num_params).duration_s
+            else:
+                duration_s += self._read(norm, task.num_params, "gradient norm")
         rate = task.num_bytes / duration_s
         uses = [
             (Resource.LINK_DOWN if down else Resource.LINK_UP, rate),

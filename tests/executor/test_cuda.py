@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training import Task, decide, prepare, reference, train, uniform
 
+import executor.cuda
 from executor.cuda import Clock, CudaBackend
+from executor.optimizer.workers import WorkerTeam
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -85,6 +87,31 @@ def test_host_memory_that_cannot_be_registered_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     with pytest.raises(MemoryError, match=r"cudaHostRegister of 10,000 B failed with 2; raise the limit \(ulimit -l\)"):
         backend.empty(10_000, on_device=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_params", [1, 1000, 64, 128, 4097])
+def test_gradients_are_added_up_by_way_of_registered_memory(num_params, dtype, monkeypatch):
+    """In two buffers by turns, of which each has 64 float32; whatever else a copy is made to would be new each time."""
+    monkeypatch.setattr(executor.cuda, "_PASSING_BYTES", 256)
+    runtime, backend = Runtime(), CudaBackend()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.Tensor, "cpu", None)
+    gradients = torch.randn(3, num_params, generator=torch.Generator().manual_seed(0)).to(dtype)
+    held = torch.empty(num_params, dtype=dtype)
+    for number, gradient in enumerate(gradients.to("cuda")):
+        backend.accumulate(held, gradient, first=not number)
+    assert list(runtime.registered.values()) == [512]
+    assert torch.equal(held, gradients[0] + gradients[1] + gradients[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_team_adds_up_squares_as_one_thread_does(dtype):
+    gradient = torch.randn(300_001, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with WorkerTeam(3) as team:
+        total = CudaBackend().sum_of_squares_on_host(gradient, team)
+    assert total.is_cuda
+    assert total.item() == pytest.approx(gradient.double().square().sum().item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("record", [False, True])
