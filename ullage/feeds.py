@@ -94,7 +94,7 @@ class _TokenFeed:
     def loss(self, model: nn.Module, device: torch.device) -> Tensor:
         decided = self._plan.decisions
         of_all = self._stream.next(decided.data_parallel * decided.micro_batch)
-        tokens = of_all[self._rank * decided.micro_batch :][: decided.micro_batch].to(device)
+        tokens = brought(of_all[self._rank * decided.micro_batch :][: decided.micro_batch], device)
         loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         return loss
 
@@ -115,8 +115,13 @@ class _RandomFeed:
 
     def loss(self, model: nn.Module, device: torch.device) -> Tensor:
         self.position += self._num_sequences
-        args = [tensor.to(device) for tensor in self._args]
-        return find_loss(model(*args, **{name: tensor.to(device) for name, tensor in self._kwargs.items()}))[0]
+        args = [brought(tensor, device) for tensor in self._args]
+        return find_loss(model(*args, **{name: brought(tensor, device) for name, tensor in self._kwargs.items()}))[0]
+
+
+def brought(batch: Tensor, device: torch.device) -> Tensor:
+    """Return a batch on a device. Pinned, as from other memory the copy would wait for what the device has to do."""
+    return batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch.to(device)
 
 
 def _random(spec: CapturedInput, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

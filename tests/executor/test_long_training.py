@@ -35,6 +35,17 @@ def test_one_rank(optimizer, data):
     assert_same(planned(task, decisions), reference(task))
 
 
+@pytest.mark.torture
+@pytest.mark.parametrize("family", ["gpt2", "llama-tied", "qwen3", "mixtral"])
+@settings(max_examples=4, deadline=None, phases=[Phase.generate])
+@given(data=st.data())
+def test_models_of_several_layers(family, data):
+    """Others have one layer and few words, as they are many."""
+    optimizer = data.draw(st.sampled_from(list(OPTIMIZERS)))
+    task, decisions = of(optimizer, data.draw(plans(grains=(977, 3000, 100_000), **LONG | {"family": family})))
+    assert_same(planned(task, decisions), reference(task))
+
+
 @pytest.mark.parametrize("optimizer", OF_THE_TABLE)
 @settings(max_examples=1, deadline=None, phases=[Phase.generate])
 @given(data=st.data())

@@ -30,6 +30,7 @@ from executor.machine import LaneMachine
 from executor.restoring import restore
 from executor.saving import Checkpoints
 from planner.schedule import Lane, Tier
+from ullage.feeds import brought
 
 FAMILIES = ("gpt2", "gpt2-untied", "llama", "llama-tied", "qwen3", "mixtral", "opt")
 NUM_LOOKED_AT = Counter()
@@ -129,6 +130,18 @@ def test_the_caller_waits_as_often_whatever_the_model_has():
         races = watched_training(Task(family, iterations=4), decide(Task(family), uniform("gpu", "gpu")))
         waits[family] = sum(count for (_, what), count in races.waits.items() if what == "stream")
     assert waits["small"] == waits["gpt2"] <= 4 * 7
+
+
+def test_a_batch_is_brought_without_waiting(gpu):  # noqa: ARG001 - a fixture
+    tokens = torch.arange(64).view(2, 32)
+    with watched() as races:
+        found = brought(tokens, torch.device("cuda"))
+    assert not races.waits
+    assert not races.pageable
+    assert torch.equal(found.cpu(), tokens)
+    with watched() as races:
+        tokens.to("cuda")
+    assert races.waits, "that is how it would be seen"
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
