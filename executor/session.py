@@ -523,6 +523,8 @@ class Session:
         Args:
             give_back: whether the model is wanted; if not, its parameters have no values afterwards.
         """
+        if self.closed:
+            return
         together = found = False
         try:
             if not self._machine.stopped and not self._inside_iteration:

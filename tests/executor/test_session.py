@@ -382,6 +382,7 @@ def test_a_closed_session_leaves_an_ordinary_model():
     model, optimizer = prepare(task, decide(task, uniform("host", "cpu", "recompute"), num_param_slots=1))
     with optimizer.session:
         seen = train(task, model, optimizer)
+    optimizer.session.close()  # again
     assert_same((seen, dict(model.named_parameters())), reference(task))
     tokens = batches(task)[0, 0]
     model(input_ids=tokens, labels=tokens).loss.backward()
