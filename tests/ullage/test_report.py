@@ -312,7 +312,7 @@ def test_the_command_says_where_and_what(plan, plan_path, tmp_path, capsys):
         ("[]", "is no plan, run or study"),
         ('{"host_link": 1}', "is no plan, run or study"),
         ('{"decisions": 1, "schema_version": 99}', "has schema_version 99, but this program reads"),
-        ('{"start_s": [], "schema_version": 99}', "is not a run file of schema_version 1 (found 99)"),
+        ('{"start_s": [], "schema_version": 99}', "has schema_version 99, but this program reads 1"),
     ],
 )
 def test_bad_files_are_one_line(content, says, tmp_path, capsys):
