@@ -315,7 +315,10 @@ def nowhere(model):
     return model.register_forward_pre_hook(lambda *_args: None)
 
 
-HALF_WAY = r"plan expects (forward|backward|recompute) .*half way.*session\.close\(\).*gives the model the weights.*prepare\(\) again"
+HALF_WAY = (
+    r"plan expects (forward|backward|recompute) .*half way.*session\.close\(\).*gives the model the weights"
+    r".*prepare\(\) again"
+)
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
