@@ -261,9 +261,8 @@ def test_what_is_missing_in_the_schedule_is_seen(places, broken, late, tmp_path,
     decisions = decide(task, uniform(*places), subgroup_params=3000, overlap_next_forward=True)
     monkeypatch.setattr(*broken)
     slowly = LATE_S if late is SNAPSHOTS else MOST_S  # what is taken too early must be read before it has changed
-    # On a busy machine what is too early may come in time once, but not three times.
-    looks = (looked_at(task, decisions, tmp_path / f"{seed}", seed, late, slowly) for seed in range(3))
-    assert any(torn or wrong for _, torn, wrong in looks)
+    _, torn, wrong = looked_at(task, decisions, tmp_path, 1, late, slowly)
+    assert torn or wrong
 
 
 def test_how_much_was_looked_at(capsys):
