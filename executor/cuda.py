@@ -5,7 +5,6 @@ import collections
 import contextlib
 import itertools
 import math
-import mmap
 import operator
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Final, Self
 import torch
 
 from executor.backend import Moment, as_array, sum_of_squares
+from executor.direct import pages
 from executor.optimizer.table import Rule
 from executor.optimizer.workers import WorkerTeam
 from planner.schedule import Lane
@@ -29,7 +29,9 @@ _HOST_LANES: Final = frozenset(
 _PACED_LANES: Final = frozenset({Lane.ACTIVATION_IN})
 _NEAR_S: Final = 10.0  # float32 milliseconds are exact to a microsecond so far
 _PASSING_BYTES: Final = 16 << 20
-_CHUNK_PARAMS: Final = 1 << 22  # bounds the float32 copy of a gradient during an update on the device, to 16 MiB
+# Bounds the float32 copy of a gradient during an update on the device, to 64 MiB; kernels for less than that may take no
+# longer on the device than their launches do here.
+_CHUNK_PARAMS: Final = 1 << 24
 
 
 class _Event:
@@ -40,7 +42,8 @@ class _Event:
         try:
             self.event = pool.pop()
         except IndexError:
-            self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            # Threads that wait for it sleep: they would take a core each from the updates on the host.
+            self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         self.event.record()
 
     def __del__(self) -> None:
@@ -101,7 +104,9 @@ class CudaBackend:
         if lane in _HOST_LANES:
             yield
             return
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        # A small kernel between two copies is not to wait behind matrix products; updates fill the device themselves.
+        priority = 0 if lane is Lane.GPU_UPDATE else -1
+        stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             yield
 
@@ -129,14 +134,30 @@ class CudaBackend:
         """Return device memory, or host memory that is registered exactly: torch's own rounds up to powers of two."""
         if on_device or not num_bytes:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device if on_device else "cpu")
-        pages = mmap.mmap(-1, num_bytes)
-        block = torch.frombuffer(pages, dtype=torch.uint8)
+        memory = pages(num_bytes, inherited=False)
+        block = torch.from_numpy(memory)
+        block.zero_()  # by all threads, where the driver would fetch page after page in one
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = cudart.cudaHostRegister(block.data_ptr(), num_bytes, 0)
         if int(code) != 0:
-            raise MemoryError(f"cudaHostRegister of {num_bytes:,} B failed with {code}; raise the limit (ulimit -l)")
-        weakref.finalize(block.untyped_storage(), cudart.cudaHostUnregister, block.data_ptr())
+            self._forget_error()
+            raise MemoryError(
+                f"cudaHostRegister of {num_bytes:,} B failed with {code}; leave more host memory free, or raise the "
+                "limit of locked memory (ulimit -l)"
+            )
+        # ``memory`` is kept until then: pages that are gone could not be unregistered.
+        weakref.finalize(
+            block.untyped_storage(),
+            lambda address, _memory: cudart.cudaHostUnregister(address),
+            block.data_ptr(),
+            memory,
+        )
         return block
+
+    def _forget_error(self) -> None:
+        """Let CUDA's last error be told, which the next kernel to be launched would take for its own."""
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.device)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy on the current stream."""
@@ -217,11 +238,15 @@ def update_on_device(state: tuple[torch.Tensor, ...], rule: Rule, step: int, sca
 
 
 class _CudaMeter:
-    """The peak of allocated device memory above what was allocated when it was entered."""
+    """The peak of device memory above what was there when it was entered.
+
+    It is memory that cannot be given to anybody else yet ("active" in torch's words): also what tensors had that are gone,
+    but that another stream still works on, which torch does not count as allocated.
+    """
 
     def __enter__(self) -> Self:
         torch.cuda.reset_peak_memory_stats()
-        self._base_bytes = torch.cuda.memory_allocated()
+        self._base_bytes = torch.cuda.memory_stats()["active_bytes.all.current"]
         self._peak_bytes = 0
         self._task: int | None = None
         self.peak_bytes_of: dict[int, int] = {}
@@ -233,12 +258,16 @@ class _CudaMeter:
     @property
     def peak_bytes(self) -> int:
         """Most bytes held at one time."""
-        return max(self._peak_bytes, torch.cuda.max_memory_allocated() - self._base_bytes)
+        return max(self._peak_bytes, self._now_bytes())
 
     def turn_to(self, task: int | None) -> None:
         """See :class:`executor.backend.Meter`. Memory is taken when work is issued, so that no stream is waited for."""
         if self._task is not None:
-            self.peak_bytes_of[self._task] = torch.cuda.max_memory_allocated() - self._base_bytes
+            self.peak_bytes_of[self._task] = self._now_bytes()
         self._peak_bytes = self.peak_bytes
         torch.cuda.reset_peak_memory_stats()
         self._task = task
+
+    def _now_bytes(self) -> int:
+        """Return the peak since it was set back."""
+        return int(torch.cuda.memory_stats()["active_bytes.all.peak"]) - self._base_bytes

@@ -24,15 +24,21 @@ def in_blocks(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def pages(num_bytes: int) -> npt.NDArray[np.uint8]:
+def pages(num_bytes: int, *, inherited: bool = True) -> npt.NDArray[np.uint8]:
     """Return memory of whole pages, all zero, uint8 ``[num_bytes]``; large pages where the system gives them.
 
     A direct transfer looks up and holds each page of its memory: 1024 small ones or two large ones in 4 MiB.
+
+    Args:
+        num_bytes: how much.
+        inherited: whether processes that are forked have it too. A fork copies all of it at once if a device holds it.
     """
     memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory seldom has large pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without them
             memory.madvise(mmap.MADV_HUGEPAGE)
+    if not inherited and hasattr(mmap, "MADV_DONTFORK"):
+        memory.madvise(mmap.MADV_DONTFORK)
     return np.frombuffer(memory, np.uint8)
 
 

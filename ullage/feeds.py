@@ -6,12 +6,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from planner.models import to_hf_config_dict
+from planner.models import num_parameters, to_hf_config_dict
 from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan import Plan, PlanError
 from ullage.capture.module import DTYPES, load_factory
 from ullage.capture.recording import find_loss
 from ullage.text import Tokens, TokenStream, read_text
+
+_SHARE_TO_MAKE = 0.8  # of what is free on the device: weights that are tied later are drawn apart
 
 
 class Feed(Protocol):
@@ -88,8 +90,21 @@ class _TokenFeed:
         assert not isinstance(self._plan.model, CapturedModel)
         config = AutoConfig.for_model(**to_hf_config_dict(self._plan.model))
         dtype = DTYPES[self._plan.decisions.precision.weights]
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        where = self._where_to_make(dtype)
+        with torch.device(where):
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        model.to("cpu")
+        if where == "cuda":
+            torch.cuda.empty_cache()
         return model
+
+    def _where_to_make(self, dtype: torch.dtype) -> str:
+        """Return a GPU with room for all weights: one core of the host takes minutes to draw billions of numbers."""
+        assert not isinstance(self._plan.model, CapturedModel)
+        if self._plan.hardware.device.kind != "gpu":
+            return "cpu"
+        needed_bytes = num_parameters(self._plan.model) * dtype.itemsize
+        return "cuda" if needed_bytes <= _SHARE_TO_MAKE * torch.cuda.mem_get_info()[0] else "cpu"
 
     def loss(self, model: nn.Module, device: torch.device) -> Tensor:
         decided = self._plan.decisions

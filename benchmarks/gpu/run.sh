@@ -6,10 +6,12 @@
 #   STAGES=peers bash benchmarks/gpu/run.sh --models llama-2-13b --cells small --output 13b.json    ten minutes for peers
 #
 #   STAGES="tests calibrate execute peers"    which stages, in this order
-#   PROFILE=h100                              planned for in place of $OUT/profile.json where calibration left none
+#   PROFILE=h100                              planned for, with the memory and cores of this machine, where calibration
+#                                             left no $OUT/profile.json
 #   BUDGET_S=580                              seconds for all of them
 #   WHEELS=wheels                             folder of wheels to install beside what is there, if it exists: ours
-#                                             (pydantic, highspy) and the peers' (benchmarks/requirements-peers.txt)
+#                                             (pydantic, pydantic_core, annotated_types, typing_inspection, highspy) and
+#                                             the peers' (benchmarks/requirements-peers.txt)
 #   MODELS="llama-3.2-1b"                     what the execute stage plans and executes: names, or paths of a config.json
 #   BATCH="--micro-batch 4 --seq-len 2048"    of what, as options of ullage plan
 #
@@ -65,7 +67,14 @@ install_wheels() {
     export PYTHONPATH="$PYTHONPATH:$scratch/ours" ULLAGE_PEERS="$scratch/peers"
 }
 
-profile() { if [ -f "$OUT/profile.json" ]; then echo "$OUT/profile.json"; else echo "$PROFILE"; fi; }
+profile() {
+    local found="$OUT/profile.json" made="$scratch/stand_in.json"
+    if [ ! -f "$found" ]; then
+        found="$made"
+        [ -f "$made" ] || "$PYTHON" benchmarks/gpu/stand_in.py "$PROFILE" "$made" || return
+    fi
+    echo "$found"
+}
 
 execute_model() {
     local folder
@@ -80,6 +89,13 @@ export PYTHON OUT PROFILE BATCH scratch
 
 : > "$OUT/stages.txt"
 compgen -G "$WHEELS/*.whl" > /dev/null && install_wheels
+if ! "$PYTHON" -c 'import highspy, ullage.execution' 2> "$scratch/log.txt"; then
+    echo "imports: $(tail -n 1 "$scratch/log.txt"); put a wheel of what is missing into $WHEELS/" | tee -a "$OUT/stages.txt"
+    exit 1
+fi
+grep -E 'MemTotal|MemAvailable' /proc/meminfo > "$OUT/machine.txt"
+nvidia-smi --query-gpu=name,memory.total,memory.free,driver_version,pcie.link.gen.current,pcie.link.width.current \
+    --format=csv >> "$OUT/machine.txt" 2>&1
 for name in $STAGES; do
     case "$name" in
         tests) stage tests 120 "$PYTHON" -m pytest -q --rootdir . tests/executor/test_cuda.py ;;

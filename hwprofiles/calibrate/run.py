@@ -35,6 +35,9 @@ from hwprofiles.machine import available_memory_bytes, cpu_name, num_cores, prof
 from hwprofiles.profile import Device, Fabric, HardwareProfile, Host, Link, Storage
 from hwprofiles.quantity import Provenance, Quantity
 
+# Of a GPU's free memory: what cuBLAS and NCCL take, code of kernels that is loaded when it is first needed, and what
+# PyTorch's allocator rounds up.
+_FOR_LIBRARIES_BYTES = 1 << 30
 _USABLE = 0.85  # of the available memory: the rest is for the program itself and for what other programs may want
 # Steps of each part in order, with their shares of the time. The disk comes first: it is what most often cannot be
 # measured.
@@ -356,11 +359,11 @@ def _divide_memory(options: CalibrationOptions, *, on_gpu: bool) -> tuple[Quanti
     usable = int(available_memory_bytes() * _USABLE)
     share = f"{_USABLE:.0%} of the available memory"
     asked = options.device_memory_bytes
-    capacity = torch.cuda.mem_get_info()[0] if on_gpu else usable - 1
+    capacity = torch.cuda.mem_get_info()[0] - _FOR_LIBRARIES_BYTES if on_gpu else usable - 1
     if asked is not None and asked > capacity:
         raise CalibrationError(f"device_memory_bytes is {asked}, but at most {capacity} are free for it; give fewer")
     if on_gpu:
-        source = "as asked for" if asked else "free memory of the GPU"
+        source = "as asked for" if asked else "free memory of the GPU, less 1 GiB for libraries"
         return quantity(asked or capacity, "bytes", source, 1), quantity(usable, "bytes", share, 1)
     device = asked or usable // 4
     source = "arena in host memory, " + ("as asked for" if asked else f"a quarter of {share}")

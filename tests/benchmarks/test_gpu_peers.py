@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu.stand_in import stand_in
+from hwprofiles.machine import available_memory_bytes, num_cores
 from hwprofiles.registry import load_profile
 
 ROOT = Path(__file__).parents[2]
@@ -121,3 +123,27 @@ def test_what_was_executed_is_kept(tmp_path: Path) -> None:
         events = json.load(file)["traceEvents"]
     processes = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {name.split()[0] for name in processes} == {"predicted", "measured"}
+
+
+def test_where_calibration_left_nothing_plans_are_for_this_machine() -> None:
+    packaged, here = load_profile("h100"), stand_in(load_profile("h100"))
+    assert here.host.memory_bytes.value < available_memory_bytes() < packaged.host.memory_bytes.value
+    assert (here.host.num_cores, here.host.num_optimizer_cores) == (num_cores(), num_cores())
+    assert here.device == packaged.device
+
+
+def test_a_package_that_is_missing_ends_the_benchmark_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "highspy.py").write_text("raise ModuleNotFoundError(\"No module named 'highspy'\")")
+    environment = {
+        "OUT": str(tmp_path / "out"),
+        "PYTHON": sys.executable,
+        "WHEELS": "none",
+        "PYTHONPATH": str(tmp_path),
+    }
+    command = ["bash", str(ROOT / "benchmarks" / "gpu" / "run.sh")]
+    done = subprocess.run(
+        command, env=os.environ | environment, check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    line = "imports: ModuleNotFoundError: No module named 'highspy'; put a wheel of what is missing into none/"
+    assert done.stdout.splitlines() == [line]

@@ -1,5 +1,7 @@
 """The same small models on a CUDA device, or on the virtual one. ``benchmarks/gpu/run.sh`` runs them on the former."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -82,10 +84,44 @@ def test_host_memory_is_registered_as_long_as_it_is_there(monkeypatch):
     assert not runtime.registered
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no list of this process's memory")
+def test_registered_memory_is_there_before_in_large_pages_and_no_child_has_it(monkeypatch):
+    """A driver that has to fetch it does so page by page, and a fork would copy what a device holds."""
+    backend, there = CudaBackend(), []
+    runtime = Runtime()
+    monkeypatch.setattr(
+        runtime, "cudaHostRegister", lambda address, _bytes, _flags: there.append(mapping(address)) or 0
+    )
+    monkeypatch.setattr(runtime, "cudaHostUnregister", lambda _address: None)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    block = backend.empty(8 << 20, on_device=False)
+    assert len(block) == 8 << 20
+    ((resident_bytes, flags),) = there
+    assert resident_bytes >= 8 << 20
+    assert "dc" in flags, "not copied by a fork"
+    assert "hg" in flags
+    assert "sh" not in flags, "shared memory has small pages"
+
+
+def mapping(address):
+    """Return the bytes of a mapping that are in memory, and its flags (see proc_pid_smaps(5))."""
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if "-" in name and not name.endswith(":"):
+            start, end = (int(text, 16) for text in name.split("-"))
+            found = start <= address < end
+        elif found and name == "Rss:":
+            resident_bytes = int(rest.split()[0]) << 10
+        elif found and name == "VmFlags:":
+            return resident_bytes, rest.split()
+    raise AssertionError(f"nothing is at {address:#x}")
+
+
 def test_host_memory_that_cannot_be_registered_is_an_error(monkeypatch):
     backend, runtime = CudaBackend(), Runtime(code=2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    with pytest.raises(MemoryError, match=r"cudaHostRegister of 10,000 B failed with 2; raise the limit \(ulimit -l\)"):
+    with pytest.raises(MemoryError, match=r"cudaHostRegister of 10,000 B failed with 2; leave more .*\(ulimit -l\)"):
         backend.empty(10_000, on_device=False)
 
 

@@ -88,12 +88,12 @@ def present():
     )
 
     class Stream:  # a type, since signatures of others name it
-        def __new__(cls, _device=None):
-            return torch.Stream(device)
+        def __new__(cls, _device=None, priority=0):
+            return torch.Stream(device, priority=priority)
 
     class Event:
-        def __new__(cls, enable_timing=False):
-            return torch.Event(device, enable_timing=enable_timing)
+        def __new__(cls, enable_timing=False, blocking=False):
+            return torch.Event(device, enable_timing=enable_timing, blocking=blocking)
 
     def current_stream(_device=None):
         return torch.accelerator.current_stream()
@@ -133,6 +133,10 @@ def present():
         "memory_reserved": lambda _device=None: extension.held_bytes(),
         "max_memory_allocated": lambda _device=None: extension.peak_bytes(),
         "max_memory_reserved": lambda _device=None: extension.peak_bytes(),
+        "memory_stats": lambda _device=None: {  # no kernel is under way when its tensor goes
+            "active_bytes.all.current": extension.held_bytes(),
+            "active_bytes.all.peak": extension.peak_bytes(),
+        },
         "reset_peak_memory_stats": lambda _device=None: extension.reset_peak(),
         "set_per_process_memory_fraction": lambda _share, _device=None: None,
         "empty_cache": lambda: None,
