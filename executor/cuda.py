@@ -29,8 +29,8 @@ _HOST_LANES: Final = frozenset(
 _PACED_LANES: Final = frozenset({Lane.ACTIVATION_IN})
 _NEAR_S: Final = 10.0  # float32 milliseconds are exact to a microsecond so far
 _PASSING_BYTES: Final = 16 << 20
-# Bounds the float32 copy of a gradient during an update on the device, to 64 MiB; kernels for less than that may take no
-# longer on the device than their launches do here.
+# Bounds the float32 copy of a gradient during an update on the device, to 64 MiB; kernels for less than that may take
+# no longer on the device than their launches do here.
 _CHUNK_PARAMS: Final = 1 << 24
 
 
@@ -240,8 +240,8 @@ def update_on_device(state: tuple[torch.Tensor, ...], rule: Rule, step: int, sca
 class _CudaMeter:
     """The peak of device memory above what was there when it was entered.
 
-    It is memory that cannot be given to anybody else yet ("active" in torch's words): also what tensors had that are gone,
-    but that another stream still works on, which torch does not count as allocated.
+    It is memory that cannot be given to anybody else yet ("active" in torch's words): also what tensors had that are
+    gone, but that another stream still works on, which torch does not count as allocated.
     """
 
     def __enter__(self) -> Self:
@@ -270,4 +270,5 @@ class _CudaMeter:
 
     def _now_bytes(self) -> int:
         """Return the peak since it was set back."""
-        return int(torch.cuda.memory_stats()["active_bytes.all.peak"]) - self._base_bytes
+        peak_bytes: int = torch.cuda.memory_stats()["active_bytes.all.peak"] - self._base_bytes
+        return peak_bytes

@@ -106,7 +106,8 @@ class Exchange:
         Raises:
             GradientError: a parameter has one on some ranks only, and its update may have begun without.
         """
-        arrived = self._ranks.sums([float(parameter.arrived == iteration) for parameter in parameters])
+        doing = f"iteration {iteration + 1}"
+        arrived = self._ranks.call(doing, [float(parameter.arrived == iteration) for parameter in parameters])
         for parameter, count in zip(parameters, arrived, strict=True):
             if 0 < count < self._ranks.size and not self._waits:
                 raise GradientError(
@@ -134,6 +135,7 @@ class Exchange:
         for i, (unit, _) in enumerate(parameters):
             if self._shards or unit.group is None or unit.group.rank == 0:
                 rows[mesh.tensor * count + i] = squares[i]
+        self._ranks.call("reading norms, or clipping")
         rows = self._ranks.sums(rows)
         totals = []
         for i, (_, parameter) in enumerate(parameters):

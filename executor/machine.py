@@ -18,7 +18,7 @@ from typing import Final, Self, final
 
 from executor.backend import Backend, HostBackend, Moment
 from executor.checkpoint.flusher import yield_cores
-from executor.watch import RankError
+from executor.watch import LANE_THREAD, RankError
 from planner.schedule import Lane, Op, Schedule, Task
 from planner.timeline import Span, Timeline
 
@@ -63,6 +63,10 @@ class LaneMachine:
         on_caller: called in the caller's thread when a task of its lanes begins, with the task's index. May be changed.
         on_stop: called when it stops, in the thread that stops it, with the failure if there is one: what tasks wait
             for apart from other tasks must then be given up.
+
+    Attributes:
+        waits: whether the caller waits for tasks just now.
+        num_ended: of all tasks so far.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class LaneMachine:
         self._stopped = False
         self._failure: BaseException | None = None
         self._num_pending = 0
+        self.waits, self.num_ended = False, 0
         self._tickets: dict[int, dict[int, _Ticket]] = {}
         self._open: list[_Ticket] = []
         self._recorded: dict[int, list[_Ticket]] = {}
@@ -94,7 +99,7 @@ class LaneMachine:
         # Daemons, since the interpreter would wait for others before it calls what is registered at exit.
         self._end_by_s = math.inf
         self._threads = [
-            threading.Thread(target=self._run_lane, args=(lane,), name=f"lane {lane}", daemon=True)
+            threading.Thread(target=self._run_lane, args=(lane,), name=f"{LANE_THREAD}{lane}", daemon=True)
             for lane in sorted(lanes)
         ]
         for thread in self._threads:
@@ -122,7 +127,7 @@ class LaneMachine:
             return
         # The time to issue a compute task runs beside the task itself, on a device that runs apart.
         self._end([t for t in self._open if not (t.task.op is Op.ISSUE and task.lane is Lane.COMPUTE)])
-        with self._closing_if_interrupted():
+        with self._waiting():
             self._begin(ticket)
         self._check()
         self.on_caller(task.index)
@@ -140,7 +145,7 @@ class LaneMachine:
             RuntimeError: the machine is closed.
         """
         self.end_open()
-        with self._closing_if_interrupted(), self._changed:
+        with self._waiting(), self._changed:
             self._changed.wait_for(lambda: self._stopped or not self._num_pending)
             last = list(self._last.values())
         self._check()
@@ -248,6 +253,7 @@ class LaneMachine:
     def _end(self, tickets: list[_Ticket]) -> None:
         moments = [self._backend.mark(t.task.lane) for t in tickets]
         with self._changed:
+            self.num_ended += len(tickets)
             for ticket, moment in zip(tickets, moments, strict=True):
                 ticket.end = moment
                 if ticket in self._open:
@@ -272,12 +278,17 @@ class LaneMachine:
             raise RuntimeError("the machine is closed, as its session is; prepare() the model again to train on")
 
     @contextlib.contextmanager
-    def _closing_if_interrupted(self) -> Iterator[None]:
+    def _waiting(self) -> Iterator[None]:
+        """Let the caller wait for tasks inside, and close if it is interrupted."""
+        self.waits = True
         try:
             yield
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
+            self.fail(error)  # other ranks are told at once
             self.close()
             raise
+        finally:
+            self.waits = False
 
 
 def _lane_error(ticket: _Ticket | None, lane: Lane, cause: BaseException) -> LaneError:

@@ -18,7 +18,6 @@ from executor.optimizer.table import OptimizerEntry, entry_of
 from executor.options import SessionOptions
 from executor.parallel.shares import Share
 from executor.pieces import Part
-from executor.ranks import staying_joined
 from executor.session import Session
 from executor.state import write_weights
 from executor.units import ParameterState, UnitState
@@ -243,13 +242,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         steps = {entry.share.name: entry.step for _, entry in self.session.parameter_states().values()}
         self._wholes = {entry.share.name: entry.share.whole for _, entry in self.session.parameter_states().values()}
-        with staying_joined():
-            kept = self._hand_over(folder)
-            failure = self._enter(way, kept, steps)
-            if failure is not None:
-                if (again := self._enter(self._way, kept, steps)) is not None:  # a rank is gone
-                    raise again
-                raise failure
+        kept = self._hand_over(folder)
+        failure = self._enter(way, kept, steps)
+        if failure is not None:
+            if (again := self._enter(self._way, kept, steps)) is not None:  # a rank is gone
+                raise again
+            raise failure
         self._way = way
         return kept.num_bytes
 

@@ -14,6 +14,7 @@ import datetime as dt
 import os
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, final
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from executor.parallel.groups import Group
 from executor.parallel.mesh import Groups, Mesh
-from executor.watch import SILENCE_S, RankError, Watch
+from executor.watch import LANE_THREAD, SILENCE_S, RankError, Watch, apart
 from planner.graph import Degrees, Unit
 
 _POLL_S: Final = 0.1  # how long after another rank's failure a waiting thread notices it
@@ -32,23 +33,7 @@ _GRACE_S: Final = 5.0  # in which what was under way when a rank failed ends, as
 _TIMEOUT: Final = dt.timedelta(minutes=30)
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")  # the same for all processes on one machine, and for no others
 _TEXT_BYTES: Final = 256
-
-
-class _Default:
-    """The default process group: destroyed with the last session that needs it, if sessions have made it."""
-
-    is_ours = False
-    is_held = False
-
-
-@contextlib.contextmanager
-def staying_joined() -> Iterator[None]:
-    """Let sessions that end inside leave the default process group to those that begin after them."""
-    _Default.is_held = True
-    try:
-        yield
-    finally:
-        _Default.is_held = False
+_MARKS: Final = 1 << 20  # squares of smaller numbers are added up exactly, over thousands of ranks
 
 
 def this_machine() -> str:
@@ -60,7 +45,8 @@ def this_machine() -> str:
 class Ranks:
     """All ranks of a plan, one process each, as one of them sees them. Made by all at the same time.
 
-    The default process group is the user's, or else is made from the environment that ``torchrun`` sets.
+    The default process group is the user's, or else is made from the environment that ``torchrun`` sets, and stays
+    until the process ends: what a launcher set up to join processes serves once.
 
     Args:
         degrees: how many share what.
@@ -71,6 +57,10 @@ class Ranks:
         rank, size: this rank, and how many there are.
         mesh: where it is among them.
         tensor, experts: those that share layers, and experts, with it.
+        num_values: how many numbers :meth:`call` adds up; to be set once, the same on all.
+        mark: of what this rank has decided for itself and all must decide alike; to be set.
+        waits: whether a thread that is no lane's waits for a collective just now.
+        num_ended: collectives so far.
 
     Raises:
         ValueError: another number of processes was started.
@@ -82,6 +72,8 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), size
         self.mesh = Mesh(degrees, self.rank)
         self._on_device = device.type == "cuda"
+        self.num_values = self.mark = self.num_ended = 0
+        self.waits = False
         self._stopped = threading.Event()
         self._under_way: dict[dist.ProcessGroup, threading.Event] = {}  # set when what a group has begun has ended
         store = dist.distributed_c10d._get_default_store()
@@ -100,9 +92,15 @@ class Ranks:
         self._watch.start(self._failed)
         atexit.register(self._at_exit)
 
-    def watch(self, on_failure: Callable[[RankError], None]) -> None:
-        """Have this called, in another thread, as soon as another rank has failed."""
+    def watch(self, on_failure: Callable[[RankError], None], waits_for: Callable[[], tuple[str, int]]) -> None:
+        """Have this called, in another thread, as soon as another rank has failed, or is elsewhere.
+
+        Args:
+            on_failure: called with the failure.
+            waits_for: see :class:`executor.watch.Watch`.
+        """
         self._on_failure = on_failure
+        self._watch.waits_for = waits_for
         self._watch.check()  # it may have been too early for that
 
     @contextlib.contextmanager
@@ -134,6 +132,33 @@ class Ranks:
         self._all.add_up(total)
         result: list[float] = total.tolist()
         return result
+
+    def call(self, doing: str, values: Sequence[float] = ()) -> list[float]:
+        """Return :meth:`sums`, if all ranks are at the same point and have decided alike.
+
+        This is before whatever else they exchange there: ranks that are apart would take each other's numbers for what
+        they are not, or end in gloo, which ends the process where sizes differ. See [Note: Ranks apart] in
+        :mod:`executor.watch` for those that never come here.
+
+        Args:
+            doing: what this rank does, in words.
+            values: :attr:`num_values` numbers; zeros if they are left out.
+        """
+        given = zlib.crc32(doing.encode()) % _MARKS, self.mark % _MARKS
+        head = [float(number) for mark in given for number in (mark, mark * mark)]
+        total = self.sums([*head, *(values or (0.0,) * self.num_values)])
+        for sum_, squares, is_place in ((*total[0:2], True), (*total[2:4], False)):
+            if self.size * int(squares) == int(sum_) ** 2:  # then they are equal (Cauchy and Schwarz)
+                continue
+            told = self.told(f"{doing if is_place else self.mark}"[:_TEXT_BYTES])
+            if is_place:
+                raise RankError(f"rank {apart(dict(enumerate(told)))}")
+            different = next(rank for rank, mark in enumerate(told) if mark != told[0])
+            raise RankError(
+                f"rank {different} has updated otherwise than rank 0 before {doing}: let all ranks skip steps, clip "
+                "and set rates alike, by what all of them know"
+            )
+        return total[4:]
 
     def of_first(self, values: torch.Tensor) -> torch.Tensor:
         """Return rank 0's values, in host memory, where this rank has a tensor of the same shape and type."""
@@ -195,10 +220,6 @@ class Ranks:
                     part.leave(group)
         if not self._groups:
             atexit.unregister(self._at_exit)
-            if _Default.is_ours and not _Default.is_held:
-                _Default.is_ours = False
-                if dist.is_initialized():
-                    dist.destroy_process_group()
 
     def _at_exit(self) -> None:
         """Leave by a process that ends without having closed: nothing may be under way when the interpreter goes."""
@@ -227,7 +248,9 @@ class Ranks:
     def _wait(self, group: dist.ProcessGroup, begin: Callable[[], Any]) -> None:
         """Begin a collective and wait for it, or make the current stream wait for it if it is one on a device."""
         self._check()
+        is_lane = threading.current_thread().name.startswith(LANE_THREAD)
         try:
+            self.waits = self.waits or not is_lane
             work = begin()
             if group not in self._on_devices:  # work.wait() could not be left if another rank fails
                 done = self._under_way[group] = threading.Event()
@@ -240,6 +263,10 @@ class Ranks:
             raise
         except RuntimeError as error:  # a connection was closed, or NCCL was aborted
             raise self._watch.explain(error) from error
+        finally:
+            self.num_ended += 1
+            if not is_lane:
+                self.waits = False
 
     def _check(self) -> None:
         self._watch.check()
@@ -254,6 +281,12 @@ class Ranks:
         self._on_failure(error)
 
 
+def _leave_all() -> None:
+    """Destroy the default process group, if the user has not."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _join(size: int) -> None:
     """Make sure of a default process group."""
     remedy = f"start one process per device: torchrun --nproc-per-node {size} (a node), plus --nnodes for several"
@@ -262,7 +295,7 @@ def _join(size: int) -> None:
         if started != size:
             raise ValueError(f"the plan is for {size} devices, but {started} process(es) were started; {remedy}")
         dist.init_process_group("gloo", timeout=_TIMEOUT)
-        _Default.is_ours = True
+        atexit.register(_leave_all)
     if dist.get_world_size() != size:
         raise ValueError(
             f"the plan is for {size} devices, but the process group has {dist.get_world_size()} ranks; {remedy}"

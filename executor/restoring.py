@@ -35,7 +35,8 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
     """Set weights, state, step counts, groups and random numbers to what they were; return this rank's ``extra``.
 
     Whatever plan, number of ranks and tiers it was made under: every rank reads what it needs, see [Note: Restoring].
-    Every byte is checked as it is read.
+    Every byte is checked as it is read. Ranks begin together, and wait for each other when all have read what they
+    need: one that finds damage leaves the others nothing to wait for.
 
     Raises:
         CheckpointError: it is of another model or optimizer; nothing has changed then.
@@ -44,8 +45,8 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
     """
     session = optimizer.session
     of_ranks = checkpoint.manifest.extra["ranks"]
-    member = session.together.member()
-    extra: dict[str, Any] = of_ranks[member.rank if member.rank < len(of_ranks) else 0]
+    together = session.together
+    extra: dict[str, Any] = of_ranks[together.rank if together.rank < len(of_ranks) else 0]
     stock = optimizer.entry.stock.__name__
     if extra["optimizer"] != stock or len(extra["groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
@@ -68,8 +69,9 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
     for group, saved in zip(optimizer.param_groups, extra["groups"], strict=True):
         for key, value in saved.items():
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-    if len(of_ranks) == member.size:
+    if len(of_ranks) == together.size:
         set_rng_state(extra["rng"])
+        session.agree_on_chance()  # they may have shared no layers, or others
     return extra
 
 

@@ -1,5 +1,6 @@
 """Checkpoints of training under a plan: everything that it needs to go on as if it had not stopped."""
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -148,15 +149,22 @@ class Checkpoints:
         there, refused = candidates(self.levels.stores) if self._rank == 0 else ([], [])
         path = None
         for path in self._of_first(there):
-            failure, extra = None, {}
-            try:
-                with Checkpoint(path) as checkpoint:
-                    extra = restore(self._optimizer, checkpoint)
-            except DamagedError as error:
-                failure = str(error)
-            if not self._session.together.mean(float(failure is not None)):
-                return Resumed(path, checkpoint.manifest.step, tuple(refused), extra)
-            refused.append(failure or f"{path}: another rank cannot read its part")
+            failure = f"{path}: another rank cannot read its part"
+            with contextlib.ExitStack() as stack:
+                try:
+                    checkpoint = stack.enter_context(Checkpoint(path))
+                    opened = True
+                except DamagedError as error:
+                    failure, opened = str(error), False
+                if not self._session.together.any(not opened):  # restoring begins with what all do together
+                    try:
+                        extra = restore(self._optimizer, checkpoint)
+                        restored = True
+                    except DamagedError as error:
+                        failure, restored = str(error), False
+                    if not self._session.together.any(not restored):
+                        return Resumed(path, checkpoint.manifest.step, tuple(refused), extra)
+            refused.append(failure)
         if path is not None:
             raise CheckpointError(
                 f"no checkpoint is whole: {'; '.join(refused)}; bring one back from elsewhere, or begin again in "

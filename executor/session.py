@@ -6,6 +6,7 @@ issues what is left of the iteration and returns while updates go on.
 """
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self, final
 
@@ -96,6 +97,8 @@ class Session:
         self._backend = backend_of(options)
         self._inside_iteration = False
         self._inferring = False
+        self._changing = False
+        self._doing = "iteration 1"
         self._accumulation = Accumulation(decisions.num_micro_batches)
         self._meter: Meter | None = None
         several = decisions.num_devices > 1
@@ -118,7 +121,7 @@ class Session:
             self._undo += split_experts(model, units, shares, ranks and ranks.experts, self)
             if ranks is not None and decisions.tensor_parallel > 1:
                 self._undo += share_layers(model, units, shares, ranks.tensor, outside(options.compile_backend))
-                ranks.agree_on_chance()
+                self.agree_on_chance()
             self._undo += [*bind_state_dict(model, self._names, self.full_parameter), self._accumulation.bind(model)]
             self._move_buffers()
             self._sight = Sight(self._state, self._shared)
@@ -185,7 +188,13 @@ class Session:
             backward_ended=self._backward_ended,
         )
         if ranks is not None:
-            ranks.watch(self._machine.fail)
+            ranks.num_values = len(self._parameters)
+            ranks.watch(self._machine.fail, self._waits_for)
+
+    def _waits_for(self) -> tuple[str, int]:
+        assert self._ranks is not None
+        waits = self._machine.waits or self._ranks.waits
+        return self._doing if waits else "", self._machine.num_ended + self._ranks.num_ended
 
     def _has_stopped(self, failure: BaseException | None) -> None:
         if self._ranks is not None:
@@ -267,9 +276,11 @@ class Session:
         self._gradients.offer(self._loop.iteration, micro_batch)
 
     def _begin_iteration(self) -> None:
+        self._doing = f"iteration {self._loop.iteration + 1}"
         if self._inferring:  # what was issued for it may still read slots
             self._actions.settle()
             self._inferring = False
+            self._meet(needed=self._weights.gather_at_each_use)
         self._inside_iteration = True
         self._gradients.begin_iteration()
 
@@ -310,6 +321,7 @@ class Session:
         self._loop.finish()
         self._sight.turn_to("")
         self._inside_iteration = False
+        self._doing = f"iteration {self._loop.iteration + 1}"
 
     def _reach_clip(self) -> None:
         expected = self._loop.expected()
@@ -328,6 +340,9 @@ class Session:
                 name = self._names[id(parameter)]
                 updates[name] = ParameterUpdate(rule, self._gradients.scale(name))
         self._actions.begin_updates(self._loop.iteration, updates)
+        if self._ranks is not None:
+            rules = [self._entry.rule(group).params for group in self._groups]
+            self._ranks.mark = zlib.crc32(repr((rules, self._gradients.decided())).encode())
 
     def _hook_parameters(self) -> Iterator[Callable[[], None]]:
         for unit, parameter in self._state.parameters():
@@ -378,8 +393,13 @@ class Session:
 
     def full_parameter(self, name: str) -> torch.Tensor:
         """Return the weights of one parameter. See :meth:`full_parameters`."""
-        self._make_current()
+        self._make_current("state_dict()", uses=True)
         return self._weights.of(name)
+
+    def agree_on_chance(self) -> None:
+        """Let ranks that share layers go on with the same random numbers: what they drop out must be the same."""
+        if self._ranks is not None and self.decisions.tensor_parallel > 1:
+            self._ranks.agree_on_chance()
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the name that the plan has for one of the model's parameters."""
@@ -403,19 +423,24 @@ class Session:
 
     def parameter_states(self) -> dict[str, tuple[UnitState, ParameterState]]:
         """Return every parameter's state and its unit's, at rest. Raises as :meth:`full_parameters`."""
-        self._make_current()
+        self._make_current("reading of state")
         return self._parameters
 
     @contextlib.contextmanager
     def changing_at_rest(self) -> Iterator[None]:
         """Change weights and state inside it, while nothing is under way; evaluating and reading then bring them anew.
 
-        Raises as :meth:`full_parameters`.
+        Ranks begin together; what is inside an outer one changes with that. Raises as :meth:`full_parameters`.
         """
-        self._make_current()
+        if self._changing:
+            yield
+            return
+        self._make_current("load_state_dict()")
+        self._changing = True
         try:
             yield
         finally:  # some may have been changed
+            self._changing = False
             self._weights.forget()
             self._inferring = False  # what was issued for it has been waited for
 
@@ -442,16 +467,29 @@ class Session:
         """Whether the model has been given back."""
         return not self._undo
 
-    def _make_current(self) -> None:
-        """Wait for all updates, and bring to the device what the next iteration would."""
+    def _make_current(self, doing: str, *, uses: bool = False) -> None:
+        """Wait for all updates, and bring to the device what the next iteration would.
+
+        Args:
+            doing: what it is for, in words.
+            uses: whether it is to use all weights, or to read them whole.
+        """
         self.check_between_iterations()
+        self._doing = doing
         self.synchronize()
+        gathers = uses and self._weights.gather_at_each_use
+        self._meet(needed=gathers or self._weights.gather_now(self._loop.iteration))
         self._weights.make_current(self._loop.iteration)
+
+    def _meet(self, *, needed: bool) -> None:
+        """Check that all ranks do the same, where what follows needs all of them."""
+        if needed and self._ranks is not None:
+            self._ranks.call(self._doing)
 
     def _infer(self, unit: str) -> None:
         if not self._inferring:
             try:
-                self._make_current()
+                self._make_current("an evaluation", uses=True)
             except OutOfOrderError as error:
                 if not self._model.training:
                     raise
@@ -461,9 +499,11 @@ class Session:
         self._sight.turn_to(unit)
 
     def _move_buffers(self) -> None:
+        """Bring buffers to the device, as rank 0 has them on all; what a model writes to them is a rank's own."""
         for module in self._model.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(self._backend.device))
+                values = buffer if self._ranks is None else self._ranks.of_first(buffer)
+                setattr(module, name, values.to(self._backend.device))
 
     # Seeing it.
 
@@ -528,7 +568,9 @@ class Session:
         together = found = False
         try:
             if not self._machine.stopped and not self._inside_iteration:
-                self._make_current()
+                self._doing = f"close(), after {self._loop.iteration} iterations"
+                self._meet(needed=True)
+                self._make_current(self._doing)
                 if give_back:
                     shares = {parameter.share.name: parameter.share for _, parameter in self._parameters.values()}
                     for name, share in shares.items():

@@ -26,6 +26,16 @@ class Together:
     def __init__(self, ranks: Ranks | None) -> None:
         self._ranks = ranks
 
+    @property
+    def rank(self) -> int:
+        """Which of the ranks this is."""
+        return 0 if self._ranks is None else self._ranks.rank
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return 1 if self._ranks is None else self._ranks.size
+
     def member(self) -> Member:
         """Return which of the ranks this is, with a nonce that is the same on all."""
         if self._ranks is None:
@@ -50,6 +60,10 @@ class Together:
     def mean(self, value: float) -> float:
         """Return the mean of a number, of which each rank has its own."""
         return float(self.means(np.array([value]))[0])
+
+    def any(self, value: bool) -> bool:
+        """Return whether it is so on any rank."""
+        return self.mean(float(value)) > 0
 
     def means(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the mean of every value, all of the same shape."""

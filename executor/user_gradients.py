@@ -36,12 +36,14 @@ class UserGradients:
         self._num_micro_batches = decisions.num_micro_batches
         self._norms: dict[str, torch.Tensor] | None = None
         self._scales: dict[str, float] = {}
+        self._dropped = False
         self._num_added = 0  # micro-batches whose gradients the stand-ins are for
 
     def begin_iteration(self) -> None:
         """Forget the last iteration's."""
         self._norms = None
         self._scales.clear()
+        self._dropped = False
 
     def offer(self, iteration: int, micro_batch: int) -> None:
         """Let every parameter that got a gradient have a stand-in for it, until the next micro-batch or the step."""
@@ -71,6 +73,10 @@ class UserGradients:
     def scale(self, name: str) -> float:
         """Return what a parameter's gradient is to be multiplied by."""
         return self._scales.get(name, 1.0)
+
+    def decided(self) -> tuple[list[float], bool]:
+        """Return what gradients of the latest iteration are multiplied by, and whether any was dropped."""
+        return sorted(set(self._scales.values())), self._dropped
 
     def go_on(self, iteration: int) -> None:
         """Take the stand-ins away as the next micro-batch begins, which adds to the gradients that they are for.
@@ -127,6 +133,7 @@ class UserGradients:
             )
         parameter.arrived = -1
         parameter.step -= 1
+        self._dropped = True
 
     def _check_clips(self) -> None:
         if self._num_added < self._num_micro_batches:

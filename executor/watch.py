@@ -5,6 +5,10 @@ a second. One that is killed says nothing: where it runs beside us (one process 
 at once that its process has ended, elsewhere its sign of life in the store stays the same for too long. Whoever waits
 for a collective is then told who failed, and why if it could say so. A collective that breaks first waits for that
 explanation, as a closed connection names nobody.
+
+[Note: Ranks apart] A rank that does something else than the others (evaluates alone, or has a batch less) waits for
+what never comes, and so do they, though none has failed. So each says with its sign of life what it waits for
+(:attr:`Watch.waits_for`). Where all wait, nothing moves on any, and they wait for different things, that is told.
 """
 
 import contextlib
@@ -12,13 +16,16 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
 _PERIOD_S: Final = 0.2  # between two looks for what other ranks have said
 SILENCE_S: Final = 30.0
 """A rank on another machine that gives no sign of life for so long is taken for dead."""
+
+LANE_THREAD: Final = "lane "
+"""What the names of lanes' threads begin with: a caller who waits is in another."""
 
 _FAILED: Final = "failed"
 
@@ -55,6 +62,10 @@ class Watch:
         store: joins the ranks; nobody else uses its keys.
         rank, size: this rank, and how many there are.
         silence_s: see :data:`SILENCE_S`.
+
+    Attributes:
+        waits_for: returns what this rank does while it waits for others, empty if it does not wait now, and a number
+            that grows with whatever ends on it. Called in the watch's thread.
     """
 
     def __init__(self, store: Store, rank: int, size: int, *, silence_s: float = SILENCE_S) -> None:
@@ -62,6 +73,9 @@ class Watch:
         self._rank = rank
         self._silence_s = silence_s
         self._sign_s = min(silence_s / 5, 2.0)  # between two signs of life
+        self.waits_for: Callable[[], tuple[str, int]] = lambda: ("", 0)
+        self._waits: Mapping[int, str] = {}  # what each rank waits for, and that it is so since then
+        self._still_since_s = time.monotonic()
         self._failure: RankError | None = None
         self._failed = threading.Event()
         self._leaving = threading.Event()
@@ -132,17 +146,32 @@ class Watch:
                     continue
                 late = number > 0 and time.monotonic() - sign_s > self._silence_s / 2  # we have slept, not they
                 sign_s, number = time.monotonic(), number + 1
-                self._store.set(f"sign {self._rank}", str(number))
+                doing, num_ended = self.waits_for()
+                own = f"{num_ended} {doing}" if doing else ""
+                self._store.set(f"sign {self._rank}", f"{number} {own}")
+                found = {other: self._sign(other) for other in self._others}
                 for other in self._others:
-                    if late or (sign := self._sign(other)) != signs[other]:
-                        signs[other], heard_s[other] = b"" if late else sign, sign_s
+                    if late or found[other] != signs[other]:
+                        signs[other], heard_s[other] = b"" if late else found[other], sign_s
                     elif sign_s - heard_s[other] > self._silence_s and not self._has_left(other):
                         self._fail(f"{other} has given no sign of life for {self._silence_s:g} s")
                         return
+                if reason := self._stuck(own, {} if late else found, sign_s):
+                    self._fail(reason)
+                    return
             except Exception as error:  # noqa: BLE001 - whatever the store raises, it is no more
                 if not self._leaving.is_set():
                     self._fail(self._ended() or f"0 is gone, or whoever served the store of the ranks: {error}")
                 return
+
+    def _stuck(self, own: str, signs: Mapping[int, bytes], now_s: float) -> str:
+        """Return in words that all ranks wait, and for different things, if that is so since long."""
+        waits = {other: sign.decode().partition(" ")[2] for other, sign in signs.items()} | {self._rank: own}
+        if waits != self._waits or not all(waits.values()):
+            self._waits, self._still_since_s = waits, now_s
+        if now_s - self._still_since_s <= self._silence_s:
+            return ""
+        return apart({rank: words.partition(" ")[2] for rank, words in waits.items()})
 
     def _fail(self, reason: str) -> None:
         self._failure = RankError(f"rank {reason}")
@@ -182,6 +211,24 @@ class Watch:
             return self._store.check([f"left {other}"])
         except Exception:  # noqa: BLE001 - the store went with it
             return self._leaving.is_set()
+
+
+def apart(doing: Mapping[int, str]) -> str:
+    """Return in words that ranks do different things, for an error about a rank; empty if they do not.
+
+    Args:
+        doing: what each rank does.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, words in sorted(doing.items()):
+        ranks_of.setdefault(words, []).append(rank)
+    if len(ranks_of) == 1:
+        return ""
+    (first, *_), (other, *_) = list(ranks_of.values())[:2]
+    return (
+        f"{first} is in {doing[first]}, and rank {other} in {doing[other]}, where each waits for all ranks: let them "
+        "iterate, clip, evaluate, save and close together, with as many batches each; what comes of it may be for one"
+    )
 
 
 def _namespace() -> str:

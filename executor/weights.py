@@ -25,6 +25,9 @@ class Weights:
         actions: moves them.
         shared: units whose weights a unit uses besides its own, by its name.
         ranks: all ranks; ``None`` if there is one.
+
+    Attributes:
+        gather_at_each_use: whether ranks exchange something whenever a model is evaluated, or its weights are read.
     """
 
     def __init__(
@@ -37,8 +40,17 @@ class Weights:
         self._parts: dict[str, list[tuple[UnitState, ParameterState]]] = {}
         for unit, parameter in state.parameters():
             self._parts.setdefault(parameter.share.name, []).append((unit, parameter))
+        units = state.units.values()
+        self._gather_resident = any(unit.slot < 0 and _is_sharded(unit) for unit in units)
+        self.gather_at_each_use = any(unit.slot >= 0 and _is_sharded(unit) for unit in units) or (
+            ranks is not None and ranks.size > ranks.mesh.degrees.data_parallel
+        )
         self._current_in = _NEVER  # iteration before which resident weights were last made current
         self._in_slot: dict[int, str] = {}
+
+    def gather_now(self, iteration: int) -> bool:
+        """Return whether ranks exchange something in :meth:`make_current`."""
+        return self._gather_resident and self._current_in != iteration
 
     def make_current(self, iteration: int) -> None:
         """Bring to the device what the next iteration would, once."""

@@ -183,7 +183,10 @@ class Trainer:
             model, optimizer = _make(plan, model, optimizer, self._feed, self.process, lr=lr, seed=seed)
             self.model, self.optimizer = prepare(model, optimizer, plan, **settings)
         if self.keeper is not None:
-            self.keeper.open(self.optimizer)
+            with contextlib.ExitStack() as failing:
+                failing.push(self.session)  # which tells the other ranks of a failure
+                self.keeper.open(self.optimizer)
+                failing.pop_all()
         if self.process.data_rank:  # ranks that share layers must drop out the same
             torch.manual_seed(seed + self.process.data_rank)  # of what is left to chance in training (dropout)
 

@@ -114,8 +114,9 @@ class Group:
     def of_first(self, values: torch.Tensor) -> torch.Tensor:
         """Return the first rank's values, in host memory, where this one has a tensor of the same shape and type."""
         values = values.to("cpu", copy=True).contiguous()
-        if (group := self._hosts) is not None:
-            self._wait(group, lambda: dist.broadcast(values, self._ranks[0], group, async_op=True))
+        if (group := self._hosts) is not None and values.numel():
+            as_bytes = values.view(-1).view(torch.uint8)  # gloo does not take all types
+            self._wait(group, lambda: dist.broadcast(as_bytes, self._ranks[0], group, async_op=True))
         return values
 
     def meet(self) -> None:
