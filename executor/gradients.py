@@ -68,7 +68,9 @@ class OffloadedGradient(torch.Tensor):
             return OffloadedGradient(args[0], args[0].name_of_parameter, args[0].owner)
         several = "_foreach_" in operation
         own = list(args[0]) if several else [args[0]]
-        others = tree_leaves((args[1:], kwargs))
+        others = [*args[1:], *(kwargs or {}).values()]
+        if any(isinstance(other, (list, tuple)) for other in others):
+            others = tree_leaves(others)
         if all(isinstance(g, OffloadedGradient) for g in own) and not _has_gradient(others):
             if operation in _NORMS and _is_plain_norm(others):
                 norms = [g.owner.gradient_norm(g.name_of_parameter) for g in own]
