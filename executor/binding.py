@@ -9,6 +9,7 @@ Recomputation starts when backward first needs something of the segment that was
 of the segment's last unit: the session lets that mark wait until recomputation has ended.
 """
 
+import collections
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -140,11 +141,20 @@ def _after(unit: str, marks: Marks) -> Callable[[nn.Module, Any, Any], None]:
             not torch.is_grad_enabled() or in_backward()
         ):  # recomputed outputs are not the ones that backward goes through
             return
-        for leaf in tree_leaves(output):
+        for leaf in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(arrive)  # type: ignore[no-untyped-call]
+                _hook_gradient(leaf, arrive)
 
     return hook
+
+
+def _hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Do as ``register_hook``, in half the time: nobody takes this hook away, so that it needs no handle."""
+    if tensor.grad_fn is None or tensor._backward_hooks is not None:
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    else:
+        tensor._backward_hooks = collections.OrderedDict({-1: hook})  # handles count from 0
+        tensor.grad_fn._register_hook_dict(tensor)
 
 
 def _segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
