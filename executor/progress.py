@@ -62,6 +62,10 @@ class Progress:
         """The unit that computes; empty if none does."""
         return "" if self.task is None else self.task.unit
 
+    def is_at(self, op: Op, unit: str) -> bool:
+        """Return whether the caller is there already: a unit may have many modules that say so."""
+        return self.task is not None and self.task.unit == unit and self.task.op is op
+
     def awaits_gradient(self, unit: str) -> bool:
         """Return whether a gradient of a unit may come now: backward is under way and has not left it."""
         return self.task is not None and unit not in self._left
@@ -91,7 +95,7 @@ class Progress:
         self._reach(Op.BACKWARD, unit)
 
     def _reach(self, op: Op, unit: str) -> None:
-        if self.task is not None and (self.task.op, self.task.unit) == (op, unit):
+        if self.is_at(op, unit):
             return
         if op is not Op.FORWARD and not self._watching_end:
             if (expected := self._loop.expected()) is not None:

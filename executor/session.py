@@ -228,7 +228,9 @@ class Session:
         if in_backward():
             self._progress.again(unit)
             self._sight.turn_to(unit)
-        elif self.trains:
+        elif not self.trains:
+            self._infer(unit)
+        elif not self._progress.is_at(Op.FORWARD, unit):
             if not self.unit and (expected := self._loop.expected()) is not None:
                 self._accumulation.begin_forward(expected.micro_batch)
                 if expected.op is Op.FORWARD and expected.micro_batch:
@@ -237,8 +239,6 @@ class Session:
                 self._begin_iteration()
             self._progress.forward(unit)
             self._sight.turn_to(unit)
-        else:
-            self._infer(unit)
 
     def at_backward(self, unit: str) -> None:
         """Backward has come to a unit. Raises as :meth:`at_forward`."""
@@ -246,7 +246,8 @@ class Session:
             raise OutOfOrderError(
                 "backward through a forward that was made for evaluation; call model.train() before the forward"
             )
-        self._progress.backward(unit)
+        if not self._progress.is_at(Op.BACKWARD, unit):
+            self._progress.backward(unit)
         self._sight.turn_to(unit)
 
     def recomputed(self, unit: str) -> None:

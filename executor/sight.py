@@ -35,12 +35,14 @@ class Sight:
             unit: frozenset(name for name in (unit, *others) if name in self._views) for unit, others in shared.items()
         }
         self._shown: frozenset[str] = frozenset(self._views)
+        self._turned_to: str | None = None
 
     def turn_to(self, unit: str) -> None:
         """Show what a unit computes with, and nothing else; what no unit is called shows nothing."""
-        used = self._used_by.get(unit, frozenset())
-        if used == self._shown:
+        if unit == self._turned_to:
             return
+        self._turned_to = unit
+        used = self._used_by.get(unit, frozenset())
         for name in self._shown - used:
             for leaf, _, nothing in self._views[name]:
                 leaf.data = nothing
