@@ -38,6 +38,7 @@ class UserGradients:
         self._scales: dict[str, float] = {}
         self._dropped = False
         self._num_added = 0  # micro-batches whose gradients the stand-ins are for
+        self._stand_ins: dict[str, OffloadedGradient] = {}  # made once: it takes longer than all else that is done here
 
     def begin_iteration(self) -> None:
         """Forget the last iteration's."""
@@ -51,7 +52,9 @@ class UserGradients:
         for name, parts in self._parts.items():
             if any(part.arrived == iteration for part in parts):
                 whole = parts[0].share.whole
-                whole.grad = OffloadedGradient(whole, name, self)
+                if name not in self._stand_ins:
+                    self._stand_ins[name] = OffloadedGradient(whole, name, self)
+                whole.grad = self._stand_ins[name]
 
     def gradient_norm(self, name: str) -> torch.Tensor:
         """Return the 2-norm of a parameter's gradient, a float32 scalar; waits until all gradients are there.
