@@ -150,7 +150,7 @@ def _after(unit: str, marks: Marks) -> Callable[[nn.Module, Any, Any], None]:
 
 def _hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Do as ``register_hook``, in half the time: nobody takes this hook away, so that it needs no handle."""
-    if tensor.grad_fn is None or tensor._backward_hooks is not None:
+    if type(tensor) is not torch.Tensor or tensor.grad_fn is None or tensor._backward_hooks is not None:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     else:
         tensor._backward_hooks = collections.OrderedDict({-1: hook})  # handles count from 0

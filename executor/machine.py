@@ -6,14 +6,13 @@ task, and leaves it *open*; the task ends when the caller's next one is issued, 
 """
 
 import atexit
-import contextlib
 import dataclasses
 import math
 import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final, Self, final
 
 from executor.backend import Backend, HostBackend, Moment
@@ -42,8 +41,10 @@ class _Ticket:
     task: Task
     iteration: int
     after: tuple["_Ticket", ...]  # until it starts: a chain of tickets would keep every iteration in memory
-    start: Moment = None
+    is_recorded: bool
+    start: Moment = None  # if it is recorded
     end: Moment = None
+    awaited: tuple[threading.Condition, ...] = ()  # by threads, until it ends
 
     @property
     def name(self) -> str:
@@ -85,7 +86,8 @@ class LaneMachine:
         self._schedule = schedule
         self._perform = perform
         self._backend = backend
-        self._changed = threading.Condition()  # guards all below, and is notified when a ticket ends or all stops
+        # Guards all below; notified when nothing is pending, and to the caller who waits for a ticket when that ends.
+        self._changed = threading.Condition(lock := threading.RLock())
         self._stopped = False
         self._failure: BaseException | None = None
         self._num_pending = 0
@@ -96,6 +98,8 @@ class LaneMachine:
         self._last: dict[Lane, Moment] = {}  # when the latest task of each lane ends
         lanes = {task.lane for task in schedule.tasks} - CALLER_LANES
         self._queues: dict[Lane, queue.SimpleQueue[_Ticket | None]] = {lane: queue.SimpleQueue() for lane in lanes}
+        # Of each thread, which wakes for what it waits for only: to wake takes longer than most tasks take to issue.
+        self._turns = {lane: threading.Condition(lock) for lane in lanes} | dict.fromkeys(CALLER_LANES, self._changed)
         # Daemons, since the interpreter would wait for others before it calls what is registered at exit.
         self._end_by_s = math.inf
         self._threads = [
@@ -127,8 +131,7 @@ class LaneMachine:
             return
         # The time to issue a compute task runs beside the task itself, on a device that runs apart.
         self._end([t for t in self._open if not (t.task.op is Op.ISSUE and task.lane is Lane.COMPUTE)])
-        with self._waiting():
-            self._begin(ticket)
+        self._wait_in_caller(lambda: self._begin(ticket))
         self._check()
         self.on_caller(task.index)
         self._open.append(ticket)
@@ -145,11 +148,9 @@ class LaneMachine:
             RuntimeError: the machine is closed.
         """
         self.end_open()
-        with self._waiting(), self._changed:
-            self._changed.wait_for(lambda: self._stopped or not self._num_pending)
-            last = list(self._last.values())
+        self._wait_in_caller(self._wait_for_all)
         self._check()
-        for moment in last:
+        for moment in list(self._last.values()):
             self._backend.seconds(moment)
 
     def timeline(self, first: int = 0, last: int | None = None) -> Timeline:
@@ -216,9 +217,9 @@ class LaneMachine:
             self._tickets[iteration] = {}
         current, previous = self._tickets[iteration], self._tickets.get(iteration - 1, {})
         after = [current[i] for i in task.after] + [previous[i] for i in task.after_previous if previous]
-        ticket = _Ticket(task, iteration, tuple(after))
+        ticket = _Ticket(task, iteration, tuple(after), self.record)
         current[task.index] = ticket
-        if self.record:
+        if ticket.is_recorded:
             self._recorded.setdefault(iteration, []).append(ticket)
             if len(self._recorded) > NUM_RECORDED:
                 del self._recorded[min(self._recorded)]
@@ -240,14 +241,19 @@ class LaneMachine:
         """Wait for what a ticket comes after and start it; return False if the machine has stopped instead."""
         # The caller cannot wait for itself: its own tickets follow each other in any case.
         after = [t for t in ticket.after if not (ticket.task.lane in CALLER_LANES and t in self._open)]
+        turn = self._turns[ticket.task.lane]
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or all(t.end is not None for t in after))
+            for dependency in after:
+                while dependency.end is None and not self._stopped:
+                    dependency.awaited += (turn,)
+                    turn.wait()
             if self._stopped:
                 return False
         for dependency in after:
             self._backend.follow(ticket.task.lane, dependency.end)
         ticket.after = ()
-        ticket.start = self._backend.mark(ticket.task.lane)
+        if ticket.is_recorded:
+            ticket.start = self._backend.mark(ticket.task.lane)
         return True
 
     def _end(self, tickets: list[_Ticket]) -> None:
@@ -256,18 +262,22 @@ class LaneMachine:
             self.num_ended += len(tickets)
             for ticket, moment in zip(tickets, moments, strict=True):
                 ticket.end = moment
+                for turn in ticket.awaited:
+                    turn.notify_all()
                 if ticket in self._open:
                     self._open.remove(ticket)
                 else:
                     self._num_pending -= 1
                     self._last[ticket.task.lane] = moment
-            self._changed.notify_all()
+            if not self._num_pending:
+                self._changed.notify_all()
 
     def _stop(self, failure: BaseException | None = None) -> None:
         with self._changed:
             stopped, self._stopped = self._stopped, True
             self._failure = self._failure or failure
-            self._changed.notify_all()
+            for turn in (self._changed, *self._turns.values()):
+                turn.notify_all()
         if not stopped:
             self._on_stop(failure)
 
@@ -277,12 +287,15 @@ class LaneMachine:
         if self._stopped:
             raise RuntimeError("the machine is closed, as its session is; prepare() the model again to train on")
 
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Let the caller wait for tasks inside, and close if it is interrupted."""
+    def _wait_for_all(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or not self._num_pending)
+
+    def _wait_in_caller(self, wait: Callable[[], object]) -> None:
+        """Let the caller wait for tasks, and close if it is interrupted."""
         self.waits = True
         try:
-            yield
+            wait()
         except KeyboardInterrupt as error:
             self.fail(error)  # other ranks are told at once
             self.close()
