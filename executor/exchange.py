@@ -135,7 +135,7 @@ class Exchange:
         for i, (unit, _) in enumerate(parameters):
             if self._shards or unit.group is None or unit.group.rank == 0:
                 rows[mesh.tensor * count + i] = squares[i]
-        self._ranks.call("reading norms, or clipping")
+        self._ranks.call("clipping, or reading norms")
         rows = self._ranks.sums(rows)
         totals = []
         for i, (_, parameter) in enumerate(parameters):

@@ -331,6 +331,7 @@ class Session:
 
     def _norms(self) -> dict[str, torch.Tensor]:
         self._reach_clip()
+        self._doing = f"clipping, or reading norms, in iteration {self._loop.iteration + 1}"
         return self._actions.norms(self._loop.iteration)
 
     def _begin_updates(self) -> None:

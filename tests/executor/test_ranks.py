@@ -2,7 +2,10 @@
 
 import os
 import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +16,13 @@ from ranks import assert_same_bits
 from together import (
     around_training,
     bound_cores,
+    buffers_of,
+    chance_after,
     changed,
     failed,
+    gone_apart,
     reference,
+    resumed_where_one_sees_less,
     saved,
     seen_from_outside,
     trained,
@@ -31,6 +38,7 @@ from executor.machine import LaneError
 from executor.memory import DeviceMemoryError
 from executor.watch import RankError
 
+ROOT = Path(__file__).parents[2]
 STAGES = {
     "0, resident": (0, uniform("gpu", "gpu")),
     "0, everything": (0, mixed),
@@ -302,3 +310,102 @@ def test_any_number_of_ranks_goes_on_from_what_any_number_has_saved(processes, s
         other = decisions(2, 3, uniform("gpu", "stream"))
         halfway = processes.call(2, saved, task, other, tmp_path / "second", 1, tmp_path / "first")
         assert [(seen, last) for _, seen, last in halfway] == [(seen[2:], last) for _, seen, last in results]
+
+
+TOGETHER = "let them iterate, clip, evaluate, save and close together, with as many batches each"
+APART = {
+    "state": ("state_dict()", "iteration 3"),
+    "evaluation": ("an evaluation", "iteration 3"),
+    "one evaluation more": ("an evaluation", "iteration 3"),
+    "norms": ("clipping, or reading norms, in iteration 2", "iteration 3"),
+    "batches": ("close(), after 3 iterations", "iteration 4"),
+}
+
+
+# Under stage 1 weights are whole on each rank once all have made them so: one may evaluate more often than others.
+@pytest.mark.parametrize(
+    ("deed", "zero_stage"),
+    [(deed, stage) for deed in APART for stage in (1, 3) if stage == 3 or "evaluation" not in deed],
+)
+def test_ranks_that_go_apart_are_told_where_they_are(processes, deed, zero_stage):
+    """And not left to wait for each other, nor ended by gloo where sizes differ."""
+    task = Task("gpt2", iterations=4)
+    choose = uniform("host", "cpu") if zero_stage == 3 else uniform("gpu", "gpu")
+    decisions = decide(task, choose, data_parallel=2, zero_stage=zero_stage, clip=True)
+    processes.begin(2, gone_apart, task, decisions, deed)
+    for error in processes.results(2, timeout_s=60):
+        assert isinstance(error, RankError), error
+        own, other = APART[deed]
+        assert f"rank 0 is in {own}, and rank 1 in {other}" in str(error)
+        assert TOGETHER in str(error)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("deed", ["rate", "skip"])
+def test_what_one_rank_decides_alone_is_told(processes, deed, zero_stage):
+    """Each would train another model otherwise, or parts of two."""
+    task = Task("gpt2", iterations=4)
+    decisions = decide(task, uniform("gpu", "cpu"), data_parallel=2, zero_stage=zero_stage, clip=True)
+    processes.begin(2, gone_apart, task, decisions, deed)
+    noticed = {"rate": "iteration 4", "skip": "iteration 3"}[deed]
+    for error in processes.results(2, timeout_s=60):
+        assert isinstance(error, RankError), error
+        assert f"rank 1 has updated otherwise than rank 0 before {noticed}: " in str(error)
+
+
+def test_buffers_are_those_of_the_first(processes):
+    task = Task("gpt2")
+    found = processes.call(2, buffers_of, task, decide(task, mixed, data_parallel=2, zero_stage=3))
+    assert found[0] == found[1]
+    assert not found[0][1]
+
+
+def test_ranks_that_share_layers_draw_alike_after_those_that_did_not(processes, tmp_path):
+    task = Task("gpt2", iterations=1)
+    processes.call(2, saved, task, decide(task, mixed, data_parallel=2, zero_stage=3, clip=True), tmp_path)
+    first, second = processes.call(2, chance_after, task, decide(task, mixed, tensor_parallel=2, clip=True), tmp_path)
+    assert first == second
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_what_one_rank_cannot_open_is_passed_over_by_all(processes, zero_stage, tmp_path):
+    task = Task("gpt2", iterations=3)
+    decisions = decide(task, uniform("gpu", "cpu"), data_parallel=2, zero_stage=zero_stage, clip=True)
+    processes.call(2, saved, task, decisions, tmp_path)
+    arguments = task, decisions, tmp_path, "step-00000003"
+    found = processes.call(2, resumed_where_one_sees_less, *arguments, timeout_s=60)
+    assert [(step, len(refused)) for _, step, refused, _ in found] == [(2, 1)] * 2
+    assert len({digest for *_, digest in found}) == 1
+
+
+SCRIPT = """
+import torch
+from plans import mixed
+from training import Task, decide, make_model, prepare, train
+
+torch.set_num_threads(1)
+task = Task("gpt2", iterations=2)
+decisions = decide(task, mixed, data_parallel=2, zero_stage=3)
+begun = [prepare(task, decisions) for _ in range(2)]
+seen = [train(task, *one) for one in begun]
+begun[0][1].session.close()
+train(task, *begun[1])  # the other goes on
+begun[1][1].session.close()
+for _ in range(3):
+    model, optimizer = prepare(task, decisions)
+    with optimizer.session:
+        seen.append(train(task, model, optimizer))
+assert all(one == seen[0] for one in seen), seen
+print("in the end")
+"""
+
+
+def test_a_launcher_joins_processes_for_all_sessions_that_they_have(tmp_path):
+    """Whatever the order in which these begin and end: it joins them once."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("in the end") == 2

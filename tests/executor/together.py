@@ -1,6 +1,7 @@
 """Processes that train together, what they do, and the same training in one process."""
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import multiprocessing
@@ -35,10 +36,11 @@ from training import (
 from virtual import install
 from virtual.watch import watched
 
-from executor.checkpoint import Checkpoint, Level
+from executor.checkpoint import Checkpoint, DamagedError, Level
 from executor.files import StorageError
 from executor.memory import DeviceMemoryError
 from executor.prepare import Way, prepare_session
+from executor.ranks import Ranks
 from executor.restoring import restore
 from executor.saving import Checkpoints
 from executor.watch import RankError
@@ -612,3 +614,87 @@ def mean(gradients: list[list[torch.Tensor]], *, piles_up: bool) -> torch.Tensor
         for of_ranks in zip(*gradients, strict=True)
     )
     return functools.reduce(torch.add, of_all)
+
+
+@contextlib.contextmanager
+def impatient(silence_s: float):
+    """Let ranks take others for dead, or elsewhere, after that long."""
+    defaults = Ranks.__init__.__kwdefaults__
+    before, defaults["silence_s"] = defaults["silence_s"], silence_s
+    try:
+        yield
+    finally:
+        defaults["silence_s"] = before
+
+
+def gone_apart(rank: int, _size: int, task: Task, decisions: Decisions, deed: str) -> None:
+    """Train; rank 0 does something alone."""
+    alone = rank == 0
+    with impatient(2.0):
+        model, optimizer = prepare(task, decisions)
+
+    def before_clip(iteration: int) -> None:
+        if alone and iteration == 1 and deed == "norms":
+            optimizer.clip_grad_norm_(1.0)
+
+    def before_step(iteration: int) -> None:
+        if alone and iteration == 1 and deed == "skip":
+            optimizer.zero_grad()
+
+    def after_step(iteration: int) -> None:
+        if alone and iteration == 1 and deed == "state":
+            model.state_dict()
+        if alone and iteration == 1 and deed == "rate":
+            optimizer.param_groups[0]["lr"] *= 0.5
+        if iteration == 1 and (deed == "one evaluation more" or (alone and deed == "evaluation")):
+            model.eval()
+            for _ in range(1 + alone):
+                model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+            model.train()
+
+    iterations = task.iterations - (alone and deed == "batches")
+    with optimizer.session:
+        train(
+            dataclasses.replace(task, iterations=iterations, schedule=False, max_norm=None),
+            model,
+            optimizer,
+            before_clip=before_clip,
+            before_step=before_step,
+            after_step=after_step,
+            rank=rank,
+        )
+
+
+def buffers_of(rank: int, _size: int, task: Task, decisions: Decisions):
+    """Return buffers as they are after each rank had its own."""
+    model = make_model(task)
+    model.register_buffer("features", torch.randn(3, generator=torch.Generator().manual_seed(rank)))
+    model.register_buffer("is_set", torch.tensor(rank > 0))
+    model, optimizer = prepare(task, decisions, model=model)
+    with optimizer.session:
+        return model.features.tolist(), bool(model.is_set)
+
+
+def chance_after(rank: int, _size: int, task: Task, decisions: Decisions, folder):
+    """Return random numbers after going on from a checkpoint of ranks that had different ones."""
+    torch.manual_seed(rank)
+    _, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=1)
+    with optimizer.session, Checkpoints(optimizer, Level(folder)) as checkpoints:
+        checkpoints.resume()
+        return torch.rand(3).tolist()
+
+
+def resumed_where_one_sees_less(rank: int, size: int, task: Task, decisions: Decisions, folder, hidden: str):
+    """Do as :func:`resumed`, where rank 1 cannot open one of the checkpoints."""
+    opened = Checkpoint.__init__
+
+    def open_(self, path, *args, **kwargs):
+        if rank == 1 and str(path).endswith(hidden):
+            raise DamagedError(f"{path}: manifest.json: No such file or directory")
+        opened(self, path, *args, **kwargs)
+
+    Checkpoint.__init__ = open_
+    try:
+        return resumed(rank, size, task, decisions, folder)
+    finally:
+        Checkpoint.__init__ = opened
