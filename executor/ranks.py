@@ -71,6 +71,8 @@ class Ranks:
         _join(size)
         self.rank, self.size = dist.get_rank(), size
         self.mesh = Mesh(degrees, self.rank)
+        # Who fails is told by our watch, with the cause: NCCL's own would end the process before.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         self._on_device = device.type == "cuda"
         self.num_values = self.mark = self.num_ended = 0
         self.waits = False
@@ -84,6 +86,7 @@ class Ranks:
         self._groups, self._parts = [everybody], [self._all]
         self._on_devices: list[dist.ProcessGroup] = []  # those that work on devices that are not hosts
         del everybody  # a group's connections close when nobody has it any more
+        self._to_abort, self._aborting = self._on_devices, threading.Lock()
         self.tensor, self.experts = self._group(self.mesh.tensor_groups()), self._group(self.mesh.expert_groups())
         self._replicas = {
             parts: self._group(self.mesh.replicas(parts)) for parts in dict.fromkeys((1, degrees.expert_parallel))
@@ -211,6 +214,8 @@ class Ranks:
         """
         self._watch.leave(together=together)
         self._stopped.set()
+        if not together:
+            self._abort_devices()  # or to destroy them would wait for kernels that wait for ranks that are gone
         for group in sorted(self._groups, key=lambda group: group in self._under_way):
             done = self._under_way.get(group)
             if done is None or done.wait(_GRACE_S):
@@ -238,10 +243,15 @@ class Ranks:
             if len(ranks) > 1:
                 device = dist.new_group(ranks, backend="nccl" if self._on_device else "gloo", timeout=_TIMEOUT)
                 hosts = dist.new_group(ranks, backend="gloo", timeout=_TIMEOUT)
+                if self._on_device and self.rank in ranks:
+                    # Now, and not in the first iteration: it takes seconds, and memory that the plan leaves free.
+                    dist.all_reduce(torch.zeros(1, device="cuda"), group=device)
+                    torch.cuda.synchronize()
             if self.rank in ranks:
                 mine = Group(ranks, self.rank, device=device, hosts=hosts, on_device=self._on_device, wait=self._wait)
                 self._groups += [group for group in (device, hosts) if group is not None]
-                self._on_devices += [device] if device is not None and self._on_device else []
+                if device is not None and self._on_device:
+                    self._on_devices.append(device)
         self._parts.append(mine)
         return mine
 
@@ -274,17 +284,21 @@ class Ranks:
             raise RankError("this rank was stopped while it waited for the others")
 
     def _failed(self, error: RankError) -> None:
-        """End what runs on the device, as kernels of a collective wait for a dead rank for ever, and pass it on."""
-        for group in self._on_devices:
-            if group in self._groups:
-                getattr(group._get_backend(torch.device("cuda")), "abort", lambda: None)()
+        """Pass it on, and end what runs on the device, as kernels of a collective wait for a dead rank for ever."""
         self._on_failure(error)
+        self._abort_devices()
 
-
-def _leave_all() -> None:
-    """Destroy the default process group, if the user has not."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    def _abort_devices(self) -> None:
+        """End collectives on the device, once: all groups together, as one may wait for another's end."""
+        with self._aborting:
+            groups, self._to_abort = self._to_abort, []
+            backends = [group._get_backend(torch.device("cuda")) for group in groups if group in self._groups]
+            abortable: list[Any] = [backend for backend in backends if hasattr(backend, "_group_start")]  # NCCL's
+            if abortable:
+                abortable[0]._group_start()
+                for backend in abortable:
+                    backend.abort()
+                abortable[0]._group_end()
 
 
 def _join(size: int) -> None:
@@ -295,7 +309,6 @@ def _join(size: int) -> None:
         if started != size:
             raise ValueError(f"the plan is for {size} devices, but {started} process(es) were started; {remedy}")
         dist.init_process_group("gloo", timeout=_TIMEOUT)
-        atexit.register(_leave_all)
     if dist.get_world_size() != size:
         raise ValueError(
             f"the plan is for {size} devices, but the process group has {dist.get_world_size()} ranks; {remedy}"

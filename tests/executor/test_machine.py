@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import executor.machine
-from executor.machine import CALLER_LANES, NUM_RECORDED, HostMachine, LaneError
+from executor.backend import HostBackend
+from executor.machine import CALLER_LANES, NUM_RECORDED, HostMachine, LaneError, LaneMachine
 from planner.decisions import Place
 from planner.loop import Loop
 from planner.lowering import lower
@@ -248,10 +249,12 @@ def test_an_interrupt_while_waiting_leaves_no_thread():
         _thread.interrupt_main()
         time.sleep(0.2)
 
-    machine = HostMachine(schedule, interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    told = []
+    machine = LaneMachine(schedule, interrupt, HostBackend(), on_stop=told.append)
+    with pytest.raises(KeyboardInterrupt) as interrupted:
         walk(machine, schedule, 1)
     assert not lane_threads()
+    assert told == [interrupted.value], "other ranks are told at once, and not left to its silence"
 
 
 def test_a_program_that_forgets_to_close_ends_all_the_same():

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from executor.cores import divide, in_order, open_cores
 from executor.gradients import GradientError
 from executor.machine import LaneError
 from executor.memory import DeviceMemoryError
+from executor.ranks import Ranks
 from executor.watch import RankError
 
 ROOT = Path(__file__).parents[2]
@@ -376,6 +378,36 @@ def test_what_one_rank_cannot_open_is_passed_over_by_all(processes, zero_stage, 
     found = processes.call(2, resumed_where_one_sees_less, *arguments, timeout_s=60)
     assert [(step, len(refused)) for _, step, refused, _ in found] == [(2, 1)] * 2
     assert len({digest for *_, digest in found}) == 1
+
+
+class Collectives:
+    """A process group with a backend that is NCCL's as far as its end goes."""
+
+    def __init__(self, name, calls):
+        self._name, self._calls = name, calls
+
+    def _get_backend(self, _device):
+        return self
+
+    def _group_start(self):
+        self._calls.append("begin")
+
+    def abort(self):
+        self._calls.append(f"abort {self._name}")
+
+    def _group_end(self):
+        self._calls.append("end")
+
+
+def test_who_leaves_alone_ends_what_devices_have_under_way_all_at_once():
+    """One after another each might wait for the next, and to destroy them would wait for ranks that are gone."""
+    calls = []
+    first, second, left = (Collectives(name, calls) for name in ("first", "second", "left"))
+    ranks = object.__new__(Ranks)
+    ranks._aborting, ranks._to_abort, ranks._groups = threading.Lock(), [first, second, left], [first, second]
+    ranks._abort_devices()
+    ranks._abort_devices()
+    assert calls == ["begin", "abort first", "abort second", "end"]
 
 
 SCRIPT = """

@@ -186,6 +186,7 @@ def saved(rank: int, _size: int, task: Task, decisions: Decisions, folder, start
                 restore(optimizer, checkpoint)
         begin = _digest(optimizer)
         seen = []
+        torch.manual_seed(11 + rank // decisions.tensor_parallel)  # what is left to chance is a rank's own
         for step, micro_batches in enumerate(batches(task, rank // decisions.tensor_parallel)[start:], start + 1):
             for tokens in micro_batches:
                 loss = model(input_ids=tokens, labels=tokens).loss

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,11 +11,14 @@ import pytest
 import torch
 
 import ullage
+from executor.checkpoint import CheckpointError, Level
+from executor.prepare import OffloadedOptimizer
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
 from planner.plan import Plan
 from planner.planning import Request, make_plan
 from ullage.feeds import feed_of
+from ullage.keeping import CheckpointOptions, Keeper
 from ullage.shortage import ShortageError
 from ullage.text import Tokens, TokenStream
 
@@ -172,3 +176,19 @@ def test_training_ends_where_the_loss_is_not_finite(
         with pytest.raises(ValueError, match=rf"the loss is {loss} in iteration 1; use a smaller --lr than 0\.25"):
             next(iter(trainer))
         assert trainer.iteration == 1
+
+
+def test_what_fails_after_the_model_was_prepared_ends_the_session(
+    plan: Plan, tokens: Tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which tells other ranks why, where there are any: they would take this one for killed."""
+    sessions = []
+
+    def fails(_self: object, optimizer: OffloadedOptimizer) -> None:
+        sessions.append(optimizer.session)
+        raise CheckpointError("there is no room")
+
+    monkeypatch.setattr(Keeper, "open", fails)
+    with pytest.raises(CheckpointError, match="there is no room"):
+        ullage.Trainer(plan, data=tokens, checkpoints=CheckpointOptions([Level(tmp_path)]))
+    assert [session.closed for session in sessions] == [True]
