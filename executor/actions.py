@@ -343,14 +343,20 @@ class Actions:
     def _update_staying(self, unit: UnitState, piece: Piece, state: tuple[torch.Tensor, ...], iteration: int) -> None:
         """Update with a gradient that stayed on the device, and write the weights where they are resident."""
         weights = unit.own(piece) if unit.on_device else None
-        # Gradients are one tensor per parameter here, so runs of several parameters do not help.
-        for parameter, run in self._single_runs(unit, piece, iteration):
-            gradient = unit.device_gradients.pop((parameter.name, piece.index))
-            cut = [*(t[run.start - piece.start : run.stop - piece.start] for t in state), gradient]
+        singles = self._single_runs(unit, piece, iteration)
+        for run in self._runs(unit, piece, iteration):
+            gradients, stop = list[torch.Tensor](), run.start
+            while stop < run.stop:
+                parameter, single = next(singles)
+                gradients.append(unit.device_gradients.pop((parameter.name, piece.index)))
+                stop = single.stop
+            held = slice(run.start - piece.start, run.stop - piece.start)
+            cut = [tensor[held] for tensor in state]
             if weights is not None and weights.dtype is not torch.float32:
-                cut.append(weights[run.start - piece.start : run.stop - piece.start])
-            self._backend.update(tuple(cut), run.update.rule, run.step, run.update.scale)
-            self._backend.used(gradient)
+                cut.append(weights[held])
+            self._backend.update(cut, gradients, run.update.rule, run.step, run.update.scale)
+            for gradient in gradients:
+                self._backend.used(gradient)
         for parameter in unit.parameters:  # gradients that the user dropped
             unit.device_gradients.pop((parameter.name, piece.index), None)
 
@@ -361,8 +367,8 @@ class Actions:
         if piece.leaves:
             for run in self._runs(unit, piece, iteration):
                 held = slice(run.start - piece.start, run.stop - piece.start)
-                cut = tuple(tensor[held] for tensor in (*slot.state, slot.weights))
-                self._backend.update(cut, run.update.rule, run.step, run.update.scale)
+                *cut, weights = (tensor[held] for tensor in (*slot.state, slot.weights))
+                self._backend.update(cut, [weights], run.update.rule, run.step, run.update.scale)
         else:
             self._update_staying(unit, piece, slot.state, iteration)
         # All of it, also what was not updated: rounding the same master copy again gives the same weight.

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numba as nb
@@ -86,11 +86,14 @@ class Backend(Protocol):
         """Tell the allocator that the lane uses a tensor which may be dropped before the lane has got that far."""
         ...
 
-    def update(self, state: tuple[torch.Tensor, ...], rule: Rule, step: int, scale: float) -> None:
+    def update(
+        self, state: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], rule: Rule, step: int, scale: float
+    ) -> None:
         """Take one optimizer step on the device.
 
         Args:
-            state: master, the optimizer's buffers, gradient, and where the new weights go in bf16, if anywhere.
+            state: master, the optimizer's buffers, and where the new weights go in bf16, if anywhere.
+            gradients: what makes up the gradient, end to end.
             rule: the optimizer and its hyper-parameters.
             step: which step this is, from 1.
             scale: multiplies the gradient.
@@ -169,9 +172,15 @@ class HostBackend:
     def used(self, tensor: torch.Tensor) -> None:
         """See :class:`Backend`."""
 
-    def update(self, state: tuple[torch.Tensor, ...], rule: Rule, step: int, scale: float) -> None:
+    def update(
+        self, state: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], rule: Rule, step: int, scale: float
+    ) -> None:
         """See :class:`Backend`. The kernel is that of the host's own updates: the same bits wherever a piece is."""
-        update_on_host(state, rule, step, scale, self._team)
+        count, begin = 1 + len(rule.entry.buffers), 0
+        for gradient in gradients:
+            cut = [tensor[begin : begin + len(gradient)] for tensor in state]
+            update_on_host((*cut[:count], gradient, *cut[count:]), rule, step, scale, self._team)
+            begin += len(gradient)
 
     @contextlib.contextmanager
     def meter(self) -> Iterator[MemoryMeter]:
@@ -195,7 +204,15 @@ class HostBackend:
 def update_on_host(
     state: tuple[torch.Tensor, ...], rule: Rule, step: int, scale: float, team: WorkerTeam | None
 ) -> None:
-    """Take one optimizer step in host memory. See :meth:`Backend.update`."""
+    """Take one optimizer step in host memory.
+
+    Args:
+        state: master, the optimizer's buffers, gradient, and where the new weights go in bf16, if anywhere.
+        rule: the optimizer and its hyper-parameters.
+        step: which step this is, from 1.
+        scale: multiplies the gradient.
+        team: who does so; ``None``: the calling thread.
+    """
     arrays = [as_array(tensor) for tensor in state]
     count = 1 + len(rule.entry.buffers)
     held, grad, weight_out = arrays[:count], arrays[count], arrays[count + 1 :]

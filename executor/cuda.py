@@ -9,7 +9,7 @@ import operator
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, Self
 
 import torch
@@ -204,9 +204,11 @@ class CudaBackend:
         """Keep the allocator from reusing a tensor before the current stream is done with it."""
         tensor.record_stream(torch.cuda.current_stream(self.device))
 
-    def update(self, state: tuple[torch.Tensor, ...], rule: Rule, step: int, scale: float) -> None:
+    def update(
+        self, state: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], rule: Rule, step: int, scale: float
+    ) -> None:
         """Take one step with torch's kernels."""
-        update_on_device(state, rule, step, scale)
+        update_on_device(state, gradients, rule, step, scale)
 
     def meter(self) -> "contextlib.AbstractContextManager[_CudaMeter]":
         """Read torch's own count."""
@@ -224,17 +226,34 @@ class CudaBackend:
         return norm.double().square()
 
 
-def update_on_device(state: tuple[torch.Tensor, ...], rule: Rule, step: int, scale: float) -> None:
-    """Take one optimizer step on the current stream, chunk by chunk. See :meth:`executor.backend.Backend.update`."""
+def update_on_device(
+    state: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], rule: Rule, step: int, scale: float
+) -> None:
+    """Take one optimizer step on the current stream. See :meth:`executor.backend.Backend.update`.
+
+    All parameters of a chunk together: kernels for one small one take less time than to launch them.
+    """
+    master = state[0]
     count = 1 + len(rule.entry.buffers)
     # A tensor of one dimension, which makes the product float32: a number would leave it in the gradient's type.
-    factor = torch.full((1,), scale, dtype=torch.float32, device=state[0].device)
-    for chunk in zip(*(torch.split(tensor, _CHUNK_PARAMS) for tensor in state), strict=True):
-        master, *buffers = chunk[:count]
-        gradient, *weights = chunk[count:]
-        rule.entry.device(master, tuple(buffers), gradient * factor, rule.params, step)
-        for weight in weights:
-            weight.copy_(master)
+    factor = torch.full((1,), scale, dtype=torch.float32, device=master.device)
+    for begin in range(0, len(master), _CHUNK_PARAMS):
+        chunk = [tensor[begin : begin + _CHUNK_PARAMS] for tensor in state]
+        scaled = torch.empty_like(chunk[0])
+        _scale_into(scaled, gradients, begin, factor)
+        rule.entry.device(chunk[0], tuple(chunk[1:count]), scaled, rule.params, step)
+        for weight in chunk[count:]:
+            weight.copy_(chunk[0])
+
+
+def _scale_into(scaled: torch.Tensor, gradients: Sequence[torch.Tensor], begin: int, factor: torch.Tensor) -> None:
+    """Set ``scaled`` to so many values of gradients that are end to end, from one of them on, times a factor."""
+    at = -begin  # where a gradient begins in it
+    for gradient in gradients:
+        target = scaled[max(at, 0) : max(at + len(gradient), 0)]
+        if len(target):
+            torch.mul(gradient[max(-at, 0) :][: len(target)], factor, out=target)
+        at += len(gradient)
 
 
 class _CudaMeter:

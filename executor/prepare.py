@@ -44,7 +44,7 @@ def prepare_session(
     with the returned optimizer instead of the given one (of which the state, if any, is taken over).
 
     A plan for several ranks is executed by as many processes (``torchrun``), all of which run the same loop, each with
-    its own part of every batch. They begin with rank 0's weights; buffers and the given optimizer's state are each
+    its own part of every batch. They begin with rank 0's weights and buffers; the given optimizer's state is each
     rank's own. Norms are those of all ranks. All ranks evaluate, save, load and close together. On GPUs, the current
     device is the rank's (``torch.cuda.set_device``). If a rank fails, the others raise
     :class:`executor.watch.RankError`.

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from training import Task, decide, prepare, reference, train, uniform
 
 import executor.cuda
-from executor.cuda import Clock, CudaBackend
+from executor.cuda import Clock, CudaBackend, update_on_device
+from executor.optimizer import AdamWParams
+from executor.optimizer.table import ENTRIES, Rule
 from executor.optimizer.workers import WorkerTeam
 
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -183,3 +185,30 @@ def test_times_are_as_exact_after_hours(gaps_s, backwards):
     assert max(map(abs, np.diff([0, *error_s]))) < 3e-6
     order = range(len(times_s))[:: -1 if backwards else 1]
     assert [clock.seconds(AtTime(times_s[i])) for i in order] == pytest.approx([found_s[i] for i in order], abs=3e-6)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    chunk=st.integers(1, 64),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_gradients_end_to_end_are_one_however_it_is_cut(lengths, chunk, dtype):
+    """Several parameters are updated by one call, chunk by chunk."""
+    device, total = torch.device("cuda"), sum(lengths)
+    generator = torch.Generator().manual_seed(total)
+    gradient = torch.randn(total, generator=generator).to(dtype)
+    values = torch.randn(total, generator=generator)
+
+    def state():
+        fresh = [values.clone(), torch.zeros(total), torch.zeros(total), torch.zeros(total, dtype=torch.bfloat16)]
+        return [tensor.to(device) for tensor in fresh]
+
+    rule = Rule(next(entry for entry in ENTRIES if entry.stock is torch.optim.AdamW), AdamWParams(lr=0.1))
+    whole, cut = state(), state()
+    update_on_device(whole, [gradient.to(device)], rule, 1, 0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor.cuda, "_CHUNK_PARAMS", chunk)
+        update_on_device(cut, gradient.to(device).split(lengths), rule, 1, 0.5)
+    for one, other in zip(whole, cut, strict=True):
+        assert torch.allclose(one.cpu().float(), other.cpu().float(), rtol=1e-6, atol=1e-7)
+    assert not torch.equal(whole[0].cpu(), values)

@@ -168,8 +168,9 @@ def kernels() -> Any:
             teams[num_threads] = WorkerTeam(num_threads)
         adamw_step(master, exp_avg, exp_avg_sq, grad, weight, params, step=1, team=teams[num_threads])
 
-    def device_step(*state: Any) -> None:
-        update_on_device(state, rule, step=1, scale=0.5)  # as clipping has it
+    def device_step(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any) -> None:
+        state = master, exp_avg, exp_avg_sq, weight
+        update_on_device(state, [grad], rule, step=1, scale=0.5)  # as clipping has it
 
     return Kernels(cpu_adamw=step, device_adamw=device_step, sum_of_squares=sum_of_squares, host_times=host_times)
 
