@@ -1,7 +1,7 @@
 """What the tasks of a schedule do, apart from the compute that the caller does itself."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, final
 
 import numpy as np
@@ -63,6 +63,7 @@ class Actions:
         self._team = team
         self._exchange = exchange
         self._clips = decisions.clip
+        self._updates_at_step = decisions.update_start == "step"
         self._num_micro_batches = decisions.num_micro_batches
         self._updates: dict[int, Mapping[str, ParameterUpdate]] = {}
         self._slot_of: dict[tuple[str, int], StateSlot] = {}
@@ -355,10 +356,24 @@ class Actions:
             if weights is not None and weights.dtype is not torch.float32:
                 cut.append(weights[held])
             self._backend.update(cut, gradients, run.update.rule, run.step, run.update.scale)
-            for gradient in gradients:
-                self._backend.used(gradient)
+            self._spend(unit, gradients)
         for parameter in unit.parameters:  # gradients that the user dropped
             unit.device_gradients.pop((parameter.name, piece.index), None)
+
+    def _spend(self, unit: UnitState, gradients: Sequence[torch.Tensor]) -> None:
+        """Let gradients go that an update has been given.
+
+        [Note: Spent] On a GPU the caller is ahead of updates, and would be given other memory for the next forward
+        while they have not ended: up to all gradients beside all activations, which no plan has room for. Where they
+        have to have ended before the unit's forward, its gradients are kept until then, when that stream may have
+        their memory at once. What came from another lane has memory of that one's, and what is updated during
+        backward has to go then: both are kept for the lane that updates, and are free when it is done.
+        """
+        if self._exchange is None and self._updates_at_step:
+            unit.spent.extend(gradient for gradient in gradients if gradient.is_cuda)
+            return
+        for gradient in gradients:
+            self._backend.used(gradient)
 
     def _update_streamed(self, unit: UnitState, piece: Piece, iteration: int) -> None:
         slot = self._slot_of.get((unit.name, piece.index))

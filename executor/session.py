@@ -238,6 +238,8 @@ class Session:
             if not self._inside_iteration:
                 self._begin_iteration()
             self._progress.forward(unit)
+            if unit in self._state.units:  # its updates have ended in the order of this stream: see [Note: Spent]
+                self._state.units[unit].spent.clear()
             self._sight.turn_to(unit)
 
     def at_backward(self, unit: str) -> None:
@@ -379,6 +381,8 @@ class Session:
         """
         self._machine.wait()
         self._actions.settle()
+        for unit in self._state.units.values():
+            unit.spent.clear()
 
     def full_parameters(self) -> dict[str, torch.Tensor]:
         """Return all weights as they are after the last step, wherever the plan keeps them; all ranks do so together.

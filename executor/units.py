@@ -114,6 +114,7 @@ class UnitState:
         piles: gradients that the ranks have not added up yet, by the micro-batch in which they will.
         flushing: gradients on their way to the host, by micro-batch, then by parameter.
         device_gradients: gradients that stay on the device, by parameter and piece.
+        spent: gradients that updates on the device have been given, until the unit's next forward [Note: Spent].
         changed: pieces that the host has updated since they were uploaded last.
     """
 
@@ -135,6 +136,7 @@ class UnitState:
     piles: dict[int, Pile] = dataclasses.field(default_factory=dict)
     flushing: dict[int, dict[str, Arrived]] = dataclasses.field(default_factory=dict)
     device_gradients: dict[tuple[str, int], torch.Tensor] = dataclasses.field(default_factory=dict)
+    spent: list[torch.Tensor] = dataclasses.field(default_factory=list)
     changed: set[int] = dataclasses.field(default_factory=set)
 
     @property

@@ -201,7 +201,19 @@ def test_a_lane_that_waits_for_nothing_is_found(place, lane):
 def test_memory_that_nobody_says_is_used_is_found(monkeypatch):
     task = Task("llama", iterations=2)
     monkeypatch.setattr(CudaBackend, "used", lambda _self, _tensor: None)
-    assert watched_training(task, decide(task, uniform("gpu", "gpu"))).found
+    for place in (("gpu", "cpu"), ("host", "stream")):
+        assert watched_training(task, decide(task, uniform(*place))).found
+
+
+@pytest.mark.parametrize("place", [("gpu", "gpu"), ("host", "stream")])
+def test_gradients_that_updates_were_given_are_there_until_the_next_forward(place, monkeypatch):
+    """Then that stream, which has waited for the updates, may have their memory; before, they might still be read."""
+    task = Task("llama", iterations=3)
+    decisions = decide(task, uniform(*place))
+    assert not watched_training(task, decisions).found
+
+    monkeypatch.setattr(Actions, "_spend", lambda _self, _unit, gradients: gradients.clear())
+    assert watched_training(task, decisions).found
 
 
 DEGREES = {
