@@ -245,7 +245,7 @@ class Ranks:
                 hosts = dist.new_group(ranks, backend="gloo", timeout=_TIMEOUT)
                 if self._on_device and self.rank in ranks:
                     # Now, and not in the first iteration: it takes seconds, and memory that the plan leaves free.
-                    dist.all_reduce(torch.zeros(1, device="cuda"), group=device)
+                    dist.all_reduce(torch.zeros(1, device="cuda"), group=device, async_op=True).wait()
                     torch.cuda.synchronize()
             if self.rank in ranks:
                 mine = Group(ranks, self.rank, device=device, hosts=hosts, on_device=self._on_device, wait=self._wait)
