@@ -30,11 +30,12 @@ from ullage.feeds import Feed, feed_of
 from ullage.keeping import CheckpointOptions, Keeper, Stateful
 from ullage.processes import Process, ranks_per_node
 from ullage.replanning import Replanned, replan
-from ullage.shortage import check_device, explaining
+from ullage.shortage import ShortageError, check_device, explaining
 from ullage.text import Tokens
 
 METERED: Final = 1
 """The iteration of a session whose memory is metered, which takes longer."""
+_NUM_METERED: Final = 3  # iterations of several ranks, where the first ones were too much
 MAX_GRADIENT_NORM: Final = 1.0
 # What a trainer's own optimizer has beside its learning rate.
 _HYPER_PARAMETERS: dict[Optimizer, dict[str, Any]] = {
@@ -178,7 +179,7 @@ class Trainer:
         self.process = Process.of(plan)
         check_machine(plan, self.process)
         self._feed = feed_of(plan, data, seed, position, self.process.data_rank)
-        self._iteration = 0
+        self._iteration = self._num_to_meter = 0
         with explaining(plan):
             model, optimizer = _make(plan, model, optimizer, self._feed, self.process, lr=lr, seed=seed)
             self.model, self.optimizer = prepare(model, optimizer, plan, **settings)
@@ -298,12 +299,14 @@ class Trainer:
             self.save()  # not right behind the iteration: schedulers have been stepped since
         begin_s = time.perf_counter()
         iteration, session = self._iteration, self.session
-        metered = session.iteration == METERED
+        if session.iteration == METERED:
+            self._num_to_meter = 1 if self.plan.decisions.num_devices == 1 else _NUM_METERED
+        metered = self._num_to_meter > 0
         with explaining(self.plan, session.memory):
             with session.metered() if metered else contextlib.nullcontext():
                 total = self._compute()
             if metered:
-                check_device(self.plan, session.memory()[Tier.GPU])
+                self._check_device()
             loss = session.together.mean(float(total))
         if not math.isfinite(loss):
             # Schedulers keep the rate that they were given.
@@ -311,6 +314,20 @@ class Trainer:
             raise ValueError(f"the loss is {loss} in iteration {iteration}; use a smaller --lr than {rate:g}")
         self._iteration += 1
         return Step(iteration, loss, time.perf_counter() - begin_s)
+
+    def _check_device(self) -> None:
+        """Check what the device has held, and meter the next iteration too if it was too much, but not for ever.
+
+        Threads of gloo may give a tensor up milliseconds after its sum is there, if others have the cores.
+        """
+        self._num_to_meter -= 1
+        try:
+            check_device(self.plan, self.session.memory()[Tier.GPU])
+        except ShortageError:
+            if not self._num_to_meter:
+                raise
+        else:
+            self._num_to_meter = 0
 
     def _compute(self) -> torch.Tensor:
         """Run one iteration; return this rank's mean loss."""

@@ -16,7 +16,7 @@ from hwprofiles.registry import load_profile
 
 ROOT = Path(__file__).parents[2]
 HEAD = """
-import json, sys, torch, ullage
+import json, os, sys, torch, ullage
 from pathlib import Path
 from benchmarks.peers import worker
 from benchmarks.peers.engines import ENGINES, InMemory
@@ -33,7 +33,9 @@ bounds = []
 def on_gpu(folder: Path, code: str) -> Any:
     """Run code where there is a GPU, and return what it prints last."""
     script = folder / "script.py"
-    script.write_text(HEAD + code, encoding="utf-8")
+    # At once: autograd's thread of the virtual device may be there while the interpreter goes, which it does not outlive.
+    end = "\nsys.stdout.flush()\nos._exit(0)\n"
+    script.write_text(HEAD + code + end, encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "executor")])}
     command = [sys.executable, "-m", "virtual", str(script)]
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300}

@@ -1,5 +1,6 @@
 """``ullage.Trainer``: the loop that is there."""
 
+import contextlib
 import gc
 import itertools
 import math
@@ -192,3 +193,25 @@ def test_what_fails_after_the_model_was_prepared_ends_the_session(
     with pytest.raises(CheckpointError, match="there is no room"):
         ullage.Trainer(plan, data=tokens, checkpoints=CheckpointOptions([Level(tmp_path)]))
     assert [session.closed for session in sessions] == [True]
+
+
+@pytest.mark.parametrize(("num_too_much", "ends"), [(0, False), (2, False), (3, True)])
+def test_memory_of_ranks_is_too_much_if_it_is_so_three_times(
+    plan: Plan, tokens: Tokens, monkeypatch: pytest.MonkeyPatch, num_too_much: int, *, ends: bool
+) -> None:
+    """Threads that add up may be late to give a tensor up; what one process holds is its own, and looked at once."""
+    looked: list[int] = []
+
+    def check(*_args: object) -> None:
+        looked.append(trainer.iteration)
+        if len(looked) <= num_too_much:
+            raise ShortageError(SimpleNamespace(what="", remedy=""))
+
+    monkeypatch.setattr(ullage.training, "check_device", check)
+    with ullage.Trainer(plan, data=tokens) as trainer:
+        trainer.plan = plan.model_copy(
+            update={"decisions": plan.decisions.model_copy(update={"data_parallel": 2, "zero_stage": 1})}
+        )
+        with pytest.raises(ShortageError) if ends else contextlib.nullcontext():
+            list(trainer.run(6))
+    assert looked == list(range(1, 2 + min(num_too_much, 2)))
