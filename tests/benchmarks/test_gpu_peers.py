@@ -33,7 +33,7 @@ bounds = []
 def on_gpu(folder: Path, code: str) -> Any:
     """Run code where there is a GPU, and return what it prints last."""
     script = folder / "script.py"
-    # At once: autograd's thread of the virtual device may be there while the interpreter goes, which it does not outlive.
+    # At once: the thread in which the virtual device goes backward does not outlive the interpreter in good order.
     end = "\nsys.stdout.flush()\nos._exit(0)\n"
     script.write_text(HEAD + code + end, encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "executor")])}
