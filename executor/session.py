@@ -324,7 +324,6 @@ class Session:
         self._loop.finish()
         self._sight.turn_to("")
         self._inside_iteration = False
-        self._doing = f"iteration {self._loop.iteration + 1}"
 
     def _reach_clip(self) -> None:
         expected = self._loop.expected()

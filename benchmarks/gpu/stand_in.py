@@ -10,19 +10,19 @@ from pathlib import Path
 
 import torch
 
+from hwprofiles.calibrate.run import USABLE_SHARE
 from hwprofiles.machine import available_memory_bytes, num_cores
 from hwprofiles.paths import replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile, save_profile
 
-_HOST_SHARE = 0.85  # as calibration has it
 _DEVICE_SHARE = 0.95
 
 
 def stand_in(profile: HardwareProfile) -> HardwareProfile:
     """Return a profile with no more memory and cores than are free here."""
-    host_bytes = min(profile.host.memory_bytes.value, _HOST_SHARE * available_memory_bytes())
+    host_bytes = min(profile.host.memory_bytes.value, USABLE_SHARE * available_memory_bytes())
     numbers = {"host.memory_bytes": host_bytes}
     if torch.cuda.is_available():
         free_bytes = _DEVICE_SHARE * torch.cuda.mem_get_info()[0]

@@ -38,7 +38,8 @@ from hwprofiles.quantity import Provenance, Quantity
 # Of a GPU's free memory: what cuBLAS and NCCL take, code of kernels that is loaded when it is first needed, and what
 # PyTorch's allocator rounds up.
 _FOR_LIBRARIES_BYTES = 1 << 30
-_USABLE = 0.85  # of the available memory: the rest is for the program itself and for what other programs may want
+USABLE_SHARE = 0.85
+"""Of the available memory: the rest is for the program itself and for what other programs may want."""
 # Steps of each part in order, with their shares of the time. The disk comes first: it is what most often cannot be
 # measured.
 _SHARES: Final[Mapping[Part, Mapping[str, float]]] = {
@@ -356,8 +357,8 @@ def _backend(options: CalibrationOptions, cores: int, memory_bytes: int, *, on_g
 
 def _divide_memory(options: CalibrationOptions, *, on_gpu: bool) -> tuple[Quantity, Quantity]:
     """Return what training may use on the device and on the host."""
-    usable = int(available_memory_bytes() * _USABLE)
-    share = f"{_USABLE:.0%} of the available memory"
+    usable = int(available_memory_bytes() * USABLE_SHARE)
+    share = f"{USABLE_SHARE:.0%} of the available memory"
     asked = options.device_memory_bytes
     capacity = torch.cuda.mem_get_info()[0] - _FOR_LIBRARIES_BYTES if on_gpu else usable - 1
     if asked is not None and asked > capacity:
