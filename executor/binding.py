@@ -1,19 +1,21 @@
 """Finds a plan's units in a user's model, and tells a session where the model is.
 
-[Note: Marks] A compute task lasts from its mark to the next one. Forward pre-hooks on the modules that own parameters
-mark where forward is (and recomputation, which is forward inside backward); hooks on these modules' outputs mark where
-backward is. Autograd runs nodes in the reverse order of their making, and accumulates a gradient as soon as it is
-there, so when backward reaches another unit the gradients of the last one are complete.
+[Note: Marks] A compute task lasts from its mark to the next one. Forward pre-hooks on the modules that own or read
+parameters mark where forward is (and recomputation, which is forward inside backward). Hooks on the outputs of these
+modules mark where backward is. Autograd runs nodes in the reverse order of their making, and accumulates a gradient as
+soon as it is there, so when backward reaches another unit the gradients of the last one are complete. A capture refuses
+a module that reads weights where no mark can tell (``ullage/capture/following.py``).
 
 Recomputation starts when backward first needs something of the segment that was not kept. That may be behind the mark
 of the segment's last unit: the session lets that mark wait until recomputation has ended.
 """
 
 import collections
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,18 +23,22 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from executor.activations import OffloadedActivations, SegmentOffload
-from executor.marks import Marks, in_backward
+from executor.guards import OWN_CHECKPOINTING
+from executor.marks import Marks, in_backward, made_by_computing
 from executor.parallel.shares import BindingError
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
+from planner.loop import OutOfOrderError
 
 
 def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, str]:
-    """Return the modules that own parameters themselves, each with the unit that it belongs to.
+    """Return the modules that own or read parameters themselves, each with the unit that it belongs to.
 
     A module belongs to the unit that lists its parameters by their path in the module tree. One that owns only an
-    alias of another unit's parameter (a tied head) belongs to the unit that runs it, or shares that other unit. Experts
-    that fall into several units are left out: they say themselves which one computes.
+    alias of another unit's parameter (a tied head) belongs to the unit that runs it, or shares that other unit. One
+    that reads parameters of modules inside it, without calling these, belongs to the unit that reads them (operators
+    of a captured unit are named by the module that runs them). Experts that fall into several units are left out: they
+    say themselves which one computes. The model itself begins with its first unit.
 
     Raises:
         BindingError: a module belongs to no unit, or to several.
@@ -60,7 +66,37 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
             )
         if found:
             result[module] = found.pop()
+    modules = dict(model.named_modules())
+    for unit in units:
+        for operator in unit.operators:
+            reader = modules.get(operator.name.partition("#")[0]) if operator.parameters else None
+            if reader is not None:
+                result.setdefault(reader, unit.name)
+    result.setdefault(model, units[0].name)
     return result
+
+
+class Marker(NamedTuple):
+    """What a module says: that forward has come to a unit as it begins, and backward with gradients of its results."""
+
+    module: nn.Module
+    unit: str
+    begins: bool
+    ends: bool
+
+
+def markers(unit_of: Mapping[nn.Module, str], units: tuple[Unit, ...]) -> Iterator[Marker]:
+    """Yield the modules that say where the model is; see [Note: Marks].
+
+    Args:
+        unit_of: the modules that :func:`unit_modules` found, or what is compiled of them.
+        units: in forward order.
+    """
+    order = [unit.name for unit in units]
+    for module, unit in unit_of.items():
+        # A module that has other units inside it begins with its own, if that is the first, and does not end with it.
+        inside = {unit_of[inner] for inner in module.modules() if inner in unit_of}
+        yield Marker(module, unit, begins=unit == min(inside, key=order.index), ends=len(inside) == 1)
 
 
 def bind(
@@ -77,17 +113,18 @@ def bind(
     With a backend of ``torch.compile``, what :func:`executor.compilation.compiled_modules` finds is compiled by it; not
     so where activations leave: products of a compiled graph cannot be told apart.
     """
-    unit_of, order = unit_modules(model, units), [unit.name for unit in units]
+    unit_of = unit_modules(model, units)
+    undo.append(model.register_forward_pre_hook(lambda *_: marks.model_begins()).remove)
+    undo.append(model.register_forward_hook(lambda *_: marks.model_ends(), always_call=True).remove)
     if compile_backend is not None:
         stay = tuple(unit for unit in units if not decisions.units[unit.name].offloads)
         unit_of = _compile(model, stay, unit_of, compile_backend, undo)
-    for module, unit in unit_of.items():
-        # A module that has other units inside it begins with its own, if that is the first, and does not end with it.
-        inside = {unit_of[inner] for inner in module.modules() if inner in unit_of}
-        if unit == min(inside, key=order.index):
-            undo.append(module.register_forward_pre_hook(_before(unit, marks)).remove)
-        if len(inside) == 1:
-            undo.append(module.register_forward_hook(_after(unit, marks)).remove)
+    for marker in markers(unit_of, units):
+        before, after = _hooks(marker.unit, marks)
+        if marker.begins:
+            undo.append(marker.module.register_forward_pre_hook(before).remove)
+        if marker.ends:
+            undo.append(marker.module.register_forward_hook(after).remove)
     for segment in segments(units):
         decided, names = decisions.units[segment[0].name], [unit.name for unit in segment]
         if decided.activations != "keep":
@@ -125,27 +162,30 @@ def bind_state_dict(
     return [handle.remove for handle in handles]
 
 
-def _before(unit: str, marks: Marks) -> Callable[[nn.Module, Any], None]:
-    def hook(_module: nn.Module, _args: Any) -> None:
+def _hooks(unit: str, marks: Marks) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return what to do before and after the forward of a module, so that both of its passes are marked."""
+    begun = 0  # autograd's next number when the forward began
+
+    def before(_module: nn.Module, _args: Any) -> None:
+        nonlocal begun
+        begun = torch._C._autograd._get_sequence_nr()
         marks.at_forward(unit)
 
-    return hook
-
-
-def _after(unit: str, marks: Marks) -> Callable[[nn.Module, Any, Any], None]:
     def arrive(_gradient: torch.Tensor) -> None:
         marks.at_backward(unit)
 
-    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+    def after(_module: nn.Module, _args: Any, output: Any) -> None:
         if (
             not torch.is_grad_enabled() or in_backward()
         ):  # recomputed outputs are not the ones that backward goes through
             return
         for leaf in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                _hook_gradient(leaf, arrive)
+                made = made_by_computing(leaf)
+                if made.grad_fn is None or made.grad_fn._sequence_nr() >= begun:
+                    _hook_gradient(made, arrive)  # else it was handed through: backward does not come here with it
 
-    return hook
+    return before, after
 
 
 def _hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
@@ -158,7 +198,14 @@ def _hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -
 
 
 def _segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
-    """Return the deepest module that contains all parameters of a segment."""
+    """Return the module that a segment is.
+
+    A captured segment is named by the path of its block. A preset's (``layers.3``) has another path in each
+    ``transformers`` family, but is the deepest module that contains all its parameters, as a decoder layer has several
+    modules with parameters inside it.
+    """
+    with contextlib.suppress(AttributeError):
+        return model.get_submodule(segment[0].segment)
     owners = [spec.name.split(".")[:-1] for unit in segment for spec in unit.parameters]
     shared: list[str] = []
     for names in zip(*owners, strict=False):
@@ -185,6 +232,11 @@ def _recompute(module: nn.Module, last_unit: str, marks: Marks, offload: Segment
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
+            if marks.trains:
+                raise OutOfOrderError(
+                    f"{last_unit} runs without gradients in a forward that trains, but its plan computes parts of it "
+                    f"again in backward; {OWN_CHECKPOINTING}"
+                )
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         _drop_caches(bound.arguments)

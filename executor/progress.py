@@ -53,7 +53,17 @@ class Progress:
         self._backward_ended = backward_ended
         self._segment = {unit.name: {u.name for u in segment} for segment in segments(units) for unit in segment}
         self._again = {name: AGAIN.get(unit.activations, Op.RECOMPUTE) for name, unit in decisions.units.items()}
-        self._spine = [task for task in loop.schedule.tasks if task.op in _INSIDE_BACKWARD]
+        self._begins_again = {
+            unit.name: (self._again[unit.name], segment[0].name)
+            for segment in segments(units)
+            for unit in segment
+            if decisions.units[unit.name].activations != "keep"
+        }
+        self._index = {
+            (task.op, task.unit, task.micro_batch): task.index
+            for task in loop.schedule.tasks
+            if task.op in _INSIDE_BACKWARD
+        }
         self._watching_end = False  # of the backward that runs now
         self._left: set[str] = set()  # units that this backward has left
 
@@ -85,6 +95,9 @@ class Progress:
 
     def backward(self, unit: str) -> None:
         """Backward has come to a unit. Raises as :meth:`forward`."""
+        self._enter_backward()
+        if (begins := self._begins_again.get(unit)) is not None:
+            self._skip_to(*begins)
         expected = self._loop.expected()
         if expected is not None and expected.op in _RUN_AGAIN and expected.unit in self._segment[unit]:
             return  # recomputation is about to begin, and says when it has ended
@@ -97,11 +110,8 @@ class Progress:
     def _reach(self, op: Op, unit: str) -> None:
         if self.is_at(op, unit):
             return
-        if op is not Op.FORWARD and not self._watching_end:
-            if (expected := self._loop.expected()) is not None:
-                self._backward_begins(expected.micro_batch)
-            self._watching_end = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        if op is not Op.FORWARD:
+            self._enter_backward()
         self._skip_to(op, unit)
         try:
             task = self._loop.reach(op, unit)
@@ -115,6 +125,14 @@ class Progress:
         if self.task is not None and self.task.op is Op.BACKWARD:
             self._left.add(self.task.unit)
         self.task = task
+
+    def _enter_backward(self) -> None:
+        if self._watching_end:
+            return
+        if (expected := self._loop.expected()) is not None:
+            self._backward_begins(expected.micro_batch)
+        self._watching_end = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _advice(self, error: OutOfOrderError, op: Op, unit: str) -> str:
         """Return what went wrong, and what to do about it, where another compute task was expected."""
@@ -137,10 +155,7 @@ class Progress:
     def _skip_to(self, op: Op, unit: str) -> None:
         """Pass over units that backward never reaches, because nothing in or before them needs a gradient."""
         while (expected := self._loop.expected()) is not None and (expected.op, expected.unit) != (op, unit):
-            ahead = any(
-                (t.op, t.unit, t.micro_batch) == (op, unit, expected.micro_batch) and t.index > expected.index
-                for t in self._spine
-            )
+            ahead = self._index.get((op, unit, expected.micro_batch), -1) > expected.index
             if expected.op not in _INSIDE_BACKWARD or not ahead:
                 return
             self._loop.reach(expected.op, expected.unit)

@@ -97,6 +97,7 @@ class Session:
         self._backend = backend_of(options)
         self._inside_iteration = False
         self._inferring = False
+        self._model_trains = False  # now: its forward is under way
         self._changing = False
         self._doing = "iteration 1"
         self._accumulation = Accumulation(decisions.num_micro_batches)
@@ -264,7 +265,15 @@ class Session:
     @property
     def trains(self) -> bool:
         """Whether a forward that begins now is one that the plan has."""
-        return torch.is_grad_enabled() and self._model.training
+        return self._model_trains or (torch.is_grad_enabled() and self._model.training)
+
+    def model_begins(self) -> None:
+        """The model's own forward begins: parts of it may run without gradients, and are part of the plan then too."""
+        self._model_trains = not in_backward() and torch.is_grad_enabled() and self._model.training
+
+    def model_ends(self) -> None:
+        """The model's own forward has ended, or failed."""
+        self._model_trains = False
 
     def _backward_begins(self, micro_batch: int) -> None:
         self._accumulation.begin_backward(micro_batch)

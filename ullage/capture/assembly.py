@@ -120,10 +120,11 @@ def _own(recording: Recording, places: list[Place], drafts: list[_Draft]) -> Non
     for name, number in uses:
         unit_of.setdefault(name.rpartition(".")[0], drafts[number].unit)
     last = {draft.unit: number for number, draft in enumerate(drafts)}
+    called = _called(recording, places)
     for name, _ in recording.model.named_parameters():
         module = name.rpartition(".")[0]
-        if module not in unit_of:  # never used: it is trained beside its nearest neighbours
-            unit_of[module] = _nearest(module, unit_of, places)
+        if module not in unit_of:  # never used: it is trained where its module is called, or beside its neighbours
+            unit_of[module] = called[module] if module in called else _nearest(module, unit_of, places)
         number = first_use.get(name, -1)
         if number < 0 or drafts[number].unit != unit_of[module]:
             number = last[unit_of[module]]
@@ -140,6 +141,20 @@ def _own(recording: Recording, places: list[Place], drafts: list[_Draft]) -> Non
 
 def _first_read(recording: Recording, draft: _Draft, name: str) -> int:
     return next((i for i in draft.events if name in recording.forward[i].parameters), len(recording.forward))
+
+
+def _called(recording: Recording, places: list[Place]) -> dict[str, int]:
+    """Return the unit in which each module is called first: its own, or else the one that computes then."""
+    unit_of = {visit: number for number, unit in enumerate(places) for visit in unit.visits}
+    computes = {event: number for number, unit in enumerate(places) for event in unit.events}
+    found: dict[str, int] = {}
+    current = 0
+    for index, visit in enumerate(recording.visits):  # parents come first
+        if index not in unit_of and visit.parent in unit_of:
+            unit_of[index] = unit_of[visit.parent]
+        current = max(current, unit_of.get(index, computes.get(visit.first - 1, 0)))
+        found.setdefault(visit.path, current)
+    return found
 
 
 def _nearest(module: str, unit_of: dict[str, int], places: list[Place]) -> int:

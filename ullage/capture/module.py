@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from planner.models.captured import CapturedInput, CapturedModel
 from ullage.capture.assembly import assemble
+from ullage.capture.following import check_followed
 from ullage.capture.kernels import UnsupportedOperatorError
 from ullage.capture.placing import place
 from ullage.capture.recording import CaptureError, record
@@ -81,7 +82,10 @@ def capture_module(
         recording = record(model.train(), args, named, as_on_gpu=as_on_gpu)
     first = given[0]
     seq_len = first.shape[1] if first.dtype.startswith("int") and len(first.shape) > 1 else 1
-    return assemble(recording, place(recording), factory=name, inputs=given, dtype=dtype, seq_len=seq_len)
+    captured = assemble(recording, place(recording), factory=name, inputs=given, dtype=dtype, seq_len=seq_len)
+    with _refusing(name):
+        check_followed(recording, captured)
+    return captured
 
 
 def load_factory(text: str) -> Callable[[], nn.Module]:

@@ -64,7 +64,7 @@ def place(recording: Recording) -> list[Place]:
     places = _joined(places, _called_again(visits, places))
     _assign(recording, places, inside)
     places = _joined(places, _used_apart(recording, places))
-    return _named([unit for unit in places if unit.events])
+    return _named(_computing(recording, places))
 
 
 def _block_visits(recording: Recording) -> list[int]:
@@ -233,24 +233,48 @@ def _whole(places: list[Place], first: int, last: int) -> tuple[int, int]:
 
 
 def _assign(recording: Recording, places: list[Place], inside: dict[int, list[int]]) -> None:
-    """Give each forward event to the unit of its visit, or of the visit around it, or else to the unit before it."""
+    """Give each forward event to the unit of its visit, or of a visit around it.
+
+    What runs around several units, or around one that is but a part, is one's that computes then: of a block or another
+    visit that begins with it, its first unit; else the unit before it.
+    """
     visits = recording.visits
     unit_of = {index: number for number, unit in enumerate(places) for index in unit.visits}
     block_of = {index: block for block, members in inside.items() for index in members}
+    within: dict[int, tuple[int, int]] = {}  # of each visit, the first and the last unit inside it
+    for index, number in unit_of.items():
+        at = index
+        while at != -1:
+            first, last = within.get(at, (number, number))
+            within[at] = (min(first, number), max(last, number))
+            at = visits[at].parent
     current = 0
     for index, event in enumerate(recording.forward):
         at = event.visit
-        while at != -1 and at not in unit_of:
+        while at not in unit_of and at not in within and at != -1:
             at = visits[at].parent
-        block = block_of.get(event.visit)
-        if block is not None and (at == -1 or block_of.get(at) != block):
-            # In a block, but in none of its units: the unit before it, or the block's first.
-            within = [unit_of[i] for i in inside[block] if i in unit_of]
-            at_unit = min(max(current, min(within)), max(within)) if within else current
-        else:
-            at_unit = unit_of.get(at, current)
-        current = max(current, at_unit)
+        first, last = within.get(at, (current, current))
+        if at in unit_of:
+            current = max(current, unit_of[at])
+        elif at in block_of or not places[first].segment:
+            current = max(current, min(max(current, first), last))
         places[current].events.append(index)
+
+
+def _computing(recording: Recording, places: list[Place]) -> list[Place]:
+    """Return the units that run kernels; what others do is a neighbour's."""
+    found: list[Place] = []
+    before: list[int] = []
+    for unit in places:
+        if any(recording.forward[index].kernels for index in unit.events):
+            unit.events = before + unit.events
+            before = []
+            found.append(unit)
+        elif found:
+            found[-1].events += unit.events
+        else:
+            before += unit.events
+    return found
 
 
 def _named(places: list[Place]) -> list[Place]:

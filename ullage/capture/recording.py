@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from executor.marks import made_by_computing
 from planner.models.kernels import Kernels, flop
 from ullage.capture.kernels import kernels_of
 
@@ -104,6 +105,7 @@ class Recording:
         gradients: numbers of the storages that parameters' gradients are in at the end.
         sums: of every sum in backward, the storages that it was made of.
         num_values: of every input, how many different integers it may hold, where it is looked up in a table.
+        arrivals: of visits to whose results backward came, in order, how many backward events had been dispatched.
     """
 
     model: nn.Module
@@ -116,6 +118,7 @@ class Recording:
     gradients: dict[str, int]
     sums: dict[int, tuple[int, ...]]
     num_values: list[int | None]
+    arrivals: list[tuple[int, int]]
 
 
 class CaptureError(ValueError):
@@ -157,6 +160,7 @@ def record(model: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str, Tensor
         recorder.gradients,
         recorder.sums,
         recorder.num_values,
+        recorder.arrivals,
     )
 
 
@@ -221,6 +225,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.saves: list[Save] = []
         self._model = model
         self._stack: list[int] = [-1]
+        self._begun: list[int] = []  # autograd's next number when each visit began
         self._number: dict[int, int] = {}  # of the storages that are there, by address
         self._held: list[Any] = []
         self._watch: dict[int, weakref.ref[Any]] = {}
@@ -232,6 +237,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._index_of: dict[int, set[int]] = {}  # inputs that the integers in a storage come from
         self.gradients: dict[str, int] = {}
         self.sums: dict[int, tuple[int, ...]] = {}
+        self.arrivals: list[tuple[int, int]] = []
         for name, parameter in model.named_parameters():
             self._name[self._known(parameter, "parameter")] = name
         for buffer in model.buffers():
@@ -331,20 +337,31 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(tensor, Tensor) and tensor.requires_grad
             }
             visit = Visit(path, module, self._stack[-1], len(self.forward), input_bytes=sum(held.values()))
+            self._begun.append(torch._C._autograd._get_sequence_nr())
             self._stack.append(len(self.visits))
             self.visits.append(visit)
 
         return enter
 
-    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        if not self._in_backward:
-            self.visits[self._stack.pop()].stop = len(self.forward)
+    def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if self._in_backward:
+            return
+        index = self._stack.pop()
+        self.visits[index].stop = len(self.forward)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                node = made_by_computing(leaf).grad_fn
+                if node is not None and node._sequence_nr() >= self._begun[index]:
+                    node.register_prehook(self._arriving(index))
 
     def _running(self, source: int) -> Callable[[Any], None]:
         def hook(_gradients: Any) -> None:
             self._source = source
 
         return hook
+
+    def _arriving(self, visit: int) -> Callable[[Any], None]:
+        return lambda _gradients: self.arrivals.append((visit, len(self.backward)))
 
     def _known(self, tensor: Tensor, owner: str) -> int:
         number = self._storage(tensor)

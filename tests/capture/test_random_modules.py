@@ -1,0 +1,150 @@
+"""Random modules, captured, planned and executed: losses and weights of training in memory, bit for bit."""
+
+import itertools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from random_modules import BATCH, INPUT, LENGTH, WIDTH, Random, Recipe, Stream, recipes
+from test_execution import decided
+from training import ReferenceOptimizer, weights
+
+from executor.options import SessionOptions
+from executor.prepare import prepare_session
+from hwprofiles.registry import load_profile
+from planner.decisions import FP32, Decisions, Storage
+from planner.graph import Batch, Unit, build_graph, units
+from planner.models.captured import CapturedModel
+from planner.planning import InfeasibleError, Request, make_plan
+from planner.schedule import Tier
+from ullage.capture import capture_module
+from ullage.capture.recording import CaptureError
+
+FOLDER = tempfile.TemporaryDirectory(prefix="ullage-nvme-")
+NUMBERS = itertools.count()
+
+
+class Attached(torch.nn.Module):
+    """Two layers, one of which lets the loss have its weight by an attribute, before or behind what it returns."""
+
+    def __init__(self, *, before: bool) -> None:
+        super().__init__()
+        self.before, self.weight, self.scale = before, parameter(), parameter()
+
+    def forward(self, x):
+        if self.before:
+            self.penalty = torch.tanh(x @ self.weight)
+        y = x @ self.scale
+        if not self.before:
+            self.penalty = torch.tanh(y @ self.weight)
+        return y
+
+
+class Penalised(torch.nn.Module):
+    def __init__(self, *, before: bool) -> None:
+        super().__init__()
+        self.first, self.attached = torch.nn.Linear(WIDTH, WIDTH), Attached(before=before)
+        self.last = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.last(self.attached(self.first(x)))
+        return y.mean() + self.attached.penalty.mean()
+
+
+def parameter() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+
+def test_weights_that_backward_reaches_unseen_are_refused() -> None:
+    """They would be read in backward before they are brought."""
+    capture_module(lambda: Penalised(before=True), [INPUT], "fp32")
+    with pytest.raises(
+        CaptureError, match=r"the weight attached\.weight reaches the loss past what its module returns"
+    ):
+        capture_module(lambda: Penalised(before=False), [INPUT], "fp32")
+
+
+def units_of(model: CapturedModel) -> tuple[Unit, ...]:
+    return units(build_graph(model, Batch(model.micro_batch, model.seq_len, 4)))
+
+
+def make(recipe: Recipe) -> tuple[Random, torch.optim.AdamW]:
+    torch.manual_seed(7)
+    model = Random(recipe).train()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def train(model: torch.nn.Module, optimizer) -> list[float]:
+    seen = []
+    for iteration in range(2):
+        torch.manual_seed(iteration)
+        loss = model(torch.randn(BATCH, LENGTH, WIDTH))
+        loss.backward()
+        seen += [loss.item(), float(optimizer.clip_grad_norm_(0.5))]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@given(recipe=recipes(), data=st.data())
+@settings(max_examples=40, phases=[Phase.explicit, Phase.generate])
+def test_training_under_any_decisions_is_that_in_memory(recipe: Recipe, data: st.DataObject) -> None:
+    found = units_of(captured(recipe))
+    trained_as_in_memory(recipe, found, data.draw(decided(found, "fp32")))
+
+
+SEQUENCES = {
+    "lone-linears": Recipe((Stream(("linear-gelu",) * 5, container="sequential"),)),
+    "buffers": Recipe((Stream(("linear-gelu",) * 3), Stream(("buffered",) * 3))),
+    "lists-inside": Recipe((Stream(("listed",) * 3), Stream(("linear-gelu-linear",) * 2))),
+    "no-grad": Recipe((Stream(("linear-gelu",) * 3), Stream(("linear-gelu",) * 3)), no_grad=True),
+}
+
+
+@pytest.mark.parametrize(("name", "storage"), [*((name, "never") for name in SEQUENCES), ("lone-linears", "nvme")])
+def test_what_is_planned_into_little_memory_is_executed(name: str, storage: Storage) -> None:
+    """Down to where nothing fits, with all that is computed again then."""
+    recipe = SEQUENCES[name]
+    model = captured(recipe)
+    machine = load_profile("rtx4090-12ssd")
+    ways = set()
+    capacity_bytes = 2**30
+    while True:
+        request = Request(
+            model,
+            machine.with_device_memory(capacity_bytes),
+            precision=FP32,
+            micro_batch=model.micro_batch,
+            seq_len=model.seq_len,
+            subgroup_params=100,
+            storage=storage,
+        )
+        try:
+            plan = make_plan(request, max_simulations=50)
+        except InfeasibleError:
+            break
+        trained_as_in_memory(recipe, units_of(model), plan.decisions)
+        ways |= {unit.activations for unit in plan.decisions.units.values()}
+        capacity_bytes = int(0.8 * plan.prediction.memory[Tier.GPU].peak_bytes)
+    assert len(ways) > 1
+
+
+def captured(recipe: Recipe) -> CapturedModel:
+    return capture_module(lambda: Random(recipe), [INPUT], "fp32", as_on_gpu=False)
+
+
+def trained_as_in_memory(recipe: Recipe, found: tuple[Unit, ...], decisions: Decisions) -> None:
+    expected_model, reference = make(recipe)
+    expected = train(expected_model, ReferenceOptimizer(reference))
+    model, given_optimizer = make(recipe)
+    options = SessionOptions(num_threads=1, storage_dir=Path(FOLDER.name) / str(next(NUMBERS)))
+    model, optimizer = prepare_session(model, given_optimizer, found, decisions, options)
+    with optimizer.session:
+        assert train(model, optimizer) == expected
+        final = {path: weight.clone() for path, weight in optimizer.session.full_parameters().items()}
+    expected_weights = weights(expected_model)
+    assert final.keys() == expected_weights.keys()
+    assert not [path for path in final if not torch.equal(final[path], expected_weights[path])]

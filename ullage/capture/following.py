@@ -1,0 +1,86 @@
+"""Whether the executor can follow a module: that all weights are there when they are read.
+
+The executor brings the weights of a unit when forward or backward comes to it, which it sees from outside of modules
+(see [Note: Marks] in ``executor.binding``). A module may read weights where nothing of the kind can be seen.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from executor.binding import Marker, markers, unit_modules
+from executor.parallel.shares import BindingError
+from planner.graph import Batch, Unit, build_graph, units
+from planner.models.captured import CapturedModel
+from ullage.capture.recording import CaptureError, Event, Recording
+
+
+def check_followed(recording: Recording, captured: CapturedModel) -> None:
+    """Check that the units of a captured model can be seen to begin, in their order, before their weights are read.
+
+    Raises:
+        CaptureError: they cannot; names the weight or module, and the remedy.
+    """
+    found = units(
+        build_graph(captured, Batch(captured.micro_batch, captured.seq_len, 2 if captured.dtype == "bf16" else 4))
+    )
+    names = {unit.name: {*unit.sizes, *unit.shared_parameters} for unit in found}
+    try:
+        saying = list(markers(unit_modules(recording.model, found), found))
+    except BindingError as error:
+        raise CaptureError(
+            f"{str(error).partition(', but')[0]}; put what runs apart into modules of its own"
+        ) from error
+    begins, ends = (
+        _visits(recording, (m for m in saying if m.begins)),
+        _visits(recording, (m for m in saying if m.ends)),
+    )
+    forward = [(recording.visits[visit].first, unit) for visit, unit in begins.items()]
+    _check_order(found, [unit for _, unit in forward])
+    if (name := _unseen(recording.forward, forward, names)) is not None:
+        raise CaptureError(
+            f"the weight {name} is read where no module that owns it runs, so that it cannot be brought in time; read "
+            "it in the forward of the module that owns it"
+        )
+    backward = [(position, ends[visit]) for visit, position in recording.arrivals if visit in ends]
+    if (name := _unseen(recording.backward, backward, names)) is not None:
+        raise CaptureError(
+            f"the weight {name} reaches the loss past what its module returns, so that backward comes to it unseen (by "
+            "way of an attribute, or of an object that is no tuple, list, dict or dataclass); return it from forward"
+        )
+
+
+def _visits(recording: Recording, saying: Iterable[Marker]) -> dict[int, str]:
+    """Return the visits of modules that say where the model is, in order, with their units."""
+    unit_of = {marker.module: marker.unit for marker in saying}
+    return {index: unit_of[visit.module] for index, visit in enumerate(recording.visits) if visit.module in unit_of}
+
+
+def _check_order(found: tuple[Unit, ...], begun: list[str]) -> None:
+    order = [unit.name for unit in found]
+    seen = [unit for index, unit in enumerate(begun) if not index or begun[index - 1] != unit]
+    if seen != order:
+        at = next((i for i, (a, b) in enumerate(zip(seen, order, strict=False)) if a != b), min(len(seen), len(order)))
+        unit = (*seen[at:], *order[at:])[0]
+        raise CaptureError(
+            f"{unit} does not run in one stretch: its modules are called again later, or others read their weights; "
+            "call each module once in forward, or put what runs in turns into one module"
+        )
+
+
+def _unseen(events: list[Event], marks: list[tuple[int, str]], names: dict[str, set[str]]) -> str | None:
+    """Return a weight that is read while another unit computes than one that has it.
+
+    Args:
+        events: of forward or of backward.
+        marks: before which event each unit is seen to begin, in order.
+        names: the weights that are there while each unit computes.
+    """
+    left: Iterator[tuple[int, str]] = iter([*marks, (len(events), "")])
+    position, following = next(left)
+    there: set[str] = set()
+    for index, event in enumerate(events):
+        while position <= index:
+            there = names[following]
+            position, following = next(left)
+        if event.kernels and (missing := [name for name in event.parameters if name not in there]):
+            return missing[0]
+    return None
