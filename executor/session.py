@@ -6,6 +6,7 @@ issues what is left of the iteration and returns while updates go on.
 """
 
 import contextlib
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self, final
@@ -96,6 +97,7 @@ class Session:
         self._shared = {unit.name: unit.shared_units for unit in units}
         self._backend = backend_of(options)
         self._inside_iteration = False
+        self._num_short = 0  # iterations that ended before all micro-batches had come
         self._inferring = False
         self._changing = False
         self._doing = "iteration 1"
@@ -160,7 +162,9 @@ class Session:
                 self._state, self.schedule, self._entry, self._backend, self._host, options, rank
             )
         self._parameters = {parameter.name: (unit, parameter) for unit, parameter in self._state.parameters()}
-        self._gradients = UserGradients(decisions, (p for _, p in self._state.parameters()), self._norms)
+        self._gradients = UserGradients(
+            decisions, (p for _, p in self._state.parameters()), self._norms, self._complete
+        )
         self._team = WorkerTeam(self.cores.num_updating, self.cores.of_updates)
         failing.callback(self._team.close)
         bf16 = decisions.precision.weights == "bf16"
@@ -273,10 +277,37 @@ class Session:
 
     def _backward_ended(self, micro_batch: int) -> None:
         self._offloaded.forget_all()
-        if self._exchange is not None and micro_batch == self.decisions.num_micro_batches - 1:
-            parameters = [parameter for _, parameter in self._parameters.values()]
-            self._exchange.agree_on_arrivals(parameters, self._loop.iteration)
+        if micro_batch == self.decisions.num_micro_batches - 1:
+            self._agree_on_arrivals()
         self._gradients.offer(self._loop.iteration, micro_batch)
+
+    def _agree_on_arrivals(self) -> None:
+        if self._exchange is not None:
+            parameters = [parameter for _, parameter in self._parameters.values()]
+            self._exchange.agree_on_arrivals(parameters, self._loop.iteration, self._doing)
+
+    def _complete(self) -> None:
+        """End an iteration of which not all micro-batches have come, if it is one; see [Note: Short groups]."""
+        if not (num_complete := self._progress.num_complete):
+            return
+        self._accumulation.check_step()
+        iteration = self._loop.iteration
+        self._doing = f"iteration {iteration + 1}, which ended after micro-batch {num_complete}"
+        self._agree_on_arrivals()
+        self._actions.end_early(iteration, num_complete, self._loop.num_issued)
+        if self.decisions.update_start == "backward":
+            self._begin_updates()
+        self._progress.end_early()
+        self._machine.leave_out(iteration)
+        if iteration == self._num_short == 1:
+            warnings.warn(
+                f"the first two steps came after fewer micro-batches than the plan's "
+                f"{self.decisions.num_micro_batches}, the second after {num_complete}; training goes on as the loop has "
+                f"it, but is slower than planned: plan with --accumulate {num_complete}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._num_short += 1
 
     def _begin_iteration(self) -> None:
         self._doing = f"iteration {self._loop.iteration + 1}"
@@ -305,11 +336,14 @@ class Session:
     def step(self) -> None:
         """Begin what is left of the iteration, updates above all, and return while it goes on.
 
+        Micro-batches that have not come by then are left out, as at the end of a user's data.
+
         Raises:
-            OutOfOrderError: not all micro-batches have been there.
+            OutOfOrderError: no micro-batch has been there, or one is under way.
             LaneError: a task failed on some lane.
         """
         self._accumulation.check_step()
+        self._complete()
         expected = self._loop.expected()
         if expected is not None and expected.op is not Op.CLIP:
             raise OutOfOrderError(

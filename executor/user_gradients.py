@@ -19,6 +19,7 @@ class UserGradients:
         parameters: what the rank has of all of them.
         norms: waits until all gradients of the iteration under way are there, and returns their norms by the names of
             whole parameters.
+        complete: takes it that no more gradients come in this iteration, as they are looked at or scaled now.
     """
 
     def __init__(
@@ -26,6 +27,7 @@ class UserGradients:
         decisions: Decisions,
         parameters: Iterable[ParameterState],
         norms: Callable[[], dict[str, torch.Tensor]],
+        complete: Callable[[], None],
     ) -> None:
         self._clips = decisions.clip
         self._waits = decisions.update_start == "step"
@@ -33,6 +35,7 @@ class UserGradients:
         for parameter in parameters:
             self._parts.setdefault(parameter.share.name, []).append(parameter)
         self._find_norms = norms
+        self._complete = complete
         self._num_micro_batches = decisions.num_micro_batches
         self._norms: dict[str, torch.Tensor] | None = None
         self._scales: dict[str, float] = {}
@@ -139,13 +142,14 @@ class UserGradients:
         self._dropped = True
 
     def _check_clips(self) -> None:
-        if self._num_added < self._num_micro_batches:
+        if not self._num_added:
             raise GradientError(
-                f"gradients were looked at or scaled after micro-batch {self._num_added} of {self._num_micro_batches}; "
-                "they are added up until the last backward: clip after that, before optimizer.step()"
+                "gradients were looked at or scaled while none are there; clip after the last backward, before "
+                "optimizer.step()"
             )
         if not self._clips:
             raise GradientError(
                 "this plan does not wait for the norm of all gradients before it updates; plan with clip=True, or do "
                 "not clip"
             )
+        self._complete()
