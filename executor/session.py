@@ -97,7 +97,7 @@ class Session:
         self._shared = {unit.name: unit.shared_units for unit in units}
         self._backend = backend_of(options)
         self._inside_iteration = False
-        self._num_short = 0  # iterations that ended before all micro-batches had come
+        self._last_short = -2  # the latest iteration that ended before all micro-batches had come
         self._inferring = False
         self._changing = False
         self._doing = "iteration 1"
@@ -212,6 +212,11 @@ class Session:
         return self._loop.iteration
 
     @property
+    def last_was_short(self) -> bool:
+        """Whether the latest iteration ended before all of the plan's micro-batches had come."""
+        return self._last_short == self._loop.iteration - 1
+
+    @property
     def record(self) -> bool:
         """Whether times are kept for :meth:`timeline`. May be changed between iterations."""
         return self._machine.record
@@ -299,7 +304,7 @@ class Session:
             self._begin_updates()
         self._progress.end_early()
         self._machine.leave_out(iteration)
-        if iteration == self._num_short == 1:
+        if iteration == 1 and self.last_was_short:
             warnings.warn(
                 f"the first two steps came after fewer micro-batches than the plan's "
                 f"{self.decisions.num_micro_batches}, the second after {num_complete}; training goes on as the loop has "
@@ -307,7 +312,7 @@ class Session:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._num_short += 1
+        self._last_short = iteration
 
     def _begin_iteration(self) -> None:
         self._doing = f"iteration {self._loop.iteration + 1}"
