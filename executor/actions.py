@@ -19,7 +19,6 @@ from executor.units import Arrived, ParameterState, StateSlot, UnitState
 from planner.decisions import Decisions, Place
 from planner.schedule import Lane, Op, Task
 
-
 _SUM_UP: Final = frozenset({Op.FLUSH, Op.SPILL})
 """Of what belongs to a micro-batch: what has to do with the sum of all gradients when it comes to the last one."""
 

@@ -126,11 +126,13 @@ class Session:
                 self.agree_on_chance()
             self._undo += [*bind_state_dict(model, self._names, self.full_parameter), self._accumulation.bind(model)]
             self._move_buffers()
-            self._sight = Sight(self._state, self._shared)
+            self._sight = Sight(self._state, self._shared, shares.values())
+            failing.callback(self._sight.release)
             self._sight.turn_to("")
             self.synchronize()  # what was copied in so far was on no lane
             # At the end: who fails before has no session that could be closed.
             self._undo += bind_guards(model, self._state.dtype, self._backend.device)
+            self._undo.append(model.register_forward_hook(self._after_inference).remove)
             failing.pop_all()
 
     def _take_over(
@@ -282,6 +284,7 @@ class Session:
 
     def _backward_ended(self, micro_batch: int) -> None:
         self._offloaded.forget_all()
+        self._sight.turn_to("")
         if micro_batch == self.decisions.num_micro_batches - 1:
             self._agree_on_arrivals()
         self._gradients.offer(self._loop.iteration, micro_batch)
@@ -320,8 +323,18 @@ class Session:
             self._actions.settle()
             self._inferring = False
             self._meet(needed=self._weights.gather_at_each_use)
+        self._sight.check_untouched()
+        self._check_autocast()
         self._inside_iteration = True
         self._gradients.begin_iteration()
+
+    def _check_autocast(self) -> None:
+        kind = self._backend.device.type
+        if torch.is_autocast_enabled(kind) and (dtype := torch.get_autocast_dtype(kind)) != self._state.dtype:
+            raise ValueError(
+                f"autocast to {dtype} is on, but the plan computes with {self._state.dtype} weights and counts their "
+                "memory; leave autocast, or plan with another --precision"
+            )
 
     # Gradients and updates.
 
@@ -347,6 +360,7 @@ class Session:
             OutOfOrderError: no micro-batch has been there, or one is under way.
             LaneError: a task failed on some lane.
         """
+        self._sight.check_untouched()
         self._accumulation.check_step()
         self._complete()
         expected = self._loop.expected()
@@ -542,6 +556,10 @@ class Session:
         self._weights.use(unit)
         self._sight.turn_to(unit)
 
+    def _after_inference(self, *_args: object) -> None:
+        if self._inferring:
+            self._sight.turn_to("")
+
     def _move_buffers(self) -> None:
         """Bring buffers to the device, as rank 0 has them on all; what a model writes to them is a rank's own."""
         for module in self._model.modules():
@@ -610,6 +628,7 @@ class Session:
         if self.closed:
             return
         together = found = False
+        self._sight.release()
         try:
             if not self._machine.stopped and not self._inside_iteration:
                 self._doing = f"close(), after {self._loop.iteration} iterations"

@@ -1,4 +1,7 @@
-"""Gradients between backward and step: what the user may do to them, and what comes of it."""
+"""Gradients between backward and step: what the user may do to them, and what comes of it.
+
+What goes through all parameters here does so past [Note: Guarded parameters], as it looks at their gradients alone.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import final
@@ -6,6 +9,7 @@ from typing import final
 import torch
 
 from executor.gradients import GradientError, OffloadedGradient
+from executor.guarded import unguarded
 from executor.units import ParameterState
 from planner.decisions import Decisions
 
@@ -49,6 +53,7 @@ class UserGradients:
         self._scales.clear()
         self._dropped = False
 
+    @unguarded()
     def offer(self, iteration: int, micro_batch: int) -> None:
         """Let every parameter that got a gradient have a stand-in for it, until the next micro-batch or the step."""
         self._num_added = micro_batch + 1
@@ -84,6 +89,7 @@ class UserGradients:
         """Return what gradients of the latest iteration are multiplied by, and whether any was dropped."""
         return sorted(set(self._scales.values())), self._dropped
 
+    @unguarded()
     def go_on(self, iteration: int) -> None:
         """Take the stand-ins away as the next micro-batch begins, which adds to the gradients that they are for.
 
@@ -103,6 +109,7 @@ class UserGradients:
                 )
         self.clear()
 
+    @unguarded()
     def clear(self) -> None:
         """Take all stand-ins away."""
         self._num_added = 0
@@ -111,6 +118,7 @@ class UserGradients:
             if isinstance(whole.grad, OffloadedGradient):
                 whole.grad = None
 
+    @unguarded()
     def take_back(self, iteration: int) -> None:
         """Take the stand-ins away as the step begins; what the user has dropped is not updated, as in torch.
 

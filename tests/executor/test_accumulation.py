@@ -163,7 +163,10 @@ def clip_in_between(loop):
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
-        (too_few, r"left no_sync\(\) with micro-batch 2, and another .*plan has 3 .*inside, or plan with --accumulate 2"),
+        (
+            too_few,
+            r"left no_sync\(\) with micro-batch 2, and another .*plan has 3 .*inside, or plan with --accumulate 2",
+        ),
         (too_many, r"holds micro-batch 3, but the plan has 3 .*leave no_sync\(\) for it, or plan with --accumulate 4"),
         (too_many_backward_alone, r"holds micro-batch 3, but the plan has 3"),
         (step_inside, r"optimizer.step\(\) .*came inside no_sync\(\)"),

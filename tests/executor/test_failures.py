@@ -93,9 +93,8 @@ def test_a_backward_without_its_step(clips):
 def test_a_step_before_any_micro_batch():
     task = Task("gpt2", num_micro_batches=2)
     model, optimizer = prepare(task, decide(task, KEEP))
-    with optimizer.session:
-        with pytest.raises(OutOfOrderError, match="2 forward and backward"):
-            optimizer.step()
+    with optimizer.session, pytest.raises(OutOfOrderError, match="2 forward and backward"):
+        optimizer.step()
 
 
 def test_evaluation_in_the_middle_of_an_iteration(started):

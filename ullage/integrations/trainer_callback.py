@@ -23,9 +23,10 @@ _CHECKPOINTING: Final = (
 class UllageCallback(TrainerCallback):
     """For ``Trainer(model=model, optimizers=(optimizer, scheduler), callbacks=[UllageCallback(optimizer, plan)])``.
 
-    The log of every step then has ``ullage_iteration_s`` (measured, the mean since the last log, without groups of fewer
-    micro-batches than planned) and ``ullage_predicted_s``. The session stays open when training ends, for ``trainer.save_model()`` and
-    ``trainer.evaluate()``; ``optimizer.session.close()`` gives the model back as an ordinary one.
+    The log of every step then has ``ullage_iteration_s`` (measured, the mean since the last log) and
+    ``ullage_predicted_s``; not that of a step on fewer micro-batches than planned. The session stays open when training
+    ends, for ``trainer.save_model()`` and ``trainer.evaluate()``; ``optimizer.session.close()`` gives the model back as
+    an ordinary one.
 
     Args:
         optimizer: what :func:`ullage.prepare` returned.
