@@ -25,6 +25,8 @@ class Accumulation:
         self._count = num_micro_batches
         self._inside = False
         self._was_inside = False  # in this iteration
+        self._last_was_inside = False
+        self._ended_at = 0  # micro-batches, if a backward has said that it is the last of fewer than planned
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -45,9 +47,19 @@ class Accumulation:
         return undo
 
     def begin_forward(self, micro_batch: int) -> None:
-        """Take it that the forward of a micro-batch begins. Raises as :meth:`begin_backward`."""
+        """Take it that the forward of a micro-batch begins.
+
+        Raises:
+            OutOfOrderError: it is inside and the last one, or one before it was outside though others were inside.
+        """
         if micro_batch == 0:
-            self._was_inside = False
+            self._was_inside, self._ended_at = False, 0
+        if self._ended_at:
+            raise OutOfOrderError(
+                f"backward left no_sync() with micro-batch {self._ended_at}, and another forward came before "
+                f"optimizer.step(), but the plan has {self._count} for every step; put the first {self._count - 1} "
+                f"inside, or plan with --accumulate {self._ended_at}"
+            )
         if self._inside:
             self._check_inside(micro_batch)
 
@@ -55,27 +67,26 @@ class Accumulation:
         """Take it that the backward of a micro-batch begins.
 
         Raises:
-            OutOfOrderError: it is the last and inside, or outside and not the last one though others were inside.
+            OutOfOrderError: it is the last and inside.
         """
+        self._last_was_inside = self._inside
         if self._inside:
             self._check_inside(micro_batch)
             self._was_inside = True
         elif self._was_inside and micro_batch < self._count - 1:
-            raise OutOfOrderError(
-                f"backward left no_sync() with micro-batch {micro_batch + 1}, but the plan has {self._count} for every "
-                f"step; put the first {self._count - 1} inside, or plan with --accumulate {micro_batch + 1}"
-            )
+            self._ended_at = micro_batch + 1  # of a short group, if a step follows
 
     def check_step(self) -> None:
         """Check that a step may come here.
 
         Raises:
-            OutOfOrderError: it is inside.
+            OutOfOrderError: it is inside, or the last micro-batch was.
         """
-        if self._inside:
+        if self._inside or self._last_was_inside:
+            where = "inside no_sync()" if self._inside else "right after a micro-batch inside no_sync()"
             raise OutOfOrderError(
-                "optimizer.step() came inside no_sync(), which is for micro-batches without a step; leave it for the "
-                "last micro-batch, and step after that"
+                f"optimizer.step() (or clipping) came {where}, which is for micro-batches that others follow before "
+                "the step; leave it for the last micro-batch, and step after that"
             )
 
     def _check_inside(self, micro_batch: int) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, final
+from typing import Final, NamedTuple, final
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from executor.units import Arrived, ParameterState, StateSlot, UnitState
 from planner.decisions import Decisions, Place
 from planner.schedule import Lane, Op, Task
 
+_SUM_UP: Final = frozenset({Op.FLUSH, Op.SPILL})
+"""Of what belongs to a micro-batch: what has to do with the sum of all gradients when it comes to the last one."""
+
 
 class ParameterUpdate(NamedTuple):
     """How one parameter is updated in one iteration."""
@@ -34,6 +37,13 @@ class _Run(NamedTuple):
     stop: int
     update: ParameterUpdate
     step: int
+
+
+class _Short(NamedTuple):
+    """An iteration whose last micro-batches do not come."""
+
+    num_micro_batches: int  # that have come
+    first_task: int  # that may serve nothing
 
 
 @final
@@ -66,6 +76,7 @@ class Actions:
         self._updates_at_step = decisions.update_start == "step"
         self._num_micro_batches = decisions.num_micro_batches
         self._updates: dict[int, Mapping[str, ParameterUpdate]] = {}
+        self._short: dict[int, _Short] = {}
         self._slot_of: dict[tuple[str, int], StateSlot] = {}
         self._by_op: dict[Op, Callable[[Task, int], None]] = {
             Op.READ: lambda task, _iteration: self.read(state.units[task.unit]),
@@ -91,7 +102,35 @@ class Actions:
 
     def perform(self, task: Task, iteration: int) -> None:
         """Do the work of a task."""
-        self._by_op[task.op](task, iteration)
+        if not self._serves_nothing(task, iteration):
+            self._by_op[task.op](task, iteration)
+
+    def end_early(self, iteration: int, num_micro_batches: int, num_issued: int) -> None:
+        """Take it that an iteration has no more micro-batches than these, before anything else of it is issued.
+
+        [Note: Short groups] A user's loop ends an iteration early where its data end. The rest of the schedule is
+        issued all the same, so that what follows finds the order that it relies on, but nothing moves for micro-batches
+        that do not come. Only what their tasks would have summed up is: gradients that pile up until the last one are
+        added up over the ranks, their norms are taken, and they go on to NVMe. Which tasks serve nothing is decided by
+        where the caller is in the schedule and not by the time, so that ranks agree.
+
+        Args:
+            iteration: the one under way.
+            num_micro_batches: that have come.
+            num_issued: tasks of the iteration that have been issued.
+        """
+        self._short = {i: short for i, short in self._short.items() if i == iteration - 1}
+        self._short[iteration] = _Short(num_micro_batches, num_issued)
+
+    def _serves_nothing(self, task: Task, iteration: int) -> bool:
+        """Return whether a task is for micro-batches alone that do not come; see [Note: Short groups]."""
+        short = self._short.get(iteration)
+        if short is None or task.index < short.first_task or task.micro_batch < short.num_micro_batches:
+            return False
+        if task.op is Op.SCATTER:
+            assert self._exchange is not None
+            return self._exchange.first_summed(task) >= short.num_micro_batches
+        return task.op not in _SUM_UP
 
     def begin_updates(self, iteration: int, updates: Mapping[str, ParameterUpdate]) -> None:
         """Say how every parameter is to be updated in an iteration, before its first update is issued."""

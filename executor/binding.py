@@ -154,9 +154,11 @@ def bind_state_dict(
                 state_dict[prefix + name] = weight(names[id(parameter)])
 
     def refuse(*_args: object) -> None:
-        raise ValueError("weights cannot be loaded into a prepared model; load them before prepare()")
+        raise ValueError(
+            "weights cannot be loaded into a prepared model; load them before prepare(), or after session.close()"
+        )
 
-    handles = [model.register_load_state_dict_pre_hook(refuse)]  # type: ignore[no-untyped-call]
+    handles = [m.register_load_state_dict_pre_hook(refuse) for m in model.modules()]  # type: ignore[no-untyped-call]
     owners = (m for m in model.modules() if next(m.parameters(recurse=False), None) is not None)
     handles += [module.register_state_dict_post_hook(after) for module in owners]  # type: ignore[no-untyped-call]
     return [handle.remove for handle in handles]

@@ -89,6 +89,11 @@ class Exchange:
             parameter.name: Arrived(mean, unit.start) for parameter in unit.parameters if any(parameter.leaving_parts())
         }
 
+    def first_summed(self, task: Task) -> int:
+        """Return the first micro-batch whose gradient a ``SCATTER`` adds up; the task's own is the last."""
+        before = [m for m in self._scattered[task.unit] if m < task.micro_batch]
+        return before[-1] + 1 if before else 0
+
     def _keep(self, unit: UnitState, mean: Arrived, *, first: bool) -> None:
         """Keep on the device what is updated there."""
         whole = not any(piece.leaves for piece in unit.pieces)
@@ -100,13 +105,17 @@ class Exchange:
                 else:  # a view keeps all of it
                     unit.device_gradients[key] = mean.of(part) if whole else mean.of(part).clone()
 
-    def agree_on_arrivals(self, parameters: Sequence[ParameterState], iteration: int) -> None:
+    def agree_on_arrivals(self, parameters: Sequence[ParameterState], iteration: int, doing: str) -> None:
         """Count a gradient as arrived if it did so on any rank, once this rank's have.
+
+        Args:
+            parameters: what the rank has of all of them.
+            iteration: the one under way.
+            doing: the same in words, with what all ranks must have in common.
 
         Raises:
             GradientError: a parameter has one on some ranks only, and its update may have begun without.
         """
-        doing = f"iteration {iteration + 1}"
         arrived = self._ranks.call(doing, [float(parameter.arrived == iteration) for parameter in parameters])
         for parameter, count in zip(parameters, arrived, strict=True):
             if 0 < count < self._ranks.size and not self._waits:

@@ -7,6 +7,12 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from executor.guarded import INSTEAD
 
 _ANOTHER: Final = "for another model of the same weights, make one and load_state_dict(model.state_dict())"
 
@@ -53,10 +59,37 @@ def check_plain(model: nn.Module) -> None:
         )
 
 
+def check_kinds(model: object, optimizer: object) -> None:
+    """Check that a model and an optimizer are what their names say.
+
+    Raises:
+        TypeError: one is not.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is {type(model).__name__}; give a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"the optimizer is {type(optimizer).__name__}; give one of torch.optim over model.parameters()")
+
+
+def check_has_values(model: nn.Module) -> None:
+    """Check that a model has weights.
+
+    Raises:
+        ValueError: some are on the meta device.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device and has no values; make the model on the CPU, or model.to_empty(device="
+                "'cpu') and load its weights, before prepare()"
+            )
+
+
 def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Callable[[], None]]:
     """Make a model, and all modules of it, refuse what a session cannot follow; return what undoes it.
 
-    That is to be copied, to be prepared again, and to change the type or the place of weights.
+    That is to be copied, to be prepared again, to get other modules or parameters, and to change the type or the place
+    of weights.
 
     Args:
         model: the bound model.
@@ -69,7 +102,23 @@ def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> l
         undo += [_shadow(module, "__deepcopy__", _refuse_copy), _shadow(module, "__reduce_ex__", _refuse_pickle)]
         _prepared.add(module)
         undo.append(functools.partial(_prepared.discard, module))
+    modules = weakref.WeakSet(model.modules())
+    undo += [
+        register_module_parameter_registration_hook(_refuse_other(modules, "_parameters")).remove,
+        register_module_module_registration_hook(_refuse_other(modules, "_modules")).remove,
+    ]
     return undo
+
+
+def _refuse_other(modules: weakref.WeakSet[nn.Module], kind: str) -> Callable[[nn.Module, str, Any], None]:
+    def hook(module: nn.Module, name: str, value: Any) -> None:
+        if module in modules and value is not vars(module)[kind].get(name):
+            raise ValueError(
+                f"{name} of a {type(module).__name__} is part of a prepared model, whose modules and parameters stay "
+                f"as they were planned; {INSTEAD}"
+            )
+
+    return hook
 
 
 def _refuse_copy(_memo: object) -> None:

@@ -95,6 +95,7 @@ class LaneMachine:
         self._tickets: dict[int, dict[int, _Ticket]] = {}
         self._open: list[_Ticket] = []
         self._recorded: dict[int, list[_Ticket]] = {}
+        self._left_out: set[int] = set()
         self._last: dict[Lane, Moment] = {}  # when the latest task of each lane ends
         lanes = {task.lane for task in schedule.tasks} - CALLER_LANES
         self._queues: dict[Lane, queue.SimpleQueue[_Ticket | None]] = {lane: queue.SimpleQueue() for lane in lanes}
@@ -157,7 +158,7 @@ class LaneMachine:
         """Return what was recorded of iterations ``first`` to ``last`` (inclusive; the latest if left out).
 
         Iterations count from 0 in it, and time from its first start. What has not ended is left out; :meth:`wait`
-        first.
+        first. Iterations of :meth:`leave_out` are cut out, each with the time until the next one begins.
         """
         tickets = [
             t
@@ -175,7 +176,12 @@ class LaneMachine:
             Span(t.iteration - begin, t.task.index, start_s - zero_s, end_s - zero_s)
             for t, (start_s, end_s) in zip(tickets, times_s, strict=True)
         )
-        return Timeline.from_spans(self._schedule, spans, end - begin + 1)
+        timeline = Timeline.from_spans(self._schedule, spans, end - begin + 1)
+        return timeline.without({i - begin for i in self._left_out if begin <= i <= end})
+
+    def leave_out(self, iteration: int) -> None:
+        """Leave an iteration that is not a whole one out of every timeline."""
+        self._left_out = {i for i in self._left_out if i in self._recorded} | {iteration}
 
     def fail(self, error: BaseException) -> None:
         """Stop because of what happened elsewhere; who waits or issues next raises it."""

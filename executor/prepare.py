@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from executor.checks import check_decisions
-from executor.guards import check_plain, check_unprepared
+from executor.guards import check_has_values, check_kinds, check_plain, check_unprepared
 from executor.handover import Handover
 from executor.optimizer.table import OptimizerEntry, entry_of
 from executor.options import SessionOptions
@@ -68,14 +68,17 @@ def prepare_session(
         ``DistributedDataParallel`` has: see :mod:`executor.accumulation`.
 
     Raises:
+        TypeError: the model is no module, or the optimizer none.
         ValueError: the optimizer is not known or not the planned one, the decisions cannot be executed, or the model
-            is another one, prepared already, or checkpoints activations itself.
+            is another one, prepared already, without values, or checkpoints activations itself.
         DeviceMemoryError: a tier is too small.
         StorageError: what the plan has on NVMe cannot be kept there.
         RankError: another rank has failed.
     """
+    check_kinds(model, optimizer)
     check_unprepared(model)
     check_plain(model)
+    check_has_values(model)
     way = Way(units, decisions, options)
     return model, OffloadedOptimizer(optimizer, entry_of(optimizer), model, way)
 

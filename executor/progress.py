@@ -64,6 +64,7 @@ class Progress:
             for task in loop.schedule.tasks
             if task.op in _INSIDE_BACKWARD
         }
+        self._ended_after = 0  # micro-batches, if the iteration under way ended before all of them came
         self._watching_end = False  # of the backward that runs now
         self._left: set[str] = set()  # units that this backward has left
 
@@ -71,6 +72,20 @@ class Progress:
     def unit(self) -> str:
         """The unit that computes; empty if none does."""
         return "" if self.task is None else self.task.unit
+
+    @property
+    def num_complete(self) -> int:
+        """Micro-batches of this iteration that have been there, if others are to come and none is under way; else 0."""
+        expected = self._loop.expected()
+        begins = expected is not None and expected.op is Op.FORWARD and expected.unit == self._first
+        return expected.micro_batch if expected is not None and begins else 0
+
+    def end_early(self) -> None:
+        """Pass over the micro-batches that do not come. Raises as :meth:`forward`."""
+        self._ended_after = self.num_complete
+        while (expected := self._loop.expected()) is not None and expected.op is not Op.CLIP:
+            self._loop.reach(expected.op, expected.unit)
+        self._machine.end_open()
 
     def is_at(self, op: Op, unit: str) -> bool:
         """Return whether the caller is there already: a unit may have many modules that say so."""
@@ -88,6 +103,7 @@ class Progress:
             LaneError: a task failed on some lane.
         """
         self._reach(Op.FORWARD, unit)
+        self._ended_after = 0
 
     def again(self, unit: str) -> None:
         """A forward inside backward has come to a unit. Raises as :meth:`forward`."""
@@ -150,7 +166,10 @@ class Progress:
             skip = "to leave this update out (a norm that is no number, say), optimizer.zero_grad(); optimizer.step()"
         else:
             skip = "updates began during backward, and only a plan with update_start 'step' can leave them out"
-        return f"{found} optimizer.step(), since all backward of the iteration has been there; {skip}. {rule}"
+        why = "all backward of the iteration has been there"
+        if self._ended_after:
+            why = f"reading or scaling gradients ended the iteration after micro-batch {self._ended_after}"
+        return f"{found} optimizer.step(), since {why}; {skip}. {rule}"
 
     def _skip_to(self, op: Op, unit: str) -> None:
         """Pass over units that backward never reaches, because nothing in or before them needs a gradient."""

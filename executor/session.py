@@ -6,6 +6,7 @@ issues what is left of the iteration and returns while updates go on.
 """
 
 import contextlib
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self, final
@@ -96,6 +97,7 @@ class Session:
         self._shared = {unit.name: unit.shared_units for unit in units}
         self._backend = backend_of(options)
         self._inside_iteration = False
+        self._last_short = -2  # the latest iteration that ended before all micro-batches had come
         self._inferring = False
         self._model_trains = False  # now: its forward is under way
         self._changing = False
@@ -125,11 +127,13 @@ class Session:
                 self.agree_on_chance()
             self._undo += [*bind_state_dict(model, self._names, self.full_parameter), self._accumulation.bind(model)]
             self._move_buffers()
-            self._sight = Sight(self._state, self._shared)
+            self._sight = Sight(self._state, self._shared, shares.values())
+            failing.callback(self._sight.release)
             self._sight.turn_to("")
             self.synchronize()  # what was copied in so far was on no lane
             # At the end: who fails before has no session that could be closed.
             self._undo += bind_guards(model, self._state.dtype, self._backend.device)
+            self._undo.append(model.register_forward_hook(self._after_inference).remove)
             failing.pop_all()
 
     def _take_over(
@@ -161,7 +165,9 @@ class Session:
                 self._state, self.schedule, self._entry, self._backend, self._host, options, rank
             )
         self._parameters = {parameter.name: (unit, parameter) for unit, parameter in self._state.parameters()}
-        self._gradients = UserGradients(decisions, (p for _, p in self._state.parameters()), self._norms)
+        self._gradients = UserGradients(
+            decisions, (p for _, p in self._state.parameters()), self._norms, self._complete
+        )
         self._team = WorkerTeam(self.cores.num_updating, self.cores.of_updates)
         failing.callback(self._team.close)
         bf16 = decisions.precision.weights == "bf16"
@@ -207,6 +213,11 @@ class Session:
     def iteration(self) -> int:
         """Number of iterations that are complete, updates under way included."""
         return self._loop.iteration
+
+    @property
+    def last_was_short(self) -> bool:
+        """Whether the latest iteration ended before all of the plan's micro-batches had come."""
+        return self._last_short == self._loop.iteration - 1
 
     @property
     def record(self) -> bool:
@@ -282,10 +293,38 @@ class Session:
 
     def _backward_ended(self, micro_batch: int) -> None:
         self._offloaded.forget_all()
-        if self._exchange is not None and micro_batch == self.decisions.num_micro_batches - 1:
-            parameters = [parameter for _, parameter in self._parameters.values()]
-            self._exchange.agree_on_arrivals(parameters, self._loop.iteration)
+        self._sight.turn_to("")
+        if micro_batch == self.decisions.num_micro_batches - 1:
+            self._agree_on_arrivals()
         self._gradients.offer(self._loop.iteration, micro_batch)
+
+    def _agree_on_arrivals(self) -> None:
+        if self._exchange is not None:
+            parameters = [parameter for _, parameter in self._parameters.values()]
+            self._exchange.agree_on_arrivals(parameters, self._loop.iteration, self._doing)
+
+    def _complete(self) -> None:
+        """End an iteration of which not all micro-batches have come, if it is one; see [Note: Short groups]."""
+        if not (num_complete := self._progress.num_complete):
+            return
+        self._accumulation.check_step()
+        iteration = self._loop.iteration
+        self._doing = f"iteration {iteration + 1}, which ended after micro-batch {num_complete}"
+        self._agree_on_arrivals()
+        self._actions.end_early(iteration, num_complete, self._loop.num_issued)
+        if self.decisions.update_start == "backward":
+            self._begin_updates()
+        self._progress.end_early()
+        self._machine.leave_out(iteration)
+        if iteration == 1 and self.last_was_short:
+            warnings.warn(
+                f"the first two steps came after fewer micro-batches than the plan's "
+                f"{self.decisions.num_micro_batches}, the second after {num_complete}; training goes on as the loop "
+                f"has it, but is slower than planned: plan with --accumulate {num_complete}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._last_short = iteration
 
     def _begin_iteration(self) -> None:
         self._doing = f"iteration {self._loop.iteration + 1}"
@@ -293,8 +332,18 @@ class Session:
             self._actions.settle()
             self._inferring = False
             self._meet(needed=self._weights.gather_at_each_use)
+        self._sight.check_untouched()
+        self._check_autocast()
         self._inside_iteration = True
         self._gradients.begin_iteration()
+
+    def _check_autocast(self) -> None:
+        kind = self._backend.device.type
+        if torch.is_autocast_enabled(kind) and (dtype := torch.get_autocast_dtype(kind)) != self._state.dtype:
+            raise ValueError(
+                f"autocast to {dtype} is on, but the plan computes with {self._state.dtype} weights and counts their "
+                "memory; leave autocast, or plan with another --precision"
+            )
 
     # Gradients and updates.
 
@@ -314,11 +363,15 @@ class Session:
     def step(self) -> None:
         """Begin what is left of the iteration, updates above all, and return while it goes on.
 
+        Micro-batches that have not come by then are left out, as at the end of a user's data.
+
         Raises:
-            OutOfOrderError: not all micro-batches have been there.
+            OutOfOrderError: no micro-batch has been there, or one is under way.
             LaneError: a task failed on some lane.
         """
+        self._sight.check_untouched()
         self._accumulation.check_step()
+        self._complete()
         expected = self._loop.expected()
         if expected is not None and expected.op is not Op.CLIP:
             raise OutOfOrderError(
@@ -512,6 +565,10 @@ class Session:
         self._weights.use(unit)
         self._sight.turn_to(unit)
 
+    def _after_inference(self, *_args: object) -> None:
+        if self._inferring:
+            self._sight.turn_to("")
+
     def _move_buffers(self) -> None:
         """Bring buffers to the device, as rank 0 has them on all; what a model writes to them is a rank's own."""
         for module in self._model.modules():
@@ -580,6 +637,7 @@ class Session:
         if self.closed:
             return
         together = found = False
+        self._sight.release()
         try:
             if not self._machine.stopped and not self._inside_iteration:
                 self._doing = f"close(), after {self._loop.iteration} iterations"

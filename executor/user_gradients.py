@@ -1,4 +1,7 @@
-"""Gradients between backward and step: what the user may do to them, and what comes of it."""
+"""Gradients between backward and step: what the user may do to them, and what comes of it.
+
+What goes through all parameters here does so past [Note: Guarded parameters], as it looks at their gradients alone.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import final
@@ -6,6 +9,7 @@ from typing import final
 import torch
 
 from executor.gradients import GradientError, OffloadedGradient
+from executor.guarded import unguarded
 from executor.units import ParameterState
 from planner.decisions import Decisions
 
@@ -19,6 +23,7 @@ class UserGradients:
         parameters: what the rank has of all of them.
         norms: waits until all gradients of the iteration under way are there, and returns their norms by the names of
             whole parameters.
+        complete: takes it that no more gradients come in this iteration, as they are looked at or scaled now.
     """
 
     def __init__(
@@ -26,6 +31,7 @@ class UserGradients:
         decisions: Decisions,
         parameters: Iterable[ParameterState],
         norms: Callable[[], dict[str, torch.Tensor]],
+        complete: Callable[[], None],
     ) -> None:
         self._clips = decisions.clip
         self._waits = decisions.update_start == "step"
@@ -33,6 +39,7 @@ class UserGradients:
         for parameter in parameters:
             self._parts.setdefault(parameter.share.name, []).append(parameter)
         self._find_norms = norms
+        self._complete = complete
         self._num_micro_batches = decisions.num_micro_batches
         self._norms: dict[str, torch.Tensor] | None = None
         self._scales: dict[str, float] = {}
@@ -46,6 +53,7 @@ class UserGradients:
         self._scales.clear()
         self._dropped = False
 
+    @unguarded()
     def offer(self, iteration: int, micro_batch: int) -> None:
         """Let every parameter that got a gradient have a stand-in for it, until the next micro-batch or the step."""
         self._num_added = micro_batch + 1
@@ -81,6 +89,7 @@ class UserGradients:
         """Return what gradients of the latest iteration are multiplied by, and whether any was dropped."""
         return sorted(set(self._scales.values())), self._dropped
 
+    @unguarded()
     def go_on(self, iteration: int) -> None:
         """Take the stand-ins away as the next micro-batch begins, which adds to the gradients that they are for.
 
@@ -100,6 +109,7 @@ class UserGradients:
                 )
         self.clear()
 
+    @unguarded()
     def clear(self) -> None:
         """Take all stand-ins away."""
         self._num_added = 0
@@ -108,6 +118,7 @@ class UserGradients:
             if isinstance(whole.grad, OffloadedGradient):
                 whole.grad = None
 
+    @unguarded()
     def take_back(self, iteration: int) -> None:
         """Take the stand-ins away as the step begins; what the user has dropped is not updated, as in torch.
 
@@ -139,13 +150,14 @@ class UserGradients:
         self._dropped = True
 
     def _check_clips(self) -> None:
-        if self._num_added < self._num_micro_batches:
+        if not self._num_added:
             raise GradientError(
-                f"gradients were looked at or scaled after micro-batch {self._num_added} of {self._num_micro_batches}; "
-                "they are added up until the last backward: clip after that, before optimizer.step()"
+                "gradients were looked at or scaled while none are there; clip after the last backward, before "
+                "optimizer.step()"
             )
         if not self._clips:
             raise GradientError(
                 "this plan does not wait for the norm of all gradients before it updates; plan with clip=True, or do "
                 "not clip"
             )
+        self._complete()

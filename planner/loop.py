@@ -40,6 +40,11 @@ class Loop:
         self._order = [t for t in schedule.tasks if t.op in REACHED]
         self._reached = 0
 
+    @property
+    def num_issued(self) -> int:
+        """Tasks of this iteration that have been issued."""
+        return self._next
+
     def expected(self) -> Task | None:
         """Return the compute (or clip) task that must be reached next in this iteration, if any is left."""
         return self._order[self._reached] if self._reached < len(self._order) else None

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Self, TypeVar
 
 import numpy as np
@@ -94,6 +94,20 @@ class Timeline:
             start_s[span.iteration, span.task] = span.start_s
             end_s[span.iteration, span.task] = span.end_s
         return cls(schedule, start_s, end_s)
+
+    def without(self, iterations: Collection[int]) -> "Timeline":
+        """Return the same without some iterations, each cut out with the time until the next one begins."""
+        if not iterations:
+            return self
+        start_s, end_s = self.start_s.copy(), self.end_s.copy()
+        for iteration in iterations:
+            if iteration + 1 < self.num_iterations:
+                cut_s = self.begin_s(iteration + 1) - self.begin_s(iteration)
+                start_s[iteration + 1 :] -= cut_s
+                end_s[iteration + 1 :] -= cut_s
+        kept = [i for i in range(self.num_iterations) if i not in iterations]
+        zero_s = np.nanmin(start_s[kept], initial=np.inf)
+        return dataclasses.replace(self, start_s=start_s[kept] - zero_s, end_s=end_s[kept] - zero_s)
 
     @property
     def num_iterations(self) -> int:

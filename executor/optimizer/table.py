@@ -54,7 +54,7 @@ class OptimizerEntry:
     device: Callable[..., None]
     counts_steps: bool = True
     starts_at: str | None = None
-    refused: tuple[str, ...] = ("maximize", "differentiable")
+    refused: tuple[str, ...] = ("maximize", "differentiable", "capturable")
 
     def rule(self, group: Group) -> "Rule":
         """Return how a group's parameters are updated as it is now.
@@ -110,7 +110,7 @@ def _read_lion(group: Group) -> LionParams:
 
 
 _SGD_NUMBERS: Final = ("lr", "momentum", "dampening", "weight_decay")
-_AMSGRAD: Final = ("amsgrad", "maximize", "differentiable")
+_AMSGRAD: Final = ("amsgrad", "maximize", "differentiable", "capturable")
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 ENTRIES: Final[tuple[OptimizerEntry, ...]] = (

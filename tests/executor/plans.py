@@ -26,13 +26,17 @@ def plans(draw, sizes=(1,), grains=(977, 3000, 100_000), families=("gpt2", "llam
     zero_stage = draw(st.integers(0, 3)) if size > 1 else 0
     fetches = zero_stage in {0, 3}  # hosts that have only what they update cannot serve the rest
     clip = True if given else draw(st.booleans())
+    num_micro_batches = draw(st.integers(1, 3))
     drawn = {
         "family": draw(st.sampled_from(families)),
         "dtype": draw(st.sampled_from([torch.bfloat16, torch.float32])),
-        "num_micro_batches": draw(st.integers(1, 2)),
+        "num_micro_batches": num_micro_batches,
         "max_norm": 0.5 if clip else None,
         "iterations": 3,
+        "group_sizes": tuple(draw(st.lists(st.integers(1, num_micro_batches), min_size=3, max_size=3))),
     }
+    if "iterations" in given:  # whose loop decides by itself how many micro-batches come
+        del drawn["group_sizes"]
     task = Task(**drawn | given)
     ways = draw(st.lists(st.sampled_from(ACTIVATIONS), min_size=3, max_size=3))
 

@@ -1,12 +1,18 @@
 """``model.no_sync()`` around micro-batches without a step: the loop of DistributedDataParallel, as it is."""
 
 import contextlib
+import dataclasses
 import re
+import time
+import warnings
 
+import numpy as np
 import pytest
 import torch
-from plans import mixed
-from training import Task, assert_same, batches, decide, prepare, reference, uniform
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from plans import mixed, plans
+from training import Task, assert_same, batches, decide, grouped, planned, prepare, reference, train, uniform
 
 from executor.gradients import GradientError
 from planner.loop import OutOfOrderError
@@ -26,7 +32,7 @@ def trained_as_by_ddp(task, choose, *, each):
         seen.append(loss.item())
 
     with optimizer.session as session:
-        for *first, last in batches(task):
+        for *first, last in grouped(task, batches(task)):
             with contextlib.nullcontext() if each else model.no_sync():
                 for tokens in first:
                     with model.no_sync() if each else contextlib.nullcontext():
@@ -40,10 +46,53 @@ def trained_as_by_ddp(task, choose, *, each):
 
 
 @pytest.mark.parametrize("each", [True, False], ids=["around each", "around all"])
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_the_usual_loop_trains_to_the_same_bits(count, each):
-    task = Task("llama", torch.bfloat16, count)
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 2, 2, 2), (3, 3, 3, 3), (3, 1, 3, 2)])
+def test_the_usual_loop_trains_to_the_same_bits(sizes, each):
+    task = Task("llama", torch.bfloat16, max(sizes), group_sizes=sizes)
     assert_same(trained_as_by_ddp(task, mixed, each=each), reference(task))
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@given(plans().filter(lambda plan: min(plan[0].group_sizes) < plan[0].num_micro_batches), st.integers(0, 99))
+def test_a_short_group_trains_as_in_memory(plan, seed):
+    """A loop whose data end before a group is full makes its step all the same, with what is there."""
+    task, decisions = plan
+    assert_same(planned(task, decisions, delays=seed), reference(task))
+
+
+@pytest.mark.parametrize(
+    ("params", "place", "start"), [("gpu", "gpu", "backward"), ("host", "stream", "step"), ("nvme", "nvme", "backward")]
+)
+def test_a_short_group_trains_wherever_updates_are_and_begin(params, place, start):
+    task = Task("small", torch.float32, 3, None if start == "backward" else 0.5, 4, group_sizes=(3, 1, 2, 3))
+    decisions = decide(task, uniform(params, place, "recompute"), update_start=start)
+    assert_same(planned(task, decisions), reference(task))
+
+
+def test_a_loop_that_accumulates_less_than_planned_is_told_once():
+    task = Task("small", num_micro_batches=4, iterations=5, group_sizes=(2, 2, 2, 4, 2))
+    with pytest.warns(RuntimeWarning, match=r"fewer .*plan's 4.*--accumulate 2") as told:
+        planned(task, decide(task, uniform("gpu", "cpu")))
+    assert len(told) == 1
+    task = dataclasses.replace(task, group_sizes=(4, 2, 2, 4, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned(task, decide(task, uniform("gpu", "cpu")))
+
+
+def test_times_of_short_groups_are_left_out():
+    """So that means over iterations are those of whole ones, whose time between two beginnings has no gap."""
+    task = Task("gpt2", torch.float32, 3, iterations=5, group_sizes=(3, 3, 1, 3, 3))
+    model, optimizer = prepare(task, decide(task, uniform("host", "cpu")), record=True)
+    with optimizer.session as session:
+        begin_s = time.perf_counter()
+        train(task, model, optimizer, before_step=lambda iteration: time.sleep(0.2 * (iteration == 2)))
+        timeline = session.timeline()
+        assert timeline.num_iterations == 4
+        assert not np.isnan(timeline.start_s).any()
+        assert sum(timeline.period_s(i) for i in range(4)) < timeline.makespan_s() + 1e-6
+        assert timeline.makespan_s() < time.perf_counter() - begin_s - 0.2
+        assert session.iteration == 5
 
 
 class Loop:
@@ -68,6 +117,7 @@ class Loop:
 def too_few(loop):
     loop.inside()
     loop.backward()
+    loop.backward()
 
 
 def too_many(loop):
@@ -89,19 +139,41 @@ def step_inside(loop):
         loop.optimizer.step()
 
 
-def step_too_early(loop):
+def step_behind_inside(loop):
     loop.inside()
     loop.optimizer.step()
+
+
+def step_at_once(loop):
+    loop.optimizer.step()
+
+
+def step_in_the_middle(loop):
+    loop.backward()
+    loop.forward()
+    loop.optimizer.step()
+
+
+def clip_in_between(loop):
+    loop.backward()
+    loop.optimizer.clip_grad_norm_(1.0)
+    loop.backward()
 
 
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
-        (too_few, r"left no_sync\(\) with micro-batch 2, but the plan has 3 .*inside, or plan with --accumulate 2"),
+        (
+            too_few,
+            r"left no_sync\(\) with micro-batch 2, and another .*plan has 3 .*inside, or plan with --accumulate 2",
+        ),
         (too_many, r"holds micro-batch 3, but the plan has 3 .*leave no_sync\(\) for it, or plan with --accumulate 4"),
         (too_many_backward_alone, r"holds micro-batch 3, but the plan has 3"),
-        (step_inside, r"optimizer.step\(\) came inside no_sync\(\)"),
-        (step_too_early, r"optimizer.step\(\) came when the plan expects .* the plan has 3 forward and backward"),
+        (step_inside, r"optimizer.step\(\) .*came inside no_sync\(\)"),
+        (step_behind_inside, r"optimizer.step\(\) .*came right after a micro-batch inside no_sync\(\)"),
+        (step_at_once, r"optimizer.step\(\) came when the plan expects .* the plan has 3 forward and backward"),
+        (step_in_the_middle, r"optimizer.step\(\) came when the plan expects backward"),
+        (clip_in_between, r"expects optimizer.step\(\), since .* ended the iteration after micro-batch 1"),
     ],
 )
 def test_misuse_is_told(misuse, message):
@@ -144,17 +216,12 @@ def replace(loop):
     loop.backward()
 
 
-def clip(loop):
-    torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
-
-
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
         (drop, r"was dropped after micro-batch 1 of 2"),
         (drop_one, r"was dropped after micro-batch 1 of 2"),
         (replace, r"was replaced after micro-batch 1 of 2"),
-        (clip, r"after micro-batch 1 of 2; .* clip after that"),
     ],
 )
 def test_what_is_done_to_gradients_between_micro_batches_is_refused_or_seen(misuse, message):

@@ -270,7 +270,7 @@ def test_weights_that_are_elsewhere_are_out_of_sight(params, place):
         session.synchronize()
         assert none_is_seen()
         assert [weight.shape for weight in training.model.parameters()] == shapes
-        with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
+        with torch.no_grad(), pytest.raises(ValueError, match="is a parameter of a prepared model"):
             next(training.model.parameters()).mul_(2)
         assert not any(values.isnan().any() for values in training.model.state_dict().values())
     assert all(loss.isnan() for loss in penalised)

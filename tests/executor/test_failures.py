@@ -90,15 +90,11 @@ def test_a_backward_without_its_step(clips):
             assert torch.equal(weight, after[name]), name
 
 
-@pytest.mark.parametrize("backwards", [0, 1])
-def test_a_step_before_all_micro_batches(backwards):
+def test_a_step_before_any_micro_batch():
     task = Task("gpt2", num_micro_batches=2)
-    model, optimizer = prepare(task, decide(task, KEEP))
-    with optimizer.session:
-        for _ in range(backwards):
-            loss_of(model, batches(task)[0, 0]).backward()
-        with pytest.raises(OutOfOrderError, match="2 forward and backward"):
-            optimizer.step()
+    _, optimizer = prepare(task, decide(task, KEEP))
+    with optimizer.session, pytest.raises(OutOfOrderError, match="2 forward and backward"):
+        optimizer.step()
 
 
 def test_evaluation_in_the_middle_of_an_iteration(started):

@@ -321,6 +321,7 @@ APART = {
     "one evaluation more": ("an evaluation", "iteration 3"),
     "norms": ("clipping, or reading norms, in iteration 2", "iteration 3"),
     "batches": ("close(), after 3 iterations", "iteration 4"),
+    "short group": ("iteration 2, which ended after micro-batch 1", "iteration 2"),
 }
 
 
@@ -331,7 +332,7 @@ APART = {
 )
 def test_ranks_that_go_apart_are_told_where_they_are(processes, deed, zero_stage):
     """And not left to wait for each other, nor ended by gloo where sizes differ."""
-    task = Task("gpt2", iterations=4)
+    task = Task("gpt2", iterations=4, num_micro_batches=2 if deed == "short group" else 1)
     choose = uniform("host", "cpu") if zero_stage == 3 else uniform("gpu", "gpu")
     decisions = decide(task, choose, data_parallel=2, zero_stage=zero_stage, clip=True)
     processes.begin(2, gone_apart, task, decisions, deed)

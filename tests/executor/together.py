@@ -22,6 +22,7 @@ from training import (
     batches,
     decide,
     delay,
+    grouped,
     groups,
     make_model,
     make_optimizer,
@@ -123,6 +124,7 @@ def _serve(rank: int, port: int, pipe) -> None:
     with contextlib.suppress(Exception):  # tests that need it say why there is none
         install()  # before it goes backward
     warnings.simplefilter("error")  # what torch deprecates is not used
+    warnings.filterwarnings("ignore", "the first two steps")  # of short groups, which tests draw
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while (call := pipe.recv()) is not None:
         size, name, function, arguments = call
@@ -251,7 +253,8 @@ def trained_in_memory(rank: int, size: int, task: Task, decisions: Decisions):
         sizes = [named[spec.name].numel() for spec in unit.parameters]
         return [part.view(g.shape) for part, g in zip(block[: len(flat)].split(sizes), of_parameters, strict=True)]
 
-    def exchange(_iteration):
+    def exchange(iteration):
+        count = len(micro_batches[iteration])
         for unit in (unit for unit in units_of(task, decisions) if unit.num_params):
             parts = [[gradient[m] for gradient in (found[spec.name] for spec in unit.parameters)] for m in range(count)]
             if unit.parameters[0].name in piles:
@@ -268,7 +271,7 @@ def trained_in_memory(rank: int, size: int, task: Task, decisions: Decisions):
 
         return hook
 
-    count = task.num_micro_batches
+    micro_batches = grouped(task, batches(task, rank))
     found = {name: [] for name in named}
     for name, parameter in named.items():
         parameter.register_post_accumulate_grad_hook(keep(name))
@@ -579,7 +582,7 @@ def _reference(task: Task, size: int, piles: frozenset[str], frozen: tuple[str, 
     optimizer = ReferenceOptimizer(make_optimizer(task, model))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.iterations) if task.schedule else None
     chance = [torch.Generator().manual_seed(11 + rank).get_state() for rank in range(size)]
-    data = [batches(task, rank) for rank in range(size)]
+    data = [grouped(task, batches(task, rank)) for rank in range(size)]
     seen = [[] for _ in range(size)]
     for iteration in range(task.iterations):
         found = [{n: [] for n, _ in model.named_parameters()} for _ in range(size)]
@@ -654,9 +657,10 @@ def gone_apart(rank: int, _size: int, task: Task, decisions: Decisions, deed: st
             model.train()
 
     iterations = task.iterations - (alone and deed == "batches")
+    sizes = (2, 1, 2, 2) if alone and deed == "short group" else ()
     with optimizer.session:
         train(
-            dataclasses.replace(task, iterations=iterations, schedule=False, max_norm=None),
+            dataclasses.replace(task, iterations=iterations, schedule=False, max_norm=None, group_sizes=sizes),
             model,
             optimizer,
             before_clip=before_clip,

@@ -98,6 +98,7 @@ class Task:
     iterations: int = 4
     schedule: bool = True
     optimizer: str = "adamw"
+    group_sizes: tuple[int, ...] = ()  # micro-batches of each iteration; as many as planned if it is empty
 
 
 def make_model(task: Task) -> torch.nn.Module:
@@ -141,6 +142,12 @@ def batches(task: Task, rank: int = 0):
     if task.family.endswith("-shared"):
         tokens[..., 0] = 1  # OPT's padding, whose row of the embedding gets no gradient
     return tokens
+
+
+def grouped(task: Task, tokens):
+    """Return the micro-batches of every iteration, of which the last ones of a short group are left out."""
+    sizes = task.group_sizes or (task.num_micro_batches,) * task.iterations
+    return [micro_batches[:size] for micro_batches, size in zip(tokens, sizes, strict=True)]
 
 
 def make_optimizer(task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -187,12 +194,12 @@ class ReferenceOptimizer(torch.optim.Optimizer):
 
 
 def train(task: Task, model, optimizer, *, clip=None, before_clip=None, before_step=None, after_step=None, rank=0):
-    """Run the user's own loop; return the losses and norms."""
+    """Run the user's own loop; return the losses and norms. The last groups of micro-batches may be short."""
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.iterations) if task.schedule else None
     torch.manual_seed(11 + rank)
     seen = []
     device = next(model.parameters()).device
-    for iteration, micro_batches in enumerate(batches(task, rank).to(device)):
+    for iteration, micro_batches in enumerate(grouped(task, batches(task, rank).to(device))):
         for tokens in micro_batches:
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()

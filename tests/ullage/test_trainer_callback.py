@@ -31,7 +31,8 @@ def trainer(plan: Plan, model_path: Path, folder: Path, *, under_plan: bool, **a
     if under_plan:
         model, optimizer = ullage.prepare(model, optimizer, plan)
         callbacks = [UllageCallback(optimizer, plan)]
-    tokens = torch.randint(256, (64, 32), generator=torch.Generator().manual_seed(1))
+    # 7 micro-batches in an epoch, of which the last is a group of its own.
+    tokens = torch.randint(256, (14, 32), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": row, "labels": row} for row in tokens]
     usual = {
         "per_device_train_batch_size": 2,
@@ -57,7 +58,10 @@ def trainer(plan: Plan, model_path: Path, folder: Path, *, under_plan: bool, **a
 
 
 def test_training_in_a_trainer_is_training_in_memory(plan: Plan, tiny_model: Path, tmp_path: Path) -> None:
-    """To rounding: PyTorch's AdamW and ours add up the same terms in another order. Saved weights too."""
+    """To rounding: PyTorch's AdamW and ours add up the same terms in another order. Saved weights too.
+
+    The short group at the end of the first epoch as well, of which the log has no seconds beside those of whole ones.
+    """
     seen, final = [], []
     for under_plan in (False, True):
         folder = tmp_path / str(under_plan)
@@ -74,8 +78,8 @@ def test_training_in_a_trainer_is_training_in_memory(plan: Plan, tiny_model: Pat
     steps = [entry for entry in seen[1] if "loss" in entry]
     assert len(steps) == 6
     assert steps[-1]["loss"] != steps[0]["loss"]
-    assert all(entry["ullage_iteration_s"] > 0 for entry in steps)
-    assert {entry["ullage_predicted_s"] for entry in steps} == {plan.prediction.iteration_s}
+    assert [entry["step"] for entry in steps if entry.get("ullage_iteration_s", 0) > 0] == [1, 2, 3, 5, 6]
+    assert {entry["ullage_predicted_s"] for entry in steps if entry["step"] != 4} == {plan.prediction.iteration_s}
     for name, weight in final[0].items():
         torch.testing.assert_close(final[1][name], weight, rtol=0, atol=1e-4)
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "True" / "last")
@@ -83,12 +87,16 @@ def test_training_in_a_trainer_is_training_in_memory(plan: Plan, tiny_model: Pat
         assert torch.equal(weight, final[1][name]), name
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps=1, but under the plan it is 2"),
         ({"per_device_train_batch_size": 4}, "per_device_train_batch_size=4, but under the plan it is 2"),
         ({"max_grad_norm": 0.0}, "max_grad_norm=0.0, but under the plan it is 1.0"),
+        ({"gradient_checkpointing": True}, "(activation|gradient)_checkpointing=True, but under the plan it is False"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True, but under the plan it is False"),
+        ({"bf16_full_eval": True}, "bf16_full_eval=True, but under the plan it is False"),
     ],
 )
 def test_arguments_that_mean_something_else_are_named(plan, tiny_model, tmp_path, arguments, message) -> None:

@@ -6,12 +6,17 @@ that both mean the same, and to put the plan's figures into the logs.
 """
 
 import time
-from typing import Any, final
+from typing import Any, Final, final
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from executor.prepare import OffloadedOptimizer
 from planner.plan import Plan, PlanError
+
+# Newer versions have another name for it, and the older one as an alias.
+_CHECKPOINTING: Final = (
+    "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
+)
 
 
 @final
@@ -19,8 +24,9 @@ class UllageCallback(TrainerCallback):
     """For ``Trainer(model=model, optimizers=(optimizer, scheduler), callbacks=[UllageCallback(optimizer, plan)])``.
 
     The log of every step then has ``ullage_iteration_s`` (measured, the mean since the last log) and
-    ``ullage_predicted_s``. The session stays open when training ends, for ``trainer.save_model()`` and
-    ``trainer.evaluate()``; ``optimizer.session.close()`` gives the model back as an ordinary one.
+    ``ullage_predicted_s``; not that of a step on fewer micro-batches than planned. The session stays open when training
+    ends, for ``trainer.save_model()`` and ``trainer.evaluate()``; ``optimizer.session.close()`` gives the model back as
+    an ordinary one.
 
     Args:
         optimizer: what :func:`ullage.prepare` returned.
@@ -51,12 +57,16 @@ class UllageCallback(TrainerCallback):
             "fp16": (args.fp16, False),
             "torch_compile": (args.torch_compile, False),
             "load_best_model_at_end": (args.load_best_model_at_end, False),
+            "auto_find_batch_size": (args.auto_find_batch_size, False),
+            "bf16_full_eval": (args.bf16_full_eval, False),
+            "fp16_full_eval": (args.fp16_full_eval, False),
+            _CHECKPOINTING: (getattr(args, _CHECKPOINTING), False),
         }
         for name, (given, planned) in wanted.items():
             if given != planned:
                 raise PlanError(
                     f"TrainingArguments has {name}={given!r}, but under the plan it is {planned!r}; change it, or plan "
-                    "again (types, compiling and weights are the plan's, and the prepared model's)"
+                    "again (types, compiling, recomputation and weights are the plan's, and the prepared model's)"
                 )
 
     def on_step_begin(
@@ -66,8 +76,9 @@ class UllageCallback(TrainerCallback):
         self._begin_s = time.perf_counter()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note how long it has taken; updates that it left under way are in the next one's time."""
-        self._spent_s.append(time.perf_counter() - self._begin_s)
+        """Note how long it has taken, if it had all micro-batches; updates under way are in the next one's time."""
+        if not self._optimizer.session.last_was_short:
+            self._spent_s.append(time.perf_counter() - self._begin_s)
 
     def on_log(
         self,

@@ -1,0 +1,371 @@
+"""Writing to the parameters of a prepared model, in all ways that torch has: refused before anything has changed."""
+
+import copy
+import functools
+import pickle
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from training import Task, batches, decide, make_model, make_optimizer, model_units, prepare, session_options, uniform
+
+from executor.prepare import prepare_session
+
+TASK = Task("llama-tied", torch.float32, iterations=3, schedule=False)
+PLANS = {"resident": ("gpu", "gpu"), "uploaded": ("gpu", "cpu"), "fetched": ("host", "cpu"), "nvme": ("nvme", "nvme")}
+REFUSED = r"is a parameter of a prepared model.*lost.*optimizer\.session\.close\(\).*prepare\(\) it again"
+WHOLE = "model.layers.1.mlp.up_proj"
+
+# What ends in "_" and does not write values, or not to the tensor that it is called on.
+NO_WRITES = {"requires_grad_"}
+
+
+def in_place_methods():
+    names = [name for name in dir(torch.Tensor) if re.fullmatch(r"[a-z]\w*[a-z0-9]_|__i(\w+)__", name)]
+    others = {"__index__", "__int__", "__init__", "__iter__", "__invert__", "__init_subclass__", *NO_WRITES}
+    return [name for name in names if name not in others]
+
+
+def setters(weight):
+    """Return ways that are no operation of a certain name."""
+    other = torch.ones_like(weight)
+
+    def data(tensor):
+        tensor.data = other
+
+    def by_index(tensor):
+        tensor[0] = 1.0
+
+    def in_part(tensor):
+        tensor[:2][1:].zero_()
+
+    def in_a_view(tensor):
+        tensor.view(-1)[3:].t().fill_(1.0)
+
+    def in_place(tensor):
+        tensor *= 2
+
+    return {
+        "data": data,
+        "[]": by_index,
+        "[][]": in_part,
+        "view": in_a_view,
+        "*=": in_place,
+        "out": lambda tensor: torch.add(other, 1, out=tensor),
+        "out of several": lambda tensor: torch.max(torch.ones(2, *other.shape), 0, out=(tensor, torch.empty(0).long())),
+        "function": lambda tensor: torch.fill_(tensor, 1.0) if hasattr(torch, "fill_") else torch.zero_(tensor),
+        "unbound": lambda tensor: torch.Tensor.mul_(tensor, 2),
+        "functional": lambda tensor: nn.functional.relu(tensor, inplace=True),
+        "dropout": lambda tensor: nn.functional.dropout(tensor, 0.5, inplace=True),
+        "foreach": lambda tensor: torch._foreach_mul_([other.clone(), tensor], 2),
+        "foreach copy": lambda tensor: torch._foreach_copy_([tensor], [other]),
+        "data.mul_": lambda tensor: tensor.data.mul_(2),
+        "data.copy_": lambda tensor: tensor.data.copy_(other),
+        "data[]": lambda tensor: by_index(tensor.data),
+        "data.view": lambda tensor: tensor.data.view(-1)[0].zero_(),
+        "detach": lambda tensor: tensor.detach().zero_(),
+        "unbind": lambda tensor: tensor.unbind()[0].zero_(),
+        "another parameter": lambda tensor: nn.Parameter(tensor).zero_(),
+        "a parameter of data": lambda tensor: nn.Parameter(tensor.data).zero_(),
+        "numpy": lambda tensor: by_index(tensor.detach().cpu().numpy()),
+        "clip by value": lambda tensor: tensor.data.clamp_(-1, 1),
+        "vector": lambda tensor: nn.utils.vector_to_parameters(torch.zeros(tensor.numel()), [tensor]),
+        "init": nn.init.kaiming_uniform_,
+        "init constant": lambda tensor: nn.init.constant_(tensor, 1.0),
+        "init by name": lambda tensor: nn.init.normal_(tensor=tensor, std=2.0),
+    }
+
+
+@pytest.fixture(params=["fetched", "uploaded"])
+def started(request):
+    model, optimizer = prepare(TASK, decide(TASK, uniform(*PLANS[request.param])))
+    with optimizer.session:
+        yield model, optimizer
+
+
+def step(model, optimizer, number=0):
+    tokens = batches(TASK)[number, 0]
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.clip_grad_norm_(0.5)
+    optimizer.step()
+    return loss.item()
+
+
+def kept(optimizer):
+    return {name: weight.clone() for name, weight in optimizer.session.full_parameters().items()}
+
+
+def call(name, tensor) -> None:
+    """Call an operation with what it takes; torch looks at the kinds of arguments before all else."""
+    values, index = torch.full(tensor.shape, 0.5), torch.zeros(1, dtype=torch.long)
+    mask = torch.ones(tensor.shape, dtype=torch.bool)
+    several = [
+        *((), (values,), (2,), (0.5,), (values, values), (0, 1), (0.0, 1.0), (values, values, 0.5)),
+        *((0, index, values), (mask, 0.5), (mask, values), (0, index, 0.5), (2, 0, 1.0), (0, index, values, "sum")),
+        *((lambda value: value, values), (lambda value: value,), (tensor.shape, (1,) * tensor.ndim), (index, values)),
+        *(((index,), values), ((index,), values[:1]), (2, 0, 1.0, 0.5), (tensor.to_sparse(), 1), (tensor.shape, 1, 1)),
+    ]
+    error = None
+    for arguments in several:
+        try:
+            if getattr(tensor, name)(*arguments) is not NotImplemented:
+                return
+        except TypeError as wrong:
+            error = wrong
+    raise error
+
+
+def come_to(moment, model, optimizer):
+    tokens = batches(TASK)[0, 0]
+    if moment == "behind backward":
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    elif moment == "behind a step":
+        step(model, optimizer)
+    elif moment == "behind an evaluation":
+        with torch.no_grad():
+            model.eval()(input_ids=tokens)
+        model.train()
+
+
+def ways_to_write(weight):
+    """Return all ways, by their names."""
+    ways = setters(weight)
+    for name in in_place_methods():
+        ways[name] = functools.partial(call, name)
+        ways[f"data.{name}"] = lambda tensor, name=name: call(name, tensor.data)
+    return ways
+
+
+def outcome(write, weight) -> str:
+    try:
+        with torch.no_grad():
+            write(weight)
+    except Exception as error:  # noqa: BLE001 - what comes through is to be listed
+        told = re.search(f"{REFUSED}|read-only", str(error)) and isinstance(error, ValueError)
+        return "refused" if told else repr(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("started", PLANS, indirect=True)
+@pytest.mark.parametrize("moment", ["at first", "behind backward", "behind a step", "behind an evaluation"])
+def test_every_way_to_write_is_refused_and_nothing_is_lost(started, moment):
+    model, optimizer = started
+    before = kept(optimizer)
+    come_to(moment, model, optimizer)
+    if moment == "behind a step":
+        before = kept(optimizer)
+    parameters = dict(model.named_parameters())
+    for name in (f"{WHOLE}.weight", "model.embed_tokens.weight", "model.norm.weight"):
+        weight = parameters[name]
+        found = {way: outcome(write, weight) for way, write in ways_to_write(weight).items()}
+        if weight.ndim < 2:
+            del found["init"]  # which has no use for vectors
+        assert {way: what for way, what in found.items() if what != "refused"} == {}
+    if moment == "behind backward":
+        optimizer.zero_grad()
+        optimizer.step()
+    assert all(torch.equal(weight, before[name]) for name, weight in kept(optimizer).items())
+    assert np.isfinite(step(model, optimizer, 1))
+
+
+def test_an_optimizer_of_the_users_own_is_refused_too(started):
+    model, _ = started
+    for foreach in (False, True):
+        other = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones(parameter.shape)
+        with pytest.raises(ValueError, match=REFUSED):
+            other.step()
+        other.zero_grad()
+
+
+def test_reading_is_as_ever(started):
+    """Of parameters that are out of sight, what comes of it is NaN; but nothing is refused."""
+    model, _ = started
+    weight = model.get_submodule(WHOLE).weight
+    total = torch.zeros_like(weight).add_(weight).lerp_(weight, 0.5).copy_(weight)
+    assert total.shape == (weight * 2).shape == weight.clone().zero_().shape
+    weight.clone().mul_(2)
+    (weight + 1)[0] = 3
+    torch._foreach_add_([torch.zeros_like(weight)], [weight])
+    assert isinstance(weight, nn.Parameter)
+    assert not isinstance(weight.detach(), nn.Parameter)
+    assert weight.data_ptr()
+    assert weight.to_sparse().is_sparse
+    assert repr(weight)
+    assert sum(parameter.numel() for parameter in model.parameters()) > 0
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        parameter.requires_grad_(True)
+        parameter.register_hook(lambda gradient: gradient).remove()
+
+
+def test_a_write_inside_forward_is_told_afterwards(started):
+    model, optimizer = started
+    module = model.get_submodule(WHOLE)
+
+    def write(module, _args):
+        with torch.no_grad():
+            module.weight.mul_(1.0)
+
+    handle = module.register_forward_pre_hook(write)
+    tokens = batches(TASK)[0, 0]
+    with pytest.raises(ValueError, match=rf"{WHOLE}.weight {REFUSED}"):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    handle.remove()
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, copy.copy, pickle.dumps], ids=["deepcopy", "copy", "pickle"])
+def test_a_parameter_is_neither_copied_nor_pickled(started, copies):
+    model, _ = started
+    weight = model.get_submodule(WHOLE).weight
+    for values in (weight, weight.data):
+        with pytest.raises(TypeError, match=r"copied.*state_dict\(\)"):
+            copies(values)
+
+
+def test_a_closed_model_is_an_ordinary_one():
+    model, optimizer = prepare(TASK, decide(TASK, uniform("host", "cpu")))
+    step(model, optimizer)
+    optimizer.session.close()
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+            parameter.data = parameter.data.clone()
+    assert pickle.loads(pickle.dumps(copy.deepcopy(model))) is not None  # noqa: S301 - our own
+    model.lm_head = nn.Linear(2, 3)
+    model.register_parameter("more", nn.Parameter(torch.zeros(2)))
+
+
+def new_weight(model):
+    model.get_submodule(WHOLE).weight = nn.Parameter(torch.zeros(64, 32))
+
+
+def registered(model):
+    model.get_submodule(WHOLE).register_parameter("weight", nn.Parameter(torch.zeros(64, 32)))
+
+
+def registered_more(model):
+    model.register_parameter("more", nn.Parameter(torch.zeros(2)))
+
+
+def tied(model):
+    model.model.layers[0].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight
+
+
+def new_module(model):
+    model.model.layers[1].mlp.up_proj = nn.Linear(32, 64)
+
+
+def wrapped(model):
+    model.model.layers[1] = nn.Sequential(model.model.layers[1])
+
+
+def adapter(model):
+    model.get_submodule(WHOLE).add_module("lora", nn.Linear(2, 2))
+
+
+def normed(model):
+    parametrizations.weight_norm(model.get_submodule(WHOLE))
+
+
+def pruned(model):
+    prune.l1_unstructured(model.get_submodule(WHOLE), "weight", 0.5)
+
+
+def resized(model):
+    model.resize_token_embeddings(80, mean_resizing=False)
+
+
+def new_input_embeddings(model):
+    model.set_input_embeddings(nn.Embedding(64, 32))
+
+
+def loaded(model):
+    model.load_state_dict(model.state_dict())
+
+
+def part_loaded(model):
+    model.lm_head.load_state_dict({"weight": torch.zeros(64, 32)})
+
+
+def part_assigned(model):
+    model.get_submodule(WHOLE).load_state_dict({"weight": torch.zeros(64, 32)}, assign=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        new_weight, registered, registered_more, tied, new_module, wrapped, adapter, normed, pruned, resized,
+        new_input_embeddings, loaded, part_loaded, part_assigned,
+    ],
+)  # fmt: skip
+def test_another_module_or_parameter_is_refused(started, change):
+    model, optimizer = started
+    before = kept(optimizer)
+    names = list(dict(model.named_parameters(remove_duplicate=False)))
+    with pytest.raises(ValueError, match=r"prepared.*(session\.close\(\)|before prepare\(\))") as caught:
+        change(model)
+    assert "\n" not in str(caught.value)
+    if change is normed:  # torch takes the weight away before it asks
+        return
+    assert list(dict(model.named_parameters(remove_duplicate=False))) == names
+    assert all(torch.equal(weight, before[name]) for name, weight in kept(optimizer).items())
+    assert np.isfinite(step(model, optimizer))
+
+
+def test_what_is_there_may_be_set_again(started):
+    model, optimizer = started
+    model.tie_weights()
+    model.lm_head.weight = model.lm_head.weight
+    model.model.layers[1] = model.model.layers[1]
+    nn.Sequential(model)  # a module of the user's own, with the model in it
+    assert np.isfinite(step(model, optimizer))
+
+
+@pytest.mark.parametrize("flag", ["maximize", "differentiable", "capturable"])
+def test_flags_of_an_optimizer_that_updates_do_not_know_are_refused(flag):
+    model = make_model(TASK)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.param_groups[0][flag] = True
+    with pytest.raises(ValueError, match=f"{flag} set"):
+        prepare_session(model, optimizer, model_units("llama-tied", torch.float32), decide(TASK, uniform("gpu", "cpu")))
+
+
+def test_what_is_no_model_or_has_no_weights_is_refused():
+    model = make_model(TASK)
+    units, decisions = model_units("llama-tied", torch.float32), decide(TASK, uniform("gpu", "cpu"))
+    with pytest.raises(TypeError, match=r"the model is int.*nn\.Module"):
+        prepare_session(5, make_optimizer(TASK, model), units, decisions, session_options())
+    with pytest.raises(TypeError, match=r"the optimizer is float.*torch\.optim"):
+        prepare_session(model, 1e-3, units, decisions, session_options())
+    empty = make_model(TASK).to("meta")
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is on the meta device.*to_empty"):
+        prepare_session(empty, make_optimizer(TASK, empty), units, decisions, session_options())
+
+
+def test_autocast_to_another_type_is_refused():
+    model, optimizer = prepare(TASK, decide(TASK, uniform("host", "cpu")))
+    tokens = batches(TASK)[0, 0]
+    with optimizer.session:
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                model.eval()(input_ids=tokens)
+            model.train()
+            with pytest.raises(ValueError, match=r"autocast to torch\.bfloat16.*plan.*torch\.float32.*--precision"):
+                model(input_ids=tokens, labels=tokens)
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            step(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        task = Task("llama", torch.bfloat16, schedule=False)
+        model, optimizer = prepare(task, decide(task, uniform("host", "cpu")))
+        with optimizer.session, torch.autocast("cpu", torch.bfloat16):
+            step(model, optimizer)
