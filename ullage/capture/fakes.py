@@ -1,8 +1,9 @@
 """What a capture adds to fake tensors: a kernel that they refuse, and integers that no input decides.
 
 A fake tensor has no values, but some are known all the same: those of ``torch.arange``, and of what is computed from
-known integers alone. One more rule is for experts, whose shares are taken as equal: ``topk`` is taken to choose all in
-turn. So a loop over the experts that were chosen, each with the tokens that chose it, is recorded like any other code.
+known integers alone. One more rule is for experts, whose shares are taken as equal: ``topk``, and a maximum along a
+dimension, are taken to choose all in turn. So a loop over the experts that were chosen, each with the tokens that
+chose it, is recorded like any other code.
 """
 
 import dataclasses
@@ -112,9 +113,12 @@ class Fakes:
             return
         if function.is_view or all(result.is_floating_point() or result.is_complex() for result in results):
             return
-        if function is aten.topk.default:
-            choice: Any = ((tuple(args[0].shape), *args[1:3]), {})  # of which, how many, along which dimension
-            self._recipes[results[1].untyped_storage()] = _Recipe(_equal_shares, choice, 0, _Layout.of(results[1]))
+        if (dimension := _CHOICES.get(function)) is not None:
+            given = args[dimension] if len(args) > dimension else -1
+            num_choices = (args[0].shape or (1,))[-1 if given is None else given]
+            layout = _Layout.of(results[-1])
+            chosen = _Recipe(_in_turn, ((layout.shape, num_choices), {}), 0, layout)
+            self._recipes[results[-1].untyped_storage()] = chosen
         elif _has_values(function) and (known := self._known((args, kwargs))) is not None:
             for number, result in enumerate(results):
                 self._recipes[result.untyped_storage()] = _Recipe(function, known, number, _Layout.of(result))
@@ -137,12 +141,9 @@ def _fake_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
-def _equal_shares(shape: Sequence[int], k: int, dim: int = -1) -> Tensor:
-    """Return what ``topk`` chooses if it chooses all in turn."""
-    num_choices = shape[dim]
-    others = [size for number, size in enumerate(shape) if number != dim % len(shape)]
-    chosen = torch.arange(math.prod(others) * k).remainder(num_choices).view(*others, k)
-    return chosen.movedim(-1, dim)
+def _in_turn(shape: tuple[int, ...], num_choices: int) -> Tensor:
+    """Return choices of which each is made as often as any other, and neighbours differ."""
+    return torch.arange(math.prod(shape)).remainder(num_choices).view(shape)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_rest: Any, **_named: Any) -> Tensor:
@@ -151,3 +152,5 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_rest: Any, *
 
 
 _FAKES: dict[Any, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_mm}
+# Operators whose last result says what was chosen along a dimension, and which argument that is.
+_CHOICES = {aten.topk.default: 2, aten.max.dim: 1, aten.argmax.default: 1}
