@@ -184,6 +184,10 @@ REFUSED = {
     "make    ": ([*SHAPE, "--micro-batch", "7"], "--micro-batch and --model"),
     "make     ": (["--input-shape", "x=16x8", "16x8"], "change the order of --input-shape"),
     "make      ": (["--input-shape", "16x0"], "'16x0' is not an input"),
+    "make       ": (
+        ["--input-shape", "16x8:int64"],
+        "in module 0: aten.addmm(bfloat16[64], int64[16, 8], bfloat16[8, 64]) does not run",
+    ),
 }
 
 

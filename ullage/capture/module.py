@@ -14,8 +14,6 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
@@ -24,14 +22,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from planner.models.captured import CapturedInput, CapturedModel
 from ullage.capture.assembly import assemble
+from ullage.capture.fakes import VALUES
 from ullage.capture.following import check_followed
 from ullage.capture.kernels import UnsupportedOperatorError
 from ullage.capture.placing import place
 from ullage.capture.recording import CaptureError, record
+from ullage.capture.trials import RefusedError
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it tells of errors that are told here
-_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _UNKNOWN = (UnsupportedOperatorException, UnsupportedFakeTensorException)
 
 
@@ -199,9 +198,9 @@ def _refusing(name: str, model: nn.Module | None = None) -> Iterator[None]:
             # Copying a module asks for addresses, which fake tensors do not have.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
-    except (CaptureError, UnsupportedOperatorError) as error:
+    except (CaptureError, UnsupportedOperatorError, RefusedError) as error:
         raise CaptureError(f"{name}{_at(inside)}: {error}") from error
-    except _VALUES as error:
+    except VALUES as error:
         raise CaptureError(
             f"{name}{_at(inside)}: {error.func} needs the values of a tensor, which a capture has none of (control "
             "flow or shapes that depend on data, .item(), boolean masks); compute the same for all values, as "

@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from executor.marks import made_by_computing
 from planner.models.kernels import Kernels, flop
+from ullage.capture.fakes import Fakes
 from ullage.capture.kernels import kernels_of
+from ullage.capture.trials import RefusedError, Trials
 
 # Operators that look integers up: the argument that holds them, and the dimension of the first that is the table.
 _TABLES = {"embedding": (1, 0), "nll_loss_forward": (1, 1), "nll_loss2d_forward": (1, 1)}
@@ -135,16 +137,17 @@ def record(model: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str, Tensor
         as_on_gpu: record GPU kernels where PyTorch has others for it than for a CPU.
 
     Raises:
-        CaptureError: there is nothing to begin backward from.
+        CaptureError: there is nothing to begin backward from, it cannot run, or it reaches no parameter.
+        RefusedError: real kernels do not take what an operator is given.
         UnsupportedOperatorError: an operator has no known cost.
     """
-    recorder = _Recorder(model, [*args, *kwargs.values()])
+    recorder = _Recorder(model, [*args, *kwargs.values()], Trials(as_on_gpu=as_on_gpu))
     with contextlib.ExitStack() as stack:
         if as_on_gpu:
             stack.enter_context(_as_on_gpu())
         stack.enter_context(recorder.hooked())
         stack.enter_context(recorder)
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack))
         loss, words = find_loss(model(*args, **kwargs))
         recorder.begin_backward(loss)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -216,7 +219,7 @@ def _as_on_gpu() -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, model: nn.Module, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, model: nn.Module, inputs: Sequence[Tensor], trials: Trials) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.visits: list[Visit] = []
         self.forward: list[Event] = []
@@ -224,6 +227,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.storages: list[Storage] = []
         self.saves: list[Save] = []
         self._model = model
+        self._fakes = Fakes()
+        self._trials = trials
         self._stack: list[int] = [-1]
         self._begun: list[int] = []  # autograd's next number when each visit began
         self._number: dict[int, int] = {}  # of the storages that are there, by address
@@ -249,10 +254,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        output = func(*args, **kwargs)
+        output = self._fakes.run(func, args, kwargs)
         if func.namespace == "prim":
             return output
         kernels = kernels_of(func, args, kwargs, output)
+        if kernels:
+            self._try(func, args, kwargs, output)
         read = [self._storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         written = tuple(self._storage(leaf) for leaf in results)
@@ -272,6 +279,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             event = Event(self._stack[-1], len(self.forward), kernels, written, num_bytes, product_bytes, names)
             self.forward.append(event)
         return output
+
+    def _try(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
+        try:
+            self._trials.check(func, args, kwargs, output)
+        except RefusedError as error:
+            if not self._in_backward:
+                raise
+            raise CaptureError(f"backward of {self._at()}: {error}") from error
+
+    def _at(self) -> str:
+        """Return the module of which the backward runs, in words."""
+        visit = self.forward[self._source].visit
+        path = self.visits[visit].path if visit >= 0 else ""
+        return f"module {path}" if path else "the model"
 
     def _follow_integers(
         self, name: str, args: Sequence[Any], read: list[int], results: list[Tensor], written: tuple[int, ...]
@@ -301,10 +322,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for handle in handles:
                 handle.remove()
 
-    def pack(self, tensor: Tensor) -> Tensor:
+    def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         """Note what autograd keeps."""
         if not self._in_backward:
             self.saves.append(Save(self._storage(tensor), len(self.forward), self._stack[-1]))
+        return tensor, tensor._version
+
+    def unpack(self, kept: tuple[Tensor, int]) -> Tensor:
+        """Check what autograd does without hooks: that nothing was written over what it kept."""
+        tensor, version = kept
+        if tensor._version != version:
+            raise CaptureError(
+                f"backward of {self._at()}: a tensor of shape {list(tensor.shape)} that it needs was changed in place "
+                "after it was kept for backward; change a copy"
+            )
         return tensor
 
     def begin_backward(self, loss: Tensor) -> None:
@@ -321,11 +352,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     node.register_prehook(self._running(source))
 
     def end(self) -> None:
-        """Tell gradients of parameters from what backward needs for itself."""
+        """Tell gradients of parameters from what backward needs for itself.
+
+        Raises:
+            CaptureError: there are none.
+        """
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:
                 self.gradients[name] = number = self._storage(parameter.grad)
                 self.storages[number].owner = "gradient"
+        if not self.gradients:
+            raise CaptureError(
+                "no parameter has a gradient after backward: the loss depends on none that is trained; return the loss "
+                "of what the parameters compute"
+            )
 
     def _enter(self, path: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:

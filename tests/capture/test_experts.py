@@ -1,0 +1,166 @@
+"""Mixtures of experts of ``transformers``, in each way they can compute their experts, against what really runs."""
+
+import functools
+import itertools
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from planner.graph import Batch, Elementwise, Gemm, Kernels, Operator, build_graph
+from planner.models.kernels import flop
+from ullage.capture import capture_module
+from ullage.capture.kernels import kernels_of
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+WAYS = ("eager", "grouped_mm", "batched_mm")
+TOKENS, HIDDEN, INNER, EXPERTS, CHOSEN = 2 * 16, 32, 48, 4, 2
+VISITS = TOKENS * CHOSEN
+EXPERTS_PATH = "model.layers.0.mlp.experts"
+
+
+def make(way: str) -> MixtralForCausalLM:
+    config = MixtralConfig(
+        vocab_size=60,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=CHOSEN,
+    )
+    return MixtralForCausalLM._from_config(config, experts_implementation=way)
+
+
+@functools.cache
+def captured(way: str, dtype: str) -> tuple[Operator, ...]:
+    inputs = ["input_ids=2x16:int64", "labels=2x16:int64"]
+    model = capture_module(lambda: make(way).to(DTYPES[dtype]), inputs, dtype, as_on_gpu=False)
+    graph = build_graph(model, Batch(2, 16, 2 if dtype == "bf16" else 4))
+    return tuple(graph.nodes[name]["operator"] for name in graph)
+
+
+def experts_of(way: str, dtype: str) -> list[Operator]:
+    return [operator for operator in captured(way, dtype) if operator.name.startswith(EXPERTS_PATH)]
+
+
+def kernels_in(operators: Iterable[Operator], phase: str) -> Kernels:
+    return tuple(kernel for operator in operators for kernel in getattr(operator, phase))
+
+
+def gemms(kernels: Kernels) -> list[Gemm]:
+    return [kernel for kernel in kernels if isinstance(kernel, Gemm)]
+
+
+def moved_bytes(kernels: Kernels) -> int:
+    return sum(kernel.num_bytes * kernel.count for kernel in kernels if isinstance(kernel, Elementwise))
+
+
+@pytest.mark.parametrize(("way", "dtype"), itertools.product(WAYS, DTYPES))
+def test_products_are_those_of_equal_shares(way: str, dtype: str) -> None:
+    """Counted by hand: gate and up in one product, and down; in backward each of them twice."""
+    forward, backward = (kernels_in(experts_of(way, dtype), phase) for phase in ("forward", "backward"))
+    assert flop(forward) == 2 * VISITS * 3 * HIDDEN * INNER
+    assert flop(backward) == 2 * flop(forward)
+    share = VISITS // EXPERTS
+    up, down = Gemm(share, 2 * INNER, HIDDEN, EXPERTS), Gemm(share, HIDDEN, INNER, EXPERTS)
+    found = gemms(forward)
+    if way == "grouped_mm":
+        assert found == [up, down]
+    elif way == "eager":
+        one = [Gemm(share, 2 * INNER, HIDDEN), Gemm(share, HIDDEN, INNER)]
+        assert found == EXPERTS * one
+    else:
+        assert found == [
+            Gemm(2 * INNER, 1, HIDDEN, VISITS, batched=True),
+            Gemm(HIDDEN, 1, INNER, VISITS, batched=True),
+        ]
+
+
+@pytest.mark.parametrize(("way", "dtype"), itertools.product(WAYS, DTYPES))
+def test_what_autograd_keeps_is_counted(way: str, dtype: str) -> None:
+    """By hand, for each visit: what came in; gate and up; the gate activated; their product; what comes out.
+
+    Beside these there are a routing weight and a few indices, and weights that were gathered for each visit.
+    """
+    element_bytes = DTYPES[dtype].itemsize
+    expected = VISITS * (HIDDEN + 2 * INNER + INNER + INNER + HIDDEN) * element_bytes
+    if way == "eager":  # what is added to the result
+        expected += VISITS * HIDDEN * element_bytes
+    elif way == "batched_mm":
+        expected += VISITS * 3 * HIDDEN * INNER * element_bytes
+    found = sum(operator.saved_bytes for operator in experts_of(way, dtype))
+    assert 0 < found - expected <= VISITS * (4 + 4 * 8) + EXPERTS * 16
+
+
+@pytest.mark.parametrize(("way", "dtype"), itertools.product(WAYS, DTYPES))
+def test_kernels_are_those_that_really_run(way: str, dtype: str) -> None:
+    """In a loop tokens are not in equal shares, and PyTorch makes masks in another way for real tensors."""
+    torch.manual_seed(0)
+    model = make(way).to(DTYPES[dtype]).train()
+    tokens = torch.randint(60, (2, 16))
+    for phase in ("forward", "backward"):
+        with Kernel() as ran:
+            if phase == "forward":
+                loss = model(input_ids=tokens, labels=tokens).loss
+            else:
+                loss.backward()
+        recorded = kernels_in(captured(way, dtype), phase)
+        assert flop(recorded) == flop(ran.kernels)
+        assert moved_bytes(recorded) == pytest.approx(moved_bytes(ran.kernels), rel=0.05 if way == "eager" else 0)
+
+
+class Kernel(TorchDispatchMode):
+    """Lists what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        self.kernels += kernels_of(func, args, kwargs or {}, output)
+        return output
+
+
+def test_a_capture_of_a_loop_is_the_same_each_time() -> None:
+    captured.cache_clear()
+    first = captured("eager", "fp32")
+    captured.cache_clear()
+    assert captured("eager", "fp32") == first
+
+
+class Chosen(torch.nn.Module):
+    """Asks integers for their values in several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.last = way, torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = {
+            "topk": lambda: self.last(x).topk(1).indices,
+            "max": lambda: self.last(x).max(-1).indices,
+            "argmax": lambda: self.last(x).argmax(-1),
+            "argmax of all": lambda: self.last(x).argmax(),
+            "arange": lambda: torch.arange(16) // 2,
+            "input": x.long,
+            "changed": lambda: torch.arange(16).add_(x[:, 0].long()),
+            "random": lambda: torch.randint(3, (16,)),
+            "empty": lambda: torch.empty(16, dtype=torch.int64),
+        }[self.way]()
+        return self.last(x)[: int((chosen == 3).sum()) + 1].sum()
+
+
+@pytest.mark.parametrize("way", ["topk", "max", "argmax", "argmax of all", "arange"])
+def test_integers_that_no_input_decides_are_known(way: str) -> None:
+    assert capture_module(lambda: Chosen(way), ["16x8"], "fp32").num_params == 72
+
+
+@pytest.mark.parametrize("way", ["input", "changed", "random", "empty"])
+def test_other_integers_are_not(way: str) -> None:
+    with pytest.raises(ValueError, match="needs the values of a tensor"):
+        capture_module(lambda: Chosen(way), ["16x8"], "fp32")

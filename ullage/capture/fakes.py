@@ -1,0 +1,156 @@
+"""What a capture adds to fake tensors: a kernel that they refuse, and integers that no input decides.
+
+A fake tensor has no values, but some are known all the same: those of ``torch.arange``, and of what is computed from
+known integers alone. One more rule is for experts, whose shares are taken as equal: ``topk``, and a maximum along a
+dimension, are taken to choose all in turn. So a loop over the experts that were chosen, each with the tokens that
+chose it, is recorded like any other code.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._meta_registrations import _create_grouped_mm_output_tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+aten = torch.ops.aten
+VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # the values of a tensor are asked for
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """Where a tensor's values are in its storage."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Layout":
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def room(self) -> int:
+        """Return how many values a storage has that ends with the tensor."""
+        return self.offset + 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+
+    def within(self, values: Tensor) -> Tensor:
+        """Return the tensor in a storage with these values."""
+        return values.as_strided(self.shape, self.strides, self.offset)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recipe:
+    """How the integers in a storage are computed.
+
+    Attributes:
+        arguments: positional and named ones of ``function``, with a :class:`_Known` in the place of each tensor.
+        result: which of its results it is.
+    """
+
+    function: Any
+    arguments: Any
+    result: int
+    layout: _Layout
+
+    @functools.cached_property
+    def values(self) -> Tensor:
+        """Everything in the storage. It is computed when it is first asked for, which few models do."""
+        values = torch.zeros(max(self.layout.room(), 0), dtype=self.layout.dtype)
+        self.layout.within(values).copy_(tree_leaves(_computed(self.function, self.arguments))[self.result])
+        return values
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """A tensor whose values are known."""
+
+    recipe: _Recipe
+    layout: _Layout
+
+
+def _computed(function: Any, arguments: Any) -> Any:
+    args, kwargs = tree_map_only(_Known, lambda known: known.layout.within(known.recipe.values), arguments)
+    return function(*args, **kwargs)
+
+
+class Fakes:
+    """Runs operators on fake tensors."""
+
+    def __init__(self) -> None:
+        self._recipes: Any = WeakIdKeyDictionary()  # by storage
+
+    def run(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return what an operator returns.
+
+        Raises:
+            DataDependentOutputException, DynamicOutputShapeException: that takes values, and they are not known.
+        """
+        try:
+            output = _FAKES.get(function, function)(*args, **kwargs)
+        except VALUES:
+            if (known := self._known((args, kwargs))) is None:
+                raise
+            with _disable_current_modes():
+                real = _computed(function, known)
+            output = tree_map_only(Tensor, _fake_like, real)
+        self._note(function, args, kwargs, output)
+        return output
+
+    def _note(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
+        """Remember how integers are computed, if that is known."""
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if function._schema.is_mutable:
+            for result in results:
+                self._recipes.pop(result.untyped_storage(), None)
+            return
+        if function.is_view or all(result.is_floating_point() or result.is_complex() for result in results):
+            return
+        if (dimension := _CHOICES.get(function)) is not None:
+            given = args[dimension] if len(args) > dimension else -1
+            num_choices = (args[0].shape or (1,))[-1 if given is None else given]
+            layout = _Layout.of(results[-1])
+            chosen = _Recipe(_in_turn, ((layout.shape, num_choices), {}), 0, layout)
+            self._recipes[results[-1].untyped_storage()] = chosen
+        elif _has_values(function) and (known := self._known((args, kwargs))) is not None:
+            for number, result in enumerate(results):
+                self._recipes[result.untyped_storage()] = _Recipe(function, known, number, _Layout.of(result))
+
+    def _known(self, arguments: Any) -> Any:
+        """Return arguments with known integers in the place of tensors, or ``None`` if some are not known."""
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        recipes = {id(leaf): self._recipes.get(leaf.untyped_storage()) for leaf in tensors}
+        if any(recipes[id(leaf)] is None or recipes[id(leaf)].layout.dtype is not leaf.dtype for leaf in tensors):
+            return None
+        return tree_map_only(Tensor, lambda leaf: _Known(recipes[id(leaf)], _Layout.of(leaf)), arguments)
+
+
+def _has_values(function: Any) -> bool:
+    """Return whether an operator makes the same values whenever it is called with the same ones."""
+    return torch.Tag.nondeterministic_seeded not in function.tags and "empty" not in function.overloadpacket.__name__
+
+
+def _fake_like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+def _in_turn(shape: tuple[int, ...], num_choices: int) -> Tensor:
+    """Return choices of which each is made as often as any other, and neighbours differ."""
+    return torch.arange(math.prod(shape)).remainder(num_choices).view(shape)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_rest: Any, **_named: Any) -> Tensor:
+    """Return what the real kernel does: it takes other types than bf16 too, unlike the fake one of PyTorch."""
+    return _create_grouped_mm_output_tensor(a, b, offs, None)  # type: ignore[no-any-return, no-untyped-call]
+
+
+_FAKES: dict[Any, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_mm}
+# Operators whose last result says what was chosen along a dimension, and which argument that is.
+_CHOICES = {aten.topk.default: 2, aten.max.dim: 1, aten.argmax.default: 1}

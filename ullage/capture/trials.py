@@ -1,0 +1,178 @@
+"""Whether real kernels take what fake ones took: each operator is tried on real tensors, in milliseconds.
+
+Fake kernels know shapes, and are lax about types: to them a product of integers and bf16 numbers is a product. So each
+operator is called once with real tensors like the fake ones. What is refused then would have ended training.
+
+Large operators are tried on small tensors. Sizes above 16 become the least numbers that keep three things: their order,
+which of them are equal, and their remainders by 16, as some kernels want alignment. An operator may want more of its
+sizes than that. Then the fake kernel refuses the small ones, or the real one refuses them whatever their types are; so
+nothing is known of the operator, and it counts as one that runs.
+"""
+
+import dataclasses
+import itertools
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+_MOST_VALUES = 2**16  # of arguments and results together, where an operator is tried at its own sizes
+_GRAIN = 16
+_LARGEST_SIZE = 2**48  # beyond it are marks such as "to the end"
+_OTHER, _MOST_OTHERS = (torch.float32, torch.int64, torch.bool), 1024
+_NARROW = frozenset({torch.bfloat16, torch.float16})
+
+
+class RefusedError(ValueError):
+    """A real kernel does not take what the fake one took."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Like:
+    """What a tensor is made like."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def make(self, value: int) -> Tensor:
+        room = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return torch.full((max(room, 0),), value, dtype=self.dtype).as_strided(self.shape, self.strides)
+
+    def shrunk(self, sizes: dict[int, int]) -> "_Like":
+        """Return it with other sizes. Strides keep order and alignment; what is contiguous stays so."""
+        shape = tuple(sizes.get(size, size) for size in self.shape)
+        strides, room = [0] * len(shape), 1
+        for dim in sorted(range(len(shape)), key=lambda dim: (self.strides[dim], -dim)):
+            if self.strides[dim]:
+                strides[dim] = room + (self.strides[dim] - room) % _GRAIN
+                room = strides[dim] * max(shape[dim], 1)
+        return _Like(self.dtype, shape, tuple(strides))
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+class Trials:
+    """Tries operators, equal calls once.
+
+    Args:
+        as_on_gpu: a GPU will run them, which has kernels for bf16 and fp16 that a CPU lacks.
+    """
+
+    def __init__(self, *, as_on_gpu: bool) -> None:
+        self._as_on_gpu = as_on_gpu
+        self._tried: set[Any] = set()
+
+    def check(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
+        """Check that an operator runs which fake tensors ran; the mode that is active makes fake tensors.
+
+        Raises:
+            RefusedError: it does not.
+        """
+        leaves, spec = tree_flatten((args, kwargs))
+        likes = [
+            _Like(leaf.dtype, tuple(leaf.shape), leaf.stride()) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]
+        key = (function, str(spec), *((type(like), like) for like in likes))
+        if key in self._tried:
+            return
+        self._tried.add(key)
+        call = _Call(function, spec, likes)
+        written = sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        if call.num_values() + written > _MOST_VALUES:
+            small = call.shrunk()
+            refusal = small.refusal() if small.is_possible() else None
+            if refusal is not None and all(other.refusal() for other in small.of_other_types()):
+                return
+        else:
+            refusal = call.refusal()
+        if refusal is None or (self._as_on_gpu and refusal.lacks_kernel and call.is_narrow()):
+            return
+        raise RefusedError(
+            f"{call} does not run: {refusal.text}; give its operands types that it takes "
+            "(--input-shape SHAPE:TYPE for an input, .to(...) in the module)"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refusal:
+    """What a real kernel raised. Not the exception itself: its traceback would keep what is being recorded alive."""
+
+    text: str
+    lacks_kernel: bool
+
+    @classmethod
+    def of(cls, error: Exception) -> "_Refusal":
+        lines = str(error).strip().splitlines()
+        return cls(lines[0] if lines else type(error).__name__, isinstance(error, NotImplementedError))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    function: Any
+    spec: Any
+    leaves: list[Any]  # with a `_Like` for each tensor
+
+    def num_values(self) -> int:
+        return sum(math.prod(like.shape) for like in self._likes())
+
+    def is_narrow(self) -> bool:
+        return any(like.dtype in _NARROW for like in self._likes())
+
+    def shrunk(self) -> "_Call":
+        """Return the call with small sizes, also of the integers among its arguments."""
+        found = {size for like in self._likes() for size in like.shape}
+        found |= {leaf for leaf in self.leaves if type(leaf) is int}
+        large = sorted(size for size in found if _GRAIN < size < _LARGEST_SIZE)
+        sizes = {size: _GRAIN * number + size % _GRAIN for number, size in enumerate(large, 1)}
+        leaves = [
+            leaf.shrunk(sizes) if isinstance(leaf, _Like) else sizes.get(leaf, leaf) if type(leaf) is int else leaf
+            for leaf in self.leaves
+        ]
+        return dataclasses.replace(self, leaves=leaves)
+
+    def of_other_types(self) -> "Iterator[_Call]":
+        """Yield the call with tensors of other types, each for itself."""
+        choices = [{leaf.dtype, *_OTHER} if isinstance(leaf, _Like) else {None} for leaf in self.leaves]
+        for dtypes in itertools.islice(itertools.product(*choices), _MOST_OTHERS):
+            pairs = zip(self.leaves, dtypes, strict=True)
+            leaves = [dataclasses.replace(leaf, dtype=dtype) if dtype else leaf for leaf, dtype in pairs]
+            yield dataclasses.replace(self, leaves=leaves)
+
+    def is_possible(self) -> bool:
+        """Return whether fake kernels take it."""
+        try:
+            self._run(0)
+        except Exception:  # noqa: BLE001 - whatever an operator raises
+            return False
+        return True
+
+    def refusal(self) -> _Refusal | None:
+        """Return why real kernels do not take it. Some values suit no kernel, so that two are tried."""
+        with _disable_current_modes(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                self._run(0)
+            except Exception as error:  # noqa: BLE001
+                try:
+                    self._run(1)
+                except Exception:  # noqa: BLE001
+                    return _Refusal.of(error)
+        return None
+
+    def _run(self, value: int) -> None:
+        made = [leaf.make(value) if isinstance(leaf, _Like) else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(made, self.spec)
+        self.function(*args, **kwargs)
+
+    def _likes(self) -> "Iterator[_Like]":
+        return (leaf for leaf in self.leaves if isinstance(leaf, _Like))
+
+    def __str__(self) -> str:
+        return f"{self.function.overloadpacket}({', '.join(map(str, self._likes()))})"
