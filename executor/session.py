@@ -19,6 +19,7 @@ from executor.accumulation import Accumulation
 from executor.actions import Actions, ParameterUpdate
 from executor.activations import OffloadedActivations
 from executor.backend import Meter
+from executor.batches import bind_batches
 from executor.binding import bind, bind_state_dict, outside
 from executor.checks import check_decisions, check_groups, check_units
 from executor.cores import take
@@ -125,6 +126,7 @@ class Session:
                 self._undo += share_layers(model, units, shares, ranks.tensor, outside(options.compile_backend))
                 self.agree_on_chance()
             self._undo += [*bind_state_dict(model, self._names, self.full_parameter), self._accumulation.bind(model)]
+            self._undo.append(bind_batches(model, options.batch, lambda: self.trains))
             self._move_buffers()
             self._sight = Sight(self._state, self._shared, shares.values())
             failing.callback(self._sight.release)
@@ -310,8 +312,8 @@ class Session:
         if iteration == 1 and self.last_was_short:
             warnings.warn(
                 f"the first two steps came after fewer micro-batches than the plan's "
-                f"{self.decisions.num_micro_batches}, the second after {num_complete}; training goes on as the loop has "
-                f"it, but is slower than planned: plan with --accumulate {num_complete}",
+                f"{self.decisions.num_micro_batches}, the second after {num_complete}; training goes on as the loop "
+                f"has it, but is slower than planned: plan with --accumulate {num_complete}",
                 RuntimeWarning,
                 stacklevel=2,
             )

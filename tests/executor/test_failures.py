@@ -92,7 +92,7 @@ def test_a_backward_without_its_step(clips):
 
 def test_a_step_before_any_micro_batch():
     task = Task("gpt2", num_micro_batches=2)
-    model, optimizer = prepare(task, decide(task, KEEP))
+    _, optimizer = prepare(task, decide(task, KEEP))
     with optimizer.session, pytest.raises(OutOfOrderError, match="2 forward and backward"):
         optimizer.step()
 
