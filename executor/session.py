@@ -126,7 +126,8 @@ class Session:
                 self._undo += share_layers(model, units, shares, ranks.tensor, outside(options.compile_backend))
                 self.agree_on_chance()
             self._undo += [*bind_state_dict(model, self._names, self.full_parameter), self._accumulation.bind(model)]
-            self._undo.append(bind_batches(model, options.batch, lambda: self.trains))
+            if options.batch:
+                self._undo.append(bind_batches(model, options.batch, lambda: self.trains))
             self._move_buffers()
             self._sight = Sight(self._state, self._shared, shares.values())
             failing.callback(self._sight.release)
