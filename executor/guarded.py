@@ -9,6 +9,7 @@ version, see :meth:`executor.sight.Sight.check_untouched`.
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NoReturn
 
@@ -30,6 +31,7 @@ _OPERATORS: Final = frozenset(
         *("and", "or", "xor", "lshift", "rshift"),
     )
 ) | {"__setitem__"}
+_IN_PLACE: Final = re.compile(r".*[^_]_")
 _ATTRIBUTES: Final = frozenset({"data", "real", "imag"})
 _HARMLESS: Final = frozenset({"requires_grad_", "retain_grad_"})
 _NAME: Final = "name_in_model"
@@ -116,11 +118,7 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     if name == "__set__":  # of an attribute; module.to() sets what is there again if that is no change
         if func.__self__.__name__ in _ATTRIBUTES and args[1] is not first:  # type: ignore[attr-defined]
             yield first
-    elif (
-        name in _OPERATORS
-        or kwargs.get("inplace")
-        or (name.endswith("_") and not name.endswith("__") and name not in _HARMLESS)
-    ):
+    elif name in _OPERATORS or kwargs.get("inplace") or (_IN_PLACE.fullmatch(name) and name not in _HARMLESS):
         yield first
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from executor.backend import Backend, HostBackend
+from executor.batches import BatchShapes
 from executor.cores import Choice
 
 
@@ -25,6 +26,7 @@ class SessionOptions:
         checkpoint_buffer_bytes: host memory for what is taken for checkpoints and not written yet; 0: none are made.
         record: whether to keep times from the start on, for :meth:`Session.timeline`: those of the latest
             :data:`executor.machine.NUM_RECORDED` iterations.
+        batch: what the model is planned to be called with; empty: larger batches are not warned of.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -36,6 +38,7 @@ class SessionOptions:
     compile_backend: str | None = None
     checkpoint_buffer_bytes: int = 0
     record: bool = False
+    batch: BatchShapes = ()
 
 
 def backend_of(options: SessionOptions) -> Backend:

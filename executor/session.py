@@ -19,6 +19,7 @@ from executor.accumulation import Accumulation
 from executor.actions import Actions, ParameterUpdate
 from executor.activations import OffloadedActivations
 from executor.backend import Meter
+from executor.batches import bind_batches
 from executor.binding import bind, bind_state_dict, outside
 from executor.checks import check_decisions, check_groups, check_units
 from executor.cores import take
@@ -126,6 +127,8 @@ class Session:
                 self._undo += share_layers(model, units, shares, ranks.tensor, outside(options.compile_backend))
                 self.agree_on_chance()
             self._undo += [*bind_state_dict(model, self._names, self.full_parameter), self._accumulation.bind(model)]
+            if options.batch:
+                self._undo.append(bind_batches(model, options.batch, lambda: self.trains))
             self._move_buffers()
             self._sight = Sight(self._state, self._shared, shares.values())
             failing.callback(self._sight.release)

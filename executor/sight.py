@@ -1,4 +1,4 @@
-"""Which parameters show weights (those of resident units and of the one that computes), and which may be written to."""
+"""Which parameters show weights: those of units that are resident, and of the one that computes. Others are guarded."""
 
 from collections.abc import Iterable, Mapping
 from typing import final

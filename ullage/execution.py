@@ -22,7 +22,7 @@ from ullage.comparison import Comparison, compare_record
 from ullage.comparison_screen import render_comparison
 from ullage.console import console, write_json
 from ullage.drift import DriftWatch
-from ullage.feeds import check_takes_data
+from ullage.feeds import check_knows_text, check_takes_data
 from ullage.formatting import si
 from ullage.integrations.metrics import Metrics, Prometheus, Sink, TensorBoard, tokens_per_iteration
 from ullage.interruption import InterruptedTrainingError, Interruption
@@ -76,6 +76,8 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
     if not options.allow_other_machine:
         check_measured_here(plan.hardware)
     check_takes_data(plan, given=bool(options.text or options.tokens or options.data_position))  # before it is read
+    if options.tokens is None:
+        check_knows_text(plan)
     data = _data(options)
     if process.is_first:
         options.output_dir.mkdir(parents=True, exist_ok=True)  # before training: a bad path must not cost a run

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from executor.batches import BatchShapes
 from planner.models import num_parameters, to_hf_config_dict
 from planner.models.captured import CapturedInput, CapturedModel
 from planner.plan import Plan, PlanError
 from ullage.capture.module import DTYPES, load_factory
 from ullage.capture.recording import find_loss
-from ullage.text import Tokens, TokenStream, read_text
+from ullage.text import NUM_BYTES, Tokens, TokenStream, read_text
 
 _SHARE_TO_MAKE = 0.8  # of what is free on the device: weights that are tied later are drawn apart
 
@@ -52,6 +53,8 @@ def feed_of(plan: Plan, data: Tokens | None, seed: int, position: int, rank: int
     if position < 0:
         raise ValueError(f"position {position}: sequences to skip are counted from 0 on")
     if not isinstance(plan.model, CapturedModel):
+        if data is None:
+            check_knows_text(plan)
         return _TokenFeed(plan, read_text(None) if data is None else data, seed, position, rank)
     check_takes_data(plan, given=data is not None or position > 0)
     return _RandomFeed(plan, plan.model, seed, rank)
@@ -68,6 +71,26 @@ def check_takes_data(plan: Plan, *, given: bool) -> None:
             "a captured model is trained on one random batch of its inputs; leave data (--text, --tokens) and a "
             "position in it out, or use ullage.prepare in a loop of your own"
         )
+
+
+def check_knows_text(plan: Plan) -> None:
+    """Check that a plan's model knows what text is read as: one token per byte.
+
+    Raises:
+        ValueError: its vocabulary is smaller.
+    """
+    if not isinstance(plan.model, CapturedModel) and plan.model.vocab_size < NUM_BYTES:
+        raise ValueError(
+            f"text is read as one token per byte, 0 to {NUM_BYTES - 1}, but the model knows tokens 0 to "
+            f"{plan.model.vocab_size - 1}; give the tokens of its own tokenizer (--tokens, or data= in Python)"
+        )
+
+
+def batch_shapes(plan: Plan) -> BatchShapes:
+    """Return what a plan's model is called with, by name."""
+    if isinstance(plan.model, CapturedModel):
+        return tuple((spec.name, spec.shape) for spec in plan.model.inputs)
+    return (("input_ids", (plan.decisions.micro_batch, plan.seq_len)),)
 
 
 class _TokenFeed:

@@ -13,6 +13,10 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]
 """Token numbers in one dimension; may be a memory map."""
 
 
+NUM_BYTES = 256
+"""Tokens of text, which has one per byte."""
+
+
 class TokenStream:
     """Deterministic batches of tokens.
 

@@ -7,6 +7,7 @@ import math
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal, Self, TypedDict, Unpack, final
@@ -17,6 +18,7 @@ from torch import nn
 from executor.checkpoint import Outcome
 from executor.checkpoint.levels import check_levels
 from executor.cores import Choice
+from executor.guards import check_kinds
 from executor.optimizer.table import stock_of
 from executor.options import SessionOptions
 from executor.prepare import OffloadedOptimizer, Way, prepare_session
@@ -26,7 +28,8 @@ from hwprofiles.allocator import keep_freed_memory
 from planner.optimizers import Optimizer
 from planner.plan import Plan, PlanError
 from planner.schedule import Tier
-from ullage.feeds import Feed, feed_of
+from ullage.capture.module import DTYPES
+from ullage.feeds import Feed, batch_shapes, feed_of
 from ullage.keeping import CheckpointOptions, Keeper, Stateful
 from ullage.processes import Process, ranks_per_node
 from ullage.replanning import Replanned, replan
@@ -91,12 +94,38 @@ def prepare(
     :func:`executor.prepare.prepare_session`.
 
     Raises:
+        TypeError: an argument is of another kind.
         ValueError: the plan cannot be executed here, or the model is not the planned one.
         DeviceMemoryError: less memory is free than planned.
         RankError: another rank has failed.
 
+    A model whose weights are of another type than the plan's is converted, with a warning. The first batch that is
+    larger than planned is warned of too.
+
     A block that cannot be compiled raises :class:`executor.compilation.CompileError` when it first runs.
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"the plan is {type(plan).__name__}; give what ullage.plan or ullage.load_plan returns")
+    check_kinds(model, optimizer)
+    _tell_of_types(model, plan)
+    return _prepare(model, optimizer, plan, settings)
+
+
+def _tell_of_types(model: nn.Module, plan: Plan) -> None:
+    planned = DTYPES[plan.decisions.precision.weights]
+    if others := sorted({str(parameter.dtype) for parameter in model.parameters()} - {str(planned)}):
+        masters = "; the float32 master copies begin with the values given" if planned is torch.bfloat16 else ""
+        warnings.warn(
+            f"the model's weights are {', '.join(others)}, and become {planned} as the plan has it{masters}; convert "
+            "the model before prepare(), or plan with another --precision",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _prepare(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, settings: Settings
+) -> tuple[nn.Module, OffloadedOptimizer]:
     return prepare_session(model, optimizer, plan.units(), plan.decisions, _session_options(plan, settings))
 
 
@@ -180,9 +209,11 @@ class Trainer:
         check_machine(plan, self.process)
         self._feed = feed_of(plan, data, seed, position, self.process.data_rank)
         self._iteration = self._num_to_meter = 0
+        if model is not None:
+            _tell_of_types(model, plan)
         with explaining(plan):
             model, optimizer = _make(plan, model, optimizer, self._feed, self.process, lr=lr, seed=seed)
-            self.model, self.optimizer = prepare(model, optimizer, plan, **settings)
+            self.model, self.optimizer = _prepare(model, optimizer, plan, settings)
         if self.keeper is not None:
             with contextlib.ExitStack() as failing:
                 failing.push(self.session)  # which tells the other ranks of a failure
@@ -387,6 +418,7 @@ def _session_options(plan: Plan, settings: Settings) -> SessionOptions:
         cores=settings.get("cores", "auto"),
         checkpoint_buffer_bytes=settings.get("checkpoint_buffer_bytes", 0),
         record=True,
+        batch=batch_shapes(plan),
     )
 
 

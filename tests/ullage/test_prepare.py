@@ -1,0 +1,110 @@
+"""What ``ullage.prepare`` and training on text tell before, or at, the first step."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ullage
+from hwprofiles.registry import load_profile
+from planner.decisions import FP32
+from planner.models import resolve_model
+from planner.plan import Plan
+from planner.planning import Request, make_plan
+from ullage.cli import main
+from ullage.feeds import feed_of
+from ullage.text import TokenStream
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 4)
+
+    def forward(self, x, labels):
+        return nn.functional.cross_entropy(self.last(torch.relu(self.first(x))), labels)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    captured = ullage.capture_module(Net, ["8x16", "8:int64"], dtype="fp32", as_on_gpu=False)
+    sizes = {"seq_len": captured.seq_len, "micro_batch": captured.micro_batch}
+    machine = load_profile("epyc-turin-2c").with_device_memory(700_000)
+    return make_plan(Request(captured, machine, precision=FP32, **sizes), max_simulations=5)
+
+
+def small(vocab_size: int) -> Plan:
+    changes = {"num_layers": 1, "vocab_size": vocab_size}
+    model = resolve_model("demo-llama").model_copy(update=changes)
+    hardware = load_profile("epyc-turin-2c").with_device_memory(60_000_000)
+    return make_plan(Request(model, hardware, seq_len=32, precision=FP32), max_simulations=5)
+
+
+def step(model, optimizer, size):
+    model(torch.ones(size, 16), torch.zeros(size, dtype=torch.long)).backward()
+    optimizer.step()
+
+
+def test_a_batch_that_is_larger_than_planned_is_told_once(plan: Plan) -> None:
+    model, optimizer = ullage.prepare(net := Net(), torch.optim.AdamW(net.parameters()), plan)
+    with optimizer.session:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(model, optimizer, 8)
+            step(model, optimizer, 3)
+            with torch.no_grad():  # nothing is kept of it
+                model(torch.ones(9, 16), torch.zeros(9, dtype=torch.long))
+        with pytest.warns(RuntimeWarning, match=r"input 1 is 9x16, but the plan is for 8x16.*--micro-batch"):
+            step(model, optimizer, 9)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(model, optimizer, 32)
+    model, optimizer = ullage.prepare(net := Net(), torch.optim.AdamW(net.parameters()), plan)
+    optimizer.session.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, torch.optim.SGD(model.parameters()), 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_weights_of_another_type_are_converted_with_a_word(plan: Plan, dtype: torch.dtype) -> None:
+    net = Net().to(dtype)
+    with pytest.warns(RuntimeWarning, match=f"weights are {dtype}, and become torch.float32.*--precision"):
+        model, optimizer = ullage.prepare(net, torch.optim.AdamW(net.parameters()), plan)
+    with optimizer.session:
+        step(model, optimizer, 8)
+
+
+def test_what_is_no_model_optimizer_or_plan_is_named(plan: Plan) -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    for arguments, words in (
+        ((5, optimizer, plan), r"the model is int; give a torch\.nn\.Module"),
+        ((net, 1e-3, plan), r"the optimizer is float; give one of torch\.optim"),
+        ((net, optimizer, "plan.json"), r"the plan is str; give what .*load_plan"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            ullage.prepare(*arguments)
+    ullage.prepare(net, optimizer, plan)[1].session.close()
+
+
+def test_text_is_refused_before_training_if_the_model_knows_too_few_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known, too_small = small(256), small(255)
+    words = "one token per byte, 0 to 255, but the model knows tokens 0 to 254; give the tokens of its own tokenizer"
+    with pytest.raises(ValueError, match=words):
+        ullage.Trainer(too_small)
+    feed_of(known, None, 0, 0)
+    tokens = torch.arange(64, dtype=torch.uint8).numpy()
+    assert isinstance(feed_of(too_small, tokens, 0, 0)._stream, TokenStream)  # tokens of the user's are no text
+    (tmp_path / "plan.json").write_text(json.dumps(json.loads(too_small.to_json())), encoding="utf-8")
+    (tmp_path / "text").write_text("a" * 5000)
+    for more in ([], ["--text", str(tmp_path / "text")]):
+        out = ["--iterations", "6", "--output-dir", str(tmp_path / "out")]
+        assert main(["execute", str(tmp_path / "plan.json"), *out, *more]) == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
