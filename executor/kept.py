@@ -22,7 +22,7 @@ from executor.backend import Backend
 from executor.parallel.products import grouped_product, summed_product_operator
 
 # torch counts the FLOP of all products but these, of which not every version has all, and ours.
-_UNCOUNTED: Final = ("_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu")
+_UNCOUNTED: Final = ("_grouped_mm", "linalg_solve_triangular", "_scaled_dot_product_flash_attention_for_cpu")
 _PRODUCTS: Final = (
     frozenset(flop_registry)
     | {getattr(torch.ops.aten, name) for name in _UNCOUNTED if hasattr(torch.ops.aten, name)}

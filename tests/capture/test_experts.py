@@ -147,6 +147,7 @@ class Chosen(torch.nn.Module):
             "argmax": lambda: self.last(x).argmax(-1),
             "argmax of all": lambda: self.last(x).argmax(),
             "arange": lambda: torch.arange(16) // 2,
+            "zeros": lambda: torch.zeros(16, 8).scatter(1, self.last(x).topk(1).indices, 1).sum(0).long(),
             "input": x.long,
             "changed": lambda: torch.arange(16).add_(x[:, 0].long()),
             "random": lambda: torch.randint(3, (16,)),
@@ -155,12 +156,12 @@ class Chosen(torch.nn.Module):
         return self.last(x)[: int((chosen == 3).sum()) + 1].sum()
 
 
-@pytest.mark.parametrize("way", ["topk", "max", "argmax", "argmax of all", "arange"])
-def test_integers_that_no_input_decides_are_known(way: str) -> None:
+@pytest.mark.parametrize("way", ["topk", "max", "argmax", "argmax of all", "arange", "zeros"])
+def test_values_that_no_input_decides_are_known(way: str) -> None:
     assert capture_module(lambda: Chosen(way), ["16x8"], "fp32").num_params == 72
 
 
 @pytest.mark.parametrize("way", ["input", "changed", "random", "empty"])
-def test_other_integers_are_not(way: str) -> None:
+def test_other_values_are_not(way: str) -> None:
     with pytest.raises(ValueError, match="needs the values of a tensor"):
         capture_module(lambda: Chosen(way), ["16x8"], "fp32")

@@ -1,9 +1,9 @@
-"""What a capture adds to fake tensors: a kernel that they refuse, and integers that no input decides.
+"""What a capture adds to fake tensors: a kernel that they refuse, and values that no input decides.
 
-A fake tensor has no values, but some are known all the same: those of ``torch.arange``, and of what is computed from
-known integers alone. One more rule is for experts, whose shares are taken as equal: ``topk``, and a maximum along a
-dimension, are taken to choose all in turn. So a loop over the experts that were chosen, each with the tokens that
-chose it, is recorded like any other code.
+A fake tensor has no values, but some are known all the same: those of ``torch.arange`` and ``torch.zeros``, and of what
+is computed from known values alone. One more rule is for experts, whose shares are taken as equal: ``topk``, and a
+maximum along a dimension, are taken to choose all in turn. So a loop over the experts that were chosen, each with the
+tokens that chose it, is recorded like any other code.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class _Layout:
 
 @dataclasses.dataclass(frozen=True)
 class _Recipe:
-    """How the integers in a storage are computed.
+    """How the values in a storage are computed.
 
     Attributes:
         arguments: positional and named ones of ``function``, with a :class:`_Known` in the place of each tensor.
@@ -105,13 +105,14 @@ class Fakes:
         return output
 
     def _note(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
-        """Remember how integers are computed, if that is known."""
+        """Remember how values are computed, if that is known."""
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if function._schema.is_mutable:
-            for result in results:
-                self._recipes.pop(result.untyped_storage(), None)
+            for changed in tree_leaves((args, kwargs, output)):
+                if isinstance(changed, Tensor):
+                    self._recipes.pop(changed.untyped_storage(), None)
             return
-        if function.is_view or all(result.is_floating_point() or result.is_complex() for result in results):
+        if function.is_view or not results:
             return
         if (dimension := _CHOICES.get(function)) is not None:
             given = args[dimension] if len(args) > dimension else -1
@@ -124,7 +125,7 @@ class Fakes:
                 self._recipes[result.untyped_storage()] = _Recipe(function, known, number, _Layout.of(result))
 
     def _known(self, arguments: Any) -> Any:
-        """Return arguments with known integers in the place of tensors, or ``None`` if some are not known."""
+        """Return arguments with known values in the place of tensors, or ``None`` if some are not known."""
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         recipes = {id(leaf): self._recipes.get(leaf.untyped_storage()) for leaf in tensors}
         if any(recipes[id(leaf)] is None or recipes[id(leaf)].layout.dtype is not leaf.dtype for leaf in tensors):

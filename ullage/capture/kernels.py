@@ -110,6 +110,13 @@ def _grouped_product(args: Sequence[Any], _kwargs: dict[str, Any], _output: Any)
     return (Gemm(a.shape[1], b.shape[2], a.shape[2], a.shape[0], batched=True),)
 
 
+def _triangular_solve(args: Sequence[Any], _kwargs: dict[str, Any], output: Any) -> Kernels:
+    """Half of a product, as half of the matrix is zero."""
+    *batch, rows, columns = output.shape
+    size = args[0].shape[-1]
+    return (Gemm(rows, columns, max(size // 2, 1), math.prod(batch), batched=len(batch) > 0),)
+
+
 def _convolution(args: Sequence[Any], _kwargs: dict[str, Any], output: Any) -> Kernels:
     source, weight, transposed, groups = args[0], args[1], args[6], args[8]
     return (_convolution_gemm(source, output, weight, groups, transposed=transposed),)
@@ -159,6 +166,7 @@ _PRODUCTS: dict[str, Callable[[Sequence[Any], dict[str, Any], Any], Kernels]] = 
     "addmm": _added_product,
     "baddbmm": _added_product,
     "_grouped_mm": _grouped_product,
+    "linalg_solve_triangular": _triangular_solve,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,

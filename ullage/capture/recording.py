@@ -56,7 +56,7 @@ class Event:
         kernels: empty for views and bookkeeping.
         storages: numbers of the storages it wrote.
         output_bytes: of its first result.
-        product_bytes: of all floating results, if it is a product.
+        product_bytes: of all floating results, if it is a product and they stay as it made them.
         parameters: names of those it read.
     """
 
@@ -236,6 +236,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._watch: dict[int, weakref.ref[Any]] = {}
         self._name: dict[int, str] = {}  # of parameters, by their storage's number
         self._sequences: list[int] = []  # autograd's next number when each forward event was dispatched
+        self._product_of: dict[int, int] = {}  # forward events that are products, by the storages they made
         self._source = -1  # forward event of the autograd node that runs
         self._in_backward = False
         self.num_values: list[int | None] = [None] * len(inputs)
@@ -277,6 +278,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._follow_integers(func.overloadpacket.__name__, args, read, results, written)
             self._sequences.append(torch._C._autograd._get_sequence_nr())
             event = Event(self._stack[-1], len(self.forward), kernels, written, num_bytes, product_bytes, names)
+            self._follow_products(event, changes=func._schema.is_mutable)
             self.forward.append(event)
         return output
 
@@ -293,6 +295,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         visit = self.forward[self._source].visit
         path = self.visits[visit].path if visit >= 0 else ""
         return f"module {path}" if path else "the model"
+
+    def _follow_products(self, event: Event, *, changes: bool) -> None:
+        """Forget what products made that is then changed in place: offloading cannot take it, and makes it again."""
+        for number in event.storages:
+            if changes and (made := self._product_of.pop(number, None)) is not None:
+                self.forward[made] = dataclasses.replace(self.forward[made], product_bytes=0)
+            elif event.product_bytes and not changes:
+                self._product_of[number] = event.source
 
     def _follow_integers(
         self, name: str, args: Sequence[Any], read: list[int], results: list[Tensor], written: tuple[int, ...]
