@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hwprofiles.files import check_output, make_folder
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile, local_profile_path, save_profile
 from ullage import fitting
@@ -100,8 +101,9 @@ def run(args: argparse.Namespace) -> int:
     if args.into and only is None:
         raise ValueError("--into renews parts of a profile, but no parts are given; add --only PART,...")
     path: Path = args.output or (Path(args.into) if args.into else local_profile_path())
-    if path.is_dir() or ((args.output or args.into) and not path.absolute().parent.is_dir()):
-        raise ValueError(f"--output {path}: give the name of a file in a folder that is there")  # not after measuring
+    if not (args.output or args.into):
+        make_folder("--output", path.parent)
+    check_output("--output", path)  # not after measuring
     if ranks()[0] > 1:
         return _collectives(args, base, path)
     options = CalibrationOptions(
