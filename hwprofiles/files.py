@@ -215,7 +215,7 @@ def _is_stream(path: Path) -> bool:
     """
     try:
         mode = path.stat().st_mode
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     if stat.S_ISREG(mode):
         return _descriptor(path) is not None
