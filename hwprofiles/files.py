@@ -1,32 +1,145 @@
-"""Files: written whole or not at all, and JSON that is read with errors that say what to do."""
+"""All files that are written go through here, and all that are read whole as input.
+
+[Note: Outputs] A regular file is replaced in one step: whoever reads it, now or after a crash, finds the old content or
+the new one, complete. A link to a regular file stays a link. A character device, a pipe or an open descriptor
+(``/dev/fd/63``) is never replaced: bytes are written into it. Anything else (a folder, a socket, a block device) is
+refused. Commands ask :func:`check_output` before long work, so that a bad path does not cost that work.
+"""
 
 import json
 import os
+import secrets
+import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+MOST_BYTES: Final = 1 << 28
+"""Of a file that is read whole; the largest real ones, runs of large models, have some 10 MB."""
 
-def write_whole(path: Path, data: str | bytes) -> None:
-    """Write a file so that whoever reads it, now or after a crash, finds the old content or the new one, complete.
+_CHUNK_BYTES: Final = 1 << 20
+_MOST_LINKS: Final = 40  # as many as Linux follows
+_STANDARD: Final[dict[int | None, str]] = {0: "standard input", 1: "standard output, where this command prints"}
+_KINDS: Final = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFCHR: "a device",
+    stat.S_IFIFO: "a pipe",
+}
+
+
+def write_whole(path: Path, data: str | bytes, *, durable: bool = True) -> None:
+    """Write a file: a regular one whole or not at all, a device or pipe by writing into it; see [Note: Outputs].
+
+    Args:
+        path: of the file.
+        data: all of it; text is written as UTF-8.
+        durable: also survive a loss of power; slower.
 
     Raises:
         OSError: the folder does not exist or cannot be written, or the disk is full; nothing is left behind.
+        ValueError: it is a folder, a socket or a block device.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    encoded = data.encode() if isinstance(data, str) else data
     try:
-        with partial.open("xb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        if _is_stream(path):
+            _write_into(path, encoded)
+        else:
+            _replace(path.resolve(), encoded, durable=durable)
     except OSError as error:  # a full disk names no file, and the temporary one means nothing to anybody
         raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        partial.unlink(missing_ok=True)  # after the rename there is nothing to remove
+
+
+def check_output(option: str, path: Path | None, *, only_regular: bool = False) -> None:
+    """Check that a file can be written, before the work that it is the result of.
+
+    Args:
+        option: that names it, for the message.
+        path: of the file; ``None``: none is written.
+        only_regular: refuse devices and pipes: it is written again and again, or others stand beside it.
+
+    Raises:
+        ValueError: it cannot be written; the message has one line and says what to do.
+    """
+    if path is None:
+        return
+    if str(path) == "-":
+        raise ValueError(f"{option} -: that is no file; give the name of one (for a file of that name its whole path)")
+    try:
+        if (standard := _STANDARD.get(_descriptor(path))) is not None:
+            raise ValueError(f"{option} {path} is {standard}; give the name of a file, or a pipe")
+        if not _is_stream(path):
+            _check_folder(option, path, path.resolve().parent)
+        elif only_regular:
+            raise ValueError(f"{option} {path} is {_kind(path.stat().st_mode)}; give the name of a regular file")
+        elif not os.access(path, os.W_OK):
+            raise ValueError(f"{option} {path} must not be written by this user; give the name of another file")
+    except FileIsSpecialError as error:
+        raise ValueError(f"{option} {error}") from None
+    except OSError as error:  # a loop of links, a name that is too long, a folder that must not be entered
+        raise ValueError(f"{option} {path}: {error.strerror}; give the name of a file that can be written") from error
+
+
+def make_folder(option: str, path: Path) -> None:
+    """Make a folder for outputs, with those around it, and check that files can be made in it.
+
+    Args:
+        option: that names it, for the message.
+        path: of the folder, which may be there.
+
+    Raises:
+        ValueError: it cannot be made or written; the message has one line and says what to do.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        _try(path)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(f"{option} {path}: there is a file of that name, not a folder; give another one") from error
+    except OSError as error:
+        raise ValueError(
+            f"{option} {path}: no file can be made there ({error.strerror}); give another folder"
+        ) from error
+
+
+class FileIsSpecialError(ValueError):
+    """A path leads to something that cannot be read or written as a file."""
+
+
+def check_regular(path: Path) -> int:
+    """Return the size in bytes of a regular file, such as one that is to be mapped.
+
+    Raises:
+        FileIsSpecialError: it is a folder, a device, a pipe or a socket.
+        OSError: it is not there.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise FileIsSpecialError(f"{path} is {_kind(found.st_mode)}; give a regular file")
+    return found.st_size
+
+
+def read_whole(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return all bytes of a regular file or of a pipe.
+
+    Raises:
+        FileIsSpecialError: it is a folder, a device or a socket, or has more than ``most_bytes``.
+        OSError: it cannot be read.
+    """
+    found = path.stat()
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode)):
+        raise FileIsSpecialError(f"{path} is {_kind(found.st_mode)}")
+    chunks, num_bytes = [], 0
+    with path.open("rb") as file:  # a pipe has no size: only reading it tells
+        while max(found.st_size, num_bytes) <= most_bytes and (chunk := file.read(_CHUNK_BYTES)):
+            chunks.append(chunk)
+            num_bytes += len(chunk)
+    if max(found.st_size, num_bytes) > most_bytes:
+        raise FileIsSpecialError(f"{path} has more than {most_bytes:,} B, which no file of that kind has")
+    return b"".join(chunks)
 
 
 def read_json(path: Path, error: type[ValueError], remedy: str) -> Any:
@@ -41,7 +154,9 @@ def read_json(path: Path, error: type[ValueError], remedy: str) -> Any:
         error: the file cannot be read, or is not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
+        return json.loads(read_whole(path).decode(), object_pairs_hook=_object)
+    except FileIsSpecialError as problem:
+        raise error(f"{problem}; {remedy}") from problem
     except OSError as problem:
         raise error(f"cannot read {path}: {problem.strerror or type(problem).__name__}; {remedy}") from problem
     except (ValueError, RecursionError) as problem:  # not UTF-8, not JSON, or nested without end
@@ -85,3 +200,85 @@ def _remedy(detail: ErrorDetails) -> str:
             return "; remove it, or correct its name"
         case _:
             return "; correct it in the file"
+
+
+def _kind(mode: int) -> str:
+    return _KINDS.get(stat.S_IFMT(mode), "no regular file")
+
+
+def _is_stream(path: Path) -> bool:
+    """Return whether a path leads to something that is written into; see [Note: Outputs].
+
+    Raises:
+        FileIsSpecialError: it leads to something that is not written at all.
+        OSError: that cannot be known.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    if stat.S_ISREG(mode):
+        return _descriptor(path) is not None
+    if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode):
+        return True
+    raise FileIsSpecialError(f"{path} is {_kind(mode)}; give the name of a file{' in it' * stat.S_ISDIR(mode)}")
+
+
+def _descriptor(path: Path) -> int | None:
+    """Return the descriptor of this process that ``/dev/stdout``, ``/dev/fd/63`` or a link to one leads to."""
+    own = {Path("/proc/self/fd").resolve(), Path("/proc/thread-self/fd").resolve()}
+    for _ in range(_MOST_LINKS):
+        folder = path.parent.resolve()
+        if folder in own and path.name.isdecimal():
+            return int(path.name)
+        if not path.is_symlink():
+            break
+        path = folder / path.readlink()
+    return None
+
+
+def _write_into(path: Path, data: bytes) -> None:
+    """Write into a device or pipe; a pipe that nobody reads yet is waited for, as a shell's ``>`` does."""
+    descriptor = _descriptor(path)
+    # A descriptor is not opened again by its name: a regular file behind it would be written from its start.
+    target = os.open(path, os.O_WRONLY | os.O_NOCTTY) if descriptor is None else os.dup(descriptor)
+    with os.fdopen(target, "wb") as file:
+        file.write(data)
+
+
+def _replace(path: Path, data: bytes, *, durable: bool) -> None:
+    partial = _partial(path.parent)
+    try:
+        with partial.open("xb") as file:
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # after the rename there is nothing to remove
+
+
+def _partial(folder: Path) -> Path:
+    """Return a new name: not made of the file's, which may be as long as names can be, nor of the process's alone."""
+    return folder / f".ullage-{os.getpid()}-{secrets.token_hex(4)}.tmp"
+
+
+def _try(folder: Path) -> None:
+    """Make a file in a folder and remove it: permissions, file systems that are read-only, and quotas tell."""
+    partial = _partial(folder)
+    try:
+        partial.open("xb").close()
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _check_folder(option: str, path: Path, folder: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError(f"{option} {path}: there is no such folder; make it first")
+    try:
+        _try(folder)
+    except OSError as error:
+        raise ValueError(
+            f"{option} {path}: its folder cannot be written ({error.strerror}); give a file in another one"
+        ) from error

@@ -1,8 +1,12 @@
 """For all tests: their examples, the same everywhere in ``make test`` and new in ``make fuzz``, and Ctrl-C."""
 
 import signal
+import sys
+from pathlib import Path
 
 from hypothesis import settings
+
+sys.path.insert(0, str(Path(__file__).parent))  # special_files.py
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs have it, and what they start
     signal.signal(signal.SIGINT, signal.default_int_handler)

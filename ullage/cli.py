@@ -86,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_.code if isinstance(exit_.code, int) else 0
     except KeyboardInterrupt as error:
         return _fail(prog, str(error) or "interrupted; nothing was written", EXIT_BAD_INPUT)
-    except BrokenPipeError:
+    except BrokenPipeError as error:
+        if error.filename is not None:  # of an output, and not of what is printed
+            return _bad_input(prog, error)
         # Python flushes stdout once more at exit: let that go nowhere.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

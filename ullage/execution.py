@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from executor.machine import NUM_RECORDED
+from hwprofiles.files import check_output, make_folder
 from hwprofiles.machine import check_measured_here
 from planner.models.captured import counted
 from planner.plan import Plan
@@ -42,6 +43,7 @@ MIN_ITERATIONS = _FIRST_STEADY + 3
 REPLAN_AFTER = 10
 _WARMUP_ITERATIONS = 5
 _BAR = 10  # columns: a line of 80 holds the rest
+_RUN, _TRACE = "run.json", "trace.json.gz"
 _LATEST = 10  # iterations that the progress shows the median of
 
 
@@ -80,7 +82,9 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         check_knows_text(plan)
     data = _data(options)
     if process.is_first:
-        options.output_dir.mkdir(parents=True, exist_ok=True)  # before training: a bad path must not cost a run
+        make_folder("--output-dir", options.output_dir)  # before training: a bad path must not cost a run
+        for name in (_RUN, _TRACE):
+            check_output("--output-dir", options.output_dir / name)
     sinks = _sinks(options, plan) if process.is_first else []
     storage = options.storage_dir or options.output_dir
     with Trainer(
@@ -252,13 +256,12 @@ def _watch(plan: Plan) -> DriftWatch:
 
 
 def _write(options: ExecuteOptions, record: RunRecord, replanned: Replanned | None) -> None:
-    trace = options.output_dir / "trace.json.gz"
-    save_run(record, options.output_dir / "run.json")
+    save_run(record, options.output_dir / _RUN)
     parts = {"": record} | ({" before": record.before} if record.before else {})
     timelines: dict[str, Timeline] = {}
     for words, part in parts.items():
         timelines |= {f"predicted{words}": simulate(part.plan).timeline, f"measured{words}": part.timeline}
-    write_trace(trace, chrome_trace(timelines))
+    write_trace(options.output_dir / _TRACE, chrome_trace(timelines))
     _report(options, record, {words: compare_record(part) for words, part in parts.items()}, replanned)
 
 
@@ -344,5 +347,5 @@ def _report(
     if replanned is not None:
         out.print(replanned.render(iteration.measured))
         out.print()
-    out.print(f"run written to {options.output_dir / 'run.json'}", markup=False)
-    out.print(f"trace written to {options.output_dir / 'trace.json.gz'} (open it in ui.perfetto.dev)", markup=False)
+    out.print(f"run written to {options.output_dir / _RUN}", markup=False)
+    out.print(f"trace written to {options.output_dir / _TRACE} (open it in ui.perfetto.dev)", markup=False)

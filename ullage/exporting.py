@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +43,7 @@ def export_hf(
         ValueError: the folder is there.
         OSError: it cannot be written.
     """
-    if folder.exists():
+    if os.path.lexists(folder):  # also a link to nothing, in whose place no folder can come
         raise ValueError(f"{folder} is there already; export into a new folder")
     new = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(new, ignore_errors=True)

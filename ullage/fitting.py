@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hwprofiles.files import check_output
 from hwprofiles.paths import number, quantities
 from hwprofiles.registry import load_profile, save_profile
 from planner.cases import Case, CaseError, Metric, load_cases, repeated_id
@@ -66,8 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.profile is None:
         raise FitError("--from-runs needs --profile NAME: the profile to fit, which the cases call their hardware")
     path: Path = args.output or Path(f"{Path(args.profile).stem}.json")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise FitError(f"--output {path}: give the name of a file in a folder that is there")
+    check_output("--output", path)
     profile = load_profile(args.profile)
     cases = [case for file in args.from_runs for case in load_cases(file) if case.hardware == profile.name]
     if repeated := repeated_id(cases):

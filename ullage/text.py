@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hwprofiles.files import check_regular
 from ullage.options import TOKEN_DTYPES, TokenDtype
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
@@ -77,7 +78,7 @@ def read_text(path: Path | None) -> Tokens:
     """Return a text, one token per byte: a file's, or the topics of Python's own documentation (0.5 MB of English).
 
     Raises:
-        ValueError: the file is empty.
+        ValueError: the file is empty, or no regular one.
         OSError: it cannot be read.
     """
     if path is not None:
@@ -104,6 +105,7 @@ def read_tokens(path: Path, dtype: TokenDtype | None = None) -> Tokens:
         return _mapped(path, np.dtype(dtype).newbyteorder("<"))
     if dtype is not None:
         raise ValueError(f"{path} says itself what its tokens are; leave --token-dtype {dtype} out")
+    check_regular(path)
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -117,7 +119,7 @@ def read_tokens(path: Path, dtype: TokenDtype | None = None) -> Tokens:
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> Tokens:
-    num_bytes = path.stat().st_size
+    num_bytes = check_regular(path)
     if not num_bytes or num_bytes % dtype.itemsize:
         raise ValueError(
             f"{path} has {num_bytes} bytes, which are no {dtype.itemsize}-byte tokens ({dtype.name}); give a whole "

@@ -33,6 +33,7 @@ from executor.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, Pa
 from executor.checkpoint.opening import Folder
 from executor.checkpoint.retention import AbstractStore, checkpoint_name, in_use, is_whole, parse_name
 from executor.checkpoint.writer import ShardWriter
+from hwprofiles.files import write_whole
 
 _NUM_BUFFERS: Final = 3  # of a copy: one is read, one hashed and one written
 _POLL_S: Final = 0.02
@@ -194,11 +195,8 @@ class JoinedDraft:
             self._tell(rank, {"error": error})
 
     def _tell(self, rank: int, data: dict[str, Any]) -> None:
-        path = self.folder / f"part-{rank}.json"
-        new = path.with_suffix(".new")
         text = json.dumps(data)
-        new.write_text(f"{_digest(text)} {text}", encoding="utf-8")
-        new.rename(path)
+        write_whole(self.folder / f"part-{rank}.json", f"{_digest(text)} {text}", durable=False)
 
 
 def _digest(text: str) -> str:

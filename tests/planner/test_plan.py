@@ -110,7 +110,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_bytes(b"\xff{")
     with pytest.raises(PlanError, match="is not JSON"):
         load_plan(tmp_path / "plan.json")
-    with pytest.raises(PlanError, match="cannot read"):
+    with pytest.raises(PlanError, match="is a folder; make a plan with"):
         load_plan(tmp_path)
 
 

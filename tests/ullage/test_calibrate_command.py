@@ -71,7 +71,7 @@ def test_fitting_to_runs(tmp_path, capsys):
         (["--profile", "a100x4-40g", "--fit-on", "none"], "no case of a100x4-40g"),
         (["--profile", "a100x4-40g", "--parameters", "device.hook"], "no quantity 'device.hook'"),
         (["--profile", "a100x4-40g", "--bounds", "device.hook_s=1"], "QUANTITY=LOW:HIGH"),
-        (["--profile", "a100x4-40g", "--output", "no/such/folder/x.json"], "give the name of a file"),
+        (["--profile", "a100x4-40g", "--output", "no/such/folder/x.json"], "there is no such folder; make it first"),
     ],
 )
 def test_fits_that_cannot_be(arguments, message, tmp_path, capsys, monkeypatch):

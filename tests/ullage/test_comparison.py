@@ -155,4 +155,4 @@ def test_the_answer_names_what_was_wrong_and_how_much_it_explains(plan, tmp_path
 @pytest.mark.parametrize("option", ["--trace", "--refit"])
 def test_files_that_cannot_be_written_are_refused_before_anything_is_read(option, tmp_path, capsys):
     assert main(["compare", str(tmp_path / "none.json"), option, str(tmp_path / "no" / "file")]) == 2
-    assert f"{option} {tmp_path}/no/file: give the name of a file" in capsys.readouterr().err
+    assert f"{option} {tmp_path}/no/file: there is no such folder; make it first" in capsys.readouterr().err

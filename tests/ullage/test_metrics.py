@@ -70,7 +70,7 @@ def test_training_goes_on_where_nothing_can_be_written(tmp_path: Path, monkeypat
     [
         (["--metrics-file", "metrics.txt"], "node_exporter reads only names that end in .prom"),
         (["--metrics-file", "missing/metrics.prom"], "there is no such folder; make it first"),
-        (["--tensorboard", __file__], "that is a file; give a folder"),
+        (["--tensorboard", __file__], "there is a file of that name, not a folder"),
     ],
 )
 def test_bad_places_are_told_before_training(host_plan, tmp_path, capsys, monkeypatch, options, message) -> None:

@@ -334,7 +334,7 @@ def test_bad_outputs_are_one_line(plan_path, tmp_path, capsys):
     (tmp_path / "file").touch()
     output = tmp_path / "r.html"
     assert main(["report", str(plan_path), "--output", str(output), "--figures", str(tmp_path / "file")]) == 2
-    assert capsys.readouterr().err.endswith("File exists\n")
+    assert capsys.readouterr().err.endswith("there is a file of that name, not a folder; give another one\n")
     assert not output.exists()
 
 

@@ -50,6 +50,21 @@ def test_a_damaged_line_is_passed_over(tmp_path):
         assert (len(store), store.get("key0"), store.get("key1")) == (3, None, RESULTS["key1"])
 
 
+def test_looking_again_keeps_what_was_there_before(tmp_path):
+    """An interruption looks again; the study may have been interrupted before."""
+    filled(tmp_path / "s.jsonl")
+    more = Result(status="refused", reason="later")
+    for number in range(3):
+        with Store(tmp_path / "s.jsonl") as store:
+            store.put(f"more{number}", more)
+            for _ in range(2):
+                store.look_again()
+                assert len(store) == len(RESULTS) + number + 1
+    with Store(tmp_path / "s.jsonl") as store:
+        assert {key: store.get(key) for key in RESULTS} == RESULTS
+        assert store.get("more2") == more
+
+
 def test_other_files_are_left_alone(tmp_path):
     for text in ("not a store", '{"schema_version": 1}', "\n\n"):
         (tmp_path / "notes.txt").write_text(text)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hwprofiles.files import check_output, make_folder
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile, local_profile_path, save_profile
 from ullage import fitting
@@ -90,6 +91,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{given[0]} {rule}; leave it out, or correct the rest")
     if args.from_runs:
         return fitting.run(args)
+    path: Path = args.output or (Path(args.into) if args.into else local_profile_path())
+    if not (args.output or args.into):
+        make_folder("--output", path.parent)
+    check_output("--output", path)  # not after measuring
     from hwprofiles.calibrate import CalibrationOptions, calibrate, parse_only  # noqa: PLC0415 - torch
     from hwprofiles.calibrate.collectives import ranks  # noqa: PLC0415
 
@@ -99,9 +104,6 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--device-cores is of a whole profile, and --only keeps what it has; leave one of them out")
     if args.into and only is None:
         raise ValueError("--into renews parts of a profile, but no parts are given; add --only PART,...")
-    path: Path = args.output or (Path(args.into) if args.into else local_profile_path())
-    if path.is_dir() or ((args.output or args.into) and not path.absolute().parent.is_dir()):
-        raise ValueError(f"--output {path}: give the name of a file in a folder that is there")  # not after measuring
     if ranks()[0] > 1:
         return _collectives(args, base, path)
     options = CalibrationOptions(

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from hwprofiles.files import check_output
 from hwprofiles.registry import save_profile
 from planner.trace import chrome_trace, write_trace
 from ullage.commands import Subparsers, command_parser
@@ -43,9 +44,8 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare, write what is asked for, print."""
-    for option, path in (("--trace", args.trace), ("--refit", args.refit)):
-        if path and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ValueError(f"{option} {path}: give the name of a file in a folder that is there")
+    check_output("--trace", args.trace)
+    check_output("--refit", args.refit)
     record = load_run(args.run_file)
     with progress_bar() as progress:
         explained, simulation = explain_run(record, lambda done, total: progress("replaying", done, total))

@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+from hwprofiles.files import check_output, write_whole
 from planner.plan import load_plan
 from ullage.commands import Subparsers, command_parser
 
@@ -32,6 +33,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export."""
+    check_output("--output", args.output)
     from ullage.integrations.deepspeed.exporting import exported  # noqa: PLC0415
 
     found = exported(load_plan(args.plan), args.nvme_path)
@@ -39,8 +41,6 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None:
         sys.stdout.write(text)
     else:
-        from hwprofiles.files import write_whole  # noqa: PLC0415
-
         write_whole(args.output, text)
     for line in found.lost:
         sys.stderr.write(f"not in the configuration: {line}\n")

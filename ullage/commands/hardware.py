@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from hwprofiles.files import check_output
 from hwprofiles.registry import list_profiles, load_profile, save_profile
 from ullage.commands import Subparsers, command_parser
 
@@ -42,8 +43,9 @@ def run(args: argparse.Namespace) -> int:
         wanted = {0: "no name", 1: "one name", 2: "two names"}
         needed = wanted[most] if fewest == most else "at most one name"
         raise ValueError(f"`ullage hardware {args.action}` needs {needed}, but {len(args.names)} were given")
-    if args.output and (args.action != "check" or not args.output.absolute().parent.is_dir()):
-        raise ValueError(f"--output {args.output}: only check writes a profile, into a folder that is there")
+    if args.output and args.action != "check":
+        raise ValueError(f"--output {args.output}: only `ullage hardware check` writes a profile; leave it out")
+    check_output("--output", args.output)
     from ullage import hardware_screens as screens  # noqa: PLC0415 - rich is slow to import
 
     match args.action:

@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from hwprofiles.files import check_output, write_whole
 from ullage.commands import Subparsers, command_parser
 from ullage.request import add_request_options, given_options, request_of
 
@@ -46,15 +47,12 @@ def run(args: argparse.Namespace) -> int:
     from ullage.integrations.deepspeed.config import load_config  # noqa: PLC0415 - pydantic models take a moment
     from ullage.integrations.deepspeed.importing import beside, imported  # noqa: PLC0415
 
-    if args.output is not None and not args.output.absolute().parent.is_dir():
-        raise ValueError(f"--output {args.output}: there is no such folder; make it first")
+    check_output("--output", args.output)
     if args.global_batch is not None:
         raise ValueError("--global-batch is train_batch_size in the configuration; leave it out")
     config, given = load_config(args.config), set(given_options(args))
     found = beside(imported(config, request_of(args), lambda name: _OPTIONS[name] in given))
     if args.output is not None and found.ours is not None:
-        from hwprofiles.files import write_whole  # noqa: PLC0415
-
         write_whole(args.output, found.ours.to_json())
     if args.json:
         from ullage.console import write_json  # noqa: PLC0415

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hwprofiles.files import write_whole
+from hwprofiles.files import check_output, write_whole
 from hwprofiles.machine import check_measured_here
 from hwprofiles.registry import LOCAL
 from planner.checkpoints.choosing import protected
@@ -64,10 +64,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan, print, write."""
-    if args.output.is_dir():  # not after the search
-        raise ValueError(f"--output {args.output} is a folder; give the name of a file in it")
-    if not args.output.absolute().parent.is_dir():
-        raise ValueError(f"--output {args.output}: there is no such folder; make it first")
+    check_output("--output", args.output)  # not after the search
     request, checkpoints = request_of(args), checkpoints_of(args)
     if args.hardware == LOCAL and not args.allow_other_machine:
         check_measured_here(request.hardware)

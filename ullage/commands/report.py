@@ -5,7 +5,7 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from hwprofiles.files import write_whole
+from hwprofiles.files import check_output, make_folder, write_whole
 from ullage.commands import Subparsers, command_parser
 
 
@@ -43,10 +43,9 @@ def run(args: argparse.Namespace) -> int:
     """Report and say where."""
     if args.output.suffix not in {".html", ".htm"}:
         raise ValueError(f"--output {args.output}: a report is HTML; let its name end in .html")
-    if not args.output.absolute().parent.is_dir():
-        raise ValueError(f"--output {args.output}: there is no such folder; make it first")
+    check_output("--output", args.output)  # before the work: a bad path must not cost it
     if args.figures:
-        args.figures.mkdir(parents=True, exist_ok=True)  # before the work: a bad path must not cost it
+        make_folder("--figures", args.figures)
     from ullage.report import load, report_on, side_by_side  # noqa: PLC0415 - the simulator is slow to import
 
     sources = [load(path) for path in args.files]

@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from hwprofiles.files import check_output
 from planner.plan import load_plan
 from planner.trace import chrome_trace, write_trace
 from ullage.arguments import positive_int
@@ -65,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--iterations 1: an iteration ends where the next one begins; give at least 2")
     if args.figure and args.figure.suffix not in FIGURE_SUFFIXES:
         raise ValueError(f"--figure {args.figure}: the name must end in one of {', '.join(FIGURE_SUFFIXES)}")
+    check_output("--trace", args.trace)
+    check_output("--figure", args.figure)
     subject = _subject(args)
     if args.text:
         sys.stdout.write(subject.schedule().to_text() + "\n")

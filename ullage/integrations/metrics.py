@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
+from hwprofiles.files import check_output, make_folder, write_whole
 from planner.plan import Plan
 from planner.schedule import Tier
 from ullage.training import Step, Trainer
@@ -84,8 +85,7 @@ class TensorBoard:
 
     Raises:
         ModuleNotFoundError: TensorBoard is missing.
-        ValueError: it is a file.
-        OSError: the folder cannot be made.
+        ValueError: the folder cannot be made or written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -95,9 +95,7 @@ class TensorBoard:
             raise ModuleNotFoundError(
                 "--tensorboard needs TensorBoard; pip install 'ullage[metrics]'", name="tensorboard"
             ) from error
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"--tensorboard {folder}: that is a file; give a folder")
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder("--tensorboard", folder)
         self._open: Callable[..., Any] = SummaryWriter
         self._folder = str(folder)
         self._writer: Any = None
@@ -132,8 +130,7 @@ class Prometheus:
 
     Raises:
         ModuleNotFoundError: Prometheus' client is missing.
-        ValueError: the path has another ending, or there is no such folder.
-        OSError: no permission.
+        ValueError: the path has another ending, or cannot be written.
     """
 
     def __init__(self, path: Path, model: str) -> None:
@@ -145,8 +142,7 @@ class Prometheus:
             ) from error
         if path.suffix != ".prom":
             raise ValueError(f"--metrics-file {path}: node_exporter reads only names that end in .prom; give one")
-        if not path.absolute().parent.is_dir():
-            raise ValueError(f"--metrics-file {path}: there is no such folder; make it first")
+        check_output("--metrics-file", path, only_regular=True)
         self._path = path
         self._labels = {"model": model}
         self._registry = CollectorRegistry()
@@ -194,9 +190,9 @@ class Prometheus:
         self._write()
 
     def _write(self) -> None:
-        from prometheus_client import write_to_textfile  # noqa: PLC0415 - see above
+        from prometheus_client import generate_latest  # noqa: PLC0415 - see above
 
-        write_to_textfile(str(self._path), self._registry)
+        write_whole(self._path, generate_latest(self._registry), durable=False)  # training does not wait for a drive
         self._written_s = time.monotonic()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hwprofiles.files import write_whole
+from hwprofiles.files import make_folder, write_whole
 from ullage.palette import COLOURS, SCALE, Work
 from ullage.report.charts import PREFIXED, Axis, Chart, Gantt, HeatMap, Mark, Part, Picture, Trace, said
 
@@ -35,8 +35,9 @@ def save_figures(parts: Sequence[Part], folder: Path) -> list[Path]:
 
     Raises:
         OSError: one cannot be written.
+        ValueError: the folder cannot be made.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder("--figures", folder)
     written = []
     for number, part in enumerate(parts, start=1):
         begin = f"{number}-" if len(parts) > 1 else ""

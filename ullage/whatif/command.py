@@ -4,7 +4,7 @@ import argparse
 from importlib.resources import files
 from pathlib import Path
 
-from hwprofiles.files import write_whole
+from hwprofiles.files import check_output, write_whole
 from ullage.console import console, table, write_json
 from ullage.formatting import si
 from ullage.progress import progress_bar
@@ -33,8 +33,8 @@ def study_of(args: argparse.Namespace) -> Study:
         OSError: a file cannot be written.
     """
     output: Path = args.output
-    if not output.absolute().parent.is_dir():
-        raise StudyError(f"--output {output}: there is no such folder; make it first")
+    for path in (output, store_path(output)):  # a device or pipe has nothing beside it
+        check_output("--output", path, only_regular=True)
     if args.table is not None:
         check_table_path(args.table)
     loaded = None

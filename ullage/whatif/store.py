@@ -95,9 +95,11 @@ class Store:
     def _read(self) -> tuple[dict[str, Result], int]:
         """Return the results, and where whole lines end; what is behind that is cut off."""
         with open(self._file, "rb", closefd=False) as file:
-            data = file.read()
-        if not data.startswith(_BEGIN) and not _BEGIN.startswith(data):
-            raise StoreError(f"{self.path} is there already and holds no results; choose another --output")
+            file.seek(0)  # the descriptor is where an earlier look has left it
+            data = file.read(len(_BEGIN))  # the rest of another file may be large
+            if not data.startswith(_BEGIN) and not _BEGIN.startswith(data):
+                raise StoreError(f"{self.path} is there already and holds no results; choose another --output")
+            data += file.read()
         end = data.rfind(b"\n") + 1
         os.ftruncate(self._file, end)
         return dict(found for line in data[:end].splitlines() if (found := _parsed(line))), end

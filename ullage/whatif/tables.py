@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from hwprofiles.files import write_whole
+from hwprofiles.files import check_output, write_whole
 from planner.schedule import Tier
 from ullage.whatif.study import Checkpoints, Point, Study
 
@@ -27,13 +27,12 @@ def check_table_path(path: Path) -> None:
     """Check that a table can be written there, before anything is computed.
 
     Raises:
-        ValueError: it is neither CSV nor Parquet, or its folder is not there.
+        ValueError: it is neither CSV nor Parquet, or cannot be written.
         ModuleNotFoundError: it is Parquet, and pyarrow is missing.
     """
     if path.suffix not in SUFFIXES:
         raise ValueError(f"--table {path}: ends in neither .csv nor .parquet; choose one of them")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"--table {path}: there is no such folder; make it first")
+    check_output("--table", path)
     if path.suffix == ".parquet":
         _pyarrow()
 
