@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 from ullage.commands import Subparsers, command_parser
-from ullage.request import add_request_options, given_options, request_of
+from ullage.request import request_of
+from ullage.request_options import add_request_options, given_options
 
 # What a request says, by the options that say it.
 _OPTIONS = {
