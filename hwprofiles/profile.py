@@ -5,9 +5,10 @@ A profile describes *one node* and how many of them are joined, as seen by one t
 that stands in for one, so that everything can run and be measured on a machine without a GPU.
 """
 
-from typing import Annotated, Literal, Self
+from collections import Counter
+from collections.abc import Iterable
+from typing import Annotated, Literal, Self, TypeVar
 
-import networkx as nx
 from pydantic import Field, model_validator
 
 from hwprofiles.quantity import (
@@ -283,29 +284,22 @@ class HardwareProfile(Frozen):
 
     @model_validator(mode="after")
     def _connected(self) -> Self:
-        graph = self.graph()
+        places = dict.fromkeys(place for pair in self.topology for place in pair)
         wanted = {f"{self.device.kind}{i}" for i in range(self.devices_per_node)} | {"dram"}
-        if missing := sorted(wanted - set(graph)):
+        if missing := sorted(wanted - set(places)):
             raise ValueError(f"topology does not mention {', '.join(missing)}; every device and dram must be in it")
-        if not nx.is_connected(graph):
-            parts = [sorted(part) for part in nx.connected_components(graph)]
+        if len(parts := connected(places, self.topology)) > 1:
             raise ValueError(f"topology falls into separate parts {parts}; join them with a link")
         if self.devices_per_node > 1 and self.intra_node is None:
             raise ValueError(f"{self.devices_per_node} devices per node need intra_node; add that fabric")
         return self
 
-    def graph(self) -> "nx.Graph[str]":
-        """Return the topology as an undirected networkx graph of place names."""
-        graph: nx.Graph[str] = nx.Graph()
-        graph.add_edges_from(self.topology)
-        return graph
-
     def devices_per_uplink(self) -> int:
         """Return how many devices share one switch's uplink, of the capacity of one link, to the host (1: none do)."""
-        graph = self.graph()
         devices = {f"{self.device.kind}{i}" for i in range(self.devices_per_node)}
-        switches = (place for place in graph if place.startswith("switch"))
-        return max((len(devices & set(graph[switch])) for switch in switches), default=1) or 1
+        links = {frozenset(pair) for pair in self.topology}
+        shared = Counter(place for link in links if link & devices for place in link if place.startswith("switch"))
+        return max(shared.values(), default=1)
 
     def with_device_memory(self, num_bytes: int) -> Self:
         """Return the same machine with another capacity of each device, as asked for.
@@ -322,3 +316,16 @@ class HardwareProfile(Frozen):
         asked = Provenance(origin="assumed", source=f"asked for, of {capacity.value:.0f} B")
         quantity = capacity.model_copy(update={"value": float(num_bytes), "provenance": asked})
         return self.model_copy(update={"device": self.device.model_copy(update={"memory_bytes": quantity})})
+
+
+_Node = TypeVar("_Node", int, str)
+
+
+def connected(nodes: Iterable[_Node], pairs: Iterable[tuple[_Node, _Node]]) -> list[list[_Node]]:
+    """Return the connected components of an undirected graph, each of them sorted."""
+    component = {node: [node] for node in nodes}
+    for one, other in pairs:
+        if component[one] is not component[other]:
+            component[one] += component[other]
+            component |= dict.fromkeys(component[other], component[one])
+    return [sorted(nodes) for nodes in {id(nodes): nodes for nodes in component.values()}.values()]

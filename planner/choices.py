@@ -11,15 +11,15 @@ from typing import Annotated
 
 from pydantic import Field
 
-from planner.decisions import Decisions, Frozen, Precision, Storage
+from planner.decisions import Decisions, Frozen, Precision
 from planner.graph import Batch
 from planner.models import experts
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfigError
 from planner.models.parameters import layer_shapes
 from planner.models.sharding import share
+from planner.terms import DEFAULT_MICRO_BATCH, Storage
 
-DEFAULT_MICRO_BATCH = 4
 MOST_MICRO_BATCHES = 4096  # of an iteration: a schedule has tasks for each of them
 # Parameters of experts that make a unit worth moving by itself; more units of a layer would make schedules long.
 _UNIT_PARAMS, _MOST_UNITS = 100_000_000, 8

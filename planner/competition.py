@@ -18,10 +18,12 @@ from planner.search import (
     Outcome,
     Progress,
     Scorer,
+    best_of,
     engine_policies,
     first_look,
     no_garbage_collection,
     search,
+    smallest,
 )
 from planner.variants import Variant
 
@@ -104,6 +106,23 @@ def compete(
         engines = {name: (beside, candidate) for name, candidate in policies.items()}
     num_simulations = sum(look.scorer.num_simulations for look in looks)
     return Competition(best_look.variant, outcome.best, engines, num_simulations)
+
+
+def closest(rival: Variant, scorer: Scorer) -> Candidate:
+    """Return what lacks least of what needs least memory, of a choice of which nothing fits."""
+    if rival.choice.pipeline_parallel > 1:
+        return search_pipeline(rival.setup, scorer).best
+    return best_of(map(scorer.score, smallest(rival.setup)))
+
+
+@no_garbage_collection()
+def first_fit(rivals: Sequence[Variant], seq_len: int) -> Candidate | None:
+    """Return a candidate that fits, of the first choice of which one is soon found; ``None`` if none is."""
+    for rival in sorted(rivals, key=computing_s)[:_MOST_LOOKS]:
+        found = _look(rival, Scorer(Workload(rival.setup.units, seq_len), rival.cost))
+        if not found.missing_bytes:
+            return found
+    return None
 
 
 def _engines(found: Sequence[tuple[_Look, Outcome]]) -> dict[str, tuple[Variant, Candidate]]:

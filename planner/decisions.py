@@ -10,8 +10,6 @@ from planner.graph import Degrees, Unit
 from planner.optimizers import OPTIMIZERS, Optimizer
 
 Activations = Literal["keep", "recompute", "offload", "offload-nvme"]
-# What may be used beside device and host: nothing; the host for activations too; that, and NVMe for anything.
-Storage = Literal["never", "activations", "nvme"]
 
 
 class Place(StrEnum):

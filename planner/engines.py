@@ -19,12 +19,12 @@ from planner.decisions import (
     HostUpdate,
     Place,
     Precision,
-    Storage,
     UnitDecision,
     subgroups,
 )
 from planner.graph import Degrees, Unit
 from planner.optimizers import OPTIMIZERS, Optimizer
+from planner.terms import Storage
 
 # The fractions and strides that are tried when a policy leaves them to its user.
 TWIN_FLOW_FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

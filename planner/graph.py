@@ -5,12 +5,11 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable
 
-import networkx as nx
-
 from planner.models import experts
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig
 from planner.models.ends import embedding_operators, head_operators
+from planner.models.flow import Graph
 from planner.models.kernels import Attention, Collective, Elementwise, Gemm, Kernel, Kernels, num_kernels
 from planner.models.operators import (
     Batch,
@@ -30,6 +29,7 @@ __all__ = [
     "Degrees",
     "Elementwise",
     "Gemm",
+    "Graph",
     "Kernel",
     "Kernels",
     "Operator",
@@ -210,10 +210,8 @@ class Unit:
         return hidden[-1].output_bytes
 
 
-def build_graph(config: Model, batch: Batch) -> "nx.DiGraph[str]":
+def build_graph(config: Model, batch: Batch) -> Graph:
     """Return the operators of one forward in order of execution, joined by the tensors they hand on.
-
-    Nodes are operator names with the attribute ``operator``; edges have ``num_bytes``, the producer's output.
 
     Raises:
         ValueError: the sequence is longer than a learned position embedding, or the model cannot be shared by
@@ -224,14 +222,13 @@ def build_graph(config: Model, batch: Batch) -> "nx.DiGraph[str]":
     _check_positions(config, batch)
     experts.check(config, batch)
     config = share(config, batch)
-    graph: nx.DiGraph[str] = nx.DiGraph()
+    graph = Graph()
     specs = {spec.name: spec for spec in parameters(config)}
     first = embedding_operators(config, batch, specs)
-    _add_chain(graph, [operator for operator in first if operator.kind != "rotary"])
-    hidden = list(graph)[-1]
-    rotary = next((operator for operator in first if operator.kind == "rotary"), None)
-    if rotary is not None:
-        graph.add_node(rotary.name, operator=rotary)
+    hidden = _add_chain(graph, [operator for operator in first if operator.kind != "rotary"])
+    for operator in first:
+        if operator.kind == "rotary":
+            graph.add(operator)
     parts: dict[tuple[object, ...], tuple[Part, ...]] = {}  # equal layers share their kernels
     for layer in range(config.num_layers):
         kind = (config.has_experts(layer), experts.load_of(batch, layer))
@@ -250,28 +247,24 @@ def _check_positions(config: ModelConfig, batch: Batch) -> None:
         )
 
 
-def _add_chain(graph: "nx.DiGraph[str]", operators: list[Operator], source: str | None = None) -> None:
+def _add_chain(graph: Graph, operators: list[Operator], *source: str) -> str:
+    """Add operators of which each takes the output of the one before; return the last one's name."""
     for operator in operators:
-        graph.add_node(operator.name, operator=operator)
-        if source is not None:
-            graph.add_edge(source, operator.name, num_bytes=graph.nodes[source]["operator"].output_bytes)
-        source = operator.name
+        source = (graph.add(operator, *source),)
+    return source[0]
 
 
-def _add_layer(graph: "nx.DiGraph[str]", config: ModelConfig, layer: int, parts: tuple[Part, ...], hidden: str) -> str:
+def _add_layer(graph: Graph, config: ModelConfig, layer: int, parts: tuple[Part, ...], hidden: str) -> str:
     path = layer_path(config, layer)
     outside = {"": hidden, "rotary": f"{root(config)}.rotary_emb"}
     for part, operator in zip(parts, layer_operators(config, layer, parts), strict=True):
-        graph.add_node(operator.name, operator=operator)
-        for source in part.sources:
-            producer = outside.get(source) or f"{path}.{source}"
-            graph.add_edge(producer, operator.name, num_bytes=graph.nodes[producer]["operator"].output_bytes)
+        graph.add(operator, *(outside.get(source) or f"{path}.{source}" for source in part.sources))
     return f"{path}.{parts[-1].name}"
 
 
-def units(graph: "nx.DiGraph[str]") -> tuple[Unit, ...]:
+def units(graph: Graph) -> tuple[Unit, ...]:
     """Return the units of a graph from :func:`build_graph`, in forward order."""
-    operators: list[Operator] = [node["operator"] for node in graph.nodes.values()]
+    operators = graph.operators.values()
     owner = {spec.name: operator.unit for operator in operators for spec in operator.parameters}
     result: list[Unit] = []
     for name, group in itertools.groupby(operators, key=lambda operator: operator.unit):

@@ -3,16 +3,16 @@
 import dataclasses
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hwprofiles import __version__
 from hwprofiles.profile import Device, HardwareProfile
 from planner.bounds.certificate import certify, infeasible
 from planner.bounds.proof import Certificate, Proof
 from planner.choices import MOST_MICRO_BATCHES, Asked
-from planner.competition import compete
+from planner.competition import closest, compete
 from planner.costs import CostModel
-from planner.decisions import BF16, FP32, Decisions, Place, Precision, Storage
+from planner.decisions import BF16, FP32, Decisions, Place, Precision
 from planner.engines import Setup
 from planner.graph import Unit
 from planner.models.captured import Model
@@ -20,7 +20,8 @@ from planner.optimizers import Optimizer
 from planner.plan import EngineRow, Plan
 from planner.prediction import Prediction, Workload, capacities
 from planner.schedule import Tier
-from planner.search import Candidate, Progress, Scorer
+from planner.search import Candidate, Progress, Scorer, no_garbage_collection
+from planner.terms import Storage
 from planner.variants import Job, Variant, variants
 
 # What can be done when a tier is too small, cheapest first.
@@ -185,21 +186,22 @@ def find(
 ) -> Found:
     """Find the best that a plan can be made of; see :func:`make_plan`, which takes and raises the same."""
     rivals = request.variants()
+    if proofs := infeasible(rivals):  # before any search, which would be for nothing
+        raise _infeasible(request, *_closest(request, rivals, proofs), proofs)
     deadline_s = None if budget_s is None else time.monotonic() + budget_s
     found = compete(rivals, request.seq_len, max_simulations, progress, deadline_s)
     best, own = found.best.decisions, found.winner
     scorer = Scorer(Workload(own.setup.units, request.seq_len), own.cost)
     if missing_bytes := found.best.missing_bytes:
-        proofs = infeasible(rivals)
         if math.isinf(found.best.iteration_s):
             best, missing_bytes = _lacking_least(best, own, scorer)
-        message = _shortfall(request, best, missing_bytes, own, proofs)
-        raise InfeasibleError(message, missing_bytes, proven=bool(proofs))
+        raise _infeasible(request, best, missing_bytes, own)
     prediction = scorer.predict(best)
     engines = tuple(_row(name, engine, other.setup.units) for name, (other, engine) in found.engines.items())
     return Found(best, prediction, own, rivals, engines, found.num_simulations)
 
 
+@no_garbage_collection()
 def make_plan(
     request: Request,
     max_simulations: int | None = None,
@@ -284,6 +286,19 @@ def _row(name: str, candidate: Candidate, units: tuple[Unit, ...]) -> EngineRow:
     )
 
 
+def _closest(
+    request: Request, rivals: Sequence[Variant], proofs: Sequence[Proof]
+) -> tuple[Decisions, dict[Tier, int], Variant]:
+    """Return what takes least memory of the choice that is proven to lack least, what it lacks, and the choice."""
+    least = min(proofs, key=lambda proof: proof.overrun or 0.0)
+    own = next(rival for rival in rivals if rival.choice == least.choice)
+    scorer = Scorer(Workload(own.setup.units, request.seq_len), own.cost)
+    best = closest(own, scorer)
+    if math.isinf(best.iteration_s):
+        return *_lacking_least(best.decisions, own, scorer), own
+    return best.decisions, best.missing_bytes, own
+
+
 def _lacking_least(rejected: Decisions, variant: Variant, scorer: Scorer) -> tuple[Decisions, dict[Tier, int]]:
     """Return what lacks least and what it lacks, of decisions that were rejected before simulating.
 
@@ -300,9 +315,13 @@ def _lacking_least(rejected: Decisions, variant: Variant, scorer: Scorer) -> tup
     return min(missing_bytes, key=lambda item: sum(n / capacity_bytes[tier] for tier, n in item[1].items()))
 
 
-def _shortfall(
-    request: Request, best: Decisions, missing_bytes: Mapping[Tier, int], variant: Variant, proofs: tuple[Proof, ...]
-) -> str:
+def _infeasible(
+    request: Request,
+    best: Decisions,
+    missing_bytes: Mapping[Tier, int],
+    variant: Variant,
+    proofs: tuple[Proof, ...] = (),
+) -> InfeasibleError:
     cost, units = variant.cost, variant.setup.units
     capacity_bytes = capacities(cost)
     shares = {tier: num_bytes / capacity_bytes[tier] for tier, num_bytes in missing_bytes.items()}
@@ -314,11 +333,12 @@ def _shortfall(
         f"({_percent(shares[tier])} of that)"
         for tier in tiers
     )
-    return (
+    tried = f"the {'smallest' if proofs else 'best'} plan found ({describe(best, units)})"
+    message = (
         f"{request.model.name} does not fit on {request.num_devices} device(s) of {request.hardware.name}: {lacks} "
-        f"even with the best plan found ({describe(best, units)}), and {_proven(proofs)}; "
-        + "; ".join(_REMEDIES[tier] for tier in tiers)
+        f"even with {tried}, and {_proven(proofs)}; " + "; ".join(_REMEDIES[tier] for tier in tiers)
     )
+    return InfeasibleError(message, missing_bytes, proven=bool(proofs))
 
 
 def _proven(proofs: tuple[Proof, ...]) -> str:

@@ -2,14 +2,15 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 from hwprofiles.paths import number, quantities, replace
 from hwprofiles.quantity import Provenance
 from planner.bounds.certificate import infeasible
-from planner.choices import DEFAULT_MICRO_BATCH
-from planner.decisions import Storage
+from planner.competition import first_fit
 from planner.models.captured import CapturedModel
-from planner.planning import InfeasibleError, Request, make_plan
+from planner.planning import InfeasibleError, Request, find
+from planner.terms import DEFAULT_MICRO_BATCH, Storage
 
 # What is sold: memory of one device, and of one host.
 _DEVICE_GB = (16, 24, 32, 40, 48, 80, 96, 141, 192, 288)
@@ -28,27 +29,32 @@ class Remedy:
 
     Attributes:
         words: what to change, as an option or in words.
-        iteration_s: what the plan takes, before any search for a better one.
+        iteration_s: what a plan takes that was found with next to no search.
     """
 
     words: str
     iteration_s: float
 
 
-def what_would_fit(request: Request) -> tuple[Remedy, ...]:
-    """Return for every kind of change the smallest one that makes a request fit, if one does.
+def what_would_fit(request: Request) -> Iterator[Remedy]:
+    """Yield for every kind of change the smallest one that makes a request fit, if one does, as soon as it is found.
 
     Where no single change does, each is tried together with the smallest micro-batch.
     """
-    if found := _changes(request):
-        return found
+    found = False
+    for remedy in _changes(request):
+        found = True
+        yield remedy
     *_, (words, smallest) = [("", request), *_smaller_micro_batch(request)]
-    return tuple(Remedy(f"{words} and {r.words}", r.iteration_s) for r in _changes(smallest)) if words else ()
+    if words and not found:
+        for remedy in _changes(smallest):
+            yield Remedy(f"{words} and {remedy.words}", remedy.iteration_s)
 
 
-def _changes(request: Request) -> tuple[Remedy, ...]:
-    kinds = (_smaller_micro_batch, _storage, _more_devices, _larger_host, _larger_device)
-    return tuple(remedy for kind in kinds if (remedy := _first(kind(request))))
+def _changes(request: Request) -> Iterator[Remedy]:
+    for kind in (_smaller_micro_batch, _storage, _more_devices, _larger_host, _larger_device):
+        if remedy := _first(kind(request)):
+            yield remedy
 
 
 def _first(changes: Iterator[tuple[str, Request]]) -> Remedy | None:
@@ -56,19 +62,15 @@ def _first(changes: Iterator[tuple[str, Request]]) -> Remedy | None:
     for words, changed in changes:
         if trials == _TRIALS:
             return None
-        if _is_proven_infeasible(changed):  # much faster than planning
+        rivals = [rival for rival in changed.variants() if not infeasible((rival,))]  # much faster than planning
+        if not rivals:
             continue
         trials += 1
-        try:
-            plan = make_plan(changed, _SIMULATIONS)
-        except InfeasibleError:
-            continue
-        return Remedy(words, plan.prediction.iteration_s)
+        if fits := first_fit(rivals, changed.seq_len):
+            return Remedy(words, fits.iteration_s)
+        with suppress(InfeasibleError):
+            return Remedy(words, find(changed, _SIMULATIONS).prediction.iteration_s)
     return None
-
-
-def _is_proven_infeasible(request: Request) -> bool:
-    return bool(infeasible(request.variants()))
 
 
 def _smaller_micro_batch(request: Request) -> Iterator[tuple[str, Request]]:

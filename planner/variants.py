@@ -7,11 +7,12 @@ from hwprofiles.profile import HardwareProfile
 from planner.bounds.space import Space
 from planner.choices import Asked, Choice, batch_of
 from planner.costs import CostModel
-from planner.decisions import Decisions, Precision, Storage
+from planner.decisions import Decisions, Precision
 from planner.engines import Setup
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models.captured import Model
 from planner.optimizers import Optimizer
+from planner.terms import Storage
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,9 +3,10 @@
 import argparse
 import math
 import re
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from planner.models.captured import CapturedInput
+if TYPE_CHECKING:
+    from planner.models.captured import CapturedInput
 
 _UNITS = {"": 1, "b": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -121,12 +122,14 @@ def tokens(text: str) -> float:
     return value
 
 
-def input_shape(text: str) -> CapturedInput:
+def input_shape(text: str) -> "CapturedInput":
     """Return an input of a captured model; see :meth:`planner.models.captured.CapturedInput.read`.
 
     Raises:
         argparse.ArgumentTypeError: it is none.
     """
+    from planner.models.captured import CapturedInput  # noqa: PLC0415 - slow to import, and seldom needed
+
     try:
         return CapturedInput.read(text)
     except ValueError as error:

@@ -43,7 +43,11 @@ from benchmarks.origin import origin, write_result
 from benchmarks.peers.jobs import Cell, Job
 from hwprofiles.profile import HardwareProfile
 from planner.cases.checkpoints import PhaseTimes, iteration
-from planner.checkpoints import CheckpointCosts, Shard, policy, times, with_checkpoints
+from planner.checkpoints.costs import CheckpointCosts
+from planner.checkpoints.lowering import with_checkpoints
+from planner.checkpoints.policy import policy
+from planner.checkpoints.reading import times
+from planner.checkpoints.state import Shard
 from planner.costs import CostModel
 from planner.decisions import BF16
 from planner.planning import default_precision

@@ -18,7 +18,7 @@
 # The execute stage leaves a folder of each model: plan.json, run.json (every measured task), trace.json.gz (for
 # ui.perfetto.dev: the simulated iterations beside the measured ones) and summary.json (predicted against measured).
 # A stage that fails, or takes longer than it may, is told in $OUT/stages.txt with the end of its output, and the others
-# go on. Needs torch with CUDA, transformers, numba, scipy, networkx, rich, pydantic and highspy; nothing is downloaded.
+# go on. Needs torch with CUDA, transformers, numba, llvmlite, scipy, rich, pydantic and highspy; nothing is downloaded.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 OUT="${OUT:-benchmarks/results/gpu}"

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterable, Sequence
 
-import networkx as nx
 import numpy as np
 import torch
 
@@ -18,7 +17,7 @@ from hwprofiles.calibrate.sampling import (
     seconds,
     wall_clock,
 )
-from hwprofiles.profile import Fabric
+from hwprofiles.profile import Fabric, connected
 
 _LARGE_BYTES = 64 * 2**20
 _COPY_BYTES = 32 * 2**20
@@ -80,9 +79,8 @@ def probe_uplinks(num_devices: int, budget_s: float) -> tuple[tuple[tuple[int, .
 
 def groups_that_share(num_devices: int, slow_downs: dict[tuple[int, int], float]) -> tuple[tuple[int, ...], ...]:
     """Return groups of devices that share a link, from by how much any two slow each other down."""
-    graph: nx.Graph[int] = nx.empty_graph(num_devices)
-    graph.add_edges_from(two for two, slow_down in slow_downs.items() if slow_down >= _SHARED)
-    return tuple(tuple(sorted(group)) for group in nx.connected_components(graph) if len(group) > 1)
+    twos = (two for two, slow_down in slow_downs.items() if slow_down >= _SHARED)
+    return tuple(tuple(group) for group in connected(range(num_devices), twos) if len(group) > 1)
 
 
 def joined(kind: str, num_devices: int, uplinks: Iterable[Sequence[int]]) -> tuple[tuple[str, str], ...]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from planner.bounds.conditions import conditions, decided
+from planner.bounds.conditions import conditions, decided, memory_conditions
 from planner.bounds.loads import Loads
 from planner.bounds.order import order_bound_s
 from planner.bounds.program import LinearProgram, bound
@@ -99,8 +99,8 @@ def infeasible(rivals: Sequence[Variant]) -> tuple[Proof, ...]:
     """Return proofs that no schedule of any variant and stage fits, or nothing if one might."""
     proofs = []
     for rival in rivals:
-        for space in rival.space.stages():
-            proof = _does_not_fit(rival.choice, space, rival.cost)
+        for space in reversed(rival.space.stages()):  # the last one needs least: where something fits, it is soon seen
+            proof = _does_not_fit(rival.choice, space, memory_conditions(space, rival.cost))
             if proof is None:
                 return ()
             proofs.append(proof)
@@ -182,7 +182,7 @@ def _prove(choice: Choice, space: Space, cost: CostModel, limit_s: float) -> Pro
     program = conditions(space, cost, limit_s)
     solution = solve(program)
     if solution is None:
-        if proof := _does_not_fit(choice, space, cost):
+        if proof := _does_not_fit(choice, space, conditions(space, cost, NEVER_S, soft=True)):
             return proof
         # It fits, but not within the limit: what is proven without one is above it.
         solution = solve(conditions(space, cost, NEVER_S))
@@ -192,8 +192,7 @@ def _prove(choice: Choice, space: Space, cost: CostModel, limit_s: float) -> Pro
     return Proof(choice=choice, zero_stage=stage, bound_s=bound_s, multipliers=multipliers)
 
 
-def _does_not_fit(choice: Choice, space: Space, cost: CostModel) -> Proof | None:
-    program = conditions(space, cost, NEVER_S, soft=True)
+def _does_not_fit(choice: Choice, space: Space, program: LinearProgram) -> Proof | None:
     solution = solve(program)
     if solution is None:  # overrun by more than the conditions allow for, a million times
         return None

@@ -26,13 +26,15 @@ where its parameters are, ``U:fills`` how often they come and ``U:reads`` from N
 that wait there, ``S:recompute|offload|evict`` what happens to activations.
 """
 
+import dataclasses
+from collections import deque
 from collections.abc import Sequence
 
 from planner.bounds.memory import Memory
 from planner.bounds.pipelines import pipelined
 from planner.bounds.placement import AGAIN, Placement
 from planner.bounds.program import LinearProgram
-from planner.bounds.space import Space
+from planner.bounds.space import NEVER_S, OVERRUN, ROOM, Space
 from planner.bounds.windows import Windows
 from planner.bounds.work import Work
 from planner.costs import CostModel
@@ -51,10 +53,59 @@ def conditions(space: Space, cost: CostModel, limit_s: float, *, soft: bool = Fa
     """
     if space.given.pipeline_parallel > 1:
         return pipelined(space, cost, limit_s, soft=soft)
-    placement = Placement(space, cost, limit_s, soft=soft)
+    program = _conditions(space, cost)
+    if limit_s != NEVER_S:
+        program = program.within({n: (low, limit_s) for n, (low, high) in program.boxes.items() if high == NEVER_S})
+    return _softened(program) if soft else program
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Known:
+    space: Space
+    cost: CostModel
+    program: LinearProgram
+
+    def is_of(self, space: Space, cost: CostModel) -> bool:
+        same = self.space.units is space.units and self.cost is cost and self.space.storage == space.storage
+        return same and self.space.given == space.given
+
+
+# The same are asked for by a search and by the certificate of what it found: of one request, those of four stages.
+_KNOWN: deque[_Known] = deque(maxlen=4)
+
+
+def _conditions(space: Space, cost: CostModel) -> LinearProgram:
+    """Return the conditions of an iteration of any length; made once for the spaces that they are the same for."""
+    space = space.without_order()
+    if known := next((known for known in _KNOWN if known.is_of(space, cost)), None):
+        return known.program
+    placement = Placement(space, cost, NEVER_S)
     Work(placement)
     Windows(placement, Memory(placement))
+    _KNOWN.append(_Known(space, cost, placement.program))
     return placement.program
+
+
+def memory_conditions(space: Space, cost: CostModel) -> LinearProgram:
+    """Return those of the conditions that say whether anything fits, to be minimised by what memory is overrun."""
+    if space.given.pipeline_parallel > 1:
+        return pipelined(space, cost, NEVER_S, soft=True)
+    placement = Placement(space.without_order(), cost, NEVER_S)
+    Memory(placement)
+    return _softened(placement.program)
+
+
+def _softened(program: LinearProgram) -> LinearProgram:
+    """Return a program in which memory may be overrun, by as little as can be."""
+    soft = LinearProgram(OVERRUN)
+    (time, time_box), *others = program.boxes.items()
+    soft.boxes = {time: time_box, OVERRUN: (0.0, 1e6), **dict(others)}
+    rooms = set(ROOM.values())
+    for row in program.rows:
+        room, *terms = row.terms
+        more = room[0] in rooms
+        soft.rows.append(dataclasses.replace(row, terms=(room, (OVERRUN, 1.0), *terms)) if more else row)
+    return soft
 
 
 def decided(program: LinearProgram, units: Sequence[Unit], decisions: Decisions) -> LinearProgram:

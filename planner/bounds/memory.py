@@ -56,7 +56,7 @@ class Memory:
         ranks = self.on.cost.ranks_per_node
         for tier, held in ((Tier.HOST, host), (Tier.NVME, nvme)):
             if capacity[tier] and held:
-                room = Sum((ROOM[tier], 1.0)).plus(self.on.overrun)
+                room = Sum((ROOM[tier], 1.0))
                 self.on.program.at_least(f"memory: {tier}", room, Sum().plus(held, ranks / capacity[tier]))
 
     def _weights_or_gradients(self, unit: Unit) -> str:
@@ -121,7 +121,7 @@ class Memory:
                 self.held.append(Sum().plus(held))
                 if self.on.given.clip and self.on.repeats > 1 and position:
                     held[resident[position - 1]] += 1.0
-                program.at_least(name, Sum((room, 1.0)).plus(self.on.overrun), held)
+                program.at_least(name, Sum((room, 1.0)), held)
                 position += 1
 
     def _rings(self, scale: float) -> Sum:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from planner.bounds.loads import Load, Loads
 from planner.bounds.program import LinearProgram, Sum
-from planner.bounds.space import OVERRUN, ROOM, TIME, Space
+from planner.bounds.space import ROOM, TIME, Space
 from planner.costs import CostModel, Resource
 from planner.decisions import Place
 from planner.graph import Unit, segments
@@ -21,16 +21,14 @@ class Placement:
         space: what is compared.
         cost: prices of tasks, and the machine.
         limit_s: schedules that take longer are of no interest.
-        soft: minimise by what fraction memory is overrun, rather than time; see :data:`OVERRUN`.
 
     Attributes:
         program: with rows for what is decided; others add theirs.
         loads: what lanes and resources do for a task.
-        overrun: by what fraction memory may be overrun.
         position: the number of every unit, by name.
     """
 
-    def __init__(self, space: Space, cost: CostModel, limit_s: float, *, soft: bool) -> None:
+    def __init__(self, space: Space, cost: CostModel, limit_s: float) -> None:
         self.units, self.given, self.storage = space.units, space.given, space.storage
         self.cost, self.limit_s = cost, limit_s
         self.segments = segments(space.units)
@@ -38,9 +36,8 @@ class Placement:
         self.weight_bytes = self.given.precision.weight_bytes
         self.repeats = self.given.num_micro_batches
         self.loads = Loads(cost, self.given)
-        self.program = LinearProgram(OVERRUN if soft else TIME)
+        self.program = LinearProgram(TIME)
         self.program.variable(TIME, 0.0, limit_s)
-        self.overrun = Sum((self.program.variable(OVERRUN, 0.0, 1e6), 1.0)) if soft else Sum()
         for room in ROOM.values():
             self.program.variable(room, 1.0, 1.0)
         for unit in self.units:

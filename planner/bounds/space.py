@@ -3,9 +3,10 @@
 import dataclasses
 from typing import Self
 
-from planner.decisions import Decisions, Storage
+from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.schedule import Tier
+from planner.terms import Storage
 
 TIME = "iteration_s"
 OVERRUN = "overrun"
@@ -44,3 +45,29 @@ class Space:
             stages = (0, 1) if self.given.pipeline_parallel > 1 else (0, 1, 2, 3)
         options = ({"zero_stage": stage} for stage in stages)
         return tuple(dataclasses.replace(self, given=self.given.model_copy(update=option)) for option in options)
+
+    def without_order(self) -> Self:
+        """Return the space in which nothing is given that conditions do not ask: who drives it, in which order."""
+        return dataclasses.replace(self, given=self.given.model_copy(update=_ORDER))
+
+
+_ORDER = {
+    name: Decisions.model_fields[name].default
+    for name in (
+        "num_param_slots",
+        "num_state_slots",
+        "num_nvme_slots",
+        "num_gradient_slots",
+        "num_activation_slots",
+        "spill_gradients",
+        "update_order",
+        "reduce_start",
+        "update_start",
+        "overlap_next_forward",
+        "max_prefetch_params",
+        "max_reuse_params",
+        "module_hooks",
+        "loop",
+        "device_buffer_bytes",
+    )
+} | {"policy": "any"}

@@ -12,7 +12,11 @@ from pydantic import model_validator
 
 from hwprofiles.profile import HardwareProfile
 from planner.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict
-from planner.checkpoints import CheckpointCosts, RunTimes, Shard, coarse, policy, times, with_checkpoints
+from planner.checkpoints.costs import CheckpointCosts
+from planner.checkpoints.lowering import with_checkpoints
+from planner.checkpoints.policy import policy
+from planner.checkpoints.reading import RunTimes, times
+from planner.checkpoints.state import Shard, coarse
 from planner.costs import CostModel, Price, Resource
 from planner.decisions import BF16
 from planner.schedule import Lane, Op, Phase, Schedule, Task, Tier

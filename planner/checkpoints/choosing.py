@@ -22,10 +22,11 @@ from planner.checkpoints.costs import hash_bytes_per_s
 from planner.checkpoints.interval import Protection
 from planner.checkpoints.nesting import ContradictionError, Limits, Nested, nest, outcome
 from planner.checkpoints.policy import CHUNK_BYTES, LEAST_BUFFER_BYTES, MORE_THAN_KEPT, POLICIES
-from planner.checkpoints.stores import LEVELS, Level, storage_of
+from planner.checkpoints.stores import storage_of
 from planner.checkpoints.trial import OURS, Measured, Trial
 from planner.plan import Plan
 from planner.schedule import Tier
+from planner.terms import LEVELS, Level
 
 _DAY_S = 86400.0
 _NOT_WORTH_MEMORY = 1e-4  # of the time

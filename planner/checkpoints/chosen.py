@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from planner.checkpoints.stores import Level
 from planner.decisions import Frozen
+from planner.terms import DEFAULT_RESTART_S, LEAST_KEPT, Level
 
 Amount = Annotated[float, Field(gt=0)]
 Bound = Literal["waste", "iteration", "drain", "endurance", "overhead", "lost work"]
@@ -31,8 +31,8 @@ class CheckpointsAsked(Frozen):
     """
 
     mtbf_s: Annotated[dict[Level, Amount], Field(min_length=1)]
-    restart_s: Annotated[float, Field(ge=0)] = 60.0
-    keep: Annotated[int, Field(ge=2)] = 2
+    restart_s: Annotated[float, Field(ge=0)] = DEFAULT_RESTART_S
+    keep: Annotated[int, Field(ge=LEAST_KEPT)] = LEAST_KEPT
     buffer_bytes: Annotated[int, Field(ge=1)] | None = None
     max_overhead: Amount | None = None
     max_lost_s: Amount | None = None

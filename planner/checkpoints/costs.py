@@ -13,9 +13,10 @@ from hwprofiles.profile import Host
 from hwprofiles.quantity import Quantity
 from planner.checkpoints.lowering import Run
 from planner.checkpoints.policy import HASH_BYTES_PER_S, CheckpointPolicy
-from planner.checkpoints.stores import Level, Traffic, storage_of, store_of
+from planner.checkpoints.stores import Traffic, storage_of, store_of
 from planner.costs import CostModel, Price, Resource
 from planner.schedule import Lane, Op, Task
+from planner.terms import Level
 
 # What is hashed and written from memory is read by a core, and by the drive.
 _HASHED_PASSES = 2

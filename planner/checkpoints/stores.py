@@ -2,17 +2,11 @@
 
 import abc
 import dataclasses
-from typing import Final, Literal, final, get_args
+from typing import final
 
 from hwprofiles.profile import Storage
 from planner.costs import CostModel, Resource
-
-Level = Literal["memory", "nvme", "pfs"]
-"""Memory of the node (survives a process), its drives (survive a loss of power), the file system that all nodes share
-(survives the node)."""
-
-LEVELS: Final[tuple[Level, ...]] = get_args(Level)
-"""Fastest first. What one survives all slower ones do."""
+from planner.terms import Level
 
 Uses = tuple[tuple[Resource, float], ...]
 

@@ -11,13 +11,14 @@ from planner.checkpoints.lowering import Run, with_checkpoints, with_promotion
 from planner.checkpoints.policy import READING_SHARE, CheckpointPolicy, policy
 from planner.checkpoints.reading import RunTimes, times
 from planner.checkpoints.state import bytes_by_stage, coarse, state_of
-from planner.checkpoints.stores import Level, store_of
+from planner.checkpoints.stores import store_of
 from planner.costs import CostModel
 from planner.lowering import stages
 from planner.plan import Plan
 from planner.prediction import capacities
 from planner.schedule import Lane, Tier
 from planner.simulate.machine import run
+from planner.terms import Level
 
 OURS: Final = "ullage"
 

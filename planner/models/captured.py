@@ -9,10 +9,10 @@ import functools
 import re
 from typing import Annotated, Any, Literal, Self
 
-import networkx as nx
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from planner.models.config import ModelConfig, ModelConfigError
+from planner.models.flow import Graph
 from planner.models.kernels import Attention, Elementwise, Gemm, flop
 from planner.models.operators import Batch, Operator
 from planner.models.parameters import ParameterSpec
@@ -168,7 +168,7 @@ class CapturedModel(_Frozen):
             result += [_operator(segment.path, operator) for operator in self.blocks[segment.block].operators]
         return tuple(result)
 
-    def graph(self, batch: Batch) -> "nx.DiGraph[str]":
+    def graph(self, batch: Batch) -> Graph:
         """Return the operators as a chain; see :func:`planner.graph.build_graph`.
 
         Raises:
@@ -177,13 +177,10 @@ class CapturedModel(_Frozen):
         captured = (self.micro_batch, self.seq_len, 2 if self.dtype == "bf16" else 4, 1)
         if captured != (asked := (batch.micro_batch, batch.seq_len, batch.dtype_bytes, batch.tensor_parallel)):
             raise ModelConfigError(f"{self.name} was captured {_other_batch(captured, asked)}")
-        graph: nx.DiGraph[str] = nx.DiGraph()
-        source: Operator | None = None
+        graph = Graph()
+        source: tuple[str, ...] = ()
         for operator in self.operators():
-            graph.add_node(operator.name, operator=operator)
-            if source is not None:
-                graph.add_edge(source.name, operator.name, num_bytes=source.output_bytes)
-            source = operator
+            source = (graph.add(operator, *source),)
         return graph
 
 

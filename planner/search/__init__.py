@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import get_args
 
 from planner.bounds.space import NEVER_S
-from planner.decisions import Decisions, GradientPath, HostUpdate, Storage
+from planner.decisions import Decisions, GradientPath, HostUpdate
 from planner.engines import POLICIES, Mix, Setup, mixed, ratel, zero_infinity
 from planner.search.descent import descend
-from planner.search.mixtures import first_look, starting_points
+from planner.search.mixtures import first_look, smallest, starting_points
 from planner.search.moves import polish
 from planner.search.scoring import (
     ENDLESS,
@@ -26,6 +26,7 @@ from planner.search.scoring import (
     no_garbage_collection,
     traffic_bytes,
 )
+from planner.terms import Storage
 
 # A plan may be this much slower than the fastest found if it moves fewer bytes; how many simulations to look for one.
 _TIDY_SLOWER = 5e-3
@@ -216,9 +217,11 @@ __all__ = [
     "Outcome",
     "Progress",
     "Scorer",
+    "best_of",
     "engine_policies",
     "first_look",
     "no_garbage_collection",
     "search",
+    "smallest",
     "traffic_bytes",
 ]

@@ -3,13 +3,13 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from planner.bounds.conditions import conditions
 from planner.bounds.program import Boxes
 from planner.bounds.solver import Solver
 from planner.bounds.space import NEVER_S, RING, ROOM, Space
-from planner.decisions import Place
+from planner.decisions import Decisions, Place
 from planner.engines import Mix, Setup, mixed, pieces
 from planner.schedule import Tier
 from planner.search.descent import FULL, LARGE_STEP, SMALL_STEP, most_alike, repaired
@@ -66,6 +66,14 @@ def first_look(setup: Setup, scorer: Scorer) -> Candidate:
         mixes, _ = _relaxed(setup, scorer, _space(setup, stage), stage, _SLOTS[:1])
         found += [scorer.score(mixed(setup, mix)) for mix in mixes]
     return best_of(found)
+
+
+def smallest(setup: Setup) -> Iterator[Decisions]:
+    """Yield the decisions that need least memory: everything as far out as may be, in more and in fewer slots."""
+    lowest = _lowest(setup)
+    for slots in (_SLOTS[0], *_FEWEST_SLOTS):
+        named = zip(("num_slots", "num_state_slots", "num_gradient_slots"), slots, strict=True)
+        yield mixed(setup, dataclasses.replace(lowest, **dict(named)))
 
 
 def _space(setup: Setup, stage: int) -> Space:

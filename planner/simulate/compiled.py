@@ -1,24 +1,20 @@
-"""The simulator's kernel, compiled by numba. Imported by :mod:`planner.simulate.kernel` when first needed.
+"""The simulator's kernel, compiled by numba. Imported only to compile it; see [Note: Kernel file] in :mod:`.loaded`.
 
 A moment at which something happens costs what it touches, not what there is: a lane that waits is looked at again only
 when the task that it waits for ends; the next moment comes off a heap of the lanes that are under way; and speeds are
 solved again only for tasks that a *crowded* resource, one that cannot serve all its users at full speed, joins to a
 change. A running task keeps the time at which it will end, and that is recomputed only when its speed changes: no
 rounding residue builds up, and at every moment at least one task gets further, so rounding cannot stall the clock.
-
-Everything compiled is in this one file: numba's cache on disk notices changes only of the file of what it compiled.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
-from planner.simulate.system import Floats, Ints
-
-Ints32 = npt.NDArray[np.int32]
+from planner.simulate.state import CHANGED, ENDED, HEAP, MEMBERS, NONE, READY, Lanes, Resources, State, Tasks
+from planner.simulate.system import Ints
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -26,105 +22,35 @@ _T = TypeVar("_T")
 _WAITING, _LATENCY, _RUNNING = 0, 1, 2
 _SAME = 1 + 1e-12  # resources that fill up within this factor of one another fill up together
 _NOT_YET = -1.0
-_NONE = -1
-# What is counted: entries in use of each stack or list, and tasks that have ended.
-_HEAP, _READY, _CHANGED, _MEMBERS, ENDED = range(5)
-NUM_COUNTS = 5
+_OPTIONS: dict[str, Any] = {"error_model": "numpy", "_nrt": False}
 
 
 def _jit(function: Callable[_P, _T]) -> Callable[_P, _T]:
     # The kernel allocates nothing, and without _nrt=False it would spend nine tenths of its time counting references to
     # the arrays it is given. Inlining halves the rest.
-    options: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy", "forceinline": True, "_nrt": False}
-    return cast("Callable[_P, _T]", numba.njit(**options)(function))
-
-
-class Tasks(NamedTuple):
-    """What the kernel reads and writes per task; see :class:`planner.simulate.system.FluidSystem`."""
-
-    lane: Ints32
-    latency_s: Floats
-    duration_s: Floats
-    weight: Floats
-    pred_ptr: Ints
-    pred: Ints32
-    use_ptr: Ints
-    use_resource: Ints32
-    use_rate: Floats
-    next_in_lane: Ints32
-    waiting: Ints32  # the first lane that waits for it to end
-    start_s: Floats
-    end_s: Floats
-
-
-class Lanes(NamedTuple):
-    """State of each lane; ``head`` is the task under way or next, ``_NONE`` when there is none left.
-
-    ``rate``, ``following`` and ``preceding`` have ``width`` entries per lane, one per resource that a task may use.
-    They chain up the running users of each resource.
-    """
-
-    head: Ints32
-    state: npt.NDArray[np.int8]  # of the head
-    next_pred: Ints  # position of the first predecessor of the head not known to have ended
-    next_waiting: Ints32  # the next lane that waits for the same task
-    event_s: Floats  # when the latency or the task ends
-    work_s: Floats  # work left at since_s
-    since_s: Floats
-    speed: Floats
-    new_speed: Floats
-    solved: Ints  # last moment at which its speed had to be solved
-    heap: Ints32  # lanes under way, a binary heap by event_s
-    place: Ints32  # where in the heap a lane is
-    ready: Ints32  # stack: lanes whose head may be able to start, or to run
-    members: Ints32  # list: lanes whose speed has to be solved
-    rate: Floats
-    following: Ints32
-    preceding: Ints32
-
-
-class Resources(NamedTuple):
-    """State of each resource."""
-
-    capacity: Floats
-    first: Ints32  # entry of its first running user
-    num_users: Ints
-    crowded: npt.NDArray[np.bool_]  # its running users want more than it has
-    room: Floats  # scratch: capacity that tasks whose speed is settled leave
-    load: Floats  # scratch: how fast the others fill it
-    changed_at: Ints  # last moment at which it was put on the list
-    changed: Ints32  # list: resources whose users have to be solved
-
-
-class State(NamedTuple):
-    """All that the kernel works on; all but what a system says may be uninitialised memory before."""
-
-    tasks: Tasks
-    lanes: Lanes
-    resources: Resources
-    counts: Ints
+    return cast("Callable[_P, _T]", numba.njit(**_OPTIONS, forceinline=True)(function))
 
 
 @_jit
 def _reset(state: State) -> None:
     tasks, lanes, resources, counts = state
-    tasks.waiting[:] = _NONE
+    tasks.waiting[:] = NONE
     tasks.start_s[:] = _NOT_YET
     tasks.end_s[:] = _NOT_YET
     lanes.state[:] = _WAITING
-    lanes.solved[:] = _NONE
-    lanes.place[:] = _NONE
-    resources.first[:] = _NONE
+    lanes.solved[:] = NONE
+    lanes.place[:] = NONE
+    resources.first[:] = NONE
     resources.num_users[:] = 0
     resources.crowded[:] = False
-    resources.changed_at[:] = _NONE
+    resources.changed_at[:] = NONE
     counts[:] = 0
 
 
 @_jit
 def _link_lanes(tasks: Tasks, lanes: Lanes) -> None:
     """Put the first task of each lane at its head, and find the next task in the same lane as each task."""
-    lanes.head[:] = _NONE
+    lanes.head[:] = NONE
     for i in range(len(tasks.lane) - 1, -1, -1):
         tasks.next_in_lane[i] = lanes.head[tasks.lane[i]]
         lanes.head[tasks.lane[i]] = i
@@ -134,9 +60,9 @@ def _link_lanes(tasks: Tasks, lanes: Lanes) -> None:
 def _set_event(lane: int, time_s: float, lanes: Lanes, counts: Ints) -> None:
     """Move a lane to its place in the heap, or put it there."""
     place = lanes.place[lane]
-    if place == _NONE:
-        place = counts[_HEAP]
-        counts[_HEAP] += 1
+    if place == NONE:
+        place = counts[HEAP]
+        counts[HEAP] += 1
     lanes.event_s[lane] = time_s
     while place > 0:
         above = lanes.heap[(place - 1) >> 1]
@@ -145,9 +71,9 @@ def _set_event(lane: int, time_s: float, lanes: Lanes, counts: Ints) -> None:
         lanes.heap[place] = above
         lanes.place[above] = place
         place = (place - 1) >> 1
-    while 2 * place + 1 < counts[_HEAP]:
+    while 2 * place + 1 < counts[HEAP]:
         child = 2 * place + 1
-        if child + 1 < counts[_HEAP] and lanes.event_s[lanes.heap[child + 1]] < lanes.event_s[lanes.heap[child]]:
+        if child + 1 < counts[HEAP] and lanes.event_s[lanes.heap[child + 1]] < lanes.event_s[lanes.heap[child]]:
             child += 1
         below = lanes.heap[child]
         if lanes.event_s[below] >= time_s:
@@ -163,10 +89,10 @@ def _set_event(lane: int, time_s: float, lanes: Lanes, counts: Ints) -> None:
 def _pop_event(lanes: Lanes, counts: Ints) -> int:
     """Take the lane of the earliest event off the heap."""
     lane: int = lanes.heap[0]
-    lanes.place[lane] = _NONE
-    counts[_HEAP] -= 1
-    if counts[_HEAP] > 0:
-        last = lanes.heap[counts[_HEAP]]
+    lanes.place[lane] = NONE
+    counts[HEAP] -= 1
+    if counts[HEAP] > 0:
+        last = lanes.heap[counts[HEAP]]
         lanes.place[last] = 0
         _set_event(last, lanes.event_s[last], lanes, counts)
     return lane
@@ -176,8 +102,8 @@ def _pop_event(lanes: Lanes, counts: Ints) -> int:
 def _note_change(resource: int, resources: Resources, counts: Ints, moment: int) -> None:
     if resources.changed_at[resource] != moment:
         resources.changed_at[resource] = moment
-        resources.changed[counts[_CHANGED]] = resource
-        counts[_CHANGED] += 1
+        resources.changed[counts[CHANGED]] = resource
+        counts[CHANGED] += 1
 
 
 @_jit
@@ -190,16 +116,16 @@ def _run_head(lane: int, state: State, now_s: float, moment: int) -> None:
     lanes.since_s[lane] = now_s
     lanes.speed[lane] = _NOT_YET
     lanes.solved[lane] = moment
-    lanes.members[counts[_MEMBERS]] = lane
-    counts[_MEMBERS] += 1
+    lanes.members[counts[MEMBERS]] = lane
+    counts[MEMBERS] += 1
     entry = lane * (len(lanes.rate) // len(lanes.head))
     for k in range(tasks.use_ptr[task], tasks.use_ptr[task + 1]):
         resource = tasks.use_resource[k]
         second = resources.first[resource]
         lanes.rate[entry] = tasks.use_rate[k]
         lanes.following[entry] = second
-        lanes.preceding[entry] = _NONE
-        if second != _NONE:
+        lanes.preceding[entry] = NONE
+        if second != NONE:
             lanes.preceding[second] = entry
         resources.first[resource] = entry
         resources.num_users[resource] += 1
@@ -216,11 +142,11 @@ def _release(lane: int, state: State, moment: int) -> None:
     for k in range(tasks.use_ptr[task], tasks.use_ptr[task + 1]):
         resource = tasks.use_resource[k]
         before, after = lanes.preceding[entry], lanes.following[entry]
-        if before == _NONE:
+        if before == NONE:
             resources.first[resource] = after
         else:
             lanes.following[before] = after
-        if after != _NONE:
+        if after != NONE:
             lanes.preceding[after] = before
         resources.num_users[resource] -= 1
         _note_change(resource, resources, counts, moment)
@@ -229,8 +155,8 @@ def _release(lane: int, state: State, moment: int) -> None:
 
 @_jit
 def _push_ready(lane: int, lanes: Lanes, counts: Ints) -> None:
-    lanes.ready[counts[_READY]] = lane
-    counts[_READY] += 1
+    lanes.ready[counts[READY]] = lane
+    counts[READY] += 1
 
 
 @_jit
@@ -243,11 +169,11 @@ def _end_head(lane: int, state: State, now_s: float) -> None:
     following = tasks.next_in_lane[task]
     lanes.state[lane] = _WAITING
     lanes.head[lane] = following
-    if following != _NONE:
+    if following != NONE:
         lanes.next_pred[lane] = tasks.pred_ptr[following]
         _push_ready(lane, lanes, counts)
     waiting = tasks.waiting[task]
-    while waiting != _NONE:
+    while waiting != NONE:
         _push_ready(waiting, lanes, counts)
         waiting = lanes.next_waiting[waiting]
 
@@ -256,9 +182,9 @@ def _end_head(lane: int, state: State, now_s: float) -> None:
 def _start(state: State, now_s: float, moment: int) -> None:
     """Start all that can start now, run those whose latency is paid, and end at once what has no work."""
     tasks, lanes, _, counts = state
-    while counts[_READY] > 0:
-        counts[_READY] -= 1
-        lane = lanes.ready[counts[_READY]]
+    while counts[READY] > 0:
+        counts[READY] -= 1
+        lane = lanes.ready[counts[READY]]
         task = lanes.head[lane]
         if lanes.state[lane] == _WAITING:
             k, stop = lanes.next_pred[lane], tasks.pred_ptr[task + 1]
@@ -291,7 +217,7 @@ def _capacity(resource: int, resources: Resources) -> float:
 def _is_crowded(resource: int, lanes: Lanes, resources: Resources) -> bool:
     demand = 0.0  # afresh: adding and subtracting would leave rounding residue behind
     entry = resources.first[resource]
-    while entry != _NONE:
+    while entry != NONE:
         demand += lanes.rate[entry]
         entry = lanes.following[entry]
     return demand > _capacity(resource, resources)
@@ -305,45 +231,45 @@ def _collect(state: State, moment: int) -> None:
     happened there matters to its users only if it is crowded now, or was.
     """
     tasks, lanes, resources, counts = state
-    num_changed, counts[_CHANGED] = counts[_CHANGED], 0
+    num_changed, counts[CHANGED] = counts[CHANGED], 0
     for i in range(num_changed):
         resource = resources.changed[i]
         was_crowded = resources.crowded[resource]
         resources.crowded[resource] = _is_crowded(resource, lanes, resources)
         if was_crowded or resources.crowded[resource]:
-            resources.changed[counts[_CHANGED]] = resource
-            counts[_CHANGED] += 1
+            resources.changed[counts[CHANGED]] = resource
+            counts[CHANGED] += 1
     width = len(lanes.rate) // len(lanes.head)
     i = 0
-    while i < counts[_CHANGED]:
+    while i < counts[CHANGED]:
         entry = resources.first[resources.changed[i]]
-        while entry != _NONE:
+        while entry != NONE:
             lane = entry // width
             if lanes.solved[lane] != moment:
                 lanes.solved[lane] = moment
-                lanes.members[counts[_MEMBERS]] = lane
-                counts[_MEMBERS] += 1
+                lanes.members[counts[MEMBERS]] = lane
+                counts[MEMBERS] += 1
                 task = lanes.head[lane]
                 for k in range(tasks.use_ptr[task], tasks.use_ptr[task + 1]):
                     if resources.crowded[tasks.use_resource[k]]:
                         _note_change(tasks.use_resource[k], resources, counts, moment)
             entry = lanes.following[entry]
         i += 1
-    counts[_CHANGED] = 0
+    counts[CHANGED] = 0
 
 
 @_jit
 def _weigh(state: State) -> None:
     """Sum up load and room, afresh: subtracting what has settled would leave rounding residue behind."""
     tasks, lanes, resources, counts = state
-    for m in range(counts[_MEMBERS]):
+    for m in range(counts[MEMBERS]):
         task = lanes.head[lanes.members[m]]
         for k in range(tasks.use_ptr[task], tasks.use_ptr[task + 1]):
             resource = tasks.use_resource[k]
             if resources.crowded[resource]:
                 resources.load[resource] = 0.0
                 resources.room[resource] = _capacity(resource, resources)
-    for m in range(counts[_MEMBERS]):
+    for m in range(counts[MEMBERS]):
         lane = lanes.members[m]
         task = lanes.head[lane]
         for k in range(tasks.use_ptr[task], tasks.use_ptr[task + 1]):
@@ -368,17 +294,17 @@ def _limit(task: int, tasks: Tasks, resources: Resources) -> float:
 def _fill(state: State) -> None:
     """Write the weighted max-min fair speeds of the members, which are all that use the resources that hold them."""
     tasks, lanes, resources, counts = state
-    for m in range(counts[_MEMBERS]):
+    for m in range(counts[MEMBERS]):
         lanes.new_speed[lanes.members[m]] = _NOT_YET
-    level, num_rising = 0.0, counts[_MEMBERS]
+    level, num_rising = 0.0, counts[MEMBERS]
     while num_rising > 0:
         _weigh(state)
         lowest = np.inf
-        for m in range(counts[_MEMBERS]):
+        for m in range(counts[MEMBERS]):
             if lanes.new_speed[lanes.members[m]] == _NOT_YET:
                 lowest = min(lowest, _limit(lanes.head[lanes.members[m]], tasks, resources))
         level = max(level, lowest)
-        for m in range(counts[_MEMBERS]):
+        for m in range(counts[MEMBERS]):
             lane = lanes.members[m]
             task = lanes.head[lane]
             if lanes.new_speed[lane] == _NOT_YET and _limit(task, tasks, resources) <= level * _SAME:
@@ -393,7 +319,7 @@ def _solve(state: State, now_s: float, moment: int) -> None:
     _collect(state, moment)
     _fill(state)
     lanes, counts = state.lanes, state.counts
-    for m in range(counts[_MEMBERS]):
+    for m in range(counts[MEMBERS]):
         lane = lanes.members[m]
         speed, before = lanes.new_speed[lane], lanes.speed[lane]
         if speed != before:
@@ -402,31 +328,27 @@ def _solve(state: State, now_s: float, moment: int) -> None:
             lanes.since_s[lane] = now_s
             lanes.speed[lane] = speed
             _set_event(lane, now_s + lanes.work_s[lane] / speed if speed > 0.0 else np.inf, lanes, counts)
-    counts[_MEMBERS] = 0
+    counts[MEMBERS] = 0
 
 
 @_jit
-def run(state: State) -> int:
-    """Run all tasks, filling ``start_s`` and ``end_s``; return the number of moments at which any moved.
-
-    Tasks that can never end keep an ``end_s`` of -1.
-    """
+def _run(state: State) -> int:
     tasks, lanes, _, counts = state
     _reset(state)
     _link_lanes(tasks, lanes)
     for lane in range(len(lanes.head)):
-        if lanes.head[lane] != _NONE:
+        if lanes.head[lane] != NONE:
             lanes.next_pred[lane] = tasks.pred_ptr[lanes.head[lane]]
             _push_ready(lane, lanes, counts)
     now_s, moment = 0.0, 0
     while True:
         _start(state, now_s, moment)
         _solve(state, now_s, moment)
-        if counts[_HEAP] == 0 or lanes.event_s[lanes.heap[0]] == np.inf:
+        if counts[HEAP] == 0 or lanes.event_s[lanes.heap[0]] == np.inf:
             return moment
         now_s = lanes.event_s[lanes.heap[0]]
         moment += 1
-        while counts[_HEAP] > 0 and lanes.event_s[lanes.heap[0]] <= now_s:
+        while counts[HEAP] > 0 and lanes.event_s[lanes.heap[0]] <= now_s:
             lane = _pop_event(lanes, counts)
             if lanes.state[lane] == _LATENCY:
                 _push_ready(lane, lanes, counts)
@@ -436,9 +358,35 @@ def run(state: State) -> int:
 
 
 @_jit
-def run_heads(state: State) -> None:
-    """Write to ``speed`` how fast the heads of all lanes run while exactly they are running."""
+def _run_heads(state: State) -> None:
     _reset(state)
     for lane in range(len(state.lanes.head)):
         _run_head(lane, state, 0.0, 0)
     _solve(state, 0.0, 0)
+
+
+def kernel(state: State, only_heads: int) -> int:
+    """Run all tasks, filling ``start_s`` and ``end_s``; return the number of moments at which any moved.
+
+    Tasks that can never end keep an ``end_s`` of -1. With ``only_heads`` write to ``speed`` how fast the heads of all
+    lanes run while exactly they are running, and return 0.
+    """
+    if only_heads:
+        _run_heads(state)
+        return 0
+    return _run(state)
+
+
+def compile_kernel(state: State) -> tuple[str, bytes]:
+    """Compile the kernel for this machine and for arrays of the types that a state has.
+
+    Returns:
+        What it is called in an object file, and that file.
+    """
+    # Without what Python would call it by, the code refers to nothing of Python's or numba's.
+    dispatcher = numba.njit(**_OPTIONS, no_cpython_wrapper=True, no_cfunc_wrapper=True)(kernel)
+    signature = (numba.typeof(state), numba.int64)
+    dispatcher.compile(signature)
+    compiled = dispatcher.overloads[signature]
+    *_, (code, _) = compiled.library.serialize_using_object_code()
+    return compiled.fndesc.llvm_func_name, code

@@ -2,14 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from planner.simulate.state import ENDED, NUM_COUNTS, Ints32, Lanes, Resources, State, Tasks
 from planner.simulate.system import Floats, FluidSystem
-
-if TYPE_CHECKING:
-    from planner.simulate.compiled import Ints32, State
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,33 +35,31 @@ def simulate(system: FluidSystem) -> TaskTimes:
     Raises:
         StuckError: a task can never end, because a resource that it uses has capacity 0.
     """
-    from planner.simulate import compiled  # noqa: PLC0415 - numba takes long to import, and not all commands simulate
+    from planner.simulate.loaded import kernel_for  # noqa: PLC0415 - loads LLVM, and not all commands simulate
 
     state = _state(system, np.empty(system.num_lanes, dtype=np.int32))
-    num_events = compiled.run(state)
+    num_events = kernel_for(state)(state)
     start_s, end_s = state.tasks.start_s, state.tasks.end_s
-    if state.counts[compiled.ENDED] < system.num_tasks:
+    if state.counts[ENDED] < system.num_tasks:
         raise system.never_ends(int(np.argmax((end_s < 0) & (start_s >= 0))))
     return TaskTimes(start_s, end_s, num_events)
 
 
 def solve_speeds(system: FluidSystem, running: Sequence[int]) -> Floats:
     """Return the speeds, float64[len(running)] in [0, 1], that these tasks have while exactly they are running."""
-    from planner.simulate import compiled  # noqa: PLC0415 - as above
+    from planner.simulate.loaded import kernel_for  # noqa: PLC0415 - as above
 
     state = _state(system, np.array(running, dtype=np.int32))
-    compiled.run_heads(state)
+    kernel_for(state)(state, only_heads=True)
     return state.lanes.speed
 
 
-def _state(system: FluidSystem, head: "Ints32") -> "State":
+def _state(system: FluidSystem, head: Ints32) -> State:
     """Return what the kernel works on, in memory that it will initialise itself: from here every call costs."""
-    from planner.simulate import compiled  # noqa: PLC0415 - as above
-
     num_tasks, num_lanes, num_resources = system.num_tasks, len(head), len(system.capacity)
     num_entries = num_lanes * system.max_uses
     empty, i32, i64 = np.empty, np.int32, np.int64
-    tasks = compiled.Tasks(
+    tasks = Tasks(
         lane=system.lane,
         latency_s=system.latency_s,
         duration_s=system.duration_s,
@@ -79,7 +74,7 @@ def _state(system: FluidSystem, head: "Ints32") -> "State":
         start_s=empty(num_tasks),
         end_s=empty(num_tasks),
     )
-    lanes = compiled.Lanes(
+    lanes = Lanes(
         head=head,
         state=empty(num_lanes, np.int8),
         next_pred=empty(num_lanes, i64),
@@ -98,7 +93,7 @@ def _state(system: FluidSystem, head: "Ints32") -> "State":
         following=empty(num_entries, i32),
         preceding=empty(num_entries, i32),
     )
-    resources = compiled.Resources(
+    resources = Resources(
         capacity=system.capacity,
         first=empty(num_resources, i32),
         num_users=empty(num_resources, i64),
@@ -108,4 +103,4 @@ def _state(system: FluidSystem, head: "Ints32") -> "State":
         changed_at=empty(num_resources, i64),
         changed=empty(num_resources, i32),
     )
-    return compiled.State(tasks, lanes, resources, empty(compiled.NUM_COUNTS, i64))
+    return State(tasks, lanes, resources, empty(NUM_COUNTS, i64))

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import networkx as nx
+import numpy as np
 import pytest
+import scipy.sparse.csgraph
 from fake_kernels import KERNELS, Calibrated, silent
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from hwprofiles.calibrate import CalibrationError, CalibrationOptions, calibrate
 from hwprofiles.calibrate.fabric import groups_that_share, joined
 from hwprofiles.catalogue import CATALOGUE, PARTS, Entry
 from hwprofiles.paths import quantities
-from hwprofiles.profile import HardwareProfile
+from hwprofiles.profile import HardwareProfile, connected
 from hwprofiles.quantity import Curve, Quantity
 from hwprofiles.registry import load_profile, save_profile
 
@@ -177,9 +178,25 @@ def test_devices_that_slow_each_other_down_share_a_link(num_devices: int, data: 
         for number in set(switch)
         if switch.count(number) > 1
     )
-    graph: nx.Graph[str] = nx.Graph(joined("gpu", num_devices, groups))
-    assert nx.is_connected(graph)
-    assert {f"gpu{i}" for i in range(num_devices)} | {"dram"} <= set(graph)
+    pairs = joined("gpu", num_devices, groups)
+    (places,) = connected({place for pair in pairs for place in pair}, pairs)
+    assert {f"gpu{i}" for i in range(num_devices)} | {"dram"} <= set(places)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
+    count = draw(st.integers(1, 12))
+    return count, draw(st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1))))
+
+
+@given(graphs())
+def test_connected_components_are_those_of_scipy(case: tuple[int, list[tuple[int, int]]]) -> None:
+    count, pairs = case
+    ones, others = np.array(pairs, int).reshape(-1, 2).T
+    matrix = scipy.sparse.coo_array((np.ones(len(pairs)), (ones, others)), (count, count))
+    _, labels = scipy.sparse.csgraph.connected_components(matrix, directed=False)
+    found = connected(range(count), pairs)
+    assert sorted(found) == sorted([int(i) for i in np.flatnonzero(labels == label)] for label in set(labels.tolist()))
 
 
 COLLECTIVES = """

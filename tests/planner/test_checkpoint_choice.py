@@ -14,16 +14,16 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import CurvePoint
 from hwprofiles.registry import load_profile
 from planner.bounds.certificate import CertificateError
-from planner.checkpoints import LEVELS, POLICIES
 from planner.checkpoints.choosing import CheckpointsError, choose_checkpoints, protected
 from planner.checkpoints.chosen import CheckpointPlan, CheckpointsAsked
 from planner.checkpoints.interval import Protection
 from planner.checkpoints.nesting import Limits, nest
-from planner.checkpoints.policy import HASH_BYTES_PER_S, LEAST_BUFFER_BYTES, policy
+from planner.checkpoints.policy import HASH_BYTES_PER_S, LEAST_BUFFER_BYTES, POLICIES, policy
 from planner.checkpoints.trial import Trial
 from planner.models.registry import resolve_model
 from planner.plan import Plan
 from planner.planning import Request, make_plan
+from planner.terms import LEVELS
 from planner.verification import verify
 
 HOUR, DAY = 3600.0, 86400.0

@@ -11,20 +11,11 @@ from hypothesis import strategies as st
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.cases.checkpoints import PhaseTimes, iteration
-from planner.checkpoints import (
-    POLICIES,
-    CheckpointCosts,
-    CheckpointPolicy,
-    Run,
-    RunTimes,
-    Shard,
-    bytes_by_stage,
-    policy,
-    state_of,
-    times,
-    with_checkpoints,
-)
-from planner.checkpoints.policy import BlocksUntil, Gate, Staging
+from planner.checkpoints.costs import CheckpointCosts
+from planner.checkpoints.lowering import Run, with_checkpoints
+from planner.checkpoints.policy import POLICIES, BlocksUntil, CheckpointPolicy, Gate, Staging, policy
+from planner.checkpoints.reading import RunTimes, times
+from planner.checkpoints.state import Shard, bytes_by_stage, state_of
 from planner.costs import CostModel, Price, Resource
 from planner.decisions import BF16, Place
 from planner.lowering import lower

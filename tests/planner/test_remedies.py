@@ -24,7 +24,7 @@ def test_a_smaller_micro_batch_with_accumulation_is_the_smallest_change_that_fit
     size, repeats = (int(n) for n in re.findall(r"\d+", words))
     assert size * repeats == 8
     fits = dataclasses.replace(asked, micro_batch=size, num_micro_batches=repeats)
-    assert make_plan(fits, 1).prediction.iteration_s == pytest.approx(found[words].iteration_s)
+    assert make_plan(fits).prediction.iteration_s <= found[words].iteration_s
     with pytest.raises(InfeasibleError):
         make_plan(dataclasses.replace(asked, micro_batch=2 * size, num_micro_batches=repeats // 2))
     assert "devices with 16 GB" in found
@@ -38,4 +38,4 @@ def test_host_memory_is_asked_for_where_that_is_what_lacks():
 
 def test_nothing_is_said_to_help_that_does_not():
     tiny = machine(gpu_bytes=1e6, host_bytes=1e6, inter_node=False)
-    assert what_would_fit(Request(resolve_model("opt-30b"), tiny, seq_len=256, micro_batch=1)) == ()
+    assert not list(what_would_fit(Request(resolve_model("opt-30b"), tiny, seq_len=256, micro_batch=1)))

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from hwprofiles.files import check_output, write_whole
 from ullage.commands import Subparsers, command_parser
-from ullage.request import add_request_options, given_options, request_of
+from ullage.request import request_of
+from ullage.request_options import add_request_options, given_options
 
 # What a request says, by the options that say it.
 _OPTIONS = {

@@ -1,24 +1,13 @@
 """``ullage plan``: find the fastest way to train a model on some hardware."""
 
 import argparse
-import contextlib
-import dataclasses
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hwprofiles.files import check_output, write_whole
-from hwprofiles.machine import check_measured_here
-from hwprofiles.registry import LOCAL
-from planner.checkpoints.choosing import protected
-from planner.planning import InfeasibleError, Request, make_plan
-from planner.remedies import what_would_fit
-from planner.search import Candidate
+from hwprofiles.files import check_output
 from ullage.arguments import positive_float
 from ullage.commands import Subparsers, command_parser
-from ullage.failures import add_checkpoint_options, checkpoints_of, with_pfs
-from ullage.formatting import si
-from ullage.request import add_request_options, request_of
+from ullage.failure_options import add_checkpoint_options
+from ullage.request_options import add_request_options, check_names
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -65,56 +54,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan, print, write."""
     check_output("--output", args.output)  # not after the search
-    request, checkpoints = request_of(args), checkpoints_of(args)
-    if args.hardware == LOCAL and not args.allow_other_machine:
-        check_measured_here(request.hardware)
-    if args.pfs_bandwidth is not None:
-        request = dataclasses.replace(request, hardware=with_pfs(request.hardware, args.pfs_bandwidth))
-    try:
-        with _progress() as progress:
-            plan = make_plan(request, progress=progress, budget_s=args.budget)
-    except InfeasibleError as error:
-        raise ValueError(f"{error}; {_remedies(request)}") from error
-    if checkpoints is not None:
-        plan = protected(plan, checkpoints)
-    text = plan.to_json()
-    if args.json:
-        write_whole(args.output, text)
-        sys.stdout.write(text)
-        return 0
-    from ullage.screens import plan_screen  # noqa: PLC0415 - rich is slow to import, and --json does without
+    check_names(args)
+    from ullage.planning import plan_command  # noqa: PLC0415 - imports the planner, only for what is not refused
 
-    write_whole(args.output, text)
-    plan_screen(plan, args.output, default_hardware=args.hardware is None)
-    return 0
-
-
-def _remedies(request: Request) -> str:
-    """Say with which changes a plan was found."""
-    from ullage.console import console  # noqa: PLC0415 - rich is slow to import
-
-    quiet = contextlib.nullcontext() if not sys.stderr.isatty() else None
-    with quiet or console(stderr=True).status("nothing fits; looking for what would"):
-        found = what_would_fit(request)
-    if not found:
-        return "nothing that was tried makes it fit"
-    return "a plan was found with " + ", or with ".join(
-        f"{remedy.words} ({si(remedy.iteration_s, 's')} per iteration before any search)" for remedy in found
-    )
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[Candidate, int], None] | None]:
-    """Show the best so far on stderr, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from ullage.console import console  # noqa: PLC0415 - rich is slow to import
-
-    with console(stderr=True).status("looking at engine policies") as status:
-
-        def show(best: Candidate, num_simulations: int) -> None:
-            found = "nothing fits yet" if best.missing_bytes else f"best so far {best.iteration_s:.3g} s per iteration"
-            status.update(f"{num_simulations} schedules simulated, {found}")
-
-        yield show
+    return plan_command(args)

@@ -10,7 +10,8 @@ from planner.trace import chrome_trace, write_trace
 from ullage.arguments import positive_int
 from ullage.commands import Subparsers, command_parser
 from ullage.iteration import Iteration
-from ullage.request import add_request_options, given_options, request_of
+from ullage.request import request_of
+from ullage.request_options import add_request_options, given_options
 from ullage.simulation import ENGINES, OURS, Subject, planned, requested
 
 FIGURE_SUFFIXES = (".svg", ".png", ".html")

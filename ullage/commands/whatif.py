@@ -7,7 +7,7 @@ from typing import get_args
 
 from ullage.arguments import non_negative_int, positive_float, positive_int, tokens
 from ullage.commands import Subparsers, command_parser
-from ullage.request import add_request_options
+from ullage.request_options import add_request_options
 from ullage.whatif.study import Design, Question
 
 

@@ -8,7 +8,7 @@ from hwprofiles.files import check_output, write_whole
 from ullage.console import console, table, write_json
 from ullage.formatting import si
 from ullage.progress import progress_bar
-from ullage.request import given_options
+from ullage.request_options import given_options
 from ullage.whatif.design import Space
 from ullage.whatif.fields import ALIASES, Field
 from ullage.whatif.prices import Prices, load_prices

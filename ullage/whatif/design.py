@@ -12,7 +12,8 @@ from planner.checkpoints.chosen import CheckpointsAsked
 from planner.decisions import Precision
 from planner.planning import Request, default_precision
 from ullage.failures import checkpoints_of, with_pfs
-from ullage.request import DEFAULT_HARDWARE, request_of, trained
+from ullage.request import request_of, trained
+from ullage.request_options import DEFAULT_HARDWARE
 from ullage.whatif.fields import (
     SUBGROUP_PARAMS,
     Field,

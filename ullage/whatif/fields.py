@@ -17,8 +17,8 @@ from planner.knobs import Knob, all_knobs, scaled
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig, ModelConfigError
 from ullage.arguments import positive_int
-from ullage.failures import add_checkpoint_options, mtbf
-from ullage.request import add_request_options
+from ullage.failure_options import add_checkpoint_options, mtbf
+from ullage.request_options import add_request_options
 from ullage.whatif.study import Value
 from ullage.whatif.values import Number, parse_number
 

@@ -11,7 +11,7 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import LOCAL, list_profiles, load_profile
 from planner.knobs import knobs
 from ullage.formatting import duration, percent
-from ullage.request import DEFAULT_HARDWARE
+from ullage.request_options import DEFAULT_HARDWARE
 from ullage.whatif.design import Case, Space
 from ullage.whatif.fields import of_machine
 from ullage.whatif.money import charged

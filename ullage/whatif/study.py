@@ -12,9 +12,9 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, ValidationError
 
 from hwprofiles.files import complaint, read_json
-from planner.checkpoints.stores import Level
 from planner.decisions import Frozen
 from planner.schedule import Lane, Tier
+from planner.terms import Level
 from ullage.whatif.prices import Prices
 
 SCHEMA_VERSION: Final = 1

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from hwprofiles.profile import HardwareProfile
-from planner.choices import DEFAULT_MICRO_BATCH
 from planner.decisions import BF16, Precision
 from planner.deepspeed import DeepSpeed, configured
 from planner.engines import MAX_LIVE_PARAMS, MAX_REUSE_PARAMS, PREFETCH_BUCKET_PARAMS, REDUCE_BUCKET_PARAMS
@@ -14,6 +13,7 @@ from planner.plan import Plan
 from planner.planning import InfeasibleError, Request, make_plan, prepare
 from planner.schedule import Tier
 from planner.search import Scorer
+from planner.terms import DEFAULT_MICRO_BATCH
 from ullage.formatting import percent, si
 from ullage.integrations.deepspeed.config import AUTO, Config, DeepSpeedConfigError, Offload, left_out, unknown_keys
 from ullage.iteration import Iteration

@@ -1,0 +1,123 @@
+"""The simulator's kernel as machine code: compiled by numba once, and then loaded from a file without numba.
+
+[Note: Kernel file] To import numba and read its own cache takes a second, as that imports a whole compiler. So the
+object file that numba makes is kept in a file of ours, which LLVM alone loads in less than a tenth of that. The name of
+the file has a digest of all that the code depends on, and its first line a digest of the code: what is damaged is
+compiled again.
+"""
+
+import ctypes
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy.typing as npt
+
+from hwprofiles.files import write_whole
+from planner.simulate.state import State
+
+_HERE = Path(__file__).parent
+_SOURCES = ("compiled.py", "state.py")
+_LOCK = threading.Lock()
+
+
+class Kernel:
+    """:func:`planner.simulate.compiled.kernel`, ready to be called. It does not hold Python's lock while it runs.
+
+    Args:
+        symbol: what it is called in an object file.
+        code: that file.
+        num_arguments: how many it takes, see :func:`_flattened`.
+    """
+
+    def __init__(self, symbol: str, code: bytes, num_arguments: int) -> None:
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine()
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)  # owns the code
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+        # What numba compiles takes where its value and its exception go, and returns a status: 0 unless it raised.
+        kind = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * num_arguments)
+        self._function = kind(self._engine.get_function_address(symbol))
+
+    def __call__(self, state: State, *, only_heads: bool = False) -> int:
+        """Call it."""
+        value, exception = ctypes.c_int64(), ctypes.c_void_p()
+        status = self._function(ctypes.addressof(value), ctypes.addressof(exception), *_flattened(state), only_heads)
+        assert status == 0, "the kernel raises nothing"
+        return value.value
+
+
+_kernel: Kernel | None = None
+
+
+def kernel_for(state: State) -> Kernel:
+    """Return the kernel: of this process, from its file, or compiled, which takes some seconds once."""
+    global _kernel  # noqa: PLW0603 - one for the process
+    with _LOCK:
+        if _kernel is None:
+            symbol, code = _read() or _compile(state)
+            _kernel = Kernel(symbol, code, sum(1 for _ in _flattened(state)) + 1)
+    return _kernel
+
+
+def kernel_paths() -> list[Path]:
+    """Return where the file may be, the first choice first: beside the source, or in the user's cache."""
+    digest = hashlib.sha256()
+    for part in (version("numba"), version("llvmlite"), llvm.get_process_triple(), llvm.get_host_cpu_name()):
+        digest.update(f"{part}\n".encode())
+    digest.update(llvm.get_host_cpu_features().flatten().encode())
+    for source in _SOURCES:
+        digest.update((_HERE / source).read_bytes())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = f"kernel-{digest.hexdigest()[:16]}.o"
+    return [_HERE / "__pycache__" / name, cache / "ullage" / name]
+
+
+def _read() -> tuple[str, bytes] | None:
+    """Return symbol and code of the file, if there is one and it is whole."""
+    for path in kernel_paths():
+        with suppress(OSError, ValueError):
+            head, code = path.read_bytes().split(b"\n", 1)
+            symbol, digest = json.loads(head)
+            if digest == hashlib.sha256(code).hexdigest():
+                return symbol, code
+    return None
+
+
+def _compile(state: State) -> tuple[str, bytes]:
+    """Compile the kernel, and write its file where that can be done."""
+    from planner.simulate.compiled import compile_kernel  # noqa: PLC0415 - numba, which takes long to import
+
+    symbol, code = compile_kernel(state)
+    head = json.dumps([symbol, hashlib.sha256(code).hexdigest()])
+    for path in kernel_paths():
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, f"{head}\n".encode() + code)
+            break
+    return symbol, code
+
+
+def _flattened(state: tuple[Any, ...]) -> Iterator[int]:
+    """Yield the arguments that numba makes of nested tuples of C-contiguous arrays.
+
+    They are, of each array, its owner and its parent (of what is borrowed neither), the number of items, the bytes of
+    one, the address, the shape and the strides.
+    """
+    for part in state:
+        if isinstance(part, tuple):
+            yield from _flattened(part)
+        else:
+            array: npt.NDArray[Any] = part
+            yield from (0, 0, array.size, array.itemsize, array.__array_interface__["data"][0])
+            yield from array.shape
+            yield from array.strides
