@@ -16,6 +16,7 @@ from ullage.capture.kernels import kernels_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WAYS = ("eager", "grouped_mm", "batched_mm")
+WAYS_AND_TYPES = list(itertools.product(WAYS, DTYPES))
 TOKENS, HIDDEN, INNER, EXPERTS, CHOSEN = 2 * 16, 32, 48, 4, 2
 VISITS = TOKENS * CHOSEN
 EXPERTS_PATH = "model.layers.0.mlp.experts"
@@ -59,7 +60,7 @@ def moved_bytes(kernels: Kernels) -> int:
     return sum(kernel.num_bytes * kernel.count for kernel in kernels if isinstance(kernel, Elementwise))
 
 
-@pytest.mark.parametrize(("way", "dtype"), itertools.product(WAYS, DTYPES))
+@pytest.mark.parametrize(("way", "dtype"), WAYS_AND_TYPES)
 def test_products_are_those_of_equal_shares(way: str, dtype: str) -> None:
     """Counted by hand: gate and up in one product, and down; in backward each of them twice."""
     forward, backward = (kernels_in(experts_of(way, dtype), phase) for phase in ("forward", "backward"))
@@ -80,7 +81,7 @@ def test_products_are_those_of_equal_shares(way: str, dtype: str) -> None:
         ]
 
 
-@pytest.mark.parametrize(("way", "dtype"), itertools.product(WAYS, DTYPES))
+@pytest.mark.parametrize(("way", "dtype"), WAYS_AND_TYPES)
 def test_what_autograd_keeps_is_counted(way: str, dtype: str) -> None:
     """By hand, for each visit: what came in; gate and up; the gate activated; their product; what comes out.
 
@@ -96,7 +97,7 @@ def test_what_autograd_keeps_is_counted(way: str, dtype: str) -> None:
     assert 0 < found - expected <= VISITS * (4 + 4 * 8) + EXPERTS * 16
 
 
-@pytest.mark.parametrize(("way", "dtype"), itertools.product(WAYS, DTYPES))
+@pytest.mark.parametrize(("way", "dtype"), WAYS_AND_TYPES)
 def test_kernels_are_those_that_really_run(way: str, dtype: str) -> None:
     """In a loop tokens are not in equal shares, and PyTorch makes masks in another way for real tensors."""
     torch.manual_seed(0)

@@ -214,3 +214,37 @@ def check(make: Callable[[], nn.Module], spec: CapturedInput, dtype: str) -> Non
     assert bool(refusal) == bool(wrong), f"in memory: {wrong or 'trains'}; captured: {refusal or 'captured'}"
     assert refusal.count("\n") == 0
     assert not refusal or refusal.startswith("own:make")
+
+
+@pytest.mark.parametrize("as_on_gpu", [False, True])
+def test_a_gpu_has_kernels_for_narrow_types_that_a_cpu_lacks(as_on_gpu: bool) -> None:
+    def make() -> nn.Module:
+        return Of(lambda last, x: functional.multi_margin_loss(last(x), torch.zeros(4, dtype=torch.int64)))
+
+    def refused(dtype: str) -> bool:
+        try:
+            capture_module(make, [CapturedInput(shape=(4, 8))], dtype, as_on_gpu=as_on_gpu)
+        except CaptureError as error:
+            assert "aten.multi_margin_loss(bfloat16[4, 8], int64[4]) does not run" in str(error)
+            return True
+        return False
+
+    lacking = trained(make, CapturedInput(shape=(4, 8)), torch.bfloat16)
+    assert "not implemented for 'BFloat16'" in lacking
+    assert (refused("fp32"), refused("bf16")) == (False, not as_on_gpu)
+
+
+def test_a_refusal_says_where_and_why() -> None:
+    """In backward too, where no module's forward runs."""
+    integers = "in module layers.last: aten.addmm(bfloat16[8], int64[4, 8], bfloat16[8, 8]) does not run: mat1 and mat2"
+    model = OF_ONE_INPUT["linear"]
+    assert integers in captured(lambda: Of(lambda last, x: last(x)), CapturedInput(shape=(4, 8), dtype="int64"), "bf16")
+    assert captured(model, CapturedInput(shape=(4, 8), dtype="int64"), "bf16").startswith("own:make: aten.addmm(")
+    overwrites = captured(OF_NUMBERS["kept and overwritten"], CapturedInput(shape=(4, 8)), "fp32")
+    assert "backward of the model: a tensor of shape [4, 8] that it needs was changed in place" in overwrites
+
+
+def test_trying_operators_leaves_random_numbers_alone() -> None:
+    before = torch.get_rng_state()
+    capture_module(lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout()), ["4x8"], "fp32", as_on_gpu=False)
+    assert torch.equal(torch.get_rng_state(), before)

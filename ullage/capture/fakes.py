@@ -121,8 +121,8 @@ class Fakes:
             chosen = _Recipe(_in_turn, ((layout.shape, num_choices), {}), 0, layout)
             self._recipes[results[-1].untyped_storage()] = chosen
         elif _has_values(function) and (known := self._known((args, kwargs))) is not None:
-            for number, result in enumerate(results):
-                self._recipes[result.untyped_storage()] = _Recipe(function, known, number, _Layout.of(result))
+            for number, result in enumerate(results):  # some operators return what they are given
+                self._recipes.setdefault(result.untyped_storage(), _Recipe(function, known, number, _Layout.of(result)))
 
     def _known(self, arguments: Any) -> Any:
         """Return arguments with known values in the place of tensors, or ``None`` if some are not known."""
