@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -12,6 +13,7 @@ from typing import NoReturn
 from hwprofiles import __version__
 from ullage.commands import SUMMARIES
 from ullage.installation import IntruderError, check_packages
+from ullage.interruption import whole_interrupt
 
 EXIT_BAD_INPUT = 2
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -42,8 +44,8 @@ def build_parser(*commands: str) -> argparse.ArgumentParser:
         prog="ullage",
         description="Plan, simulate and execute the training of models that are too big for the GPUs at hand.",
         epilog=(
-            "exit codes: 0 fine, 1 a check failed, 2 bad input or interrupted. ULLAGE_TRACEBACK=1 shows where an "
-            "error comes from."
+            "exit codes: 0 fine, 1 a check failed, 2 bad input, 130 interrupted by Ctrl-C (SIGINT), 143 by SIGTERM. "
+            "ULLAGE_TRACEBACK=1 shows where an error comes from."
         ),
         allow_abbrev=False,
     )
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; by default those of the process.
 
     Returns:
-        The exit code: 0 fine, 1 a check failed, 2 bad input or interrupted, 141 nobody reads the output.
+        The exit code: 0 fine, 1 a check failed, 2 bad input, 130 interrupted, 141 nobody reads the output.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments and arguments[0] in SUMMARIES else None
@@ -78,21 +80,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     # of OpenMP when torch is loaded, which happens later.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        check_packages()
-        args = build_parser(*([command] if command else [])).parse_args(arguments)
-        code: int = args.run(args)
-        sys.stdout.flush()
+        with whole_interrupt():
+            check_packages()
+            args = build_parser(*([command] if command else [])).parse_args(arguments)
+            code: int = args.run(args)
+            sys.stdout.flush()
     except SystemExit as exit_:  # argparse, after --help or an error that it has printed
         return exit_.code if isinstance(exit_.code, int) else 0
     except KeyboardInterrupt as error:
-        return _fail(prog, str(error) or "interrupted; nothing was written", EXIT_BAD_INPUT)
+        return _interrupted(prog, error)
     except BrokenPipeError as error:
-        if error.filename is not None:  # of an output, and not of what is printed
-            return _bad_input(prog, error)
-        # Python flushes stdout once more at exit: let that go nowhere.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
+        return _broken_pipe(prog, error)
     except (ValueError, OSError, MemoryError, IntruderError) as error:
         return _bad_input(prog, error)
     except ModuleNotFoundError as error:
@@ -100,6 +98,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _bad_input(prog, error)
     return code
+
+
+def _interrupted(prog: str, error: KeyboardInterrupt) -> int:
+    # Python remembers that an import was interrupted, and would end by the signal; running any text makes it forget.
+    exec("")  # noqa: S102
+    number: int = getattr(error, "signal", signal.SIGINT)
+    return _fail(prog, str(error) or "interrupted", 128 + number)
+
+
+def _broken_pipe(prog: str, error: BrokenPipeError) -> int:
+    if error.filename is not None:  # of an output, and not of what is printed
+        return _bad_input(prog, error)
+    # Python flushes stdout once more at exit: let that go nowhere.
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_BROKEN_PIPE
 
 
 def _bad_input(prog: str, error: Exception) -> int:

@@ -16,6 +16,8 @@ THRESHOLD: Final = 0.25
 MIN_SHARE: Final = 0.05
 """and by more than this fraction of the predicted iteration: what hardly matters is no news."""
 
+_MOST_NAMED: Final = 3  # lanes in one warning
+
 # Times of all tasks are kept of the first iterations, which run.json holds, and of a few of every period after that:
 # enough to see a change, and a bounded cost in time however long training lasts.
 _PERIOD = 100
@@ -39,10 +41,20 @@ class Drift:
     def __str__(self) -> str:
         ratio = f" ({self.measured_s / self.predicted_s:.2f} x)" if self.predicted_s else ""
         return (
-            f"warning: {LANE_WORDS[self.lane]} (lane {self.lane}): {si(self.measured_s, 's')} per iteration measured, "
-            f"{si(self.predicted_s, 's')} predicted{ratio}; measure this machine as it is now and plan again: `ullage "
-            "calibrate`, then `ullage plan ... --hardware local`"
+            f"{LANE_WORDS[self.lane]} (lane {self.lane}) {si(self.measured_s, 's')} measured, "
+            f"{si(self.predicted_s, 's')} predicted{ratio}"
         )
+
+
+def warning(drifts: Sequence[Drift]) -> str:
+    """Return one line about all lanes that have drifted, the one that is furthest off first."""
+    worst = sorted(drifts, key=lambda drift: -abs(drift.measured_s - drift.predicted_s))
+    named = list(map(str, worst[:_MOST_NAMED]))
+    named += [f"{len(worst) - _MOST_NAMED} more lane(s)"] if len(worst) > _MOST_NAMED else []
+    return (
+        f"warning: busy times per iteration are off their prediction: {'; '.join(named)}. Measure this machine again "
+        "and plan again: `ullage calibrate`, then `ullage plan ... --hardware local`"
+    )
 
 
 class DriftWatch:

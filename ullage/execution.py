@@ -22,7 +22,7 @@ from planner.trace import chrome_trace, write_trace
 from ullage.comparison import Comparison, compare_record
 from ullage.comparison_screen import render_comparison
 from ullage.console import console, write_json
-from ullage.drift import DriftWatch
+from ullage.drift import DriftWatch, warning
 from ullage.feeds import check_knows_text, check_takes_data
 from ullage.formatting import si
 from ullage.integrations.metrics import Metrics, Prometheus, Sink, TensorBoard, tokens_per_iteration
@@ -189,8 +189,8 @@ def _train(options: ExecuteOptions, trainer: Trainer, sinks: list[Sink]) -> _Tra
             metrics.after(step, trainer)
             if trainer.session.iteration == NUM_RECORDED:  # the session forgets them as others are recorded
                 first = trainer.session.timeline()
-            for drift in watch.after(trainer.session, trainer.session.iteration - 1):
-                warn(str(drift))
+            if drifts := watch.after(trainer.session, trainer.session.iteration - 1):
+                warn(warning(drifts))
             num_told = _warn_of_checkpoints(trainer, num_told, warn)
             if options.replan and len(losses) == REPLAN_AFTER:
                 before = _record(options, trainer, losses, trainer.session.timeline())

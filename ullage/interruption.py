@@ -1,9 +1,10 @@
 """Signals that let training end in order."""
 
+import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Final, Self, final
 
@@ -21,6 +22,49 @@ class InterruptedTrainingError(Exception):
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
         self.signal = number
+
+
+class EndAtOnceError(KeyboardInterrupt):
+    """Training was asked twice to end.
+
+    Attributes:
+        signal: what asked.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.signal = number
+
+
+@contextlib.contextmanager
+def whole_interrupt() -> Iterator[None]:
+    """Let whatever ends after Ctrl-C end by :class:`KeyboardInterrupt`.
+
+    What Ctrl-C interrupts may fail in another way: an extension in Rust or C that imports a module calls it a broken
+    import.
+    """
+    noticed = False
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        nonlocal noticed
+        noticed = True
+        raise KeyboardInterrupt
+
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if noticed:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @final
@@ -54,6 +98,6 @@ class Interruption:
             if time.monotonic() - self._first_s < _SAME_WISH_S:
                 return
             self._restore()
-            raise KeyboardInterrupt
+            raise EndAtOnceError(number)
         self.signal, self._first_s = number, time.monotonic()
         self._tell("ending after this iteration, with a checkpoint in all places; once more to end at once")

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol, final
 
-from executor.checkpoint import CheckpointError, Level, Outcome, store_at
+from executor.checkpoint import CheckpointError, Level, Outcome, Store, store_at
+from executor.checkpoint.lock import RunLock
 from executor.prepare import OffloadedOptimizer
 from executor.saving import Checkpoints, Resumed
 from planner.checkpoints.policy import LEAST_BUFFER_BYTES
@@ -53,23 +54,32 @@ class Keeper:
         options: which.
         stateful: what else goes into them, by name.
         outcomes: where it is kept how each one ended on each level.
+        is_first: whether this is rank 0, which looks whether another run writes there.
 
     Attributes:
         levels: as they are given, with the folder that ``"memory"`` stands for.
 
     Raises:
-        CheckpointError: a place cannot be used.
+        CheckpointError: a place cannot be used, or another run writes there.
     """
 
     def __init__(
-        self, plan: Plan, options: CheckpointOptions, stateful: dict[str, Stateful], outcomes: list[Outcome]
+        self,
+        plan: Plan,
+        options: CheckpointOptions,
+        stateful: dict[str, Stateful],
+        outcomes: list[Outcome],
+        *,
+        is_first: bool,
     ) -> None:
         self.levels = tuple(
             dataclasses.replace(level, place=memory_folder(plan)) if level.place == MEMORY else level
             for level in options.levels
         )
         for level in self.levels:  # before training: a bad place must not cost a run
-            store_at(level.place)
+            store = store_at(level.place)
+            if is_first and isinstance(store, Store):  # the lock that lasts is taken with the model made
+                RunLock(store.root).close()
         self._options = options
         self._stateful = stateful
         self._outcomes = outcomes

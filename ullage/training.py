@@ -197,16 +197,16 @@ class Trainer:
         if optimizer is not None and model is None:
             raise ValueError("an optimizer was given without the model that it is for; give both, or neither")
         self.plan = plan
+        self.process = Process.of(plan)
+        check_machine(plan, self.process)
         self.stateful: dict[str, Stateful] = {}
         self.outcomes: list[Outcome] = []
         self.keeper: Keeper | None = None
         if checkpoints is not None:
             check_levels(checkpoints.levels)
-            self.keeper = Keeper(plan, checkpoints, self.stateful, self.outcomes)
+            self.keeper = Keeper(plan, checkpoints, self.stateful, self.outcomes, is_first=self.process.is_first)
             settings = {"checkpoint_buffer_bytes": checkpoints.buffer_bytes, **settings}
         self._settings = settings
-        self.process = Process.of(plan)
-        check_machine(plan, self.process)
         self._feed = feed_of(plan, data, seed, position, self.process.data_rank)
         self._iteration = self._num_to_meter = 0
         if model is not None:

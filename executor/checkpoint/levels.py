@@ -1,5 +1,6 @@
 """Checkpoints on several levels: the fastest place gets them from training, each slower one from the one above."""
 
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -9,6 +10,7 @@ from typing import Final, final
 
 from executor.checkpoint.engine import Outcome
 from executor.checkpoint.files import Files
+from executor.checkpoint.lock import RunLock
 from executor.checkpoint.places import check_reachable, check_room, is_remote, store_at
 from executor.checkpoint.promotion import Offer, Promoter
 from executor.checkpoint.retention import LEAST_KEPT, AbstractStore
@@ -80,7 +82,7 @@ class Levels:
 
     Raises:
         ValueError: the levels do not fit together.
-        CheckpointError: a place cannot be used.
+        CheckpointError: a place cannot be used, or another run writes there.
     """
 
     def __init__(
@@ -97,6 +99,12 @@ class Levels:
         self.stores: tuple[AbstractStore, ...] = tuple(store_at(level.place, files) for level in levels)
         for store in self.stores if several_nodes else ():
             check_reachable(store)
+        self._locks = contextlib.ExitStack()  # held until closed; see [Note: One run]
+        with contextlib.ExitStack() as failing:
+            for store in self.stores if is_first else ():
+                if isinstance(store, Store):
+                    failing.callback(RunLock(store.root).close)
+            self._locks = failing.pop_all()
         self._tell = tell
         self._newest: Offer | None = None
         self._promoters = [
@@ -152,6 +160,7 @@ class Levels:
         """Give up what is on its way, for a reason. Closing twice is allowed."""
         for promoter in self._promoters:
             promoter.close(why)
+        self._locks.close()
 
     def _passing(self, index: int) -> Callable[[Offer], None]:
         return lambda offer: self._offer(index, offer)

@@ -30,9 +30,11 @@ def located(place: str | Path) -> Folder:
     """Return a place as a path; ``file://`` is a folder, as durable as any.
 
     Raises:
-        CheckpointError: a URL that nothing here can reach.
+        CheckpointError: no text at all, or a URL that nothing here can reach.
     """
     text = str(place)
+    if not text.strip():
+        raise CheckpointError(f"{text!r} is no place; give a folder, or a URL such as s3://bucket/run")
     if text.startswith(_FOLDER_URL):
         return Path(urllib.parse.unquote(urllib.parse.urlsplit(text).path))
     return UrlPath.at(text) if is_remote(text) else Path(text)

@@ -245,6 +245,8 @@ class Store(AbstractStore):
                 self.files.sync_folder(root.parent)
             except OSError as error:
                 raise CheckpointError(f"{root}: {error.strerror}; choose another folder for checkpoints") from error
+            if not root.is_dir():
+                raise CheckpointError(f"{root} is no folder; give a folder for checkpoints")
 
     def begin(self, step: int, folders: Iterable[str] = (), nonce: str = "") -> Draft:
         """Begin the checkpoint of a step, with folders in it; other ranks find it by the ``nonce``.

@@ -205,6 +205,57 @@ def test_a_second_signal_gives_up_what_is_on_its_way(plan_path: Path, tmp_path: 
     assert not list((tmp_path / "slow-5").rglob("manifest.json"))
 
 
+def test_a_second_run_in_a_folder_is_told_before_it_trains(plan_path: Path, tmp_path: Path) -> None:
+    """On any level; the first goes on, and when it is killed nothing is left to be removed."""
+    folder = tmp_path / "checkpoints"
+    first = execute(plan_path, folder, "--iterations", "100000")
+    wait_for(folder, 1, first)
+    for places in ((str(folder),), (str(tmp_path / "own"), str(folder))):
+        second = execute(plan_path, tmp_path / "second", places=places)
+        out, err = finished(second)
+        assert (second.returncode, out) == (2, "")
+        assert f"{folder}: another run (process {first.pid} on " in err
+        assert "a folder of its own" in err
+        assert err.count("\n") == 1
+    count = len(list(folder.glob("step-*")))
+    wait_for(folder, count + 1, first)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    last = max(int(path.name[5:]) for path in folder.glob("step-*"))
+    resumed = execute(plan_path, folder, "--resume", "--iterations", str(last + 6))
+    _, err = finished(resumed)
+    assert resumed.returncode == 0, err
+    assert not (folder / "run.lock").exists()
+
+
+@pytest.mark.parametrize("action", ["ls", "verify", "export", "prune"])
+def test_a_place_without_checkpoints_is_one_line(
+    action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    more = ["--output-dir", str(tmp_path / "model")] if action == "export" else []
+    for place in ("", " ", str(tmp_path / "missing"), str(tmp_path / "file"), "nothing://here"):
+        assert main(["checkpoint", action, place, *more]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("ullage checkpoint: error: ")
+        assert err.count("\n") == 1
+    (tmp_path / "empty").mkdir()
+    code = main(["checkpoint", action, str(tmp_path / "empty"), *more])
+    out, err = capsys.readouterr()
+    assert code == (0 if action in {"ls", "prune"} else 2)
+    assert (out + err).count("\n") == 1
+    assert not (tmp_path / "missing").exists()
+
+
+def test_a_folder_of_weights_must_be_new(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe"):
+        assert main(["checkpoint", "export", str(whole), "--output-dir", str(tmp_path / name)]) == 2
+        assert f"{name} is there already; export into a new folder\n" in capsys.readouterr().err
+
+
 def test_the_command_lists_verifies_exports_and_prunes(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

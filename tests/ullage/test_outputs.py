@@ -95,7 +95,7 @@ def run(
 def one_line(capsys: pytest.CaptureFixture[str], name: str, *words: str) -> None:
     """Check that all that was printed is one line."""
     out, err = capsys.readouterr()
-    assert err.startswith(f"ullage {name.split()[0]}: error: ")
+    assert err.startswith(f"ullage {name.split(maxsplit=1)[0]}: error: ")
     assert err.count("\n") == 1, err
     assert not out
     for word in words:
@@ -104,7 +104,7 @@ def one_line(capsys: pytest.CaptureFixture[str], name: str, *words: str) -> None
 
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_what_cannot_be_written_is_told_before_any_work(
-    name: str, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is imported for the work, nothing is read or written, and what is there stays."""
     output, option = OUTPUTS[name], name.split()[1]
@@ -171,9 +171,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_any_work(
     assert not (tmp_path / "out.html").exists()
 
 
-def test_a_pipe_that_nobody_reads_any_more_is_one_line(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipe_that_nobody_reads_any_more_is_one_line(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """It is not the end of the pipe that prints, which ends a command in silence."""
     read_end, write_end = os.pipe()
     os.close(read_end)

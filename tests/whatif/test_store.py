@@ -118,7 +118,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tiny, start, tmp_path):
     wait_for_lines(process, store, 3)
     os.killpg(process.pid, signal.SIGINT)
     out, error = process.communicate(timeout=60)
-    assert (process.returncode, out, error.count("\n")) == (2, "", 1)
+    assert (process.returncode, out, error.count("\n")) == (130, "", 1)
     assert f"{len(lines(store))} of 30 points are kept in study.points.jsonl, and the same command goes on" in error
     assert not (tmp_path / "study.json").exists()
     deadline = time.monotonic() + 30

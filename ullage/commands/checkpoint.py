@@ -98,7 +98,10 @@ def _list(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     results: list[dict[str, Any]] = []
-    for path in _chosen(args.place):
+    chosen = _chosen(args.place)
+    if not chosen:
+        raise CheckpointError(f"there are no checkpoints in {args.place}; give a --checkpoint-dir of a run")
+    for path in chosen:
         try:
             with Checkpoint(path) as checkpoint:
                 checkpoint.verify()
@@ -111,7 +114,7 @@ def _verify(args: argparse.Namespace) -> int:
             _say(f"{last['path']}: {'whole' if last['holds'] else last['why']}")
     if args.json:
         write_json(results)
-    return 0 if results and all(result["holds"] for result in results) else EXIT_FAILED
+    return 0 if all(result["holds"] for result in results) else EXIT_FAILED
 
 
 def _export(args: argparse.Namespace) -> int:

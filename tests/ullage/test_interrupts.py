@@ -1,0 +1,98 @@
+"""Ctrl-C ends every command, in every phase, with one line and exit code 130; SIGTERM with 143, as shells count."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ullage.interruption import whole_interrupt
+
+WAIT_S = 60.0
+
+
+def loaded(process: subprocess.Popen[str], library: str) -> bool:
+    """Return whether a process has come so far that it has a library."""
+    return library in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
+
+
+def wait_until(process: subprocess.Popen[str], is_there: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not is_there():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+# Measuring, training and studies are interrupted in their own tests. What is run, the library whose loading tells how far it is, and seconds from then on.
+PHASES = {
+    "imports of the planner": ("plan --model opt-13b --gpus 8 --output {out}", "_pydantic_core", 0.0),
+    "imports of torch": ("execute {host_plan} --output-dir {out}", "libtorch_cpu", 0.0),
+    "planning": (
+        "plan --model llama-3-70b --hardware a100-cluster --gpus 64 --budget 100 --output {out}",
+        "highs",
+        2.0,
+    ),
+    "a report": ("report {plan} --output {out}.html", "_pydantic_core", 0.4),
+}
+
+
+def start(phase: str, host_plan: Path, plan_path: Path, folder: Path) -> subprocess.Popen[str]:
+    arguments, library, seconds = PHASES[phase]
+    words = {"host_plan": host_plan, "plan": plan_path, "out": folder / "out"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ullage", *arguments.format(**words).split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"HOME": str(folder), "ULLAGE_HOME": str(folder)},
+    )
+    wait_until(process, lambda: loaded(process, library))
+    time.sleep(seconds)
+    return process
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_ctrl_c_is_one_line_and_130(phase: str, host_plan: Path, plan_path: Path, tmp_path: Path) -> None:
+    process = start(phase, host_plan, plan_path, tmp_path)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert "Traceback" not in err
+    assert f"ullage {PHASES[phase][0].split()[0]}: interrupted" in err.splitlines()[-1]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".jsonl"]
+
+
+@pytest.mark.parametrize("phase", ["planning"])
+def test_a_shell_sees_143_for_sigterm(phase: str, host_plan: Path, plan_path: Path, tmp_path: Path) -> None:
+    process = start(phase, host_plan, plan_path, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode in {143, -signal.SIGTERM}
+    assert err == ""
+
+
+def test_what_fails_because_of_ctrl_c_counts_as_that() -> None:
+    with pytest.raises(KeyboardInterrupt), whole_interrupt():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("a broken module") from None
+    with pytest.raises(ImportError), whole_interrupt():
+        raise ImportError("a broken module")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_who_has_own_handlers_keeps_them() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell's background jobs have it
+    try:
+        with whole_interrupt():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
