@@ -28,7 +28,8 @@ def wait_until(process: subprocess.Popen[str], is_there: Callable[[], bool]) -> 
         time.sleep(0.002)
 
 
-# Measuring, training and studies are interrupted in their own tests. What is run, the library whose loading tells how far it is, and seconds from then on.
+# Measuring, training and studies are interrupted in their own tests.
+# What is run, the library whose loading tells how far it is, and seconds from then on.
 PHASES = {
     "imports of the planner": ("plan --model opt-13b --gpus 8 --output {out}", "_pydantic_core", 0.0),
     "imports of torch": ("execute {host_plan} --output-dir {out}", "libtorch_cpu", 0.0),
