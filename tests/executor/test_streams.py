@@ -53,7 +53,8 @@ def watched_training(task, decisions, blind=None):
             before = Counter(races.waits)
             train(task, model, optimizer)
             races.waits -= before
-            assert session.timeline().num_iterations == task.iterations
+            sizes = task.group_sizes or (task.num_micro_batches,) * task.iterations
+            assert session.timeline().num_iterations == sizes.count(task.num_micro_batches)
     NUM_LOOKED_AT["accesses"] += races.num_accesses
     return races
 
