@@ -246,14 +246,16 @@ class Rows:
     def of(cls, rows: Iterable[Sequence[int]], count: int) -> Self:
         """Make them from so many rows."""
         listed = list(rows)
-        counts = np.fromiter(map(len, listed), np.int64, count)
-        return cls(np.fromiter(itertools.chain.from_iterable(listed), np.int64, int(counts.sum())), counts)
+        counts = np.array(list(map(len, listed)), np.int64)
+        assert len(counts) == count
+        return cls(np.array(list(itertools.chain.from_iterable(listed)), np.int64), counts)
 
     def sorted(self) -> Self:
         """Return the same with every row in order, each index once."""
         count = len(self.counts)
         row = np.repeat(np.arange(count), self.counts)
-        pairs = np.unique(row * count + self.indices)
+        pairs = np.sort(row * count + self.indices)  # numpy's unique hashes them first, which takes longer
+        pairs = pairs[np.diff(pairs, prepend=-1) > 0]
         return type(self)(pairs % count, np.bincount(pairs // count, minlength=count))
 
     def tuples(self) -> list[tuple[int, ...]]:
@@ -333,8 +335,11 @@ class Arrays:
         """Make them from what tasks do, whom they come after, and what is held."""
         numbers, works = dict[tuple[Hashable, ...], int](), list[Work]()
         number_of = list[int]()
-        for task in tasks:
-            if (number := numbers.setdefault(kind_of(task), len(works))) == len(works):
+        amounts_of, of_units, number_for = _amounts, _OF_UNITS, numbers.setdefault
+        for task in tasks:  # kind_of, but for the call
+            amounts = amounts_of(task)
+            kind = (amounts, task.micro_batch > 0, task.unit if amounts[0] in of_units else "")
+            if (number := number_for(kind, len(works))) == len(works):
                 works.append(task)
             number_of.append(number)
         work = np.array(number_of, np.int64)

@@ -1,8 +1,10 @@
 """What ``ullage plan`` does with its options: it plans, prints and writes, or says what would fit."""
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
+import gc
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -13,18 +15,20 @@ from hwprofiles.registry import LOCAL
 from planner.checkpoints.chosen import CheckpointsAsked
 from planner.plan import Plan
 from planner.planning import InfeasibleError, Request, make_plan
-from planner.search import Candidate
+from planner.search import Candidate, no_garbage_collection
 from ullage.failures import checkpoints_of, with_pfs
 from ullage.formatting import si
 from ullage.request import request_of
 
 
+@no_garbage_collection()
 def plan_command(args: argparse.Namespace) -> int:
     """Plan, print, write.
 
     Returns:
         The exit code.
     """
+    atexit.register(gc.freeze)  # Python ends by looking for cycles, among millions of objects
     request, checkpoints = request_of(args), checkpoints_of(args)
     if args.hardware == LOCAL and not args.allow_other_machine:
         check_measured_here(request.hardware)

@@ -1,6 +1,7 @@
 """HiGHS: the optimum of a linear program and its dual vector."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import numpy.typing as npt
@@ -57,8 +58,9 @@ class Solver:
         matrix = model.a_matrix_
         matrix.format_ = highspy.MatrixFormat.kRowwise
         matrix.start_ = np.cumsum([0, *(len(row.terms) for row in program.rows)])
-        matrix.index_ = np.array([columns[variable] for row in program.rows for variable, _ in row.terms], np.int32)
-        matrix.value_ = np.array([a for row in program.rows for _, a in row.terms])
+        names, values = zip(*itertools.chain.from_iterable(row.terms for row in program.rows), strict=True)
+        matrix.index_ = np.array(list(map(columns.__getitem__, names)), np.int32)
+        matrix.value_ = np.array(values)
         self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
         for option, value in (("output_flag", False), ("threads", 1), ("solver", "simplex")):
             self._highs.setOptionValue(option, value)

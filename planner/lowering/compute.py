@@ -79,6 +79,7 @@ def launch(program: Program) -> None:
             for draft in tasks:
                 issue = program.draft(Lane.LAUNCH, Op.ISSUE, draft.phase, unit, draft.micro_batch)
                 issue.num_kernels, issue.num_modules = num_kernels, num_modules
-                issue.after = tuple(key for key in draft.after if program.drafts[key].op in awaited)
+                if draft.after:
+                    issue.after = tuple(key for key in draft.after if program.drafts[key].op in awaited)
                 draft.after += (issue.key,)
                 program.before[draft.key].append(issue)

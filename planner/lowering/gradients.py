@@ -14,8 +14,7 @@ def gradients(program: Program) -> None:
     leaving: list[int] = []
     spilled: list[Draft] = []
     for draft, following in zip(program.spine, (*program.spine[1:], None), strict=True):
-        unit = program.named.get(draft.unit)
-        if draft.op is not Op.BACKWARD or unit is None or not unit.num_params:
+        if draft.op is not Op.BACKWARD or not (unit := program.named[draft.unit]).num_params:
             continue
         # Each of those, not only the latest: collectives and copies have lanes of their own, and end in any order.
         num_over = max(len(leaving) + 1 - decisions.num_gradient_slots, 0)

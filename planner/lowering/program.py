@@ -10,6 +10,7 @@ import functools
 import itertools
 import operator
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,7 +24,7 @@ ALWAYS = -1
 """In place of the keys of what is always held."""
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class Draft:
     """A task whose dependencies are still keys. See :class:`planner.schedule.Task` for the other fields.
 
@@ -138,8 +139,7 @@ class Program:
         self.behind: dict[int, list[Draft]] = defaultdict(list)
         self.tail: list[Draft] = []
         self.loop: Draft | None = None
-        self._held: list[tuple[Tier, MemoryClass, int, int, int, int]] = []  # the ends are keys, or ALWAYS
-        self._labels: list[str] = []
+        self._held: list[tuple[Tier, MemoryClass, int, int, int, int, str]] = []  # the ends are keys, or ALWAYS
 
     def draft(
         self,
@@ -153,9 +153,12 @@ class Program:
         piece: int = -1,
     ) -> Draft:
         """Return a new task, of a rank of its unit's stage; the caller says where it is issued."""
-        name, stage = (unit.name, unit.stage) if unit else ("", 0)
-        draft = Draft(len(self.drafts), lane, op, phase, name, micro_batch, piece, stage, after)
-        self.drafts.append(draft)
+        drafts = self.drafts
+        if unit:
+            draft = Draft(len(drafts), lane, op, phase, unit.name, micro_batch, piece, unit.stage, after)
+        else:
+            draft = Draft(len(drafts), lane, op, phase, "", micro_batch, piece, 0, after)
+        drafts.append(draft)
         return draft
 
     def at_step(self, draft: Draft) -> None:
@@ -165,16 +168,14 @@ class Program:
     def hold(self, tier: Tier, memory_class: MemoryClass, num_bytes: int, label: str, stage: int = 0) -> None:
         """Hold bytes, if there are any, all the time, on a rank of a pipeline stage."""
         if num_bytes:
-            self._held.append((tier, memory_class, num_bytes, ALWAYS, ALWAYS, stage))
-            self._labels.append(label)
+            self._held.append((tier, memory_class, num_bytes, ALWAYS, ALWAYS, stage, label))
 
     def hold_while(
         self, memory_class: MemoryClass, num_bytes: int, label: str, first: Draft, last: Draft, tier: Tier = Tier.GPU
     ) -> None:
         """Hold bytes, if there are any, from the start of one task to the end of another."""
         if num_bytes:
-            self._held.append((tier, memory_class, num_bytes, first.key, last.key, first.stage))
-            self._labels.append(label)
+            self._held.append((tier, memory_class, num_bytes, first.key, last.key, first.stage, label))
 
     def ordered(self) -> list[Draft]:
         """Return all drafts in issue order."""
@@ -196,10 +197,11 @@ class Program:
             Rows(index[rows.indices], rows.counts).sorted()
             for rows in (Rows.of(map(keys_of, order), count) for keys_of in (_AFTER, _AFTER_PREVIOUS))
         )
-        tier, memory_class, num_bytes, first, last, stage = zip(*self._held, strict=True) if self._held else ((),) * 6
+        columns = zip(*self._held, strict=True) if self._held else ((),) * 7
+        tier, memory_class, num_bytes, first, last, stage, labels = columns
         firsts, lasts = index[np.array(first, np.int64)], index[np.array(last, np.int64)]
         held = Held(tier, memory_class, num_bytes, firsts, lasts, stage)
-        make = functools.partial(_made, order, after, after_previous, held, self._labels)
+        make = functools.partial(_made, order, after, after_previous, held, labels)
         return Schedule.deferred(Arrays.of(order, after, after_previous, held), make, description)
 
 
@@ -226,7 +228,7 @@ def _check(units: tuple[Unit, ...], decisions: Decisions) -> None:
 
 
 def _made(
-    order: list[Draft], after: Rows, after_previous: Rows, held: Held, labels: list[str]
+    order: list[Draft], after: Rows, after_previous: Rows, held: Held, labels: Sequence[str]
 ) -> tuple[tuple[Task, ...], tuple[Buffer, ...]]:
     """Return tasks and buffers."""
     afters, afters_previous = after.tuples(), after_previous.tuples()

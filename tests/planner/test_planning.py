@@ -126,7 +126,7 @@ def test_a_refusal_names_every_memory_that_is_too_small() -> None:
     with pytest.raises(InfeasibleError) as caught:
         make_plan(request(hardware=machine(gpu_bytes=1e6, host_bytes=1e7)))
     assert set(caught.value.missing_bytes) == {Tier.GPU, Tier.HOST}
-    for words in ("the round lacks", " and the host (1 device(s) per node) lacks", "smaller --micro-batch", "or nodes"):
+    for words in ("the host (1 device(s) per node) lacks", " and the round lacks", "smaller --micro-batch", "or nodes"):
         assert words in str(caught.value)
 
 
