@@ -126,12 +126,14 @@ def read_whole(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     """Return all bytes of a regular file or of a pipe.
 
     Raises:
-        FileIsSpecialError: it is a folder, a device or a socket, or has more than ``most_bytes``.
+        FileIsSpecialError: it is a folder, a device or a socket, is empty, or has more than ``most_bytes``.
         OSError: it cannot be read.
     """
     found = path.stat()
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode)):
         raise FileIsSpecialError(f"{path} is {_kind(found.st_mode)}")
+    if stat.S_ISREG(found.st_mode) and not found.st_size:  # so are files of /proc, some of which never end
+        raise FileIsSpecialError(f"{path} is empty")
     chunks, num_bytes = [], 0
     with path.open("rb") as file:  # a pipe has no size: only reading it tells
         while max(found.st_size, num_bytes) <= most_bytes and (chunk := file.read(_CHUNK_BYTES)):

@@ -67,7 +67,7 @@ def load_profile(text: str) -> HardwareProfile:
         data = json.loads((_DATA / f"{text}.json").read_text(encoding="utf-8"))
         return profile_of(data, f"built-in profile {text}")
     path = Path(text).expanduser()
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         return _load_file(path)
     if path.suffix == ".json" or len(path.parts) > 1:
         raise ProfileError(f"{text}: there is no such file; give the path of a profile, or one of {', '.join(names)}")
@@ -85,6 +85,8 @@ def profile_of(data: Any, where: str) -> HardwareProfile:
         ProfileError: it is of another schema version, or breaks a rule of the schema.
     """
     version = data.get("schema_version") if isinstance(data, dict) else None
+    if version is None:
+        raise ProfileError(f"{where} is no profile: it has no schema_version; give one that `ullage calibrate` wrote")
     if version != SCHEMA_VERSION:
         raise ProfileError(
             f"{where} has schema_version {version!r}, but this version of ullage reads {SCHEMA_VERSION}; "

@@ -141,6 +141,8 @@ def load_plan(path: Path | str) -> Plan:
     for field, kind in (("start_s", "a run; `ullage compare` reads it"), ("host_link", "a hardware profile")):
         if isinstance(data, dict) and field in data:
             raise PlanError(f"{path} is {kind}, not a plan; make a plan with `ullage plan`")
+    if version is None:
+        raise PlanError(f"{path} is no plan: it has no schema_version; make a plan with `ullage plan`")
     if version != SCHEMA_VERSION:
         raise PlanError(
             f"{path} has schema_version {version}, but this program reads {SCHEMA_VERSION}; "

@@ -30,7 +30,7 @@ def resolve_model(text: str) -> ModelConfig:
     """
     path = Path(text).expanduser()
     path = path / "config.json" if path.is_dir() else path
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         return _from_file(path)
     names = _names()
     if (alias := names.get(text.lower())) is not None:

@@ -219,6 +219,7 @@ def test_what_has_no_end_or_no_sane_size_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(1 << 40)
     (tmp_path / "folder").mkdir()
+    (tmp_path / "nothing").touch()
     zero = tmp_path / "zero"
     special_files.device(zero, 5, "/dev/zero")
     with special_files.unix_socket(tmp_path / "socket"), special_files.terminal(tmp_path / "terminal"):
@@ -228,11 +229,12 @@ def test_what_has_no_end_or_no_sane_size_is_not_read(tmp_path: Path) -> None:
             "terminal": "is a device",
             "socket": "is a socket",
             "folder": "is a folder",
+            "nothing": "is empty",
         }.items():
             with pytest.raises(KeyError, match=rf"{name} {words}.*; give a plan") as caught:
                 read_json(tmp_path / name, SomeKeyError, "give a plan")
             assert "\n" not in str(caught.value)
-            if name != "sparse":
+            if name not in {"sparse", "nothing"}:
                 with pytest.raises(ValueError, match=rf"{name} {words}; give a regular file"):
                     check_regular(tmp_path / name)
     assert check_regular(tmp_path / "sparse") == 1 << 40

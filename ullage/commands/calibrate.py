@@ -95,11 +95,11 @@ def run(args: argparse.Namespace) -> int:
     if not (args.output or args.into):
         make_folder("--output", path.parent)
     check_output("--output", path)  # not after measuring
+    base = _base(args) if args.only is not None else None
     from hwprofiles.calibrate import CalibrationOptions, calibrate, parse_only  # noqa: PLC0415 - torch
     from hwprofiles.calibrate.collectives import ranks  # noqa: PLC0415
 
-    only = parse_only(args.only) if args.only else None
-    base = _base(args) if only is not None else None
+    only = parse_only(args.only) if args.only is not None else None
     if args.device_cores and only is not None:
         raise ValueError("--device-cores is of a whole profile, and --only keeps what it has; leave one of them out")
     if args.into and only is None:
