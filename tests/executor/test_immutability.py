@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_numerics import plans
-from training import Task, assert_same, batches, decide, delay, prepare, reference, uniform
+from training import Task, assert_same, batches, decide, delay, grouped, prepare, reference, uniform
 
 import executor.snapshots
 import planner.lowering
@@ -137,7 +137,7 @@ def iterations(task, model, optimizer, seen):
     """Train, and yield the number of iterations after each."""
     torch.manual_seed(11)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.iterations) if task.schedule else None
-    for step, micro_batches in enumerate(batches(task), 1):
+    for step, micro_batches in enumerate(grouped(task, batches(task)), 1):
         for tokens in micro_batches:
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()

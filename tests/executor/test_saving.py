@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from test_numerics import mixed, plans
 from together import resumed, saved
-from training import Task, assert_same, batches, decide, delay, prepare, reference, uniform, units_of
+from training import Task, assert_same, batches, decide, delay, grouped, prepare, reference, uniform, units_of
 
 import executor.snapshots
 from executor.checkpoint import Checkpoint, CheckpointError, Files, Level, ShardWriter, Store, Wanted, reader
@@ -48,7 +48,7 @@ def run(task, decisions, folder, *, start=0, stop=None, every=1, delays=None, fi
             with Checkpoint(folder / f"step-{start:08d}") as checkpoint:
                 extra = restore(optimizer, checkpoint)
             scheduler.load_state_dict(extra["scheduler"])
-        for iteration, micro_batches in enumerate(batches(task)):
+        for iteration, micro_batches in enumerate(grouped(task, batches(task))):
             if not start <= iteration < (stop or task.iterations):
                 continue
             seen[iteration] = []
