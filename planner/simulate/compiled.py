@@ -384,9 +384,9 @@ def compile_kernel(state: State) -> tuple[str, bytes]:
         What it is called in an object file, and that file.
     """
     # Without what Python would call it by, the code refers to nothing of Python's or numba's.
-    options: dict[str, Any] = {**_OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    dispatcher = cast("Any", numba.njit)(**options)(kernel)
-    signature = (cast("Any", numba).typeof(state), numba.int64)
+    alone: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    dispatcher = numba.njit(**_OPTIONS, **alone)(kernel)
+    signature = (numba.typeof(state), numba.int64)  # type: ignore[no-untyped-call]
     dispatcher.compile(signature)
     compiled = dispatcher.overloads[signature]
     *_, (code, _) = compiled.library.serialize_using_object_code()

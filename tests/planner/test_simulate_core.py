@@ -393,6 +393,6 @@ def test_arrays_cannot_be_changed_behind_its_back() -> None:
     mine[0] = 3.0  # and the caller's own array stays writable
 
 
-def test_numba_is_only_imported_when_something_is_simulated() -> None:
-    code = "import sys, planner.simulate; sys.exit('numba' in sys.modules)"
+def test_llvm_is_only_loaded_when_something_is_simulated() -> None:
+    code = "import sys, planner.simulate; sys.exit('llvmlite' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

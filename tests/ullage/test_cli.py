@@ -154,13 +154,6 @@ def without_cli(arguments: list[str], *options: str) -> subprocess.CompletedProc
     return subprocess.run([sys.executable, *options, *arguments], capture_output=True, text=True, check=True)
 
 
-def test_plan_never_imports_torch(plan_args, tmp_path):
-    result = without_cli(["-m", "ullage", *plan_args, "--output", str(tmp_path / "plan.json")], "-X", "importtime")
-    modules = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
-    assert {"planner.planning", "numba"} <= modules
-    assert not {name for name in modules if name.partition(".")[0] in {"torch", "transformers"}}
-
-
 def test_planner_and_hwprofiles_never_import_torch():
     code = """
 import importlib, pathlib, sys, planner, hwprofiles
@@ -200,10 +193,6 @@ BAD_INPUT = {
     "no local profile": (["plan", "--model", "gpt2", "--hardware", "local"], ["ullage calibrate"]),
     "profile without network": (["plan", "--model", "gpt2", "--hardware", "h100x4-80g", "--gpus", "8"], ["inter_node"]),
     "profile without fp32": (["plan", "--model", "gpt2", "--hardware", "{gemm}", "--precision", "fp32"], ["fp32"]),
-    "cannot fit": (
-        ["plan", "--model", "gpt2", "--device-memory", "99MB", "--seq-len", "64"],
-        ["does not fit", "lacks", "--gpus"],
-    ),
     "no output folder": (["plan", "--model", "gpt2", "--output", "{tmp}/no/plan.json"], ["no such folder"]),
     "output is a folder": (["plan", "--model", "gpt2", "--output", "/"], ["--output / is a folder", "name of a file"]),
     "more than any count": (
@@ -227,10 +216,6 @@ BAD_INPUT = {
     "too large a batch for a device": (
         ["plan", "--model", "gpt2", "--global-batch", "1000000", "--micro-batch", "1"],
         ["1000000 sequences", "at most 4096 micro-batches"],
-    ),
-    "a batch that lacks a million times the memory": (
-        ["plan", "--model", "gpt2", "--micro-batch", "1000000", "--device-memory", "1MB"],
-        ["does not fit", "there is no proof"],
     ),
     "checkpoints without a place": (
         ["execute", "{plan}", "--checkpoint-every", "3"],

@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from hwprofiles.quantity import Curve, Quantity
 from hwprofiles.registry import load_profile
 from planner.models.parameters import num_parameters
 from planner.plan import load_plan
+from planner.remedies import Remedy
 from ullage.cli import main
 from ullage.formatting import duration
 from ullage.levels import MEMORY, buffer_bytes, intervals, levels_of
@@ -113,6 +115,57 @@ def test_a_plan_that_cannot_fit_leaves_the_old_file(plan_args, tmp_path, capsys)
     assert main(arguments) == 2
     assert "does not fit" in capsys.readouterr().err
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("p.json", "old")]
+
+
+TOO_LITTLE = ["plan", "--model", "gpt2", "--device-memory", "99MB", "--seq-len", "64"]
+
+
+def test_what_does_not_fit_is_said_before_remedies_are_looked_for(monkeypatch, tmp_path, capsys):
+    shown = []
+
+    def remedies(_request):
+        for size in (1, 2):
+            shown.append(capsys.readouterr().err)
+            yield Remedy(f"change {size}", 1.0)
+
+    monkeypatch.setattr("planner.remedies.what_would_fit", remedies)
+    assert main([*TOO_LITTLE, "--output", str(tmp_path / "p.json")]) == 2
+    verdict, first = shown
+    assert re.fullmatch(r"ullage plan: error: gpt2 does not fit .* lacks .* it is proven .*--gpus.*\n", verdict)
+    assert first == "ullage plan: it fits with change 1 (1.00 s per iteration before any search)\n"
+    assert capsys.readouterr() == ("", first.replace("1 (", "2 ("))
+    assert not list(tmp_path.iterdir())
+
+
+def test_json_of_what_does_not_fit_is_one_document(tmp_path, capsys):
+    assert main([*TOO_LITTLE, "--output", str(tmp_path / "p.json"), "--json"]) == 2
+    text, shown = capsys.readouterr()
+    found = json.loads(text)
+    verdict, *remedies = shown.splitlines()
+    assert verdict == f"ullage plan: error: {found['error']}"
+    assert (found["fits"], found["proven"], list(found["missing_bytes"])) == (False, True, ["gpu"])
+    assert [remedy["change"] in line for remedy, line in zip(found["fits_with"], remedies, strict=True)] == [True]
+
+
+def test_nothing_that_helps_is_said_too(tmp_path, capsys):
+    arguments = ["plan", "--model", "gpt2", "--micro-batch", "1000000", "--device-memory", "1MB"]
+    assert main([*arguments, "--output", str(tmp_path / "p.json")]) == 2
+    verdict, *others = capsys.readouterr().err.splitlines()
+    assert "does not fit" in verdict
+    assert "there is no proof" in verdict
+    assert others == ["ullage plan: nothing that was tried makes it fit"]
+
+
+def test_an_interrupted_search_for_remedies_keeps_what_was_printed(tmp_path):
+    arguments = ["plan", "--model", "opt-175b", "--gpus", "1", "--output", str(tmp_path / "p.json")]
+    process = subprocess.Popen([sys.executable, "-m", "ullage", *arguments], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    verdict = process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    *_, last = process.stderr.read().splitlines()
+    assert verdict.startswith("ullage plan: error: opt-175b does not fit")
+    assert last == "ullage plan: interrupted; nothing was written"
+    assert process.wait() == 2
 
 
 def test_every_number_of_a_profile_is_counted():
