@@ -15,11 +15,12 @@ from training import ReferenceOptimizer, weights
 from executor.options import SessionOptions
 from executor.prepare import prepare_session
 from hwprofiles.registry import load_profile
-from planner.decisions import FP32, Decisions, Storage
+from planner.decisions import FP32, Decisions
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models.captured import CapturedModel
 from planner.planning import InfeasibleError, Request, make_plan
 from planner.schedule import Tier
+from planner.terms import Storage
 from ullage.capture import capture_module
 from ullage.capture.recording import CaptureError
 
