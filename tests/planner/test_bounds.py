@@ -78,6 +78,28 @@ def test_other_boxes_are_another_program() -> None:
     assert again.value == pytest.approx(alone.value, rel=1e-9)
 
 
+FLOATS = st.floats(-1e9, 1e9, allow_subnormal=True)
+
+
+@given(st.data())
+def test_what_multipliers_prove_is_exact(data: st.DataObject) -> None:
+    """Equal to the sum in Python's fractions, to the last digit, however small the numbers."""
+    program, names = LinearProgram("x"), ("x", "y", "z")
+    for name in names:
+        program.variable(name, *sorted(data.draw(st.tuples(FLOATS, FLOATS))))
+    for i in range(data.draw(st.integers(0, 3))):
+        terms = {name: data.draw(FLOATS) for name in data.draw(st.sets(st.sampled_from(names)))}
+        program.at_least(f"row {i}", terms, {"": data.draw(FLOATS)}, equal=data.draw(st.booleans()))
+    multipliers = {row.name: data.draw(FLOATS if row.equal else FLOATS.map(abs)) for row in program.rows}
+    total, reduced = Fraction(0), dict.fromkeys(names, Fraction(0)) | {"x": Fraction(1)}
+    for row in program.rows:
+        total += Fraction(multipliers[row.name]) * Fraction(row.least)
+        for name, a in row.terms:
+            reduced[name] -= Fraction(multipliers[row.name]) * Fraction(a)
+    total += sum(min(cost * Fraction(end) for end in program.boxes[name]) for name, cost in reduced.items())
+    assert bound(program, multipliers) == total
+
+
 def afresh(space: Space, cost: CostModel, limit_s: float) -> LinearProgram:
     """Return the conditions as they are written down, of all that is given and of this limit."""
     placement = Placement(space, cost, limit_s)

@@ -32,7 +32,7 @@ from planner.engines import (
 )
 from planner.lowering import lower
 from planner.models import resolve_model
-from planner.planning import Request, _shortfall, prepare
+from planner.planning import Request, _infeasible, prepare
 from planner.prediction import memory_peaks
 from planner.schedule import Op, Tier
 from planner.search import Scorer
@@ -246,4 +246,4 @@ def test_too_little_nvme_is_named() -> None:
         held = decisions.state_bytes_per_param + decisions.spilled_bytes_per_param
         total = sum(unit.num_params for unit in chosen.units)
         assert candidate.missing_bytes == {Tier.NVME: held * total - num_bytes}
-        assert re.search(message, _shortfall(request, decisions, candidate.missing_bytes, request.variants()[0], ()))
+        assert re.search(message, str(_infeasible(request, decisions, candidate.missing_bytes, request.variants()[0])))
