@@ -108,20 +108,32 @@ def bound(program: LinearProgram, multipliers: Mapping[str, float]) -> Fraction:
         ValueError: a multiplier is of no row, or is negative where the row is no equation.
     """
     rows = {row.name: row for row in program.rows}
-    total = Fraction(0)
-    reduced: dict[str, Fraction] = defaultdict(Fraction)
-    reduced[program.objective] = Fraction(1)
+    total = 0  # whole numbers, of the smallest product of two floats: Python's fractions take several times as long
+    reduced: dict[str, int] = defaultdict(int)
+    reduced[program.objective] = 1 << 2 * _PLACES
     for name, multiplier in multipliers.items():
         row = rows.get(name)
         if row is None:
             raise ValueError(f"multiplier of {name!r}, which is no condition of this problem")
         if multiplier < 0 and not row.equal:
             raise ValueError(f"multiplier of {name!r} is {multiplier:g}, but must not be negative")
-        exact = Fraction(multiplier)
-        total += exact * Fraction(row.least)
+        exact = _whole(multiplier)
+        total += exact * _whole(row.least)
         for variable, a in row.terms:
-            reduced[variable] -= exact * Fraction(a)
+            reduced[variable] -= exact * _whole(a)
+    total <<= _PLACES  # and now of three
     for variable, cost in reduced.items():
         low, high = program.boxes[variable]
-        total += cost * Fraction(low if cost >= 0 else high)
-    return total
+        if end := low if cost >= 0 else high:
+            total += cost * _whole(end)
+    return Fraction(total, 1 << 3 * _PLACES)
+
+
+# Binary places of the smallest float: all others are multiples of it.
+_PLACES = 1074
+
+
+def _whole(number: float) -> int:
+    """Return a float, exactly, as a multiple of the smallest one."""
+    numerator, denominator = number.as_integer_ratio()
+    return numerator << _PLACES + 1 - denominator.bit_length()

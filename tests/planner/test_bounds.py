@@ -3,6 +3,7 @@
 import itertools
 import math
 from fractions import Fraction
+from typing import get_args
 
 import pytest
 from cases import Case, cases, decide, small_units
@@ -11,10 +12,14 @@ from hypothesis import strategies as st
 from machines import machine, quantity, rate
 
 from hwprofiles.profile import HardwareProfile
-from planner.bounds.conditions import conditions, decided
-from planner.bounds.program import bound
+from planner.bounds.conditions import conditions, decided, memory_conditions
+from planner.bounds.memory import Memory
+from planner.bounds.placement import Placement
+from planner.bounds.program import LinearProgram, bound
 from planner.bounds.solver import Solver, solve
 from planner.bounds.space import NEVER_S, ROOM, Space
+from planner.bounds.windows import Windows
+from planner.bounds.work import Work
 from planner.costs import CostModel
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
@@ -22,6 +27,7 @@ from planner.lowering import lower
 from planner.prediction import memory_peaks
 from planner.schedule import Tier
 from planner.simulate.machine import run_until_steady
+from planner.terms import Storage
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -70,6 +76,68 @@ def test_other_boxes_are_another_program() -> None:
     assert again is not None
     assert alone is not None
     assert again.value == pytest.approx(alone.value, rel=1e-9)
+
+
+FLOATS = st.floats(-1e9, 1e9, allow_subnormal=True)
+
+
+@given(st.data())
+def test_what_multipliers_prove_is_exact(data: st.DataObject) -> None:
+    """Equal to the sum in Python's fractions, to the last digit, however small the numbers."""
+    program, names = LinearProgram("x"), ("x", "y", "z")
+    for name in names:
+        program.variable(name, *sorted(data.draw(st.tuples(FLOATS, FLOATS))))
+    for i in range(data.draw(st.integers(0, 3))):
+        terms = {name: data.draw(FLOATS) for name in data.draw(st.sets(st.sampled_from(names)))}
+        program.at_least(f"row {i}", terms, {"": data.draw(FLOATS)}, equal=data.draw(st.booleans()))
+    multipliers = {row.name: data.draw(FLOATS if row.equal else FLOATS.map(abs)) for row in program.rows}
+    total, reduced = Fraction(0), dict.fromkeys(names, Fraction(0)) | {"x": Fraction(1)}
+    for row in program.rows:
+        total += Fraction(multipliers[row.name]) * Fraction(row.least)
+        for name, a in row.terms:
+            reduced[name] -= Fraction(multipliers[row.name]) * Fraction(a)
+    total += sum(min(cost * Fraction(end) for end in program.boxes[name]) for name, cost in reduced.items())
+    assert bound(program, multipliers) == total
+
+
+def afresh(space: Space, cost: CostModel, limit_s: float) -> LinearProgram:
+    """Return the conditions as they are written down, of all that is given and of this limit."""
+    placement = Placement(space, cost, limit_s)
+    Work(placement)
+    Windows(placement, Memory(placement))
+    return placement.program
+
+
+@settings(SLOW, max_examples=50)
+@given(cases(), machines(), st.permutations([NEVER_S, 3.5]))
+def test_conditions_that_are_kept_are_those_made_afresh(
+    case: Case, profile: HardwareProfile, limits_s: list[float]
+) -> None:
+    """Whatever was asked for before, and whatever is decided that conditions do not ask about."""
+    units, given = case.units, case.decisions
+    kinds = [Space.of(units, given, storage=storage) for storage in get_args(Storage)]
+    cost = CostModel.of(profile, units, given)
+    for limit_s, space in itertools.product(limits_s, [*kinds, *kinds[0].stages()]):
+        found, wanted = conditions(space, cost, limit_s), afresh(space, cost, limit_s)
+        assert list(found.boxes.items()) == list(wanted.boxes.items())
+        assert (found.objective, found.rows) == (wanted.objective, wanted.rows)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_memory_alone_says_as_much_about_what_fits_as_all_conditions(ranks: int) -> None:
+    units = small_units()
+    given = decide(units, data_parallel=ranks)
+    for gpu_bytes in (1e4, 1e6, 1e8):
+        profile = with_memory(machine(), gpu_bytes, 1e6, 1e6)
+        cost = CostModel.of(profile, units, given)
+        for space in Space.of(units, given).stages():
+            alone, whole = solve(memory_conditions(space, cost)), solve(conditions(space, cost, NEVER_S, soft=True))
+            assert alone is not None
+            assert whole is not None
+            assert alone.value == pytest.approx(whole.value, rel=1e-6, abs=1e-9)
+            # What proves it there proves it among all conditions.
+            program = conditions(space, cost, NEVER_S, soft=True)
+            assert float(bound(program, alone.multipliers)) == pytest.approx(whole.value, rel=1e-6, abs=1e-9)
 
 
 def check(units: tuple[Unit, ...], decisions: Decisions, profile: HardwareProfile) -> float:

@@ -48,7 +48,9 @@ def add_parser(subparsers: Subparsers) -> None:
         action="store_true",
         help="plan for --hardware local also if it was measured on another machine than this one",
     )
-    parser.add_argument("--json", action="store_true", help="print the plan itself instead of tables")
+    parser.add_argument(
+        "--json", action="store_true", help="print the plan itself, or what would fit, instead of tables"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -33,8 +33,8 @@ def study_of(args: argparse.Namespace) -> Study:
         OSError: a file cannot be written.
     """
     output: Path = args.output
-    for path in (output, store_path(output)):  # a device or pipe has nothing beside it
-        check_output("--output", path, only_regular=True)
+    check_output("--output", output, only_regular=True)  # a device or pipe has nothing beside it
+    check_output("--output", store_path(output), only_regular=True)
     if args.table is not None:
         check_table_path(args.table)
     loaded = None
