@@ -14,9 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
-
 MOST_BYTES: Final = 1 << 28
 """Of a file that is read whole; the largest real ones, runs of large models, have some 10 MB."""
 
@@ -165,22 +162,6 @@ def read_json(path: Path, error: type[ValueError], remedy: str) -> Any:
         raise error(f"{path} is not JSON ({problem}); {remedy}") from problem
 
 
-def complaint(error: ValidationError, whole: str) -> str:
-    """Return pydantic's first complaint as one line: field, rule, value, remedy, and how many more there are.
-
-    Args:
-        error: of what was read.
-        whole: what to call it where no field of it is wrong, but all of it.
-    """
-    details = error.errors(include_url=False)
-    first = details[0]
-    field = ".".join(str(part) for part in first["loc"]) or whole
-    rule = first["msg"].removeprefix("Value error, ")
-    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
-    value = "" if isinstance(first["input"], dict | list) else f", not {str(first['input'])[:40]!r}"
-    return f"{field}: {rule}{value}{_remedy(first)}{more}"
-
-
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object, of which Python would keep only the last of two values."""
     fields = dict(pairs)
@@ -189,19 +170,6 @@ def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"field {twice!r} is given twice in one object")
     return fields
-
-
-def _remedy(detail: ErrorDetails) -> str:
-    """Return what to do; the schema's own rules (``value_error``) say it themselves."""
-    match detail["type"]:
-        case "value_error":
-            return ""
-        case "missing":
-            return "; add it"
-        case "extra_forbidden":
-            return "; remove it, or correct its name"
-        case _:
-            return "; correct it in the file"
 
 
 def _kind(mode: int) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hwprofiles.files import complaint, read_json, write_whole
+from hwprofiles.complaints import complaint
+from hwprofiles.files import read_json, write_whole
 from hwprofiles.profile import HardwareProfile
 
 LOCAL = "local"

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from hwprofiles.files import complaint, read_json
+from hwprofiles.complaints import complaint
+from hwprofiles.files import read_json
 from hwprofiles.profile import HardwareProfile
 from planner.bounds.proof import Certificate
 from planner.checkpoints.chosen import CheckpointPlan

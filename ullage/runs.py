@@ -7,7 +7,8 @@ from typing import Final, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from hwprofiles.files import complaint, read_json, write_whole
+from hwprofiles.complaints import complaint
+from hwprofiles.files import read_json, write_whole
 from planner.decisions import Frozen
 from planner.plan import Plan
 from planner.schedule import MemoryClass, Tier

@@ -41,7 +41,7 @@ def captured(way: str, dtype: str) -> tuple[Operator, ...]:
     inputs = ["input_ids=2x16:int64", "labels=2x16:int64"]
     model = capture_module(lambda: make(way).to(DTYPES[dtype]), inputs, dtype, as_on_gpu=False)
     graph = build_graph(model, Batch(2, 16, 2 if dtype == "bf16" else 4))
-    return tuple(graph.nodes[name]["operator"] for name in graph)
+    return tuple(graph.operators.values())
 
 
 def experts_of(way: str, dtype: str) -> list[Operator]:

@@ -95,6 +95,8 @@ OF_ONE_INPUT: dict[str, Callable[[], nn.Module]] = {
 
 # Modules of one floating input of 4 x 8.
 OF_NUMBERS: dict[str, Callable[[], nn.Module]] = {
+    "normalized": lambda: Of(lambda last, x: functional.normalize(last(x), dim=-1)),
+    "cosines": lambda: Of(lambda last, x: functional.cosine_similarity(last(x), x)),
     "half": lambda: Of(lambda last, x: last(x.half())),
     "double": lambda: Of(lambda last, x: last(x.double())),
     "all in half": lambda: Of(lambda last, x: functional.linear(x.half(), last.weight.half())),

@@ -260,6 +260,6 @@ def test_files_are_equal_bytes_and_compressed_by_name(trace, tmp_path):
 
 def test_a_file_that_cannot_be_written_leaves_nothing(trace, tmp_path):
     (tmp_path / "taken").mkdir()
-    with pytest.raises(OSError, match="taken"):
+    with pytest.raises(ValueError, match="taken is a folder"):
         write_trace(tmp_path / "taken", trace)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]

@@ -149,7 +149,7 @@ def test_parts_are_renewed_in_place(local, capsys):
         (["hardware", "diff", "h100"], "needs two names, but 1 were given"),
         (["hardware", "list", "h100"], "needs no name"),
         (["hardware", "check", "h100", "h200"], "needs at most one name"),
-        (["hardware", "show", "h100", "--output", "x.json"], "only check writes a profile"),
+        (["hardware", "show", "h100", "--output", "x.json"], "only `ullage hardware check` writes a profile"),
         (["calibrate", "--into", "x.json"], "add --only PART"),
         (["calibrate", "--only", "cpu", "--into", "x.json"], "there is no such file"),
         (["calibrate", "--only", "cpu"], "there is no local profile"),

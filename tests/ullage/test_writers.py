@@ -66,6 +66,7 @@ ALLOWED = {
     "executor/handover.py": "state on its way between two plans: a temporary file that is mapped",
     "executor/checkpoint/files.py": "checkpoints: one method per system call",
     "executor/checkpoint/store.py": "checkpoints: folders get their names by renaming, through checkpoint/files.py",
+    "executor/checkpoint/lock.py": "a lock that a run holds, with its process's number",
     "executor/checkpoint/remote.py": "checkpoints at URLs, through fsspec",
     "executor/checkpoint/writer.py": "checkpoints, through checkpoint/files.py",
     "ullage/cli.py": "standard output becomes /dev/null when nobody reads it",

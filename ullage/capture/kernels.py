@@ -32,6 +32,8 @@ _UNPRICED = (
     *("mkldnn_rnn", "_cudnn_rnn", "miopen_rnn", "_thnn_fused"),
     *("linalg_", "_linalg_", "_fft_", "_cdist", "_trilinear"),
 )
+# Named like those, but bound by memory.
+_PRICED = frozenset({"linalg_vector_norm", "linalg_cross"})
 
 
 class UnsupportedOperatorError(ValueError):
@@ -49,7 +51,8 @@ def kernels_of(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outpu
         return ()
     if (rule := _PRODUCTS.get(name)) is not None:
         return rule(args, kwargs, output)
-    if function.namespace != "aten" or function.overloadpacket in flop_registry or name.startswith(_UNPRICED):
+    unpriced = name.startswith(_UNPRICED) and name not in _PRICED
+    if function.namespace != "aten" or function.overloadpacket in flop_registry or unpriced:
         raise UnsupportedOperatorError(
             f"operator {function} has no known cost; write it with products, convolutions, "
             "scaled_dot_product_attention and elementwise operators"

@@ -5,7 +5,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, ValidationError
 
-from hwprofiles.files import complaint, read_json
+from hwprofiles.complaints import complaint
+from hwprofiles.files import read_json
 from hwprofiles.quantity import Provenance
 from planner.decisions import Frozen
 

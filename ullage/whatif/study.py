@@ -11,7 +11,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, ValidationError
 
-from hwprofiles.files import complaint, read_json
+from hwprofiles.complaints import complaint
+from hwprofiles.files import read_json
 from planner.decisions import Frozen
 from planner.schedule import Lane, Tier
 from planner.terms import Level
