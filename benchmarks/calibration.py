@@ -22,13 +22,13 @@ from benchmarks.origin import origin, write_result
 from hwprofiles.paths import Item, quantities
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
-from planner.costs import CostModel
+from planner.costs.model import CostModel
 from planner.models import resolve_model
-from planner.plan import Plan
-from planner.planning import Request, make_plan
+from planner.plan.document import Plan
+from planner.plan.planning import Request, make_plan
 from planner.simulate.machine import run_until_steady
-from ullage.hardware_screens import differences
-from ullage.provenance import spread, unit_and_value
+from ullage.analysis.provenance import spread, unit_and_value
+from ullage.commands.hardware.screen import differences
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -10,14 +10,14 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from hwprofiles.registry import load_profile
 from planner.models.registry import resolve_model
-from planner.planning import Request
-from planner.schedule import Lane
-from planner.timeline import Timeline
-from ullage.figure import save_figure
-from ullage.iteration import Iteration
-from ullage.palette import COLOURS, ORDINALS, WORK, Work
-from ullage.runs import load_run
-from ullage.simulation import requested, simulate
+from planner.plan.planning import Request
+from planner.schedule.tasks import Lane
+from planner.schedule.timeline import Timeline
+from ullage.analysis.iteration import Iteration
+from ullage.analysis.simulation import requested, simulate
+from ullage.commands.simulate.figure import save_figure
+from ullage.output.palette import COLOURS, ORDINALS, WORK, Work
+from ullage.training.runs import load_run
 
 HERE = Path(__file__).parent
 RUN = HERE.parent / "benchmarks" / "results" / "demo_run.json"

@@ -7,17 +7,17 @@ from typing import Final, NamedTuple, final
 import numpy as np
 import torch
 
-from executor.activations import OffloadedActivations
-from executor.backend import Backend, as_array, update_on_host
-from executor.exchange import Exchange
+from executor.checkpoint.snapshots import Snapshots
+from executor.devices.backend import Backend, as_array, update_on_host
+from executor.distributed.exchange import Exchange
+from executor.memory.activations import OffloadedActivations
+from executor.memory.pieces import Piece
+from executor.memory.state import ModelState
+from executor.memory.units import Arrived, ParameterState, StateSlot, UnitState
 from executor.optimizer import WorkerTeam
 from executor.optimizer.table import Rule
-from executor.pieces import Piece
-from executor.snapshots import Snapshots
-from executor.state import ModelState
-from executor.units import Arrived, ParameterState, StateSlot, UnitState
 from planner.decisions import Decisions, Place
-from planner.schedule import Lane, Op, Task
+from planner.schedule.tasks import Lane, Op, Task
 
 _SUM_UP: Final = frozenset({Op.FLUSH, Op.SPILL})
 """Of what belongs to a micro-batch: what has to do with the sum of all gradients when it comes to the last one."""

@@ -4,9 +4,9 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from executor.backend import Backend, HostBackend
-from executor.batches import BatchShapes
-from executor.cores import Choice
+from executor.devices.backend import Backend, HostBackend
+from executor.devices.cores import Choice
+from executor.module.batches import BatchShapes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -17,15 +17,15 @@ class SessionOptions:
         device: ``cpu`` computes in the calling thread, with a part of ordinary memory standing in for the device.
         num_threads: most threads that update on the host; left out, one for each of the rank's cores but those that
             issue work or compute.
-        cores: that the ranks of this machine divide, see [Note: Shares of cores] in :mod:`executor.cores`.
+        cores: that the ranks of this machine divide, see [Note: Shares of cores] in :mod:`executor.devices.cores`.
         gpu_capacity_bytes: most that is taken of the device for what the plan keeps there all the time.
         host_capacity_bytes: likewise, of the host.
         storage_dir: folder on a fast drive for what the plan keeps on NVMe; each rank has a file in it while it trains.
-        compile_backend: of ``torch.compile``, for the repeated blocks, see :mod:`executor.compilation`; left out, they
-            run as they are.
+        compile_backend: of ``torch.compile``, for the repeated blocks, see :mod:`executor.module.compilation`; left
+            out, they run as they are.
         checkpoint_buffer_bytes: host memory for what is taken for checkpoints and not written yet; 0: none are made.
         record: whether to keep times from the start on, for :meth:`Session.timeline`: those of the latest
-            :data:`executor.machine.NUM_RECORDED` iterations.
+            :data:`executor.devices.lanes.NUM_RECORDED` iterations.
         batch: what the model is planned to be called with; empty: larger batches are not warned of.
     """
 
@@ -49,6 +49,6 @@ def backend_of(options: SessionOptions) -> Backend:
     """
     if options.device == "cpu":
         return HostBackend()
-    from executor.cuda import CudaBackend  # noqa: PLC0415 - only where there is a GPU
+    from executor.devices.cuda import CudaBackend  # noqa: PLC0415 - only where there is a GPU
 
     return CudaBackend()

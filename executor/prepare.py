@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 from executor.checks import check_decisions
-from executor.guards import check_has_values, check_kinds, check_plain, check_unprepared
-from executor.handover import Handover
+from executor.distributed.shards import Share
+from executor.memory.handover import Handover
+from executor.memory.pieces import Part
+from executor.memory.state import write_weights
+from executor.memory.units import ParameterState, UnitState
+from executor.module.guards import check_has_values, check_kinds, check_plain, check_unprepared
 from executor.optimizer.table import OptimizerEntry, entry_of
 from executor.options import SessionOptions
-from executor.parallel.shares import Share
-from executor.pieces import Part
 from executor.session import Session
-from executor.state import write_weights
-from executor.units import ParameterState, UnitState
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
-from planner.loop import OutOfOrderError
+from planner.schedule.loop import OutOfOrderError
 
 _ON_CPU = SessionOptions()
 
@@ -47,7 +47,7 @@ def prepare_session(
     its own part of every batch. They begin with rank 0's weights and buffers; the given optimizer's state is each
     rank's own. Norms are those of all ranks. All ranks evaluate, save, load and close together. On GPUs, the current
     device is the rank's (``torch.cuda.set_device``). If a rank fails, the others raise
-    :class:`executor.watch.RankError`.
+    :class:`executor.distributed.watchdog.RankError`.
 
     Every rank gives the whole model and optimizer, also where the plan has ranks share layers or experts. Ranks that
     share layers (``tensor_parallel`` neighbours: ranks 0 and 1, 2 and 3, ... if these are two) get the same batches and
@@ -65,7 +65,7 @@ def prepare_session(
 
     Returns:
         The model, and the optimizer to use from now on. The model has ``no_sync()``, as one of
-        ``DistributedDataParallel`` has: see :mod:`executor.accumulation`.
+        ``DistributedDataParallel`` has: see :mod:`executor.module.accumulation`.
 
     Raises:
         TypeError: the model is no module, or the optimizer none.
@@ -223,8 +223,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def change(self, way: Way, folder: Path) -> int:
         """Go on in another way, between two iterations, from the very state that training is in.
 
-        The state passes through a file in ``folder`` (see :mod:`executor.handover`), and the session that has ended
-        gives its memory back before the next one takes its own. If that cannot begin, training goes on as before.
+        The state passes through a file in ``folder`` (see :mod:`executor.memory.handover`), and the session that has
+        ended gives its memory back before the next one takes its own. If that cannot begin, training goes on as before.
         All ranks change together, and stay as many, with the same degrees.
 
         Returns:

@@ -5,13 +5,13 @@ from typing import Final, final
 
 import torch
 
-from executor.guards import LEFT_HALF_WAY, OWN_CHECKPOINTING
-from executor.machine import LaneMachine
+from executor.devices.lanes import LaneMachine
+from executor.module.guards import LEFT_HALF_WAY, OWN_CHECKPOINTING
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
-from planner.loop import Loop, OutOfOrderError
 from planner.lowering.compute import AGAIN
-from planner.schedule import Op, Task
+from planner.schedule.loop import Loop, OutOfOrderError
+from planner.schedule.tasks import Op, Task
 
 _RUN_AGAIN: Final = frozenset(AGAIN.values())
 _INSIDE_BACKWARD: Final = _RUN_AGAIN | {Op.BACKWARD}

@@ -1,8 +1,8 @@
 """A session: a user's model and optimizer, driven by a schedule.
 
-The user's own loop stays as it is. Hooks tell the session where forward and backward are (:mod:`executor.binding`);
-it says so to the one loop, which issues what the schedule has up to there; the machine runs it. ``optimizer.step()``
-issues what is left of the iteration and returns while updates go on.
+The user's own loop stays as it is. Hooks tell the session where forward and backward are
+(:mod:`executor.module.binding`); it says so to the one loop, which issues what the schedule has up to there; the
+machine runs it. ``optimizer.step()`` issues what is left of the iteration and returns while updates go on.
 """
 
 import contextlib
@@ -15,44 +15,44 @@ import numpy as np
 import torch
 from torch import nn
 
-from executor.accumulation import Accumulation
 from executor.actions import Actions, ParameterUpdate
-from executor.activations import OffloadedActivations
-from executor.backend import Meter
-from executor.batches import bind_batches
-from executor.binding import bind, bind_state_dict, outside
+from executor.checkpoint.snapshots import Snapshots
 from executor.checks import check_decisions, check_groups, check_units
-from executor.cores import take
-from executor.exchange import Exchange
-from executor.gradients import GradientError
-from executor.guards import LEFT_HALF_WAY, OWN_CHECKPOINTING, bind_guards
-from executor.machine import LaneMachine
-from executor.marks import in_backward
-from executor.memory import Arena, MeasuredMemory
+from executor.devices.backend import Meter
+from executor.devices.cores import take
+from executor.devices.lanes import LaneMachine
+from executor.distributed.agreement import Together
+from executor.distributed.exchange import Exchange
+from executor.distributed.experts import split_experts
+from executor.distributed.mesh import Mesh
+from executor.distributed.ranks import Ranks
+from executor.distributed.shards import Share, shares_of
+from executor.distributed.tensor_parallel import share_layers
+from executor.memory.activations import OffloadedActivations
+from executor.memory.arenas import Arena, MeasuredMemory
+from executor.memory.pieces import Piece
+from executor.memory.state import ModelState
+from executor.memory.units import ParameterState, UnitState
+from executor.memory.views import apart
+from executor.module.accumulation import Accumulation
+from executor.module.batches import bind_batches
+from executor.module.binding import bind, bind_state_dict, outside
+from executor.module.gradients import GradientError
+from executor.module.guards import LEFT_HALF_WAY, OWN_CHECKPOINTING, bind_guards
+from executor.module.listener import in_backward
+from executor.module.user_gradients import UserGradients
+from executor.module.visibility import Sight
+from executor.module.weights import Weights
 from executor.optimizer import WorkerTeam
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions, backend_of
-from executor.parallel.experts import split_experts
-from executor.parallel.mesh import Mesh
-from executor.parallel.shares import Share, shares_of
-from executor.parallel.tensor import share_layers
-from executor.pieces import Piece
 from executor.progress import Progress
-from executor.ranks import Ranks
-from executor.sight import Sight
-from executor.snapshots import Snapshots
-from executor.state import ModelState
-from executor.together import Together
-from executor.units import ParameterState, UnitState
-from executor.user_gradients import UserGradients
-from executor.views import apart
-from executor.weights import Weights
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
-from planner.loop import Loop, OutOfOrderError
 from planner.lowering import lower
-from planner.schedule import Op, Tier
-from planner.timeline import Timeline
+from planner.schedule.loop import Loop, OutOfOrderError
+from planner.schedule.tasks import Op, Tier
+from planner.schedule.timeline import Timeline
 
 
 @final
@@ -231,7 +231,7 @@ class Session:
     def record(self, record: bool) -> None:
         self._machine.record = record
 
-    # Where the model is: called by hooks, see [Note: Marks] in executor.binding.
+    # Where the model is: called by hooks, see [Note: Marks] in executor.module.binding.
 
     def at_forward(self, unit: str) -> None:
         """Forward, or recomputation, has come to a unit.
@@ -610,7 +610,7 @@ class Session:
     def memory(self) -> dict[Tier, MeasuredMemory]:
         """Return what each tier has held: by class what is taken once, and the peak of the rest if it was metered.
 
-        On NVMe these are both versions of all state, see [Note: Two versions] in :mod:`executor.files`.
+        On NVMe these are both versions of all state, see [Note: Two versions] in :mod:`executor.memory.nvme_files`.
         """
         metered = () if self._meter is None else (self._meter.peak_bytes, dict(self._meter.peak_bytes_of))
         used = {

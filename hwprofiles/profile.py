@@ -42,7 +42,7 @@ class Device(Frozen):
         gemm_rows_half: rows (tokens) at which a product reaches half of the curve's rate because too few rows fill
             the device; 0 switches the correction off.
         multiprocessors: how many of them share a product's tiles, so that the last wave leaves some idle (see
-            :func:`planner.costs.wave_factor`); ``None`` leaves that to the curve, and ``gemm_rows_half`` applies.
+            :func:`planner.costs.model.wave_factor`); ``None`` leaves that to the curve, and ``gemm_rows_half`` applies.
         attention: time of one fused attention against its FLOP (the masked half not counted), per data type.
         elementwise: time of one elementwise kernel against the bytes it reads and writes, dispatch included.
         elementwise_fp32: the same in fp32; ``None`` where the same memory binds both. Processors without instructions

@@ -8,39 +8,39 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from executor.checkpoint import Level as Level
+    from executor.checkpoint.restoring import restore as restore
+    from executor.checkpoint.saving import Checkpoints as Checkpoints
     from executor.optimizer.reference import Lion as Lion
-    from executor.restoring import restore as restore
-    from executor.saving import Checkpoints as Checkpoints
     from hwprofiles.registry import load_profile as load_profile
     from planner.models.registry import resolve_model as resolve_model
-    from planner.plan import Plan as Plan
-    from planner.plan import load_plan as load_plan
-    from planner.planning import Request as Request
-    from planner.planning import make_plan as plan
+    from planner.plan.document import Plan as Plan
+    from planner.plan.document import load_plan as load_plan
+    from planner.plan.planning import Request as Request
+    from planner.plan.planning import make_plan as plan
+    from ullage.analysis.simulation import simulate as simulate
     from ullage.capture import capture_module as capture_module
-    from ullage.keeping import CheckpointOptions as CheckpointOptions
-    from ullage.levels import memory_folder as memory_folder
-    from ullage.simulation import simulate as simulate
-    from ullage.training import Trainer as Trainer
-    from ullage.training import prepare as prepare
+    from ullage.training.checkpoints import CheckpointOptions as CheckpointOptions
+    from ullage.training.levels import memory_folder as memory_folder
+    from ullage.training.trainer import Trainer as Trainer
+    from ullage.training.trainer import prepare as prepare
 
 _ORIGINS = {
-    "CheckpointOptions": ("ullage.keeping", "CheckpointOptions"),
-    "Checkpoints": ("executor.saving", "Checkpoints"),
+    "CheckpointOptions": ("ullage.training.checkpoints", "CheckpointOptions"),
+    "Checkpoints": ("executor.checkpoint.saving", "Checkpoints"),
     "Level": ("executor.checkpoint", "Level"),
     "Lion": ("executor.optimizer.reference", "Lion"),
-    "Plan": ("planner.plan", "Plan"),
-    "Request": ("planner.planning", "Request"),
-    "Trainer": ("ullage.training", "Trainer"),
+    "Plan": ("planner.plan.document", "Plan"),
+    "Request": ("planner.plan.planning", "Request"),
+    "Trainer": ("ullage.training.trainer", "Trainer"),
     "capture_module": ("ullage.capture", "capture_module"),
-    "load_plan": ("planner.plan", "load_plan"),
+    "load_plan": ("planner.plan.document", "load_plan"),
     "load_profile": ("hwprofiles.registry", "load_profile"),
-    "memory_folder": ("ullage.levels", "memory_folder"),
-    "plan": ("planner.planning", "make_plan"),
-    "prepare": ("ullage.training", "prepare"),
+    "memory_folder": ("ullage.training.levels", "memory_folder"),
+    "plan": ("planner.plan.planning", "make_plan"),
+    "prepare": ("ullage.training.trainer", "prepare"),
     "resolve_model": ("planner.models.registry", "resolve_model"),
-    "restore": ("executor.restoring", "restore"),
-    "simulate": ("ullage.simulation", "simulate"),
+    "restore": ("executor.checkpoint.restoring", "restore"),
+    "simulate": ("ullage.analysis.simulation", "simulate"),
 }
 
 __all__ = [

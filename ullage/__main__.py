@@ -2,6 +2,6 @@
 
 import sys
 
-from ullage.cli import main
+from ullage.cli.main import main
 
 sys.exit(main())

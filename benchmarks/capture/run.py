@@ -42,9 +42,9 @@ def compare(name: str) -> dict[str, Any]:
     from planner.models import resolve_model, to_hf_config_dict  # noqa: PLC0415
     from planner.models.captured import CapturedInput  # noqa: PLC0415
     from planner.models.kernels import flop, num_kernels  # noqa: PLC0415
-    from planner.planning import Request  # noqa: PLC0415
+    from planner.plan.planning import Request  # noqa: PLC0415
+    from ullage.analysis.simulation import requested  # noqa: PLC0415
     from ullage.capture import capture_module  # noqa: PLC0415
-    from ullage.simulation import requested  # noqa: PLC0415
 
     config = resolve_model(name)
 

@@ -39,7 +39,7 @@ from benchmarks.origin import origin, write_result
 from benchmarks.peers.jobs import Job
 from hwprofiles.profile import Dtype
 from planner.checkpoints.trial import Trial
-from planner.planning import default_precision
+from planner.plan.planning import default_precision
 
 OUTPUT = Path(__file__).parents[1] / "results" / "cpu_checkpoint.json"
 ITERATIONS_OF_A_BLOCK = 3

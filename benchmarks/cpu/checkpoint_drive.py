@@ -25,11 +25,11 @@ from benchmarks.cpu.saving import Training, plan_for
 from benchmarks.origin import origin, write_result
 from benchmarks.peers.jobs import Cell, Job
 from executor.checkpoint import Checkpoint
-from executor.checkpoint.files import Files, write_all
 from executor.checkpoint.flusher import CHUNK_BYTES, NUM_WRITERS
-from executor.checkpoint.reader import NUM_READERS
-from executor.direct import go_direct, pages
-from planner.planning import default_precision
+from executor.checkpoint.format.reader import NUM_READERS
+from executor.checkpoint.places.system_calls import Files, write_all
+from executor.memory.direct_io import go_direct, pages
+from planner.plan.planning import default_precision
 
 OUTPUT = Path(__file__).parents[1] / "results" / "cpu_checkpoint_drive.json"
 MODEL, DEVICE_MEMORY_BYTES, SEQ_LEN = "opt-350m", 2_000_000_000, 16

@@ -48,10 +48,10 @@ from planner.checkpoints.lowering import with_checkpoints
 from planner.checkpoints.policy import policy
 from planner.checkpoints.reading import times
 from planner.checkpoints.state import Shard
-from planner.costs import CostModel
+from planner.costs.model import CostModel
 from planner.decisions import BF16
-from planner.planning import default_precision
-from planner.schedule import Tier
+from planner.plan.planning import default_precision
+from planner.schedule.tasks import Tier
 from planner.simulate.machine import run as simulate
 
 OUTPUT = Path(__file__).parents[1] / "results" / "cpu_checkpoint_engines.json"

@@ -27,7 +27,7 @@ from benchmarks.peers.command import Rounds, add_arguments, compare
 from benchmarks.peers.jobs import Cell
 from hwprofiles.profile import Dtype, HardwareProfile
 from hwprofiles.registry import load_profile
-from planner.planning import default_precision
+from planner.plan.planning import default_precision
 
 OUTPUT = Path(__file__).parents[1] / "results" / "cpu_peers.json"
 TINY = (Cell("llama-tiny", "fp32", 2, 32, 2, 1.0, 3_000_000, 1),)

@@ -23,8 +23,8 @@ from benchmarks.peers.command import Rounds, add_arguments, compare
 from benchmarks.peers.jobs import Cell
 from hwprofiles.calibrate import CalibrationOptions, calibrate
 from hwprofiles.registry import load_profile
-from ullage.arguments import parse_bytes
-from ullage.commands.calibrate import kernels
+from ullage.cli.arguments import parse_bytes
+from ullage.commands.calibrate.command import kernels
 
 OUTPUT = Path(__file__).parents[1] / "results" / "gpu" / "peers.json"
 # sequences, tokens of each, micro-batches, norm, whether peers recompute

@@ -89,7 +89,7 @@ export PYTHON OUT PROFILE BATCH scratch
 
 : > "$OUT/stages.txt"
 compgen -G "$WHEELS/*.whl" > /dev/null && install_wheels
-if ! "$PYTHON" -c 'import highspy, ullage.execution' 2> "$scratch/log.txt"; then
+if ! "$PYTHON" -c 'import highspy, ullage.commands.execute.run' 2> "$scratch/log.txt"; then
     echo "imports: $(tail -n 1 "$scratch/log.txt"); put a wheel of what is missing into $WHEELS/" | tee -a "$OUT/stages.txt"
     exit 1
 fi

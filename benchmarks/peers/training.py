@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.peers.jobs import BETAS, EPS, WEIGHT_DECAY, Cell, Job, lr_factor, model_config
 from planner.models import to_hf_config_dict
-from ullage.text import TokenStream, read_text
+from ullage.training.text import TokenStream, read_text
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SEED = 0

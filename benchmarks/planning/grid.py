@@ -17,8 +17,8 @@ from rich.progress import track
 from hwprofiles.files import write_whole
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
-from planner.planning import InfeasibleError, Request, make_plan
-from planner.verification import verify
+from planner.plan.planning import InfeasibleError, Request, make_plan
+from planner.plan.verification import verify
 
 MODELS = (
     "opt-1.3b",

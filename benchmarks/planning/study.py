@@ -23,8 +23,8 @@ from rich.progress import Progress
 
 from benchmarks.origin import origin, write_result
 from ullage.whatif.design import Space
-from ullage.whatif.point import plan_point
-from ullage.whatif.store import Store
+from ullage.whatif.running.point import plan_point
+from ullage.whatif.running.store import Store
 from ullage.whatif.study import Study, load_study
 
 SWEEPS = (

@@ -18,8 +18,8 @@ from typing import Any
 from hwprofiles.paths import number, quantities, replace
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile, save_profile
-from planner.fitting import fitted_paths
-from ullage.cli import main as ullage
+from planner.fitting.from_runs import fitted_paths
+from ullage.cli.main import main as ullage
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

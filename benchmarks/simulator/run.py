@@ -28,12 +28,12 @@ from rich.table import Table
 
 from benchmarks.origin import origin, write_result
 from hwprofiles.registry import load_profile
-from planner.costs import Price, Resource
-from planner.engines import zero_offload
+from planner.costs.model import Price, Resource
+from planner.engines.policies import zero_offload
 from planner.lowering import lower
 from planner.models import resolve_model
-from planner.planning import Request, prepare
-from planner.schedule import Schedule
+from planner.plan.planning import Request, prepare
+from planner.schedule.tasks import Schedule
 from planner.simulate import FluidSystem, FluidTask, simulate, simulate_reference
 from planner.simulate.machine import SimulatedMachine
 from planner.simulate.machine import run as simulate_iterations

@@ -18,10 +18,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from hwprofiles.profile import HardwareProfile
-from planner.plan import Plan
-from ullage.cli import build_parser
+from planner.plan.document import Plan
+from ullage.cli.main import build_parser
 from ullage.commands import SUMMARIES
-from ullage.runs import RunRecord
+from ullage.training.runs import RunRecord
 from ullage.whatif.prices import Prices
 from ullage.whatif.study import Study
 

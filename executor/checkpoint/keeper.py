@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 from typing import Final, final
 
-from executor.checkpoint.files import CheckpointError
 from executor.checkpoint.flusher import yield_cores
-from executor.checkpoint.opening import Folder
-from executor.checkpoint.retention import LEAST_KEPT, AbstractStore
+from executor.checkpoint.format.files import Folder
+from executor.checkpoint.places.retention import LEAST_KEPT, AbstractStore
+from executor.checkpoint.places.system_calls import CheckpointError
 
 READING_SHARE: Final = 1 / 8
 """Of the thread's time that it reads, at most; the planner counts on that."""
@@ -31,7 +31,7 @@ class Keeper:
 
     Args:
         store: the place.
-        keep: how many stay, see [Note: Read again]; :data:`executor.checkpoint.retention.LEAST_KEPT` at least.
+        keep: how many stay, see [Note: Read again]; :data:`executor.checkpoint.places.retention.LEAST_KEPT` at least.
     """
 
     def __init__(self, store: AbstractStore, keep: int) -> None:

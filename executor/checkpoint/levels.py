@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Final, final
 
 from executor.checkpoint.engine import Outcome
-from executor.checkpoint.files import Files
-from executor.checkpoint.lock import RunLock
-from executor.checkpoint.places import check_reachable, check_room, is_remote, store_at
+from executor.checkpoint.places.locating import check_reachable, check_room, is_remote, store_at
+from executor.checkpoint.places.lock import RunLock
+from executor.checkpoint.places.retention import LEAST_KEPT, AbstractStore
+from executor.checkpoint.places.store import Store
+from executor.checkpoint.places.system_calls import Files
 from executor.checkpoint.promotion import Offer, Promoter
-from executor.checkpoint.retention import LEAST_KEPT, AbstractStore
-from executor.checkpoint.store import Store
 
 DEFAULT_EVERY: Final = 100
 MORE_THAN_KEPT: Final = 2

@@ -8,11 +8,11 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from executor.checkpoint.files import CheckpointError, write_all
 from executor.checkpoint.flusher import Buffer, Chunk, Flusher, Loan, Pending
-from executor.checkpoint.layout import Layout
-from executor.checkpoint.manifest import FileRecord
-from executor.direct import BLOCK_BYTES, NO_ROOM, alignment_bytes, in_blocks
+from executor.checkpoint.format.layout import Layout
+from executor.checkpoint.format.manifest import FileRecord
+from executor.checkpoint.places.system_calls import CheckpointError, write_all
+from executor.memory.direct_io import BLOCK_BYTES, NO_ROOM, alignment_bytes, in_blocks
 
 CopyChunk = Callable[[Buffer, Any], None]
 """Copies bytes into a part of a buffer."""

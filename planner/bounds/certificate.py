@@ -18,12 +18,12 @@ from planner.bounds.program import LinearProgram, bound
 from planner.bounds.proof import Certificate, Proof
 from planner.bounds.solver import solve
 from planner.bounds.space import NEVER_S, OVERRUN, Space
-from planner.choices import Choice
-from planner.costs import CostModel
+from planner.costs.model import CostModel
 from planner.decisions import Decisions
 from planner.lowering import lower
-from planner.schedule import Lane, Op
-from planner.variants import Variant
+from planner.plan.choices import Choice
+from planner.plan.variants import Variant
+from planner.schedule.tasks import Lane, Op
 
 # Schedules that take longer than this many times a plan are of no interest; the limit keeps numbers near one.
 _LIMIT = 2.0

@@ -37,7 +37,7 @@ from planner.bounds.program import LinearProgram
 from planner.bounds.space import NEVER_S, OVERRUN, ROOM, Space
 from planner.bounds.windows import Windows
 from planner.bounds.work import Work
-from planner.costs import CostModel
+from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 

@@ -3,11 +3,11 @@
 from collections import defaultdict
 
 from planner.bounds.program import Sum
-from planner.costs import CostModel, Resource
+from planner.costs.model import CostModel, Resource
 from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.models.kernels import num_kernels
-from planner.schedule import Lane, Op, Phase, Task
+from planner.schedule.tasks import Lane, Op, Phase, Task
 
 _COMPUTE = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.RECOMPUTE: "recompute", Op.REMAKE: "remake"}
 

@@ -10,8 +10,8 @@ from planner.bounds.storage import STATE_BUFFERS, offloaded
 from planner.decisions import Place
 from planner.graph import Unit
 from planner.lowering.workspace import least_workspace_bytes
-from planner.prediction import capacities
-from planner.schedule import Tier
+from planner.plan.prediction import capacities
+from planner.schedule.tasks import Tier
 
 STATE_SLOT = "state slot"
 

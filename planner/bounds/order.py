@@ -9,8 +9,8 @@ for each iteration that it spans. That is what simulating the schedule without a
 import dataclasses
 from collections import defaultdict
 
-from planner.costs import CostModel, Resource
-from planner.schedule import Schedule
+from planner.costs.model import CostModel, Resource
+from planner.schedule.tasks import Schedule
 from planner.simulate.machine import Simulation, run
 from planner.simulate.steady import find_cycle
 

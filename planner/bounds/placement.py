@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from planner.bounds.loads import Load, Loads
 from planner.bounds.program import LinearProgram, Sum
 from planner.bounds.space import ROOM, TIME, Space
-from planner.costs import CostModel, Resource
+from planner.costs.model import CostModel, Resource
 from planner.decisions import Place
 from planner.graph import Unit, segments
-from planner.schedule import Lane, Op
+from planner.schedule.tasks import Lane, Op
 
 # Ways to have activations again, and what computes them.
 AGAIN = (("recompute", Op.RECOMPUTE), ("offload", Op.REMAKE), ("evict", Op.REMAKE))

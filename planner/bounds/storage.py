@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from planner.bounds.program import LinearProgram, Sum
 from planner.graph import Unit
-from planner.schedule import Tier
+from planner.schedule.tasks import Tier
 
 STATE_BUFFERS = "state in host buffers"
 

@@ -10,11 +10,11 @@ from planner.bounds.placement import AGAIN, Placement
 from planner.bounds.program import Sum
 from planner.bounds.space import TIME
 from planner.bounds.storage import STATE_BUFFERS
-from planner.costs import Resource
+from planner.costs.model import Resource
 from planner.decisions import Place
 from planner.graph import Unit
-from planner.prediction import capacities
-from planner.schedule import Lane, Op, Tier
+from planner.plan.prediction import capacities
+from planner.schedule.tasks import Lane, Op, Tier
 
 # Windows end at so many units, and begin at so many, evenly spaced: each is a row.
 _NUM_ENDS, _NUM_BEGINNINGS = 24, 8

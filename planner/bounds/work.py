@@ -6,10 +6,10 @@ from planner.bounds.loads import Load, word
 from planner.bounds.placement import AGAIN, Placement
 from planner.bounds.program import Sum
 from planner.bounds.space import TIME
-from planner.costs import Resource
+from planner.costs.model import Resource
 from planner.decisions import Place
 from planner.graph import Unit
-from planner.schedule import Lane, Op, Phase, Task
+from planner.schedule.tasks import Lane, Op, Phase, Task
 
 
 class Work:

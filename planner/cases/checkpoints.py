@@ -17,9 +17,9 @@ from planner.checkpoints.lowering import with_checkpoints
 from planner.checkpoints.policy import policy
 from planner.checkpoints.reading import RunTimes, times
 from planner.checkpoints.state import Shard, coarse
-from planner.costs import CostModel, Price, Resource
+from planner.costs.model import CostModel, Price, Resource
 from planner.decisions import BF16
-from planner.schedule import Lane, Op, Phase, Schedule, Task, Tier
+from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task, Tier
 from planner.simulate.machine import run
 
 _GB = 1e9

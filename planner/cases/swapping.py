@@ -8,13 +8,13 @@ from pydantic import Field
 
 from hwprofiles.profile import HardwareProfile
 from planner.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict, shortages
-from planner.costs import CostModel, total_flop
-from planner.engines import Setup, ratel
+from planner.costs.model import CostModel, total_flop
+from planner.engines.policies import Setup, ratel
 from planner.graph import Batch, build_graph, units
 from planner.lowering import lower
 from planner.models.registry import model_from_case
-from planner.prediction import always_held, capacities, memory_peaks
-from planner.schedule import Tier
+from planner.plan.prediction import always_held, capacities, memory_peaks
+from planner.schedule.tasks import Tier
 from planner.simulate.machine import Simulation, run_until_steady
 
 # The published data give names only. These are the layers, heads and hidden sizes that GPT-like models of such names

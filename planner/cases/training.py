@@ -8,17 +8,17 @@ from pydantic import Field, ValidationError
 
 from hwprofiles.profile import HardwareProfile
 from planner.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict, shortages
-from planner.costs import CostModel
+from planner.costs.model import CostModel
 from planner.decisions import BF16, Decisions, GradientPath
-from planner.engines import Setup, gpu_only, interleaved, twin_flow, zero_infinity, zero_offload
+from planner.engines.policies import Setup, gpu_only, interleaved, twin_flow, zero_infinity, zero_offload
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
 from planner.models.config import ModelConfig
 from planner.models.parameters import num_parameters
 from planner.models.registry import DEFAULT_POSITIONS, model_from_case
 from planner.models.sharding import share
-from planner.prediction import memory_peaks
-from planner.schedule import Tier
+from planner.plan.prediction import memory_peaks
+from planner.schedule.tasks import Tier
 from planner.simulate.machine import run_until_steady
 
 # Of one iteration: more would take minutes to simulate, and say nothing new.
@@ -152,7 +152,7 @@ class TrainingCase(Case):
         self._check_size()
 
     def _check_nodes(self, ranks: int) -> None:
-        """Check that ranks fill one node after the other; see [Note: Layout] in :mod:`planner.layout`."""
+        """Check that ranks fill one node after the other; see [Note: Layout] in :mod:`planner.costs.layout`."""
         parallel = self.parallel
         needed = -(-ranks // parallel.gpus_per_node)
         if parallel.nodes > needed:

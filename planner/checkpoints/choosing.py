@@ -24,9 +24,9 @@ from planner.checkpoints.nesting import ContradictionError, Limits, Nested, nest
 from planner.checkpoints.policy import CHUNK_BYTES, LEAST_BUFFER_BYTES, MORE_THAN_KEPT, POLICIES
 from planner.checkpoints.stores import storage_of
 from planner.checkpoints.trial import OURS, Measured, Trial
-from planner.plan import Plan
-from planner.schedule import Tier
-from planner.terms import LEVELS, Level
+from planner.plan.document import Plan
+from planner.plan.request_terms import LEVELS, Level
+from planner.schedule.tasks import Tier
 
 _DAY_S = 86400.0
 _NOT_WORTH_MEMORY = 1e-4  # of the time

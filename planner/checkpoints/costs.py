@@ -1,7 +1,7 @@
 """What the tasks of a checkpoint take on one machine.
 
-As everywhere in :mod:`planner.costs`, one representative rank stands for all: they write at the same time, so each has
-its share of what a node, and a job, can write.
+As everywhere in :mod:`planner.costs.model`, one representative rank stands for all: they write at the same time, so
+each has its share of what a node, and a job, can write.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ from hwprofiles.quantity import Quantity
 from planner.checkpoints.lowering import Run
 from planner.checkpoints.policy import HASH_BYTES_PER_S, CheckpointPolicy
 from planner.checkpoints.stores import Traffic, storage_of, store_of
-from planner.costs import CostModel, Price, Resource
-from planner.schedule import Lane, Op, Task
-from planner.terms import Level
+from planner.costs.model import CostModel, Price, Resource
+from planner.plan.request_terms import Level
+from planner.schedule.tasks import Lane, Op, Task
 
 # What is hashed and written from memory is read by a core, and by the drive.
 _HASHED_PASSES = 2

@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from planner.checkpoints.lowering import Run
-from planner.schedule import Lane, Op
-from planner.timeline import Timeline
+from planner.schedule.tasks import Lane, Op
+from planner.schedule.timeline import Timeline
 
 
 @dataclasses.dataclass(frozen=True)

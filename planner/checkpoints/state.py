@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from planner.checkpoints.policy import CheckpointPolicy
-from planner.optimizers import OPTIMIZERS, Optimizer
-from planner.schedule import Lane, Op, Schedule, Tier
+from planner.costs.optimizers import OPTIMIZERS, Optimizer
+from planner.schedule.tasks import Lane, Op, Schedule, Tier
 
 _COARSE_CHUNKS = 400
 # Where what changes a piece is not its update: it is stored back, or written.
@@ -20,7 +20,7 @@ class Shard:
         num_bytes: that are saved of it.
         tier: where it lives.
         changed_by: index of the task of an iteration that changes it.
-        unit, piece: what it is the state of; see :class:`planner.schedule.Task`.
+        unit, piece: what it is the state of; see :class:`planner.schedule.tasks.Task`.
     """
 
     num_bytes: int

@@ -5,8 +5,8 @@ import dataclasses
 from typing import final
 
 from hwprofiles.profile import Storage
-from planner.costs import CostModel, Resource
-from planner.terms import Level
+from planner.costs.model import CostModel, Resource
+from planner.plan.request_terms import Level
 
 Uses = tuple[tuple[Resource, float], ...]
 

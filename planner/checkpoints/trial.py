@@ -12,13 +12,13 @@ from planner.checkpoints.policy import READING_SHARE, CheckpointPolicy, policy
 from planner.checkpoints.reading import RunTimes, times
 from planner.checkpoints.state import bytes_by_stage, coarse, state_of
 from planner.checkpoints.stores import store_of
-from planner.costs import CostModel
+from planner.costs.model import CostModel
 from planner.lowering import stages
-from planner.plan import Plan
-from planner.prediction import capacities
-from planner.schedule import Lane, Tier
+from planner.plan.document import Plan
+from planner.plan.prediction import capacities
+from planner.plan.request_terms import Level
+from planner.schedule.tasks import Lane, Tier
 from planner.simulate.machine import run
-from planner.terms import Level
 
 OURS: Final = "ullage"
 

@@ -6,10 +6,10 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from planner.critical import critical_steps
 from planner.decisions import Decisions, Place, UnitDecision
 from planner.explain.trial import Bench, Trial
-from planner.schedule import Lane, Op, Tier
+from planner.schedule.critical_path import critical_steps
+from planner.schedule.tasks import Lane, Op, Tier
 
 # Two times that differ by less than this fraction are the same.
 SAME = 1e-6

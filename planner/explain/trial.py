@@ -5,15 +5,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from hwprofiles.profile import HardwareProfile
-from planner.costs import CostModel
-from planner.critical import critical_path
+from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place, UnitDecision
-from planner.engines import Setup
+from planner.engines.policies import Setup
 from planner.graph import Unit
 from planner.lowering import lower
-from planner.plan import Plan
-from planner.prediction import TierMemory, memory_peaks
-from planner.schedule import Lane, Schedule, Tier
+from planner.plan.document import Plan
+from planner.plan.prediction import TierMemory, memory_peaks
+from planner.schedule.critical_path import critical_path
+from planner.schedule.tasks import Lane, Schedule, Tier
 from planner.search import traffic_bytes
 from planner.simulate.machine import Simulation, run_until_steady
 

@@ -1,7 +1,7 @@
 """Lowering: from decisions to the schedule they imply, as a tuple of named passes.
 
-``lower`` needs no hardware profile: a schedule states physical amounts, and :mod:`planner.costs` prices them for one
-machine. So the executor lowers a plan by itself and runs exactly what was simulated.
+``lower`` needs no hardware profile: a schedule states physical amounts, and :mod:`planner.costs.model` prices them for
+one machine. So the executor lowers a plan by itself and runs exactly what was simulated.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from planner.lowering.pipeline import stage_decisions, stages
 from planner.lowering.program import Program
 from planner.lowering.snapshots import snapshots
 from planner.lowering.updates import updates
-from planner.schedule import Schedule
+from planner.schedule.tasks import Schedule
 
 PASSES: tuple[Callable[[Program], None], ...] = (compute, parameters, activations, gradients, updates, launch, memory)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
 from planner.lowering.program import Draft, Keys, LoweredUnit, Program
-from planner.schedule import Lane, Op, Phase
+from planner.schedule.tasks import Lane, Op, Phase
 
 Segment = list[LoweredUnit]
 OFFLOADS = frozenset({"offload", "offload-nvme"})

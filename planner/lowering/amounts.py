@@ -10,7 +10,7 @@ from typing import Literal
 
 from planner.decisions import Decisions, GradientPath, Place, UnitDecision
 from planner.graph import Unit
-from planner.schedule import Tier
+from planner.schedule.tasks import Tier
 
 HeldBytes = tuple[tuple[Tier, int], ...]
 

@@ -5,7 +5,7 @@ from collections import Counter
 from planner.decisions import GradientPath
 from planner.lowering import pipeline
 from planner.lowering.program import Draft, LoweredUnit, Program
-from planner.schedule import Lane, Op, Phase
+from planner.schedule.tasks import Lane, Op, Phase
 
 # What runs just before the backward of a segment, by what was decided for its activations.
 AGAIN = {"recompute": Op.RECOMPUTE, "offload": Op.REMAKE, "offload-nvme": Op.REMAKE}

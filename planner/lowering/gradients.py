@@ -4,7 +4,7 @@ from planner.decisions import GradientPath
 from planner.lowering.pipeline import exchange_tied
 from planner.lowering.program import Draft, LoweredUnit, Program
 from planner.lowering.storage import spill
-from planner.schedule import Lane, Op, Phase
+from planner.schedule.tasks import Lane, Op, Phase
 
 
 def gradients(program: Program) -> None:

@@ -9,7 +9,7 @@ from planner.lowering.parameters import assign_slots
 from planner.lowering.program import Draft, LoweredUnit, Program
 from planner.lowering.storage import SpillRooms, spilled_bytes
 from planner.lowering.workspace import backward_workspace_bytes
-from planner.schedule import MemoryClass, Op, Tier
+from planner.schedule.tasks import MemoryClass, Op, Tier
 
 
 def memory(program: Program) -> None:

@@ -11,7 +11,7 @@ import itertools
 from collections import defaultdict
 
 from planner.lowering.program import Draft, LoweredUnit, Program
-from planner.schedule import Lane, Op
+from planner.schedule.tasks import Lane, Op
 
 
 @dataclasses.dataclass(frozen=True)

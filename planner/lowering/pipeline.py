@@ -21,7 +21,7 @@ from planner.models.kernels import Collective, Kernels
 from planner.models.operators import Operator
 from planner.models.parameters import ParameterSpec
 from planner.models.patterns import Pattern
-from planner.schedule import Lane, Op, Phase
+from planner.schedule.tasks import Lane, Op, Phase
 
 _PHASES = {Op.FORWARD: Phase.FORWARD, Op.BACKWARD: Phase.BACKWARD}
 

@@ -17,7 +17,7 @@ import numpy as np
 from planner.decisions import Activations, Decisions
 from planner.graph import Unit
 from planner.lowering.amounts import Amounts, AmountsOf
-from planner.schedule import Arrays, Buffer, Held, Lane, MemoryClass, Op, Phase, Rows, Schedule, Task, Tier
+from planner.schedule.tasks import Arrays, Buffer, Held, Lane, MemoryClass, Op, Phase, Rows, Schedule, Task, Tier
 
 Keys = tuple[int, ...]
 ALWAYS = -1
@@ -26,7 +26,7 @@ ALWAYS = -1
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Draft:
-    """A task whose dependencies are still keys. See :class:`planner.schedule.Task` for the other fields.
+    """A task whose dependencies are still keys. See :class:`planner.schedule.tasks.Task` for the other fields.
 
     Most have no use for most of the amounts, and are given those that they have behind their making.
     """

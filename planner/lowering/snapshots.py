@@ -2,7 +2,7 @@
 
 from planner.decisions import Place
 from planner.lowering.program import Draft, Program
-from planner.schedule import Lane, Op, Phase
+from planner.schedule.tasks import Lane, Op, Phase
 
 _ON_HOST = frozenset({Place.CPU, Place.STREAM})
 

@@ -8,7 +8,7 @@ more, one subgroup is read or written while another is updated.
 from planner.decisions import Decisions, GradientPath, Place
 from planner.graph import Unit
 from planner.lowering.program import Draft, LoweredUnit, Program
-from planner.schedule import Lane, Op, Phase
+from planner.schedule.tasks import Lane, Op, Phase
 
 # DeepSpeed's swapper: gradients of this many units may wait on the host to be written, its usual ``buffer_count``.
 _SWAPPER_SLOTS = 20

@@ -5,7 +5,7 @@ from planner.lowering.gradients import gradient_ready
 from planner.lowering.parameters import issue_ahead
 from planner.lowering.program import Draft, Keys, LoweredUnit, Program
 from planner.lowering.storage import Ring, spilled_bytes
-from planner.schedule import Lane, Op, Phase
+from planner.schedule.tasks import Lane, Op, Phase
 
 # A separate pass of DeepSpeed: scaling fp32 gradients in place.
 _SCALE_BYTES_PER_PARAM = 8

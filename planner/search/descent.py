@@ -5,9 +5,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
-from planner.engines import Mix, Setup, mixed, pieces
-from planner.prediction import capacities
-from planner.schedule import Lane, Tier
+from planner.engines.policies import Mix, Setup, mixed, pieces
+from planner.plan.prediction import capacities
+from planner.schedule.tasks import Lane, Tier
 from planner.search.scoring import ENDLESS, Candidate, Key, Scorer
 
 # How far memory is filled.

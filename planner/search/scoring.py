@@ -8,12 +8,12 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
-from planner.costs import CostModel
+from planner.costs.model import CostModel
+from planner.costs.optimizers import OPTIMIZERS
 from planner.decisions import Decisions
 from planner.lowering import lower
-from planner.optimizers import OPTIMIZERS
-from planner.prediction import Prediction, Workload, always_held, capacities, needs_bytes, predict
-from planner.schedule import Arrays, Lane, Schedule, Tier
+from planner.plan.prediction import Prediction, Workload, always_held, capacities, needs_bytes, predict
+from planner.schedule.tasks import Arrays, Lane, Schedule, Tier
 from planner.simulate.machine import run_until_steady
 
 Progress = Callable[["Candidate", int], None]

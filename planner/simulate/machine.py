@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from planner.costs import CostModel, Price, Resource
-from planner.schedule import LANES, Phase, Schedule, Task
+from planner.costs.model import CostModel, Price, Resource
+from planner.schedule.tasks import LANES, Phase, Schedule, Task
+from planner.schedule.timeline import Phases, Timeline
 from planner.simulate.kernel import simulate
 from planner.simulate.steady import find_cycle
 from planner.simulate.system import Capacity, Floats, FluidSystem, Ints, capacity_rows, pointers
-from planner.timeline import Phases, Timeline
 
 Capacities = Mapping[Resource, Capacity]
 
@@ -57,7 +57,7 @@ class SimulatedMachine:
 
     Args:
         schedule: what is walked.
-        prices: the price of each task (see :meth:`planner.costs.CostModel.prices`), or its measured duration.
+        prices: the price of each task (see :meth:`planner.costs.model.CostModel.prices`), or its measured duration.
         capacities: what there is of each resource.
     """
 

@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from planner.costs import Price, Resource
-from planner.schedule import Schedule
+from planner.costs.model import Price, Resource
+from planner.schedule.tasks import Schedule
+from planner.schedule.timeline import Timeline
 from planner.simulate.kernel import simulate
 from planner.simulate.machine import SimulatedMachine
-from planner.timeline import Timeline
 
 Seconds = npt.NDArray[np.float64]
 

@@ -16,7 +16,7 @@ import dataclasses
 
 import numpy as np
 
-from planner.timeline import Timeline
+from planner.schedule.timeline import Timeline
 
 # Moments that differ by less than this part of the period are the same.
 _SAME = 1e-6

@@ -8,7 +8,7 @@ from benchmarks.cpu.engines import Blocking, CheckFreq
 from hwprofiles.calibrate.sampling import quantity
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
-from planner.planning import Request, make_plan
+from planner.plan.planning import Request, make_plan
 
 STATE = {"0.master": torch.randn(300, 7), "0.step": torch.tensor(3.0)}
 

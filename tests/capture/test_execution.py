@@ -16,7 +16,7 @@ from executor.options import SessionOptions
 from executor.prepare import prepare_session
 from planner.decisions import Decisions, Place, Precision, UnitDecision
 from planner.graph import Batch, Unit, build_graph, segments, units
-from planner.schedule import Op
+from planner.schedule.tasks import Op
 from ullage.capture import capture_module
 from ullage.capture.recording import find_loss
 

@@ -14,9 +14,9 @@ from planner.graph import Batch, Elementwise, Gemm, Kernels, Unit, build_graph, 
 from planner.models import ModelConfig, resolve_model, to_hf_config_dict
 from planner.models.captured import CapturedInput, CapturedModel, Model
 from planner.models.kernels import flop
-from planner.planning import Request
+from planner.plan.planning import Request
+from ullage.analysis.simulation import requested
 from ullage.capture import capture_module
-from ullage.simulation import requested
 
 MICRO_BATCH, SEQ_LEN = 2, 512
 NAMES = ["opt-1.3b", "gpt2", "llama-3-8b", "qwen2.5-7b", "qwen2.5-0.5b", "qwen3-8b", "mixtral-8x7b"]

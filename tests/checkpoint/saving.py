@@ -23,7 +23,7 @@ from executor.checkpoint import (
     ring_of,
     tensors_of,
 )
-from executor.checkpoint.manifest import FileRecord
+from executor.checkpoint.format.manifest import FileRecord
 
 CHUNK_BYTES = 4096
 FOLDERS = ("model", "optimizer")

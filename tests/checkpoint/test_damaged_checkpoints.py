@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from saving import save, step_of
 
 from executor.checkpoint import Checkpoint, CheckpointError, Part, Store
-from executor.checkpoint.store import JoinedDraft
+from executor.checkpoint.places.store import JoinedDraft
 
 FILES = ("model/values.safetensors", "optimizer/values.safetensors", "manifest.json")
 

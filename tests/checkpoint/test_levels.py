@@ -11,12 +11,12 @@ import pytest
 from fsspec.registry import known_implementations
 from saving import TENSORS, save, step_of, values
 
-import executor.checkpoint.places
+import executor.checkpoint.places.locating
 import executor.checkpoint.promotion
 from executor.checkpoint import CheckpointError, Files, Level, Levels, Outcome, Wanted, promote, store_at
 from executor.checkpoint.levels import check_levels
-from executor.checkpoint.places import check_reachable, check_room, file_system
-from executor.checkpoint.retention import newest_of
+from executor.checkpoint.places.locating import check_reachable, check_room, file_system
+from executor.checkpoint.places.retention import newest_of
 
 S = 10.0
 SHARED = Path("/dev") / "shm"
@@ -245,7 +245,7 @@ def test_places_of_one_node_are_refused_on_several(tmp_path, url, monkeypatch):
         "a / ext4 rw 0 0\nb /nfs\\040x nfs4 rw 0 0\nc /nfs\\040x/y tmpfs rw 0 0\nd /dev/shm tmpfs rw 0 0\n"
     )
     with monkeypatch.context() as patched:
-        patched.setattr(executor.checkpoint.places, "_MOUNTS", mounts)
+        patched.setattr(executor.checkpoint.places.locating, "_MOUNTS", mounts)
         kinds = [file_system(Path(path)) for path in ("/home/x", "/nfs x/z", "/nfs x/y/z", "/nfs xx", SHARED)]
     assert kinds == ["ext4", "nfs4", "tmpfs", "ext4", "tmpfs"]
     assert file_system(SHARED) == "tmpfs"

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.checkpoint import CheckpointError, Entry, Files, Flusher, ShardWriter, boxes, layout, ring_of
+from executor.checkpoint import CheckpointError, Entry, Files, Flusher, ShardWriter, boxes, ring_of
 from executor.checkpoint.flusher import checksum
-from executor.direct import BLOCK_BYTES
+from executor.checkpoint.format import layout
+from executor.memory.direct_io import BLOCK_BYTES
 
 CHUNK_BYTES, SECTOR_BYTES = BLOCK_BYTES, 512
 NUM_CHUNKS = 8  # after that which has the header

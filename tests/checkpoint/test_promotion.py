@@ -32,7 +32,7 @@ from executor.checkpoint import (
     promote,
     store_at,
 )
-from executor.checkpoint.retention import newest_of
+from executor.checkpoint.places.retention import newest_of
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EINTR, errno.EACCES)
 FORK = multiprocessing.get_context("fork")

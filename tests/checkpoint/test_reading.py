@@ -31,7 +31,7 @@ from executor.checkpoint import (
     reader,
     ring_of,
 )
-from executor.direct import BLOCK_BYTES, go_direct
+from executor.memory.direct_io import BLOCK_BYTES, go_direct
 
 SIZES = {"a": 70_000, "b": 3, "c": 1024 * 33, "d": 1}  # values; "c" begins in the middle of a block
 ORDER = [("x.safetensors", ("a", "b", "c")), ("y.safetensors", ("d",))]

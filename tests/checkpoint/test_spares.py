@@ -1,4 +1,4 @@
-"""Checkpoints that are no longer wanted are written over; see [Note: Spares] in executor/checkpoint/store.py."""
+"""Checkpoints that are no longer wanted are written over; see [Note: Spares] in executor/checkpoint/places/store.py."""
 
 import numpy as np
 import pytest

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from saving import TENSORS, save, values
 
 from executor.checkpoint import Checkpoint, CheckpointError, DamagedError, Store, Wanted
-from executor.checkpoint.manifest import Manifest
+from executor.checkpoint.format.manifest import Manifest
 
 MOST_BYTES = 4 << 20
 """Memory that reading this small checkpoint may take, whatever its manifest says, beside the readers' buffers."""

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from plans import mixed, plans
 from training import Task, assert_same, batches, decide, grouped, planned, prepare, reference, train, uniform
 
-from executor.gradients import GradientError
-from planner.loop import OutOfOrderError
+from executor.module.gradients import GradientError
+from planner.schedule.loop import OutOfOrderError
 
 
 def trained_as_by_ddp(task, choose, *, each):

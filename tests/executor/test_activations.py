@@ -21,20 +21,20 @@ from training import (
     uniform,
 )
 
-from executor import kept
-from executor.activations import OffloadedActivations, SegmentOffload
-from executor.backend import HostBackend
-from executor.kept import ActivationError
-from executor.memory import Arena
+from executor.devices.backend import HostBackend
+from executor.memory.activations import OffloadedActivations, SegmentOffload
+from executor.memory.arenas import Arena
+from executor.module import recompute_cache as kept
+from executor.module.recompute_cache import ActivationError
 from executor.prepare import prepare_session
 from hwprofiles.registry import load_profile
-from planner.costs import CostModel
+from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place, UnitDecision
 from planner.graph import Batch, build_graph, units
 from planner.lowering import lower
 from planner.models import from_hf_config
-from planner.prediction import memory_peaks
-from planner.schedule import Op, Tier
+from planner.plan.prediction import memory_peaks
+from planner.schedule.tasks import Op, Tier
 from planner.simulate.machine import run_until_steady
 
 FAMILIES = ["gpt2", "llama", "qwen3", "mixtral", "opt"]

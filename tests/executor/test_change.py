@@ -23,8 +23,8 @@ from training import (
 from training import session_options as options
 
 import executor.prepare
-from executor.files import StorageError
-from executor.memory import DeviceMemoryError
+from executor.memory.arenas import DeviceMemoryError
+from executor.memory.nvme_files import StorageError
 from executor.prepare import Way, prepare_session
 
 WAYS = [mixed, uniform("gpu", "gpu", "recompute"), uniform("gpu", "stream"), uniform("gpu", "cpu")]

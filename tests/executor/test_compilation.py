@@ -20,9 +20,9 @@ from training import (
     weights,
 )
 
-from executor.binding import unit_modules
-from executor.compilation import CompileError, compile_module, compiled_modules
-from planner.schedule import Tier
+from executor.module.binding import unit_modules
+from executor.module.compilation import CompileError, compile_module, compiled_modules
+from planner.schedule.tasks import Tier
 
 # Neither needs a compiler: the first runs torch's own kernels one by one, the second what Inductor would fuse.
 PLAIN, DECOMPOSED = "aot_eager", "aot_eager_decomp_partition"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plans import mixed
 from training import Task, decide, prepare
 
-from executor.cores import Cores, divide, in_order, open_cores, ranges, take
+from executor.devices.cores import Cores, divide, in_order, open_cores, ranges, take
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system that can bind threads")
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training import Task, decide, prepare, reference, train, uniform
 
-import executor.cuda
-from executor.cuda import Clock, CudaBackend, update_on_device
+import executor.devices.cuda
+from executor.devices.cuda import Clock, CudaBackend, update_on_device
 from executor.optimizer import AdamWParams
 from executor.optimizer.table import ENTRIES, Rule
 from executor.optimizer.workers import WorkerTeam
@@ -131,7 +131,7 @@ def test_host_memory_that_cannot_be_registered_is_an_error(monkeypatch):
 @pytest.mark.parametrize("num_params", [1, 1000, 64, 128, 4097])
 def test_gradients_are_added_up_by_way_of_registered_memory(num_params, dtype, monkeypatch):
     """In two buffers by turns, of which each has 64 float32; whatever else a copy is made to would be new each time."""
-    monkeypatch.setattr(executor.cuda, "_PASSING_BYTES", 256)
+    monkeypatch.setattr(executor.devices.cuda, "_PASSING_BYTES", 256)
     runtime, backend = Runtime(), CudaBackend()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.Tensor, "cpu", None)
@@ -155,7 +155,7 @@ def test_a_team_adds_up_squares_as_one_thread_does(dtype):
 @pytest.mark.parametrize("record", [False, True])
 def test_events_are_used_again(record, monkeypatch):
     """However long it trains: those of an iteration come back when its times are kept no longer."""
-    monkeypatch.setattr("executor.machine.NUM_RECORDED", 2)
+    monkeypatch.setattr("executor.devices.lanes.NUM_RECORDED", 2)
     made, event = [], torch.cuda.Event
     monkeypatch.setattr(torch.cuda, "Event", lambda **settings: made.append(1) or event(**settings))
     task = Task("llama", iterations=12)
@@ -207,7 +207,7 @@ def test_gradients_end_to_end_are_one_however_it_is_cut(lengths, chunk, dtype):
     whole, cut = state(), state()
     update_on_device(whole, [gradient.to(device)], rule, 1, 0.5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor.cuda, "_CHUNK_PARAMS", chunk)
+        patch.setattr(executor.devices.cuda, "_CHUNK_PARAMS", chunk)
         update_on_device(cut, gradient.to(device).split(lengths), rule, 1, 0.5)
     for one, other in zip(whole, cut, strict=True):
         assert torch.allclose(one.cpu().float(), other.cpu().float(), rtol=1e-6, atol=1e-7)

@@ -28,10 +28,10 @@ from training import (
     weights,
 )
 
-from executor.parallel.products import grouped_product
-from executor.parallel.shares import BindingError
+from executor.distributed.products import grouped_product
+from executor.distributed.shards import BindingError
+from executor.distributed.watchdog import RankError
 from executor.prepare import prepare_session
-from executor.watch import RankError
 from planner.graph import Batch, build_graph, units
 from planner.models import from_hf_config
 

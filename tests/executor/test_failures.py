@@ -17,15 +17,15 @@ from training import (
     uniform,
 )
 
-from executor.gradients import GradientError
-from executor.machine import LaneError
-from executor.memory import Arena, DeviceMemoryError
+from executor.devices.lanes import LaneError
+from executor.distributed.shards import BindingError
+from executor.memory.arenas import Arena, DeviceMemoryError
+from executor.module.gradients import GradientError
 from executor.options import SessionOptions, backend_of
-from executor.parallel.shares import BindingError
 from executor.prepare import prepare_session
 from planner.decisions import HostUpdate
-from planner.loop import OutOfOrderError
-from planner.schedule import MemoryClass, Op, Tier
+from planner.schedule.loop import OutOfOrderError
+from planner.schedule.tasks import MemoryClass, Op, Tier
 
 TASK = Task("gpt2", torch.bfloat16, iterations=2)
 KEEP = uniform("host", "cpu")

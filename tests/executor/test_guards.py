@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import Task, batches, decide, make_model, make_optimizer, model_units, prepare, session_options, uniform
 
-from executor.gradients import GradientError
+from executor.module.gradients import GradientError
 from executor.prepare import prepare_session
-from planner.loop import OutOfOrderError
+from planner.schedule.loop import OutOfOrderError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning")
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from numba import types
 from test_adamw import UNIT, as_float32, assert_python_runs_on, bits_equal, narrow, torch_narrow
 
-from executor.backend import _scale, sum_of_squares
+from executor.devices.backend import _scale, sum_of_squares
 from executor.optimizer import (
     AdagradParams,
     AdamWParams,

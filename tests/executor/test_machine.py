@@ -16,13 +16,13 @@ import training
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import executor.machine
-from executor.backend import HostBackend
-from executor.machine import CALLER_LANES, NUM_RECORDED, HostMachine, LaneError, LaneMachine
+import executor.devices.lanes
+from executor.devices.backend import HostBackend
+from executor.devices.lanes import CALLER_LANES, NUM_RECORDED, HostMachine, LaneError, LaneMachine
 from planner.decisions import Place
-from planner.loop import Loop
 from planner.lowering import lower
-from planner.schedule import Lane, Op, Phase, Schedule, Task
+from planner.schedule.loop import Loop
+from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task
 from planner.simulate.kernel import simulate
 from planner.simulate.system import FluidSystem, FluidTask
 
@@ -221,7 +221,7 @@ def test_closing_with_an_open_task_that_others_wait_for_does_not_hang():
 
 
 def test_closing_does_not_wait_for_a_task_that_hangs(monkeypatch):
-    monkeypatch.setattr(executor.machine, "_END_S", 0.5)
+    monkeypatch.setattr(executor.devices.lanes, "_END_S", 0.5)
     begun, over = threading.Event(), threading.Event()
 
     def hanging(*_):
@@ -260,8 +260,8 @@ def test_an_interrupt_while_waiting_leaves_no_thread():
 def test_a_program_that_forgets_to_close_ends_all_the_same():
     program = """
 import time
-from executor.machine import HostMachine
-from planner.schedule import Lane, Op, Phase, Schedule, Task
+from executor.devices.lanes import HostMachine
+from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task
 tasks = (
     Task(0, Lane.COMPUTE, Op.FORWARD, Phase.FORWARD),
     Task(1, Lane.CPU, Op.PASS, Phase.UPDATE, after=(0,)),

@@ -33,12 +33,12 @@ from together import (
 )
 from training import Task, decide, uniform
 
-from executor.cores import divide, in_order, open_cores
-from executor.gradients import GradientError
-from executor.machine import LaneError
-from executor.memory import DeviceMemoryError
-from executor.ranks import Ranks
-from executor.watch import RankError
+from executor.devices.cores import divide, in_order, open_cores
+from executor.devices.lanes import LaneError
+from executor.distributed.ranks import Ranks
+from executor.distributed.watchdog import RankError
+from executor.memory.arenas import DeviceMemoryError
+from executor.module.gradients import GradientError
 
 ROOT = Path(__file__).parents[2]
 STAGES = {

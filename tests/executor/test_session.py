@@ -30,12 +30,12 @@ from training import (
     uniform,
 )
 
-from executor.gradients import GradientError
-from executor.meter import MemoryMeter
+from executor.memory.meter import MemoryMeter
+from executor.module.gradients import GradientError
 from executor.prepare import prepare_session
 from planner.decisions import Place
-from planner.schedule import Lane, Op, Tier
-from planner.timeline import memory_use
+from planner.schedule.tasks import Lane, Op, Tier
+from planner.schedule.timeline import memory_use
 
 TASK = Task("llama", torch.bfloat16, iterations=3)
 

@@ -15,10 +15,10 @@ from test_numerics import mixed
 from training import Task, assert_same, decide, prepare, reference, train, uniform
 
 import executor.checkpoint.engine
-import executor.machine
-import executor.snapshots
+import executor.checkpoint.snapshots
+import executor.devices.lanes
 from executor.checkpoint import Files, Level, Store
-from executor.saving import Checkpoints
+from executor.checkpoint.saving import Checkpoints
 
 PATIENCE_S = 0.2
 BOUND_S = 30.0
@@ -60,7 +60,7 @@ def files(request):
 @pytest.mark.parametrize("files", OPERATIONS, indirect=True, ids=OPERATIONS)
 def test_training_does_without_a_drive_that_hangs(files, tmp_path, monkeypatch):
     """The first checkpoint is made, the drive hangs from the second on, and ends with training."""
-    monkeypatch.setattr(executor.snapshots, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(executor.checkpoint.snapshots, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(executor.checkpoint.engine, "_END_S", PATIENCE_S)
     task = Task("gpt2")
     outcomes, seen = [], []
@@ -97,7 +97,7 @@ def over():
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_ctrl_c_ends_training_that_waits_for_a_drive_that_hangs(call, over, tmp_path, monkeypatch):
     """The file goes. Its descriptor does not, or what comes of the call in the end would be done to another file."""
-    monkeypatch.setattr(executor.machine, "_END_S", PATIENCE_S)
+    monkeypatch.setattr(executor.devices.lanes, "_END_S", PATIENCE_S)
     transfer = getattr(os, call)
 
     def hanging(fd, buffers, offset):

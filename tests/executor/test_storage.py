@@ -25,10 +25,10 @@ from training import (
     uniform,
 )
 
-from executor.direct import BLOCK_BYTES, in_blocks
-from executor.files import RecordFile, StorageError
-from executor.machine import LaneError
-from planner.schedule import MemoryClass, Op, Tier
+from executor.devices.lanes import LaneError
+from executor.memory.direct_io import BLOCK_BYTES, in_blocks
+from executor.memory.nvme_files import RecordFile, StorageError
+from planner.schedule.tasks import MemoryClass, Op, Tier
 
 TASK = Task("gpt2", torch.bfloat16, iterations=3)
 ON_NVME = uniform("host", "nvme")
@@ -89,7 +89,7 @@ def test_where_there_is_no_direct_transfer_files_are_buffered(tmp_path, monkeypa
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return control(fd, command, flags)
 
-    monkeypatch.setattr("executor.files.fcntl.fcntl", refusing)
+    monkeypatch.setattr("executor.memory.nvme_files.fcntl.fcntl", refusing)
     made = RecordFile(tmp_path / "state", [100])
     assert made.words == f"state in {tmp_path}, through (no O_DIRECT there) the page cache"
     made.write(0, block_of(5).numpy().data)
@@ -108,7 +108,7 @@ def test_a_write_that_fails_half_way_leaves_the_version_before(file, monkeypatch
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return write(fd, [buffers[0][:BLOCK_BYTES]], offset)
 
-    monkeypatch.setattr("executor.files.os.pwritev", failing)
+    monkeypatch.setattr("executor.memory.nvme_files.os.pwritev", failing)
     with pytest.raises(StorageError, match=r"state: a write of 16,384 B failed after 4,096 B: Input/output error"):
         file.write(1, block_of(3).numpy().data)
     assert content(file, 1) == {2}
@@ -118,7 +118,7 @@ def test_transfers_that_come_in_pieces_are_put_together(file, monkeypatch):
     for name in ("preadv", "pwritev"):
         whole = getattr(os, name)
         monkeypatch.setattr(
-            f"executor.files.os.{name}",
+            f"executor.memory.nvme_files.os.{name}",
             lambda fd, buffers, offset, whole=whole: whole(fd, [buffers[0][:BLOCK_BYTES]], offset),
         )
     written, found = block_of(7), block_of(0)
@@ -151,7 +151,7 @@ def test_two_runs_cannot_share_a_file_and_what_was_left_behind_can_be_overwritte
 FULL = """
 import resource, sys
 from pathlib import Path
-from executor.files import RecordFile
+from executor.memory.nvme_files import RecordFile
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
     RecordFile(Path(sys.argv[1]) / "state", [1 << 20])
@@ -290,7 +290,7 @@ def test_a_drive_that_fails_while_training_ends_it(op, monkeypatch, tmp_path):
 
     optimizer.session._machine._perform = told
 
-    monkeypatch.setattr(f"executor.files.os.{call}", failing)
+    monkeypatch.setattr(f"executor.memory.nvme_files.os.{call}", failing)
     with optimizer.session, pytest.raises(LaneError, match=rf"in {op}.* No space left on device; {rest}"):
         train(TASK, model, optimizer)
         optimizer.session.synchronize()

@@ -23,9 +23,9 @@ from training import (
     uniform,
 )
 
-from executor.direct import in_blocks
+from executor.memory.direct_io import in_blocks
 from executor.prepare import prepare_session
-from planner.schedule import Op
+from planner.schedule.tasks import Op
 
 PLACES = ["gpu", "stream", "cpu", "nvme"]
 

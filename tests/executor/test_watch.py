@@ -6,7 +6,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from executor.watch import RankError, Watch
+from executor.distributed.watchdog import RankError, Watch
 
 
 class Lost:

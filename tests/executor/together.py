@@ -38,17 +38,17 @@ from virtual import install
 from virtual.watch import watched
 
 from executor.checkpoint import Checkpoint, DamagedError, Level
-from executor.files import StorageError
-from executor.memory import DeviceMemoryError
+from executor.checkpoint.restoring import restore
+from executor.checkpoint.saving import Checkpoints
+from executor.distributed.ranks import Ranks
+from executor.distributed.watchdog import RankError
+from executor.memory.arenas import DeviceMemoryError
+from executor.memory.nvme_files import StorageError
 from executor.prepare import Way, prepare_session
-from executor.ranks import Ranks
-from executor.restoring import restore
-from executor.saving import Checkpoints
-from executor.watch import RankError
 from planner.decisions import Decisions
 from planner.graph import Batch, build_graph, units
 from planner.models import from_hf_config
-from planner.schedule import Lane, Op, Tier
+from planner.schedule.tasks import Lane, Op, Tier
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 _CONTEXT = multiprocessing.get_context("spawn")  # a fork would inherit threads' locks

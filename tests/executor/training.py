@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import transformers
 
-from executor.backend import as_array, sum_of_squares_on_host
+from executor.devices.backend import as_array, sum_of_squares_on_host
 from executor.optimizer.reference import Lion
 from executor.optimizer.table import entry_of
 from executor.options import SessionOptions
@@ -21,7 +21,7 @@ from executor.prepare import prepare_session
 from planner.decisions import Decisions, Place, Precision, UnitDecision
 from planner.graph import Batch, Degrees, build_graph, units
 from planner.models import from_hf_config
-from planner.schedule import Lane
+from planner.schedule.tasks import Lane
 
 FOLDER = tempfile.TemporaryDirectory(prefix="ullage-nvme-")
 _NUMBERS = itertools.count()

@@ -7,15 +7,15 @@ from typing import get_args
 import numpy as np
 from hypothesis import strategies as st
 
-from planner.costs import Price, Resource
+from planner.costs.model import Price, Resource
+from planner.costs.optimizers import OPTIMIZERS
 from planner.decisions import Activations, Decisions, GradientPath, HostUpdate, Place, Precision, UnitDecision
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
 from planner.models import resolve_model
-from planner.optimizers import OPTIMIZERS
-from planner.pipelining import staged
-from planner.schedule import Schedule
+from planner.schedule.tasks import Schedule
 from planner.search import Setup
+from planner.search.pipelines import staged
 
 MODELS = ("demo-llama", "gpt2", "opt-125m")  # the last two have tied embeddings
 

@@ -17,8 +17,8 @@ from planner.graph import Unit, segments
 from planner.lowering import slots
 from planner.lowering.activations import OffloadRooms
 from planner.lowering.storage import SpillRooms
-from planner.schedule import Lane, Op, Schedule, Task
-from planner.timeline import Timeline
+from planner.schedule.tasks import Lane, Op, Schedule, Task
+from planner.schedule.timeline import Timeline
 
 Node = tuple[int, int]  # iteration, task
 Ordered = Callable[[Node, Node], bool]  # whether the first has ended before the second starts

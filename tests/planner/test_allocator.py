@@ -6,10 +6,10 @@ from cases import Case, cases, random_prices
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from planner.allocator import AllocatorUse, CachingAllocator, replay, rounded_bytes, segment_bytes
-from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
+from planner.costs.allocator import AllocatorUse, CachingAllocator, replay, rounded_bytes, segment_bytes
+from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
+from planner.schedule.timeline import Timeline, memory_use
 from planner.simulate.machine import run
-from planner.timeline import Timeline, memory_use
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MIB = 2**20

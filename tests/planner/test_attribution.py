@@ -9,12 +9,12 @@ from cases import Case, cases, random_prices
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from planner.attribution import Attribution, attribute, kind_of, middle, shapley
-from planner.costs import Price, Resource
-from planner.schedule import Lane, Op, Phase, Schedule, Task
+from planner.costs.model import Price, Resource
+from planner.fitting.attribution import Attribution, attribute, kind_of, middle, shapley
+from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task
+from planner.schedule.timeline import Timeline
 from planner.simulate.machine import Simulation, run
 from planner.simulate.steady import find_cycle
-from planner.timeline import Timeline
 
 SLOW = settings(
     deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]

@@ -20,14 +20,14 @@ from planner.bounds.solver import Solver, solve
 from planner.bounds.space import NEVER_S, ROOM, Space
 from planner.bounds.windows import Windows
 from planner.bounds.work import Work
-from planner.costs import CostModel
+from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.lowering import lower
-from planner.prediction import memory_peaks
-from planner.schedule import Tier
+from planner.plan.prediction import memory_peaks
+from planner.plan.request_terms import Storage
+from planner.schedule.tasks import Tier
 from planner.simulate.machine import run_until_steady
-from planner.terms import Storage
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

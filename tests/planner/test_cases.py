@@ -12,10 +12,10 @@ from hwprofiles.registry import load_profile
 from planner.cases import CaseError, Metric, load_cases
 from planner.cases.training import TrainingCase, decide, setup_of
 from planner.decisions import GradientPath, HostUpdate, Place
-from planner.engines import pieces
+from planner.engines.policies import pieces
 from planner.graph import Attention
 from planner.lowering import lower
-from planner.schedule import Op
+from planner.schedule.tasks import Op
 
 FILE = Path(__file__).parents[1] / "ullage" / "data" / "published_cases.json"
 CASES = {case["id"]: case for case in json.loads(FILE.read_text())["cases"]}

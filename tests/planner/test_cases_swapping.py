@@ -13,12 +13,12 @@ from hwprofiles.registry import load_profile
 from planner.cases import CaseError, Metric, load_cases
 from planner.cases.swapping import MODEL_SIZES, SwappingCase, lowest
 from planner.cases.training import TrainingCase, decide, setup_of
-from planner.costs import CostModel
+from planner.costs.model import CostModel
 from planner.decisions import Decisions, GradientPath, Place
-from planner.engines import ratel
+from planner.engines.policies import ratel
 from planner.lowering import lower
-from planner.prediction import memory_peaks
-from planner.schedule import Op, Tier
+from planner.plan.prediction import memory_peaks
+from planner.schedule.tasks import Op, Tier
 from planner.simulate.machine import run_until_steady
 
 PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "published"

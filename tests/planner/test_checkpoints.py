@@ -16,12 +16,12 @@ from planner.checkpoints.lowering import Run, with_checkpoints
 from planner.checkpoints.policy import POLICIES, BlocksUntil, CheckpointPolicy, Gate, Staging, policy
 from planner.checkpoints.reading import RunTimes, times
 from planner.checkpoints.state import Shard, bytes_by_stage, state_of
-from planner.costs import CostModel, Price, Resource
+from planner.costs.model import CostModel, Price, Resource
 from planner.decisions import BF16, Place
 from planner.lowering import lower
-from planner.schedule import Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
+from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
+from planner.schedule.timeline import Timeline, memory_use
 from planner.simulate.machine import run
-from planner.timeline import Timeline, memory_use
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 POLARIS = load_profile("polaris-a100-40g")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from hwprofiles.registry import load_profile
-from planner.engines import gpu_only
+from planner.costs.optimizers import OPTIMIZERS
+from planner.engines.policies import gpu_only
 from planner.models import resolve_model
-from planner.optimizers import OPTIMIZERS
-from planner.planning import Request, prepare
-from planner.schedule import Tier
+from planner.plan.planning import Request, prepare
+from planner.schedule.tasks import Tier
 from planner.search import Scorer, search
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

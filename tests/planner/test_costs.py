@@ -8,13 +8,13 @@ from machines import machine, rate
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import list_profiles, load_profile
-from planner.costs import CostModel, Price, Resource, total_flop
+from planner.costs.model import CostModel, Price, Resource, total_flop
+from planner.costs.scalable import knobs, scaled
 from planner.decisions import BF16, Precision
-from planner.engines import POLICIES, Setup
+from planner.engines.policies import POLICIES, Setup
 from planner.graph import Attention, Elementwise, Gemm
-from planner.knobs import knobs, scaled
 from planner.lowering import lower
-from planner.schedule import Lane, Op, Phase, Task
+from planner.schedule.tasks import Lane, Op, Phase, Task
 
 UNITS = small_units("demo-llama", num_layers=1)
 FP32 = Precision(weights="fp32")

@@ -10,14 +10,14 @@ from machines import machine
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
-from planner.costs import CostModel
+from planner.costs.model import CostModel
 from planner.decisions import (
     Decisions,
     GradientPath,
     HostUpdate,
     Place,
 )
-from planner.engines import (
+from planner.engines.policies import (
     POLICIES,
     STORAGE_POLICIES,
     Mix,
@@ -32,9 +32,9 @@ from planner.engines import (
 )
 from planner.lowering import lower
 from planner.models import resolve_model
-from planner.planning import Request, _infeasible, prepare
-from planner.prediction import memory_peaks
-from planner.schedule import Op, Tier
+from planner.plan.planning import Request, _infeasible, prepare
+from planner.plan.prediction import memory_peaks
+from planner.schedule.tasks import Op, Tier
 from planner.search import Scorer
 from planner.simulate.machine import run_until_steady
 

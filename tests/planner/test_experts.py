@@ -8,19 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import machine
 
-from planner.costs import CostModel
+from planner.costs.layout import Layout
+from planner.costs.model import CostModel
 from planner.decisions import BF16, Decisions, Place, UnitDecision
-from planner.engines import Mix, Setup, mixed
+from planner.engines.policies import Mix, Setup, mixed
 from planner.graph import Batch, Collective, Unit, build_graph, segments, units
-from planner.layout import Layout
 from planner.lowering import lower
 from planner.models import ModelConfigError, resolve_model
 from planner.models import experts as expert_rules
 from planner.models.kernels import flop
-from planner.plan import Plan
-from planner.planning import Request, make_plan
-from planner.schedule import Lane, MemoryClass, Op
-from planner.verification import verify
+from planner.plan.document import Plan
+from planner.plan.planning import Request, make_plan
+from planner.plan.verification import verify
+from planner.schedule.tasks import Lane, MemoryClass, Op
 
 TINY = resolve_model(str(Path(__file__).parents[1] / "data" / "tiny-moe.json"))
 UNVISITED = ((0.5, 0.25, 0.25, 0, 0, 0, 0, 0),)

@@ -6,7 +6,7 @@ from planner.decisions import Place
 from planner.explain.trial import Bench
 from planner.explain.tricks import worths
 from planner.models import resolve_model
-from planner.planning import Request, make_plan
+from planner.plan.planning import Request, make_plan
 
 
 def test_stages_keep_everything_and_have_no_trick_that_would_not():

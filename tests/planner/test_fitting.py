@@ -13,7 +13,7 @@ from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
 from planner.cases import Case, Metric
 from planner.cases.training import TrainingCase
-from planner.fitting import MAX_PARAMETERS, FitError, fit, fitted_paths, fitted_runs
+from planner.fitting.from_runs import MAX_PARAMETERS, FitError, fit, fitted_paths, fitted_runs
 
 FILE = Path(__file__).parents[1] / "ullage" / "data" / "published_cases.json"
 CASES = [case for case in json.loads(FILE.read_text())["cases"] if case["hardware"] == "a100x4-40g"]

@@ -5,9 +5,9 @@ from cases import Case, cases, decide, small_units
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.loop import Loop, OutOfOrderError
 from planner.lowering import lower
-from planner.schedule import Op, Schedule, Task
+from planner.schedule.loop import Loop, OutOfOrderError
+from planner.schedule.tasks import Op, Schedule, Task
 
 
 class Recorder:

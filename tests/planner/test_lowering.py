@@ -10,16 +10,16 @@ from hazards import NUM_ITERATIONS, ordered_by_rules, ordered_in, violations
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from planner.costs import CostModel
+from planner.costs.model import CostModel
 from planner.decisions import Decisions, GradientPath, HostUpdate, Place, Precision
-from planner.engines import POLICIES, STORAGE_POLICIES, Mix, Setup, mixed
+from planner.engines.policies import POLICIES, STORAGE_POLICIES, Mix, Setup, mixed
 from planner.graph import Unit
 from planner.lowering import lower, slots
 from planner.lowering.amounts import AmountsOf
 from planner.lowering.storage import num_spill_slots
-from planner.schedule import Lane, MemoryClass, Op, Phase, Schedule, Tier
+from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Schedule, Tier
+from planner.schedule.timeline import memory_use
 from planner.simulate.machine import run
-from planner.timeline import memory_use
 
 ALL_POLICIES = POLICIES | STORAGE_POLICIES
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -5,7 +5,7 @@ from hypothesis import given
 from machines import machine
 
 from planner.bounds.order import order_bound_s
-from planner.costs import CostModel
+from planner.costs.model import CostModel
 from planner.decisions import Place
 from planner.lowering import lower
 from planner.simulate.machine import run_until_steady

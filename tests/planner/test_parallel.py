@@ -10,21 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import machine
 
-from planner.allocator import replay
-from planner.costs import CostModel, Price, Resource, wave_factor
-from planner.critical import critical_steps, slowed
+from planner.costs.allocator import replay
+from planner.costs.layout import Layout
+from planner.costs.model import CostModel, Price, Resource, wave_factor
 from planner.decisions import BF16, Decisions, Place
 from planner.graph import Batch, Collective, Gemm, Pattern, Unit, build_graph, units
-from planner.layout import Layout
 from planner.lowering import lower, stages
 from planner.lowering.pipeline import issue_order, one_f_one_b
 from planner.models import ModelConfigError, resolve_model
 from planner.models.kernels import flop
-from planner.schedule import Lane, Op, Phase, Schedule, Task, Tier
-from planner.series import PROCESSORS, busy, traffic
+from planner.schedule.critical_path import critical_steps, slowed
+from planner.schedule.series import PROCESSORS, busy, traffic
+from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task, Tier
+from planner.schedule.timeline import Timeline, memory_use
+from planner.schedule.trace import chrome_trace
 from planner.simulate.machine import run, run_until_steady
-from planner.timeline import Timeline, memory_use
-from planner.trace import chrome_trace
 
 KERNELS = ("transformers", "megatron")
 

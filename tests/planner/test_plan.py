@@ -11,9 +11,9 @@ from machines import machine
 
 from hwprofiles.files import write_whole
 from planner.models import resolve_model
-from planner.plan import Plan, PlanError, load_plan
-from planner.planning import Request, make_plan
-from planner.schedule import Tier
+from planner.plan.document import Plan, PlanError, load_plan
+from planner.plan.planning import Request, make_plan
+from planner.schedule.tasks import Tier
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from hwprofiles.registry import load_profile
 from planner.bounds.proof import Proof
 from planner.decisions import Place
 from planner.models import resolve_model
-from planner.planning import InfeasibleError, Request, default_precision, describe, make_plan
-from planner.schedule import Tier
+from planner.plan.planning import InfeasibleError, Request, default_precision, describe, make_plan
+from planner.schedule.tasks import Tier
 
 DEMO = resolve_model("demo-llama")
 
@@ -63,7 +63,7 @@ def test_the_same_request_gives_the_same_bytes_in_another_process() -> None:
     program = (
         "from machines import machine\n"
         "from planner.models import resolve_model\n"
-        "from planner.planning import Request, make_plan\n"
+        "from planner.plan.planning import Request, make_plan\n"
         "model = resolve_model('demo-llama')\n"
         "asked = Request(model, machine(gpu_bytes=2e8), seq_len=256, micro_batch=1, subgroup_params=1_000_000)\n"
         "print(make_plan(asked, max_simulations=60).to_json(), end='')\n"
@@ -134,7 +134,7 @@ def test_a_refusal_names_every_memory_that_is_too_small() -> None:
 def test_no_more_is_said_than_is_proven(overrun: float, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = request(hardware=machine(gpu_bytes=1e7))
     proof = Proof(choice=asked.variants()[0].choice, zero_stage=0, overrun=overrun, multipliers={})
-    monkeypatch.setattr("planner.planning.infeasible", lambda _rivals: (proof,))
+    monkeypatch.setattr("planner.plan.planning.infeasible", lambda _rivals: (proof,))
     with pytest.raises(InfeasibleError, match=words):
         make_plan(asked)
 

@@ -10,13 +10,13 @@ from hwprofiles.paths import number, quantities, replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
-from planner.costs import CostModel
+from planner.costs.model import CostModel
 from planner.decisions import Decisions
-from planner.engines import interleaved
+from planner.engines.policies import interleaved
+from planner.fitting.refit import CLASSES, RANGE, Refit, refit
 from planner.lowering import lower
 from planner.models import resolve_model
-from planner.planning import Request, prepare
-from planner.refit import CLASSES, RANGE, Refit, refit
+from planner.plan.planning import Request, prepare
 from planner.simulate.machine import Simulation, run_until_steady
 
 TRUTH = Provenance(origin="assumed", source="the truth of this test")

@@ -7,8 +7,8 @@ import pytest
 from machines import machine
 
 from planner.models import resolve_model
-from planner.planning import InfeasibleError, Request, make_plan
-from planner.remedies import what_would_fit
+from planner.plan.planning import InfeasibleError, Request, make_plan
+from planner.plan.remedies import what_would_fit
 
 
 def request(micro_batch: int = 8, **sizes: object) -> Request:

@@ -12,10 +12,10 @@ from cases import Case, cases, decide, small_units
 from hypothesis import HealthCheck, given, settings
 
 from hwprofiles.registry import load_profile
-from planner.costs import CostModel
+from planner.costs.model import CostModel
 from planner.decisions import Place
 from planner.lowering import lower
-from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier, Work
+from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier, Work
 
 
 def task(index: int, **fields: object) -> Task:

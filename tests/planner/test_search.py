@@ -10,14 +10,14 @@ from machines import machine
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
-from planner.critical import critical_path
 from planner.decisions import Place
-from planner.engines import Mix, mixed
+from planner.engines.policies import Mix, mixed
 from planner.lowering import lower
 from planner.models import resolve_model
-from planner.planning import Request, make_plan, prepare
-from planner.prediction import always_held, capacities
-from planner.schedule import Schedule
+from planner.plan.planning import Request, make_plan, prepare
+from planner.plan.prediction import always_held, capacities
+from planner.schedule.critical_path import critical_path
+from planner.schedule.tasks import Schedule
 from planner.search import Candidate, Outcome, Scorer, scoring, search
 from planner.search.descent import descend
 from planner.search.mixtures import _rounded

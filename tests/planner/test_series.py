@@ -9,10 +9,10 @@ from cases import Case, cases, random_prices
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from planner.schedule import Lane, Op, Phase, Schedule, Task
-from planner.series import PROCESSORS, Flow, busy, link_of, series, traffic
+from planner.schedule.series import PROCESSORS, Flow, busy, link_of, series, traffic
+from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task
+from planner.schedule.timeline import Timeline
 from planner.simulate.machine import run
-from planner.timeline import Timeline
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

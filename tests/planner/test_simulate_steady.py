@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.costs import Price, Resource
-from planner.schedule import Lane, Op, Phase, Schedule, Task
+from planner.costs.model import Price, Resource
+from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task
+from planner.schedule.timeline import Timeline
 from planner.simulate.machine import Simulation, run, run_until_steady
 from planner.simulate.steady import Cycle, find_cycle
-from planner.timeline import Timeline
 
 FREE = dict.fromkeys(Resource, 1.0)
 LANES = tuple(Lane)

@@ -9,9 +9,9 @@ from cases import Case, cases, random_prices
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
+from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
+from planner.schedule.timeline import Phases, Span, Timeline, memory_use, peak_bytes
 from planner.simulate.machine import run
-from planner.timeline import Phases, Span, Timeline, memory_use, peak_bytes
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.registry import load_profile
-from planner.engines import POLICIES
+from planner.engines.policies import POLICIES
 from planner.lowering import lower
 from planner.models import ModelConfig
-from planner.planning import Request, prepare
-from planner.schedule import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
+from planner.plan.planning import Request, prepare
+from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
+from planner.schedule.timeline import Timeline, memory_use
+from planner.schedule.trace import chrome_trace, write_trace
 from planner.simulate.machine import run_until_steady
-from planner.timeline import Timeline, memory_use
-from planner.trace import chrome_trace, write_trace
 
 MODEL = ModelConfig(
     name="tiny",

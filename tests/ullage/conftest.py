@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.plan import Plan, load_plan
-from ullage.cli import main
+from planner.plan.document import Plan, load_plan
+from ullage.cli.main import main
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))  # objects.py
 sys.path.insert(0, str(Path(__file__).parent))  # report_objects.py

@@ -4,13 +4,13 @@ import html.parser
 import json
 from typing import Any
 
-from planner.plan import Plan
-from planner.schedule import Lane, Tier
+from planner.plan.document import Plan
+from planner.schedule.tasks import Lane, Tier
+from ullage.analysis.simulation import simulate
 from ullage.report import report_on
 from ullage.report.charts import Part
 from ullage.report.page import render
-from ullage.runs import RunRecord, rows
-from ullage.simulation import simulate
+from ullage.training.runs import RunRecord, rows
 from ullage.whatif.prices import Prices
 from ullage.whatif.study import (
     Asked,

@@ -16,9 +16,9 @@ from executor.prepare import prepare_session
 from planner.decisions import FP32, Decisions, Place, UnitDecision
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model, to_hf_config_dict
-from planner.schedule import Lane, Schedule, Task
-from planner.timeline import Timeline
-from ullage.replay import replay
+from planner.schedule.tasks import Lane, Schedule, Task
+from planner.schedule.timeline import Timeline
+from ullage.analysis.replay import replay
 
 NUM_ITERATIONS = 20
 STEADY = range(4, NUM_ITERATIONS - 1)

@@ -8,8 +8,8 @@ import pytest
 import hwprofiles.calibrate
 from executor.optimizer import AdamWParams, adamw_step
 from hwprofiles.registry import load_profile
-from ullage.cli import main
-from ullage.commands.calibrate import kernels
+from ullage.cli.main import main
+from ullage.commands.calibrate.command import kernels
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """What planner and executor cannot import from each other, and have to agree on."""
 
 from executor.checkpoint.flusher import CHUNK_BYTES, NUM_WRITERS
+from executor.checkpoint.format.reader import NUM_READERS
 from executor.checkpoint.keeper import READING_SHARE
 from executor.checkpoint.levels import MORE_THAN_KEPT
-from executor.checkpoint.reader import NUM_READERS
 from planner.checkpoints.policy import CHUNK_BYTES as SIMULATED_CHUNK_BYTES
 from planner.checkpoints.policy import MORE_THAN_KEPT as PLANNED_MORE_THAN_KEPT
 from planner.checkpoints.policy import READING_SHARE as SIMULATED_READING_SHARE

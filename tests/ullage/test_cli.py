@@ -12,7 +12,7 @@ import pytest
 
 import ullage
 from hwprofiles.registry import canonical_json, load_profile
-from ullage.cli import build_parser, main
+from ullage.cli.main import build_parser, main
 from ullage.commands import SUMMARIES
 
 REQUEST = {
@@ -162,7 +162,7 @@ for package in (planner, hwprofiles):
     for path in home.rglob("*.py"):
         if "calibrate" not in path.parts:
             importlib.import_module(".".join(path.relative_to(home.parent).with_suffix("").parts))
-print("torch" in sys.modules, "planner.costs" in sys.modules)
+print("torch" in sys.modules, "planner.costs.model" in sys.modules)
 """
     assert without_cli(["-c", code]).stdout.split() == ["False", "True"]
 

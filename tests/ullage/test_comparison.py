@@ -7,17 +7,17 @@ from hypothesis import strategies as st
 
 from hwprofiles.paths import number, quantities
 from hwprofiles.registry import load_profile
-from planner.costs import Price, Resource
-from planner.schedule import Lane, Op, Phase, Schedule, Task, Tier
+from planner.costs.model import Price, Resource
+from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task, Tier
+from planner.schedule.timeline import Timeline
 from planner.simulate.machine import Simulation, run
-from planner.timeline import Timeline
-from ullage.cli import main
-from ullage.comparison import Row, compare, explain_run
-from ullage.comparison_screen import render_comparison
-from ullage.console import console
-from ullage.formatting import si
-from ullage.runs import RunRecord, load_run, rows, save_run
-from ullage.simulation import simulate
+from ullage.analysis.comparison import Row, compare, explain_run
+from ullage.analysis.simulation import simulate
+from ullage.cli.main import main
+from ullage.commands.compare.screen import render_comparison
+from ullage.output.console import console
+from ullage.output.formatting import si
+from ullage.training.runs import RunRecord, load_run, rows, save_run
 
 SCHEDULE = Schedule(
     (

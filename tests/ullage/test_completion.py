@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from ullage.cli import main
+from ullage.cli.main import main
 from ullage.commands import SUMMARIES
 
 

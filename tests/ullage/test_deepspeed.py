@@ -9,13 +9,13 @@ import pytest
 
 from hwprofiles.registry import load_profile
 from planner.decisions import Place
-from planner.deepspeed import DeepSpeed, configured
-from planner.engines import Setup, gpu_only, twin_flow, zero_infinity, zero_offload
+from planner.engines.deepspeed import DeepSpeed, configured
+from planner.engines.policies import Setup, gpu_only, twin_flow, zero_infinity, zero_offload
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model
-from planner.plan import Plan
-from planner.planning import Request, make_plan
-from ullage.cli import main
+from planner.plan.document import Plan
+from planner.plan.planning import Request, make_plan
+from ullage.cli.main import main
 from ullage.integrations.deepspeed.config import known_keys, load_config
 from ullage.integrations.deepspeed.exporting import exported
 from ullage.integrations.deepspeed.importing import imported

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ullage
-from ullage.cli import build_parser, main
+from ullage.cli.main import build_parser, main
 from ullage.commands import SUMMARIES
 
 ROOT = Path(__file__).parents[2]

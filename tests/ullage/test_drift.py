@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from executor.machine import NUM_RECORDED
+from executor.devices.lanes import NUM_RECORDED
 from executor.session import Session
 from hwprofiles.paths import number, quantities, replace
 from hwprofiles.profile import HardwareProfile
@@ -17,13 +17,13 @@ from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile
 from planner.decisions import FP32
 from planner.models import resolve_model
-from planner.plan import Plan
-from planner.planning import Request, make_plan
-from planner.schedule import Lane
-from planner.timeline import Timeline
-from ullage.drift import MIN_SHARE, THRESHOLD, Drift, DriftWatch, warning
-from ullage.formatting import si
-from ullage.simulation import simulate
+from planner.plan.document import Plan
+from planner.plan.planning import Request, make_plan
+from planner.schedule.tasks import Lane
+from planner.schedule.timeline import Timeline
+from ullage.analysis.simulation import simulate
+from ullage.output.formatting import si
+from ullage.training.drift import MIN_SHARE, THRESHOLD, Drift, DriftWatch, warning
 
 
 def scaled(timeline: Timeline, lane: Lane, factor: float) -> Timeline:

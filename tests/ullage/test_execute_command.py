@@ -15,13 +15,13 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.decisions import FP32, Place
 from planner.models import resolve_model
-from planner.plan import load_plan
-from planner.planning import Request, make_plan
-from planner.schedule import MemoryClass, Tier
-from ullage.arguments import parse_bytes
-from ullage.cli import main
-from ullage.formatting import si
-from ullage.runs import load_run
+from planner.plan.document import load_plan
+from planner.plan.planning import Request, make_plan
+from planner.schedule.tasks import MemoryClass, Tier
+from ullage.cli.arguments import parse_bytes
+from ullage.cli.main import main
+from ullage.output.formatting import si
+from ullage.training.runs import load_run
 
 COMMAND = [sys.executable, "-m", "ullage", "execute"]
 
@@ -60,9 +60,9 @@ def test_a_run_is_recorded_and_can_be_compared(plan: Path, tmp_path: Path, capsy
 def test_a_run_has_its_first_iterations_however_long_it_was(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("executor.machine", "ullage.drift", "ullage.execution"):
+    for module in ("executor.devices.lanes", "ullage.training.drift", "ullage.commands.execute.run"):
         monkeypatch.setattr(f"{module}.NUM_RECORDED", 8)
-    monkeypatch.setattr("ullage.drift._PERIOD", 10)
+    monkeypatch.setattr("ullage.training.drift._PERIOD", 10)
     assert main(["execute", str(plan), "--iterations", "16", "--output-dir", str(tmp_path), "--json"]) == 0
     run = load_run(tmp_path / "run.json")
     assert (len(run.losses), run.timeline.num_iterations, run.steady_iterations) == (16, 8, (3, 4, 5, 6))

@@ -19,14 +19,14 @@ from hwprofiles.quantity import Provenance, Quantity
 from hwprofiles.registry import load_profile
 from planner.decisions import FP32, Place, UnitDecision
 from planner.models import resolve_model
-from planner.plan import load_plan
-from planner.planning import Request, make_plan, prepare
+from planner.plan.document import load_plan
+from planner.plan.planning import Request, make_plan, prepare
 from planner.search import Scorer
-from ullage.cli import main
-from ullage.levels import memory_folder
-from ullage.processes import launch_line
-from ullage.runs import load_run
-from ullage.simulation import request_of
+from ullage.analysis.simulation import request_of
+from ullage.cli.main import main
+from ullage.training.levels import memory_folder
+from ullage.training.processes import launch_line
+from ullage.training.runs import load_run
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.plan import Plan
+from planner.plan.document import Plan
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 

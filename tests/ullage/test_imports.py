@@ -13,14 +13,14 @@ HEAVY = {
     "numba",
     "numpy",
     "planner.checkpoints.choosing",
-    "planner.planning",
+    "planner.plan.planning",
     "pydantic",
     "rich",
     "scipy",
     "torch",
     "transformers",
 }
-PLANNER = {"highspy", "llvmlite", "numpy", "planner.planning", "pydantic"}
+PLANNER = {"highspy", "llvmlite", "numpy", "planner.plan.planning", "pydantic"}
 
 
 def imported(*arguments: str) -> set[str]:

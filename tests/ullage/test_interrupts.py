@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ullage.interruption import whole_interrupt
+from ullage.cli.interruption import whole_interrupt
 
 WAIT_S = 60.0
 

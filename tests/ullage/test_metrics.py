@@ -8,10 +8,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from planner.schedule import Tier
-from ullage.cli import main
+from planner.schedule.tasks import Tier
+from ullage.cli.main import main
 from ullage.integrations.metrics import Metrics, Prometheus, Sample
-from ullage.runs import load_run
+from ullage.training.runs import load_run
 
 SAMPLE = Sample(6, 2.5, 1e-3, 0.5, 0.4, 256.0, {Tier.GPU: 10}, 2, 1)
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from planner.schedule import Lane
-from ullage.arguments import cores, fraction, parse_bytes, positive_float, positive_int, seconds
-from ullage.formatting import LANE_WORDS, binds, duration, percent, si, signed_percent, sparkline
+from planner.schedule.tasks import Lane
+from ullage.cli.arguments import cores, fraction, parse_bytes, positive_float, positive_int, seconds
+from ullage.output.formatting import LANE_WORDS, binds, duration, percent, si, signed_percent, sparkline
 
 
 @pytest.mark.parametrize(

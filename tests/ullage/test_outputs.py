@@ -11,10 +11,10 @@ import pytest
 import special_files
 from report_objects import slower_run
 
-from planner.plan import Plan
-from ullage.cli import build_parser, main
+from planner.plan.document import Plan
+from ullage.cli.main import build_parser, main
 from ullage.commands import SUMMARIES
-from ullage.runs import save_run
+from ullage.training.runs import save_run
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.plan import load_plan
-from ullage.cli import main
+from planner.plan.document import load_plan
+from ullage.cli.main import main
 
 MOE = Path(__file__).parents[1] / "data" / "tiny-moe.json"
 

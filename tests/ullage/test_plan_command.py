@@ -12,13 +12,13 @@ from hwprofiles.paths import quantities
 from hwprofiles.quantity import Curve, Quantity
 from hwprofiles.registry import load_profile
 from planner.models.parameters import num_parameters
-from planner.plan import load_plan
-from planner.remedies import Remedy
-from ullage.cli import main
-from ullage.formatting import duration
-from ullage.levels import MEMORY, buffer_bytes, intervals, levels_of
-from ullage.provenance import origin_shares
-from ullage.screens import mfu
+from planner.plan.document import load_plan
+from planner.plan.remedies import Remedy
+from ullage.analysis.provenance import origin_shares
+from ullage.cli.main import main
+from ullage.commands.plan.screen import mfu
+from ullage.output.formatting import duration
+from ullage.training.levels import MEMORY, buffer_bytes, intervals, levels_of
 
 
 def test_two_processes_write_the_same_bytes(plan_args, tmp_path):
@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_said_before_remedies_are_looked_for(monkeypatch, t
             shown.append(capsys.readouterr().err)
             yield Remedy(f"change {size}", 1.0)
 
-    monkeypatch.setattr("planner.remedies.what_would_fit", remedies)
+    monkeypatch.setattr("planner.plan.remedies.what_would_fit", remedies)
     assert main([*TOO_LITTLE, "--output", str(tmp_path / "p.json")]) == 2
     verdict, first = shown
     assert re.fullmatch(r"ullage plan: error: gpt2 does not fit .* lacks .* it is proven .*--gpus.*\n", verdict)

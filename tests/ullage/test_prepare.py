@@ -12,11 +12,11 @@ import ullage
 from hwprofiles.registry import load_profile
 from planner.decisions import FP32
 from planner.models import resolve_model
-from planner.plan import Plan
-from planner.planning import Request, make_plan
-from ullage.cli import main
-from ullage.feeds import feed_of
-from ullage.text import TokenStream
+from planner.plan.document import Plan
+from planner.plan.planning import Request, make_plan
+from ullage.cli.main import main
+from ullage.training.feeds import feed_of
+from ullage.training.text import TokenStream
 
 
 class Net(nn.Module):

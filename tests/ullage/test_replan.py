@@ -11,14 +11,14 @@ from executor.checkpoint import Level
 from hwprofiles.registry import load_profile
 from planner.decisions import Place, UnitDecision
 from planner.models import resolve_model
-from planner.plan import Plan
-from planner.planning import Request, make_plan, prepare
+from planner.plan.document import Plan
+from planner.plan.planning import Request, make_plan, prepare
 from planner.search import Scorer
-from ullage.cli import main
-from ullage.keeping import CheckpointOptions
-from ullage.replanning import MARGIN, Replanned, replan
-from ullage.runs import load_run
-from ullage.simulation import simulate
+from ullage.analysis.simulation import simulate
+from ullage.cli.main import main
+from ullage.training.checkpoints import CheckpointOptions
+from ullage.training.replanning import MARGIN, Replanned, replan
+from ullage.training.runs import load_run
 
 
 @pytest.fixture(scope="module")

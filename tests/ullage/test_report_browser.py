@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from report_objects import part_of, slower_run, study
 
-from planner.schedule import Op
-from ullage.palette import COLOURS, SCALE, WORK
+from planner.schedule.tasks import Op
+from ullage.output.palette import COLOURS, SCALE, WORK
 from ullage.report.charts import Axis, Gantt, Part, Row, Section, Summary
 from ullage.report.page import render
 

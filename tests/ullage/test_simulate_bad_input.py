@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from planner.costs import CostModel, Resource
-from planner.plan import load_plan
-from planner.schedule import Lane, Op, Phase, Schedule, Task
-from ullage.cli import main
+from planner.costs.model import CostModel, Resource
+from planner.plan.document import load_plan
+from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task
+from ullage.cli.main import main
 
 
 def tampered(plan_path: Path, folder: Path, **values: float) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ullage.text import TokenStream, read_text, read_tokens
+from ullage.training.text import TokenStream, read_text, read_tokens
 
 TOKENS = np.arange(10 * 8 + 3, dtype=np.uint16)
 
@@ -58,7 +58,7 @@ def test_a_file_larger_than_memory_may_be_is_never_read_whole(tmp_path: Path) ->
     with path.open("wb") as file:
         file.truncate(2**40)  # a hole: 1 TiB that takes no room
     script = (
-        "import resource, sys; from pathlib import Path; from ullage.text import TokenStream, read_tokens\n"
+        "import resource, sys; from pathlib import Path; from ullage.training.text import TokenStream, read_tokens\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "stream = TokenStream(read_tokens(Path(sys.argv[1]), 'uint16'), 2**20)\n"
         "assert [stream.next(2).shape for _ in range(4)] == [(2, 2**20)] * 4\n"

@@ -16,12 +16,12 @@ from executor.checkpoint import CheckpointError, Level
 from executor.prepare import OffloadedOptimizer
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
-from planner.plan import Plan
-from planner.planning import Request, make_plan
-from ullage.feeds import feed_of
-from ullage.keeping import CheckpointOptions, Keeper
-from ullage.shortage import ShortageError
-from ullage.text import Tokens, TokenStream
+from planner.plan.document import Plan
+from planner.plan.planning import Request, make_plan
+from ullage.training.checkpoints import CheckpointOptions, Keeper
+from ullage.training.feeds import feed_of
+from ullage.training.shortage import ShortageError
+from ullage.training.text import Tokens, TokenStream
 
 SEQ_LEN = 32
 
@@ -152,7 +152,7 @@ def test_memory_that_runs_out_on_the_way_is_told_with_its_ledger(
 
 def test_memory_of_times_is_bounded(plan: Plan, tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer records for whoever plans again, and keeps what that reads."""
-    monkeypatch.setattr("executor.machine.NUM_RECORDED", 6)
+    monkeypatch.setattr("executor.devices.lanes.NUM_RECORDED", 6)
 
     def num_tickets() -> int:
         return sum(type(found).__name__ == "_Ticket" for found in gc.get_objects())
@@ -207,7 +207,7 @@ def test_memory_of_ranks_is_too_much_if_it_is_so_three_times(
         if len(looked) <= num_too_much:
             raise ShortageError(SimpleNamespace(what="", remedy=""))
 
-    monkeypatch.setattr(ullage.training, "check_device", check)
+    monkeypatch.setattr(ullage.training.trainer, "check_device", check)
     with ullage.Trainer(plan, data=tokens) as trainer:
         trainer.plan = plan.model_copy(
             update={"decisions": plan.decisions.model_copy(update={"data_parallel": 2, "zero_stage": 1})}

@@ -8,8 +8,8 @@ import torch
 import transformers
 
 import ullage
-from planner.plan import Plan, PlanError, load_plan
-from ullage.cli import main
+from planner.plan.document import Plan, PlanError, load_plan
+from ullage.cli.main import main
 from ullage.integrations.trainer_callback import UllageCallback
 
 

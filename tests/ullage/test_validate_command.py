@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from ullage.cli import main
+from ullage.cli.main import main
 
 CASES = Path(__file__).parent / "data" / "published_cases.json"
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.plan import Plan
-from ullage.cli import main
+from planner.plan.document import Plan
+from ullage.cli.main import main
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 import pytest
 
-from ullage.cli import main
+from ullage.cli.main import main
 
 pytest.importorskip("ray")
 

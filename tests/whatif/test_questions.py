@@ -5,20 +5,20 @@ from made_figures import figures
 from rich.console import Console
 
 from hwprofiles.registry import load_profile
-from planner.schedule import Lane
-from ullage.formatting import si
+from planner.schedule.tasks import Lane
+from ullage.output.formatting import si
 from ullage.whatif.command import load_example_prices
 from ullage.whatif.design import Space
 from ullage.whatif.fields import of_machine
-from ullage.whatif.point import plan_point
 from ullage.whatif.questions import answer
-from ullage.whatif.running import Bench
+from ullage.whatif.running.point import plan_point
+from ullage.whatif.running.runner import Bench
+from ullage.whatif.running.store import Store
+from ullage.whatif.running.workers import in_this_process
 from ullage.whatif.screen import sensitivity_table
 from ullage.whatif.sensitivity import STEP, sensitivities
-from ullage.whatif.store import Store
 from ullage.whatif.study import Asked, Result, StudyError
 from ullage.whatif.values import Number
-from ullage.whatif.workers import in_this_process
 
 
 def asked(tiny, question, tmp_path, prices=None, set_=None, **options):

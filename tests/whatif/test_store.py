@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ullage.whatif.store import Store, StoreError
+from ullage.whatif.running.store import Store, StoreError
 from ullage.whatif.study import Result, load_study
 
 RESULTS = {f"key{i}": Result(status="refused", reason=f"because {i / 3} é") for i in range(4)}

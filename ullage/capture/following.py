@@ -1,13 +1,13 @@
 """Whether the executor can follow a module: that all weights are there when they are read.
 
 The executor brings the weights of a unit when forward or backward comes to it, which it sees from outside of modules
-(see [Note: Marks] in ``executor.binding``). A module may read weights where nothing of the kind can be seen.
+(see [Note: Marks] in ``executor.module.binding``). A module may read weights where nothing of the kind can be seen.
 """
 
 from collections.abc import Iterable, Iterator
 
-from executor.binding import Marker, markers, unit_modules
-from executor.parallel.shares import BindingError
+from executor.distributed.shards import BindingError
+from executor.module.binding import Marker, markers, unit_modules
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models.captured import CapturedModel
 from ullage.capture.recording import CaptureError, Event, Recording

@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from executor.checkpoint import Checkpoint, CheckpointError, checkpoint_at, store_at
-from executor.checkpoint.manifest import MANIFEST_NAME
-from executor.checkpoint.opening import Folder, modified
-from executor.checkpoint.places import located
-from executor.checkpoint.retention import LEAST_KEPT, parse_name
-from ullage.arguments import positive_int
+from executor.checkpoint.format.files import Folder, modified
+from executor.checkpoint.format.manifest import MANIFEST_NAME
+from executor.checkpoint.places.locating import located
+from executor.checkpoint.places.retention import LEAST_KEPT, parse_name
+from ullage.cli.arguments import positive_int
 from ullage.commands import Subparsers, command_parser
-from ullage.console import console, write_json
-from ullage.formatting import si
-from ullage.levels import MEMORY, memory_folders
+from ullage.output.console import console, write_json
+from ullage.output.formatting import si
+from ullage.training.levels import MEMORY, memory_folders
 
 EXIT_FAILED = 1
 
@@ -120,7 +120,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     if args.output_dir is None:
         raise ValueError("export needs --output-dir DIR, a new folder for the weights")
-    from ullage.exporting import export_hf  # noqa: PLC0415 - torch takes seconds
+    from ullage.training.exporting import export_hf  # noqa: PLC0415 - torch takes seconds
 
     count = 0
 

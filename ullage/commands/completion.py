@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         raise ModuleNotFoundError(
             "completion is made by shtab; pip install 'ullage[completion]'", name="shtab"
         ) from error
-    from ullage.cli import build_parser  # noqa: PLC0415 - which imports the commands
+    from ullage.cli.main import build_parser  # noqa: PLC0415 - which imports the commands
 
     parser = build_parser(*SUMMARIES)
     commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))

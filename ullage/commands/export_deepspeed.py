@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from hwprofiles.files import check_output, write_whole
-from planner.plan import load_plan
+from planner.plan.document import load_plan
 from ullage.commands import Subparsers, command_parser
 
 

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 from hwprofiles.files import check_output, write_whole
+from ullage.cli.request import request_of
+from ullage.cli.request_options import add_request_options, given_options
 from ullage.commands import Subparsers, command_parser
-from ullage.request import request_of
-from ullage.request_options import add_request_options, given_options
 
 # What a request says, by the options that say it.
 _OPTIONS = {
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None and found.ours is not None:
         write_whole(args.output, found.ours.to_json())
     if args.json:
-        from ullage.console import write_json  # noqa: PLC0415
+        from ullage.output.console import write_json  # noqa: PLC0415
 
         write_json(found.to_json())
     else:

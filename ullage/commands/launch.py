@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from planner.plan import load_plan
+from planner.plan.document import load_plan
 from ullage.commands import Subparsers, command_parser
-from ullage.processes import Launcher, launch_line, ranks_per_node
+from ullage.training.processes import Launcher, launch_line, ranks_per_node
 
 
 def add_parser(subparsers: Subparsers) -> None:

@@ -6,7 +6,7 @@ from planner.models.config import ModelConfig
 from planner.models.parameters import num_parameters
 from planner.models.registry import list_models, resolve_model
 from ullage.commands import Subparsers, command_parser
-from ullage.console import console, facts, table, write_json
+from ullage.output.console import console, facts, table, write_json
 
 
 def add_parser(subparsers: Subparsers) -> None:

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.figures:
         from ullage.report.static import save_figures  # noqa: PLC0415 - matplotlib is slow to import, and may be missing
-    from ullage.progress import progress_bar  # noqa: PLC0415
+    from ullage.output.progress import progress_bar  # noqa: PLC0415
 
     with progress_bar() as progress:
         parts = [report_on(source, progress) for source in sources]
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         write_whole(args.output, render(parts, side_by_side(parts)))
         figures = save_figures(parts, args.figures) if args.figures else []
     if args.json:
-        from ullage.console import write_json  # noqa: PLC0415
+        from ullage.output.console import write_json  # noqa: PLC0415
 
         write_json(
             {

@@ -11,12 +11,12 @@ from typing import Any
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.cases import Case, CaseError, Metric, Outcome, load_cases
-from planner.fitting import fitted_runs
-from ullage.arguments import positive_float
+from planner.fitting.from_runs import fitted_runs
+from ullage.analysis.comparison import Row
+from ullage.cli.arguments import positive_float
 from ullage.commands import Subparsers, command_parser
-from ullage.comparison import Row
-from ullage.console import console, table, write_json
-from ullage.formatting import percent, si, signed_percent
+from ullage.output.console import console, table, write_json
+from ullage.output.formatting import percent, si, signed_percent
 
 
 def add_parser(subparsers: Subparsers) -> None:

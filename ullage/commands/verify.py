@@ -4,12 +4,12 @@ import argparse
 from pathlib import Path
 
 from planner.bounds.certificate import CertificateError
-from planner.plan import load_plan
-from planner.verification import verify
+from planner.plan.document import load_plan
+from planner.plan.verification import verify
 from ullage.commands import Subparsers, command_parser
-from ullage.console import console, facts, write_json
-from ullage.formatting import percent, si
-from ullage.screens import gap_parts_words
+from ullage.commands.plan.screen import gap_parts_words
+from ullage.output.console import console, facts, write_json
+from ullage.output.formatting import percent, si
 
 EXIT_FAILED = 1
 

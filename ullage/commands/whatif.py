@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from ullage.arguments import non_negative_int, positive_float, positive_int, tokens
+from ullage.cli.arguments import non_negative_int, positive_float, positive_int, tokens
+from ullage.cli.request_options import add_request_options
 from ullage.commands import Subparsers, command_parser
-from ullage.request_options import add_request_options
 from ullage.whatif.study import Design, Question
 
 

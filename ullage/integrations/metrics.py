@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Final, Protocol, final
 
 from hwprofiles.files import check_output, make_folder, write_whole
-from planner.plan import Plan
-from planner.schedule import Tier
-from ullage.training import Step, Trainer
+from planner.plan.document import Plan
+from planner.schedule.tasks import Tier
+from ullage.training.trainer import Step, Trainer
 
 _PERIOD_S: Final = 1.0  # between two writes of the text file, which whoever reads it does much less often
 
@@ -23,7 +23,7 @@ class Sample:
 
     Attributes:
         iteration: counted from 0.
-        loss: see :class:`ullage.training.Step`.
+        loss: see :class:`ullage.training.trainer.Step`.
         learning_rate: the largest of all groups that the next iteration has.
         measured_s, predicted_s: seconds of the iteration, and those that the plan predicts.
         tokens_per_s: of all ranks together, measured.

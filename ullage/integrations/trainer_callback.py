@@ -11,7 +11,7 @@ from typing import Any, Final, final
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from executor.prepare import OffloadedOptimizer
-from planner.plan import Plan, PlanError
+from planner.plan.document import Plan, PlanError
 
 # Newer versions have another name for it, and the older one as an alias.
 _CHECKPOINTING: Final = (

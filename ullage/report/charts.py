@@ -11,8 +11,8 @@ from typing import Final, Literal
 
 import numpy as np
 
-from ullage.formatting import percent, si
-from ullage.palette import Work
+from ullage.output.formatting import percent, si
+from ullage.output.palette import Work
 
 PREFIXED: Final = frozenset({"s", "B", "B/s", "FLOP", "FLOP/s", "params", "params/s"})
 """Units that take a prefix, as in GB; others (currencies, tokens per second) have plain numbers."""
@@ -54,7 +54,7 @@ class Trace:
         name: for the legend.
         x, y: values, or names where an axis has those.
         mark: how they are drawn.
-        colour: a key of :data:`ullage.palette.COLOURS`, or one for each value.
+        colour: a key of :data:`ullage.output.palette.COLOURS`, or one for each value.
         measured: measured rather than predicted: drawn dashed, or hatched.
         texts: of each value, in words.
         faint: what stands behind a line of the same name, with every detail.

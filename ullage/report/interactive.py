@@ -1,7 +1,8 @@
 """Charts as plotly.js draws them.
 
-A colour is written ``@name`` or ``@name/opacity``, after :data:`ullage.palette.COLOURS`: the page puts in those of the
-theme that it is shown in. Words of a chart are text to plotly.js, which knows a few tags: ``<`` and ``&`` are escaped.
+A colour is written ``@name`` or ``@name/opacity``, after :data:`ullage.output.palette.COLOURS`: the page puts in those
+of the theme that it is shown in. Words of a chart are text to plotly.js, which knows a few tags: ``<`` and ``&`` are
+escaped.
 """
 
 import html
@@ -10,7 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from ullage.palette import COLOURS, ORDINALS, SCALE, Work
+from ullage.output.palette import COLOURS, ORDINALS, SCALE, Work
 from ullage.report.charts import PREFIXED, Axis, Chart, Gantt, HeatMap, Mark, Picture, Trace, said
 
 _NAME_COLUMNS = 26  # of the name of a bar, so that on a phone there is room for the bar

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from ullage.comparison import Explained, Row, kind_words
-from ullage.formatting import si, signed_percent
+from ullage.analysis.comparison import Explained, Row, kind_words
+from ullage.output.formatting import si, signed_percent
 from ullage.report.charts import Axis, Chart, Mark, Section, Table, Trace
 
 _LEAST = 1e-3  # of the iteration: causes that explain less are told in the table alone

@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from planner.costs import CostModel, Resource
-from planner.prediction import capacities
-from planner.schedule import Lane, MemoryClass, Tier
-from planner.series import Series
-from planner.timeline import MemoryUse
-from ullage.formatting import percent, si
+from planner.costs.model import CostModel, Resource
+from planner.plan.prediction import capacities
+from planner.schedule.series import Series
+from planner.schedule.tasks import Lane, MemoryClass, Tier
+from planner.schedule.timeline import MemoryUse
+from ullage.output.formatting import percent, si
 from ullage.report.charts import Axis, Chart, Gantt, Level, Mark, Row, Section, Trace
 from ullage.report.views import View
-from ullage.runs import RunRecord
+from ullage.training.runs import RunRecord
 
 _TIME = Axis("time since the iteration began", "s")
 _TIERS = {Tier.GPU: "one device", Tier.HOST: "one host", Tier.NVME: "the drives of one node"}

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator
 from planner.decisions import Decisions, Place
 from planner.explain.trial import Bench, Trial
 from planner.explain.tricks import worths
-from planner.plan import EngineRow, Plan
-from planner.schedule import Tier
-from ullage.explanation import change, lacks
-from ullage.formatting import percent, si, signed_percent
+from planner.plan.document import EngineRow, Plan
+from planner.schedule.tasks import Tier
+from ullage.analysis.explanation import change, lacks
+from ullage.output.formatting import percent, si, signed_percent
 from ullage.report.charts import Axis, Chart, Level, Mark, Section, Table, Trace
-from ullage.runs import RunRecord
+from ullage.training.runs import RunRecord
 
 Progress = Callable[[str, int, int], None]
 

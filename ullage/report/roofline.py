@@ -5,11 +5,11 @@ import math
 from collections.abc import Callable, Sequence
 
 from hwprofiles.quantity import Curve
-from planner.costs import CostModel, Resource
-from planner.schedule import Lane, Op, Task
-from planner.series import link_of
-from ullage.formatting import LANE_WORDS, percent, si
-from ullage.palette import WORK
+from planner.costs.model import CostModel, Resource
+from planner.schedule.series import link_of
+from planner.schedule.tasks import Lane, Op, Task
+from ullage.output.formatting import LANE_WORDS, percent, si
+from ullage.output.palette import WORK
 from ullage.report.charts import Axis, Chart, Mark, Section, Table, Trace
 from ullage.report.views import View
 

@@ -1,7 +1,7 @@
 """Checkpoints, as a plan has them."""
 
 from planner.checkpoints.chosen import CheckpointPlan
-from ullage.formatting import duration, percent, si
+from ullage.output.formatting import duration, percent, si
 from ullage.report.charts import Axis, Chart, Mark, Section, Table, Trace
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hwprofiles.files import make_folder, write_whole
-from ullage.palette import COLOURS, SCALE, Work
+from ullage.output.palette import COLOURS, SCALE, Work
 from ullage.report.charts import PREFIXED, Axis, Chart, Gantt, HeatMap, Mark, Part, Picture, Trace, said
 
 try:

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hwprofiles import __version__
-from planner.schedule import Tier
-from ullage.formatting import LANE_WORDS, UNIT_SYMBOLS, duration, percent, si
-from ullage.palette import ORDINALS
+from planner.schedule.tasks import Tier
+from ullage.output.formatting import LANE_WORDS, UNIT_SYMBOLS, duration, percent, si
+from ullage.output.palette import ORDINALS
 from ullage.report.charts import Axis as ChartAxis
 from ullage.report.charts import Chart, Fact, HeatMap, Mark, Part, Section, Summary, Table, Trace
 from ullage.whatif.money import run_seconds

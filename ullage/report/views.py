@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from planner.schedule import Lane, Tier
-from planner.series import Series, amounts, busy, traffic
+from planner.schedule.series import Series, amounts, busy, traffic
+from planner.schedule.tasks import Lane, Tier
+from planner.schedule.timeline import MemoryUse, Timeline, memory_use
 from planner.simulate.machine import Simulation
-from planner.timeline import MemoryUse, Timeline, memory_use
-from ullage.formatting import si
-from ullage.palette import WORK
+from ullage.output.formatting import si
+from ullage.output.palette import WORK
 from ullage.report.charts import Band, Row
-from ullage.runs import RunRecord
+from ullage.training.runs import RunRecord
 
 _MIN_NAMED = 0.06  # of the period: a narrower stretch has no room for its name
 

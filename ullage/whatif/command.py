@@ -5,20 +5,20 @@ from importlib.resources import files
 from pathlib import Path
 
 from hwprofiles.files import check_output, write_whole
-from ullage.console import console, table, write_json
-from ullage.formatting import si
-from ullage.progress import progress_bar
-from ullage.request_options import given_options
+from ullage.cli.request_options import given_options
+from ullage.output.console import console, table, write_json
+from ullage.output.formatting import si
+from ullage.output.progress import progress_bar
 from ullage.whatif.design import Space
 from ullage.whatif.fields import ALIASES, Field
 from ullage.whatif.prices import Prices, load_prices
 from ullage.whatif.questions import answer
-from ullage.whatif.running import Bench, run_study
+from ullage.whatif.running.runner import Bench, run_study
+from ullage.whatif.running.store import Store
+from ullage.whatif.running.workers import Runner, in_processes, in_this_process, num_usable_cores
 from ullage.whatif.sensitivity import sensitivities
-from ullage.whatif.store import Store
 from ullage.whatif.study import Asked, Study, StudyError, load_study
 from ullage.whatif.tables import check_table_path, write_table
-from ullage.whatif.workers import Runner, in_processes, in_this_process, num_usable_cores
 
 EXAMPLE_PRICES = "example"
 _DAY_S = 86400.0
@@ -156,7 +156,7 @@ def _prices(text: str) -> Prices:
 
 def _runner(args: argparse.Namespace) -> Runner:
     if args.ray is not None:
-        from ullage.whatif.on_ray import on_ray  # noqa: PLC0415 - an extra
+        from ullage.whatif.running.on_ray import on_ray  # noqa: PLC0415 - an extra
 
         return on_ray(args.ray, args.workers)
     num_workers = args.workers or num_usable_cores()

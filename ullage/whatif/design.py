@@ -10,10 +10,10 @@ from typing import Any, Final
 from hwprofiles.registry import load_profile
 from planner.checkpoints.chosen import CheckpointsAsked
 from planner.decisions import Precision
-from planner.planning import Request, default_precision
-from ullage.failures import checkpoints_of, with_pfs
-from ullage.request import request_of, trained
-from ullage.request_options import DEFAULT_HARDWARE
+from planner.plan.planning import Request, default_precision
+from ullage.cli.request import request_of, trained
+from ullage.cli.request_options import DEFAULT_HARDWARE
+from ullage.commands.plan.failures import checkpoints_of, with_pfs
 from ullage.whatif.fields import (
     SUBGROUP_PARAMS,
     Field,
@@ -24,7 +24,7 @@ from ullage.whatif.fields import (
     of_machine,
     of_model,
 )
-from ullage.whatif.point import Effort, digest_of
+from ullage.whatif.running.point import Effort, digest_of
 from ullage.whatif.study import Asked, Axis, Result, StudyError, Value, Varied
 from ullage.whatif.values import Between, Number, expand
 

@@ -13,12 +13,12 @@ from hwprofiles.changes import CHANGED, CHANGES
 from hwprofiles.paths import counts, number, quantities, replace
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Curve, Quantity
-from planner.knobs import Knob, all_knobs, scaled
+from planner.costs.scalable import Knob, all_knobs, scaled
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig, ModelConfigError
-from ullage.arguments import positive_int
-from ullage.failure_options import add_checkpoint_options, mtbf
-from ullage.request_options import add_request_options
+from ullage.cli.arguments import positive_int
+from ullage.cli.request_options import add_request_options
+from ullage.commands.plan.failure_options import add_checkpoint_options, mtbf
 from ullage.whatif.study import Value
 from ullage.whatif.values import Number, parse_number
 

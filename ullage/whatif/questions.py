@@ -9,14 +9,14 @@ from typing import Final
 from hwprofiles import __version__
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import LOCAL, list_profiles, load_profile
-from planner.knobs import knobs
-from ullage.formatting import duration, percent
-from ullage.request_options import DEFAULT_HARDWARE
+from planner.costs.scalable import knobs
+from ullage.cli.request_options import DEFAULT_HARDWARE
+from ullage.output.formatting import duration, percent
 from ullage.whatif.design import Case, Space
 from ullage.whatif.fields import of_machine
 from ullage.whatif.money import charged
 from ullage.whatif.prices import Prices
-from ullage.whatif.running import Bench
+from ullage.whatif.running.runner import Bench
 from ullage.whatif.study import Answer, Axis, Least, Point, Question, Study, StudyError
 from ullage.whatif.values import Number
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from planner.schedule import Tier
-from ullage.console import console, table
-from ullage.formatting import LANE_WORDS, UNIT_SYMBOLS, duration, percent, si
+from planner.schedule.tasks import Tier
+from ullage.output.console import console, table
+from ullage.output.formatting import LANE_WORDS, UNIT_SYMBOLS, duration, percent, si
 from ullage.whatif.money import run_seconds
 from ullage.whatif.study import AS_GOOD_AS_NONE, Axis, Least, Point, Sensitivities, Study, Value
 from ullage.whatif.tables import every_words

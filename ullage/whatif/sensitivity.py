@@ -16,11 +16,11 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from planner.knobs import knobs
-from planner.schedule import Lane
+from planner.costs.scalable import knobs
+from planner.schedule.tasks import Lane
 from ullage.whatif.design import Case, Space
 from ullage.whatif.fields import Field, of_machine
-from ullage.whatif.running import Bench
+from ullage.whatif.running.runner import Bench
 from ullage.whatif.study import Crossing, Result, Sensitivities, Sensitivity, Side, StudyError
 from ullage.whatif.values import Number
 

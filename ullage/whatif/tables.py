@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hwprofiles.files import check_output, write_whole
-from planner.schedule import Tier
+from planner.schedule.tasks import Tier
 from ullage.whatif.study import Checkpoints, Point, Study
 
 SUFFIXES: Final = (".csv", ".parquet")

@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import executor.actions
-import executor.backend
-import executor.parallel.groups
+import executor.devices.backend
+import executor.distributed.groups
 import executor.session
-from executor.backend import as_array
-from executor.cuda import CudaBackend
-from executor.files import RecordFile
-from executor.machine import LaneMachine
+from executor.devices.backend import as_array
+from executor.devices.cuda import CudaBackend
+from executor.devices.lanes import LaneMachine
+from executor.memory.nvme_files import RecordFile
 from virtual import present
 from virtual.races import Races, this_thread
 
@@ -88,8 +88,10 @@ def _collectives(extension, races):
     new_group = dist.new_group
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", lambda *args, **kwargs: new_group(*args, **kwargs | {"backend": "gloo"}))
-        patch.setattr(executor.parallel.groups, "all_gather", on_device(executor.parallel.groups.all_gather))
-        patch.setattr(executor.parallel.groups, "_reduce_scatter", on_device(executor.parallel.groups._reduce_scatter))
+        patch.setattr(executor.distributed.groups, "all_gather", on_device(executor.distributed.groups.all_gather))
+        patch.setattr(
+            executor.distributed.groups, "_reduce_scatter", on_device(executor.distributed.groups._reduce_scatter)
+        )
         for name in ("all_reduce", "all_to_all_single"):
             patch.setattr(dist, name, on_device(getattr(dist, name)))
         yield
@@ -148,7 +150,7 @@ def watched(blind=None):
         patch.setattr(LaneMachine, "_run_lane", run_lane)
         patch.setattr(RecordFile, "read", watched_read)
         patch.setattr(RecordFile, "write", watched_write)
-        patch.setattr(executor.backend, "as_array", watched_array)
+        patch.setattr(executor.devices.backend, "as_array", watched_array)
         patch.setattr(executor.actions, "as_array", watched_array)
         patch.setattr(executor.session, "backend_of", lambda _options: _Backend(races, blind))
         extension.observe(races)

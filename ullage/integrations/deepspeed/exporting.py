@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any, Final
 
 from planner.decisions import Decisions, Place
-from planner.plan import Plan
-from ullage.formatting import percent
+from planner.plan.document import Plan
+from ullage.output.formatting import percent
 
 _TYPES: Final = {"adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad", "lion": "Lion"}
 _LR: Final = 1e-3  # of `ullage execute`

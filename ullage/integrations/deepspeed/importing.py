@@ -5,19 +5,19 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from hwprofiles.profile import HardwareProfile
+from planner.costs.optimizers import Optimizer
 from planner.decisions import BF16, Precision
-from planner.deepspeed import DeepSpeed, configured
-from planner.engines import MAX_LIVE_PARAMS, MAX_REUSE_PARAMS, PREFETCH_BUCKET_PARAMS, REDUCE_BUCKET_PARAMS
-from planner.optimizers import Optimizer
-from planner.plan import Plan
-from planner.planning import InfeasibleError, Request, make_plan, prepare
-from planner.schedule import Tier
+from planner.engines.deepspeed import DeepSpeed, configured
+from planner.engines.policies import MAX_LIVE_PARAMS, MAX_REUSE_PARAMS, PREFETCH_BUCKET_PARAMS, REDUCE_BUCKET_PARAMS
+from planner.plan.document import Plan
+from planner.plan.planning import InfeasibleError, Request, make_plan, prepare
+from planner.plan.request_terms import DEFAULT_MICRO_BATCH
+from planner.schedule.tasks import Tier
 from planner.search import Scorer
-from planner.terms import DEFAULT_MICRO_BATCH
-from ullage.formatting import percent, si
+from ullage.analysis.iteration import Iteration
+from ullage.analysis.simulation import Subject, planned
 from ullage.integrations.deepspeed.config import AUTO, Config, DeepSpeedConfigError, Offload, left_out, unknown_keys
-from ullage.iteration import Iteration
-from ullage.simulation import Subject, planned
+from ullage.output.formatting import percent, si
 
 # What DeepSpeed's and PyTorch's optimizers are planned as.
 _OPTIMIZERS: Final[dict[str, Optimizer]] = {

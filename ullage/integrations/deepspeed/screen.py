@@ -1,11 +1,11 @@
 """What `ullage import-deepspeed` prints."""
 
-from planner.planning import describe
-from planner.schedule import Tier
-from ullage.console import console, facts, table
-from ullage.formatting import si
+from planner.plan.planning import describe
+from planner.schedule.tasks import Tier
+from ullage.analysis.iteration import Iteration
 from ullage.integrations.deepspeed.importing import Beside, words
-from ullage.iteration import Iteration
+from ullage.output.console import console, facts, table
+from ullage.output.formatting import si
 
 
 def beside_screen(found: Beside) -> None:

@@ -1,0 +1,160 @@
+"""Files that are read, wherever they are."""
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol, final
+
+from executor.checkpoint.places.system_calls import CheckpointError
+from executor.checkpoint.places.urls import UrlFile, UrlPath
+from executor.memory.direct_io import BLOCK_BYTES, alignment_bytes, in_blocks
+
+Folder = Path | UrlPath
+"""Where a checkpoint is: in a folder, or at a URL."""
+
+
+class Opened(Protocol):
+    """A file that is read."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its length."""
+        ...
+
+    @property
+    def alignment_bytes(self) -> int:
+        """Addresses of parts that are read into are multiples of this."""
+        ...
+
+    def read(self, parts: Sequence[memoryview], offset: int) -> int:
+        """Read from a byte on into ``parts``, one behind the other; return how many there were: perhaps not all.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close it."""
+        ...
+
+
+@final
+class LocalFile:
+    """A plain file within a folder, which is read past the page cache where that is possible.
+
+    No link is followed and no device opened: what others have made cannot lead elsewhere, or stop who reads.
+
+    Args:
+        folder: whose path may be anything.
+        path: of the file within it.
+
+    Raises:
+        OSError: there is none.
+    """
+
+    def __init__(self, folder: Path, path: str) -> None:
+        *folders, name = path.split("/")
+        at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for inner in folders:
+                outer, at = at, os.open(inner, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+                os.close(outer)
+            self._fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+        finally:
+            os.close(at)
+        found = os.fstat(self._fd)
+        self.num_bytes = found.st_size
+        if not stat.S_ISREG(found.st_mode):
+            self.close()
+            raise OSError(errno.EINVAL, "it is no plain file")
+        self.alignment_bytes = alignment_bytes(self._fd, writes=False)
+
+    def read(self, parts: Sequence[memoryview], offset: int) -> int:
+        """See :class:`Opened`; whole blocks are asked for."""
+        try:
+            return os.preadv(self._fd, parts, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._goes_through_cache():
+                raise
+            return os.preadv(self._fd, parts, offset)
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._fd)
+
+    def _goes_through_cache(self) -> bool:
+        """Some file systems refuse direct transfers that did not refuse the flag; return whether it was set."""
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        return bool(flags & os.O_DIRECT)
+
+
+def fill(file: Opened, parts: Sequence[memoryview], offset: int, num_bytes: int) -> None:
+    """Read so many bytes into ``parts``, one behind the other, which have room for the rest of the last block.
+
+    Past the page cache less than whole blocks are refused, so that a read that was cut short goes on from a block.
+
+    Raises:
+        OSError: it cannot be read, or ends early.
+    """
+    done = 0
+    while done < num_bytes:
+        count = file.read(list(_rest(parts, done)), offset + done)
+        done += count if done + count >= num_bytes else count // BLOCK_BYTES * BLOCK_BYTES
+        if count < BLOCK_BYTES and done < num_bytes:
+            raise OSError(errno.EIO, "it ends early")
+
+
+def _rest(parts: Sequence[memoryview], done: int) -> Iterator[memoryview]:
+    """Yield what follows the first ``done`` bytes of parts."""
+    for part in parts:
+        if done < len(part):
+            yield part[done:]
+        done = max(done - len(part), 0)
+
+
+def modified(path: Folder) -> datetime | None:
+    """Return when a file was written, in UTC; ``None`` if that is not known.
+
+    Raises:
+        CheckpointError: it cannot be found.
+    """
+    if isinstance(path, UrlPath):
+        written = path.modified()
+        return written and written.astimezone(UTC)
+    try:
+        return datetime.fromtimestamp(path.stat().st_mtime, UTC)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+
+
+def open_file(folder: Folder, path: str) -> Opened:
+    """Open a file within a folder.
+
+    Raises:
+        OSError: there is none, or it cannot be reached.
+    """
+    return UrlFile(folder / path) if isinstance(folder, UrlPath) else LocalFile(folder, path)
+
+
+def read_whole(folder: Folder, path: str, most_bytes: int) -> bytes:
+    """Return all of a file that is not long.
+
+    Raises:
+        OSError: there is none, or it is longer than ``most_bytes``.
+    """
+    file = open_file(folder, path)
+    try:
+        if file.num_bytes > most_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} B")
+        content = mmap.mmap(-1, in_blocks(file.num_bytes + 1))  # whole blocks, and not nothing
+        fill(file, [memoryview(content)], 0, file.num_bytes)
+        return content[: file.num_bytes]
+    finally:
+        file.close()

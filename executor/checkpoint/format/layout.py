@@ -1,0 +1,137 @@
+"""Where every byte of a safetensors file is, worked out before the first one is written.
+
+A file is eight bytes that say how long its header is, the header (JSON, padded with spaces), and the values, tensor
+behind tensor without gaps (https://huggingface.co/docs/safetensors). Here values begin at a whole block, so that they
+can be written past the page cache, in any order and from the first on; the header is written last. A file whose first
+bytes are still zero is refused by every reader.
+
+[Note: Boxes] A rank has a contiguous range of a unit's parameters, flat. Stock readers know boxes: so many rows and
+columns from a place on. A range of a matrix is up to three: the rest of a row, whole rows, and the start of a row. The
+name of a tensor is unique in a file, so the first box of every tensor is in one file, the second in another, and so on.
+With one rank every range is whole, and there is one file.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Final, Literal
+
+from executor.memory.direct_io import in_blocks
+
+Dtype = Literal["F64", "F32", "BF16", "F16", "I64", "U8"]
+
+ITEM_BYTES: Final[Mapping[Dtype, int]] = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "U8": 1}
+"""Bytes of one value, by the format's names of types."""
+
+_SHARDING_KEY: Final = "DCP_SHARDING_INFO"  # what torch.distributed.checkpoint reads
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Box:
+    """A contiguous range of a tensor that is so many rows, columns and so on of it.
+
+    Attributes:
+        start, stop: the range, in values of the flat tensor.
+        offsets: where the box begins in each dimension.
+        shape: its extent in each.
+    """
+
+    start: int
+    stop: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Cut values ``start`` to ``stop`` of a flat tensor into boxes, in order; see [Note: Boxes]."""
+    if stop <= start:
+        return
+    if len(shape) <= 1:
+        yield Box(start, stop, (start,) * len(shape), (stop - start,) * len(shape))
+        return
+    inner = math.prod(shape[1:])
+    first, last = -(-start // inner), stop // inner
+    if first > last:  # all within one row
+        yield from _within(shape, start // inner, inner, start, stop)
+        return
+    yield from _within(shape, first - 1, inner, start, first * inner)
+    if first < last:
+        rest = shape[1:]
+        yield Box(first * inner, last * inner, (first, *(0 for _ in rest)), (last - first, *rest))
+    yield from _within(shape, last, inner, last * inner, stop)
+
+
+def _within(shape: tuple[int, ...], row: int, inner: int, start: int, stop: int) -> Iterator[Box]:
+    base = row * inner
+    for box in boxes(shape[1:], start - base, stop - base):
+        yield Box(box.start + base, box.stop + base, (row, *box.offsets), (1, *box.shape))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """What a file has of a tensor.
+
+    Attributes:
+        name: of the tensor.
+        dtype: see :data:`ITEM_BYTES`.
+        shape: of the whole tensor.
+        box: what is here of it.
+    """
+
+    name: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+    box: Box
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its values."""
+        return (self.box.stop - self.box.start) * ITEM_BYTES[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """The bytes of a file.
+
+    Attributes:
+        entries: what it has, in the order of their values.
+        header: the first bytes, whole blocks.
+        starts: where the values of each entry begin, in bytes from the start of the file.
+        num_bytes: of the whole file.
+    """
+
+    entries: tuple[Entry, ...]
+    header: bytes
+    starts: tuple[int, ...]
+    num_bytes: int
+
+
+def layout(entries: tuple[Entry, ...], metadata: Mapping[str, str] | None = None) -> Layout:
+    """Lay out a file.
+
+    Args:
+        entries: in the order in which values will be written; names are unique.
+        metadata: what the header says besides.
+
+    Raises:
+        ValueError: two entries have one name.
+    """
+    fields: dict[str, object] = {}
+    starts, end = [], 0
+    for entry in entries:
+        if entry.name in fields:
+            raise ValueError(f"{entry.name} is twice in one file, but names of tensors are unique")
+        starts.append(end)
+        end += entry.num_bytes
+        fields[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.box.shape),
+            "data_offsets": [starts[-1], end],
+        }
+    sharding = {entry.name: {"saved_offsets": list(entry.box.offsets)} for entry in entries}
+    known = {"format": "pt", _SHARDING_KEY: json.dumps(sharding), **(metadata or {})}
+    text = json.dumps({"__metadata__": known, **fields}, separators=(",", ":")).encode()
+    room = in_blocks(8 + len(text))
+    header = (room - 8).to_bytes(8, "little") + text.ljust(room - 8)
+    return Layout(entries, header, tuple(room + start for start in starts), room + end)

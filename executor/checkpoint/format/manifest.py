@@ -1,0 +1,216 @@
+"""The one file that says what a checkpoint is: plain JSON, with a checksum of every byte of all others."""
+
+import functools
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from executor.checkpoint.format.layout import ITEM_BYTES, Dtype, Layout
+from executor.checkpoint.places.system_calls import CheckpointError, DamagedError
+from executor.memory.direct_io import BLOCK_BYTES
+
+MANIFEST_NAME: Final = "manifest.json"
+VERSION: Final = 1
+MAX_CHUNK_BYTES: Final = 64 << 20  # who reads has room for some
+MAX_DIMENSIONS: Final = 32
+MAX_VALUES: Final = 1 << 62
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+Count = Annotated[int, Field(ge=0, le=1 << 62)]
+
+
+class FileRecord(_Frozen):
+    """A file of values.
+
+    Attributes:
+        path: within the checkpoint's folder.
+        num_bytes: its length.
+        chunk_bytes: its bytes, header and all, are checked in chunks of this; the last one may be shorter.
+        checksums: xxh3 (64 bits) of every chunk, in hexadecimal digits.
+    """
+
+    path: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*$")]
+    num_bytes: Annotated[int, Field(ge=1)]
+    chunk_bytes: Annotated[int, Field(ge=BLOCK_BYTES, le=MAX_CHUNK_BYTES, multiple_of=BLOCK_BYTES)]
+    checksums: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")], ...]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Most bytes of a chunk."""
+        return min(self.chunk_bytes, self.num_bytes)
+
+
+class Fragment(_Frozen):
+    """Where a range of a tensor is.
+
+    Attributes:
+        file: index of the file.
+        start, stop: the range, in values of the flat tensor.
+        offset: of its first byte in the file.
+    """
+
+    file: Count
+    start: Count
+    stop: Count
+    offset: Count
+
+
+class TensorRecord(_Frozen):
+    """A tensor, all of it.
+
+    Attributes:
+        dtype: as safetensors names it.
+        shape: of the whole.
+        fragments: in order; together they are all values, each once.
+    """
+
+    dtype: Dtype
+    shape: Annotated[tuple[Count, ...], Field(max_length=MAX_DIMENSIONS)]
+    fragments: tuple[Fragment, ...]
+
+    @property
+    def num_values(self) -> int:
+        """Values of all of it."""
+        return math.prod(self.shape)
+
+
+class Part(_Frozen):
+    """What one rank has written."""
+
+    files: tuple[FileRecord, ...]
+    tensors: dict[str, TensorRecord]
+
+
+def tensors_of(layouts: Sequence[Layout]) -> dict[str, TensorRecord]:
+    """Return the tensors that files have, by their layouts; a file's place in the list is its number."""
+    tensors: dict[str, TensorRecord] = {}
+    for index, layout in enumerate(layouts):
+        for entry, offset in zip(layout.entries, layout.starts, strict=True):
+            known = tensors.get(entry.name)
+            fragments = known.fragments if known else ()
+            here = Fragment(file=index, start=entry.box.start, stop=entry.box.stop, offset=offset)
+            tensors[entry.name] = TensorRecord(
+                dtype=entry.dtype, shape=entry.shape, fragments=tuple(sorted((*fragments, here), key=_start))
+            )
+    return tensors
+
+
+def _start(fragment: Fragment) -> int:
+    return fragment.start
+
+
+class Manifest(_Frozen):
+    """A checkpoint.
+
+    Attributes:
+        version: of this format.
+        step: iterations of training that it has.
+        files: all files of values.
+        tensors: by name.
+        extra: whatever else training needs, as plain JSON.
+        digest: SHA-256 of all the rest.
+    """
+
+    version: Literal[1] = VERSION
+    step: Count
+    files: tuple[FileRecord, ...]
+    tensors: dict[str, TensorRecord]
+    extra: dict[str, Any] = {}
+    digest: str = ""
+
+    @classmethod
+    def of(cls, step: int, parts: list[Part], extra: dict[str, Any]) -> Self:
+        """Join what all ranks have written.
+
+        Raises:
+            CheckpointError: a value is missing, or there twice.
+        """
+        files: list[FileRecord] = []
+        tensors: dict[str, TensorRecord] = {}
+        for part in parts:
+            for name, record in part.tensors.items():
+                if (known := tensors.get(name)) is None and not files:
+                    tensors[name] = record  # all there is to do for one rank, where the drive waits for it
+                    continue
+                if known is not None and (known.dtype, known.shape) != (record.dtype, record.shape):
+                    raise CheckpointError(f"{name} is {known.dtype}{list(known.shape)} and {record.dtype} elsewhere")
+                moved = (f.model_copy(update={"file": f.file + len(files)}) for f in record.fragments)
+                both = sorted((*(known.fragments if known else ()), *moved), key=_start)
+                tensors[name] = record.model_copy(update={"fragments": tuple(both)})
+            files += part.files
+        made = cls(step=step, files=tuple(files), tensors=tensors, extra=extra)
+        made._check_whole()
+        return made.model_copy(update={"digest": made._digest()})  # with the text that is needed again
+
+    @classmethod
+    def read(cls, text: bytes) -> Self:
+        """Read one, which may be anything.
+
+        Whatever it says can be followed: values are within their files, and no two tensors have the same bytes, so that
+        what it asks for is no more than what is there.
+
+        Raises:
+            DamagedError: it is damaged, or of another version.
+        """
+        try:
+            made = cls.model_validate_json(text)
+            digest = made._digest()
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise DamagedError(f"{MANIFEST_NAME}: {first['msg']} at {'.'.join(map(str, first['loc']))}") from None
+        except ValueError as error:  # what JSON has no word for
+            raise DamagedError(f"{MANIFEST_NAME}: {error}") from None
+        if made.digest != digest:
+            raise DamagedError(f"{MANIFEST_NAME} does not match its own digest")
+        made._check_whole()
+        made._check_within()
+        return made
+
+    def to_json(self) -> bytes:
+        """Return the bytes of the file."""
+        return b'{"digest":"%s",%s' % (self.digest.encode(), self._rest[1:])
+
+    def _digest(self) -> str:
+        return hashlib.sha256(self._rest).hexdigest()
+
+    @functools.cached_property
+    def _rest(self) -> bytes:
+        """All but the digest, as JSON in one form only: keys in order, which the digest would begin."""
+        data = self.model_dump(mode="json", exclude={"digest"})
+        return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+    def _check_whole(self) -> None:
+        for name, record in self.tensors.items():
+            end = 0
+            for fragment in record.fragments:
+                if not fragment.start == end <= fragment.stop or fragment.file >= len(self.files):
+                    raise DamagedError(f"{name}: values {end} to {fragment.start} are missing, or there twice")
+                end = fragment.stop
+            if end != record.num_values:
+                raise DamagedError(f"{name} has {record.num_values:,} values, of which {end:,} are there")
+
+    def _check_within(self) -> None:
+        if len({file.path for file in self.files}) < len(self.files):
+            raise DamagedError(f"{MANIFEST_NAME} has one file twice")
+        held: list[list[tuple[int, int]]] = [[] for _ in self.files]
+        for name, record in self.tensors.items():
+            if math.prod(max(extent, 1) for extent in record.shape) > MAX_VALUES:
+                raise DamagedError(f"{MANIFEST_NAME}: {name} has shape {record.shape}, which no tensor has")
+            for fragment in record.fragments:
+                num_bytes = (fragment.stop - fragment.start) * ITEM_BYTES[record.dtype]
+                held[fragment.file].append((fragment.offset, fragment.offset + num_bytes))
+        for file, ranges in zip(self.files, held, strict=True):
+            ordered = [(0, 0), *sorted(ranges), (file.num_bytes, file.num_bytes)]
+            if any(begin < end for (_, end), (begin, _) in itertools.pairwise(ordered)):
+                raise DamagedError(f"{MANIFEST_NAME}: values overlap in {file.path}, or go beyond its end")
+            if len(file.checksums) != -(-file.num_bytes // file.chunk_bytes):
+                raise DamagedError(f"{MANIFEST_NAME}: {file.path} has checksums of another length")

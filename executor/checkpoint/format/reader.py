@@ -1,0 +1,337 @@
+"""Reads a checkpoint, and believes nothing that it has not checked.
+
+[Note: Read ahead] Who reads says all that is wanted at once. It is read file by file and chunk by chunk, each chunk
+once, by a few threads, of which some read while others hash; where values go changes nothing of that. A chunk is read
+in one call, straight to where its values are wanted, unless they share a block of the file with others, or the drive
+cannot transfer to where they go; the rest passes through a buffer. Each thread has one, of a chunk: that is all the
+memory that reading takes. What has been read is hashed where it is, so that what is there afterwards is what was
+checked.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Final, Self, final
+
+import numpy as np
+import xxhash
+
+from executor.checkpoint.flusher import Buffer
+from executor.checkpoint.format.files import Folder, Opened, fill, open_file, read_whole
+from executor.checkpoint.format.layout import ITEM_BYTES
+from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest
+from executor.checkpoint.places.system_calls import CheckpointError, DamagedError
+from executor.memory.direct_io import BLOCK_BYTES, in_blocks, pages
+
+NUM_READERS: Final = 12
+"""Threads that read: while some hash or copy, enough others keep the drive busy. Each has a buffer of one chunk."""
+
+MAX_MANIFEST_BYTES: Final = 1 << 30  # a thousand ranks' have a tenth; what is longer is none
+
+_WORTH_A_THREAD_BYTES: Final = 1 << 20
+_LEAST_DIRECT_BYTES: Final = 64 << 10  # shorter stretches are copied: a call takes no more than 1,024 of them
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """Values that are to be read.
+
+    Attributes:
+        name: of the tensor.
+        start: the first, among its flat values.
+        out: where they go, flat uint8, whole values.
+    """
+
+    name: str
+    start: int
+    out: Buffer
+
+
+@final
+class Checkpoint:
+    """A checkpoint in a folder or at a URL; every chunk is checked when it is read, see [Note: Read ahead].
+
+    Args:
+        folder: of the checkpoint.
+        manifest: what it shall have; left out, what it says itself.
+
+    Raises:
+        DamagedError: there is none, or its manifest is damaged.
+    """
+
+    def __init__(self, folder: Folder, manifest: Manifest | None = None) -> None:
+        self.folder = folder
+        self._readers: _Readers | None = None
+        self.manifest = manifest or _manifest(folder)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files of values."""
+        return sum(record.num_bytes for record in self.manifest.files)
+
+    def verify(self, num_readers: int = NUM_READERS) -> None:
+        """Read every byte, by so many threads at most.
+
+        Raises:
+            DamagedError: a file is missing, of another length, or damaged; says which, and where.
+        """
+        chunks: dict[int, dict[int, list[_Target]]] = {
+            file: {chunk: [] for chunk in range(len(record.checksums))}
+            for file, record in enumerate(self.manifest.files)
+        }
+        self._read(chunks, num_readers)
+
+    def chunks(self, record: FileRecord) -> Iterator[Buffer]:
+        """Read all of a file, and yield chunk after chunk; each is there until the next one is asked for.
+
+        Raises:
+            DamagedError: as :meth:`verify`.
+        """
+        buffer = pages(in_blocks(record.buffer_bytes))
+        with contextlib.closing(_File(self.folder, record, len(record.checksums))) as file:
+            for chunk in range(len(record.checksums)):
+                yield buffer[: file.load(chunk, buffer, ())]
+
+    def read(self, wanted: Iterable[Wanted]) -> None:
+        """Read values; after an error what is where they go is undefined.
+
+        Raises:
+            DamagedError: what is needed of a file is missing or damaged.
+            CheckpointError: there is no such tensor, or it is shorter; nothing has been read then.
+        """
+        chunks: dict[int, dict[int, list[_Target]]] = {}
+        for one in wanted:
+            for file, offset, out in self._stretches(one):
+                chunk_bytes, done = self.manifest.files[file].chunk_bytes, 0
+                while done < len(out):
+                    chunk, at = divmod(offset + done, chunk_bytes)
+                    target = _Target(at, out[done : done + chunk_bytes - at])
+                    chunks.setdefault(file, {}).setdefault(chunk, []).append(target)
+                    done += len(target.out)
+        self._read(chunks)
+
+    def close(self) -> None:
+        """End the threads and give their buffers up. Closing twice is allowed."""
+        if self._readers is not None:
+            self._readers.close()
+            self._readers = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    def _stretches(self, wanted: Wanted) -> Iterator[tuple[int, int, Buffer]]:
+        """Yield which file has a part of what is wanted, the offset there, and where it goes."""
+        record = self.manifest.tensors.get(wanted.name)
+        if record is None:
+            raise CheckpointError(
+                f"{self.folder}: there is no tensor {wanted.name}; the checkpoint is of another model"
+            )
+        item_bytes = ITEM_BYTES[record.dtype]
+        start, stop = wanted.start, wanted.start + len(wanted.out) // item_bytes
+        if stop > record.num_values:
+            raise CheckpointError(
+                f"{self.folder}: {wanted.name} has {record.num_values:,} values, but {stop:,} are wanted; the "
+                "checkpoint is of another model"
+            )
+        for fragment in record.fragments:
+            begin, end = max(start, fragment.start), min(stop, fragment.stop)
+            if begin < end:
+                out = wanted.out[(begin - start) * item_bytes : (end - start) * item_bytes]
+                yield fragment.file, fragment.offset + (begin - fragment.start) * item_bytes, out
+
+    def _read(self, chunks: "dict[int, dict[int, list[_Target]]]", num_readers: int = NUM_READERS) -> None:
+        tasks = [
+            (opened, index, of_file[index])
+            for file, of_file in sorted(chunks.items())
+            for opened in [_File(self.folder, self.manifest.files[file], len(of_file))]
+            for index in sorted(of_file)
+        ]
+        if tasks:
+            if self._readers is None:
+                self._readers = _Readers(max(in_blocks(f.buffer_bytes) for f in self.manifest.files))
+            self._readers.run(tasks, num_readers)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Target:
+    """Where a part of a chunk goes: the part begins ``at`` so many bytes behind the chunk's first."""
+
+    at: int
+    out: Buffer
+
+    @property
+    def stop(self) -> int:
+        return self.at + len(self.out)
+
+    def part(self, first: int, last: int) -> Buffer:
+        """Return where a range within the chunk goes."""
+        return self.out[first - self.at : last - self.at]
+
+    def direct(self, alignment_bytes: int) -> tuple[int, int]:
+        """Return the range within the chunk, whole blocks, that can be read to where it goes; it may be empty."""
+        first = in_blocks(self.at)
+        last = self.stop // BLOCK_BYTES * BLOCK_BYTES
+        is_aligned = (self.out.ctypes.data - self.at) % alignment_bytes == 0
+        return (first, last) if is_aligned and last - first >= _LEAST_DIRECT_BYTES else (0, 0)
+
+
+_Task = tuple["_File", int, list[_Target]]
+
+
+@final
+class _Readers:
+    """Threads that read chunks, each with a buffer; the calling one is among them."""
+
+    def __init__(self, buffer_bytes: int) -> None:
+        self._buffer_bytes = buffer_bytes
+        self._pool = ThreadPoolExecutor(NUM_READERS - 1, "checkpoint read")
+        self._buffers: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+        for _ in range(NUM_READERS):
+            self._buffers.put(pages(buffer_bytes))
+
+    def run(self, tasks: Sequence[_Task], num_readers: int) -> None:
+        """Read chunks, begun in this order, by so many threads at most; raise the first failure in this order."""
+        numbers = iter(range(len(tasks)))  # next() of it is atomic
+        failures: dict[int, Exception] = {}
+
+        def work() -> None:
+            buffer = self._buffers.get()
+            try:
+                for number in numbers:
+                    file, chunk, targets = tasks[number]
+                    try:
+                        file.load(chunk, buffer, targets)
+                    except OSError as error:
+                        failures[number] = error
+                    if failures:
+                        break
+            finally:
+                self._buffers.put(buffer)
+
+        try:
+            worth = len(tasks) * self._buffer_bytes // _WORTH_A_THREAD_BYTES
+            jobs = [self._pool.submit(work) for _ in range(min(num_readers, len(tasks), 1 + worth) - 1)]
+            try:
+                work()
+            finally:
+                wait(jobs)
+            for job in jobs:
+                job.result()
+        finally:
+            for file in {id(file): file for file, _, _ in tasks}.values():
+                file.close()
+        if failures:
+            raise failures[min(failures)]
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+class _File:
+    """A file of which so many chunks are wanted, open from the first one to the last."""
+
+    def __init__(self, folder: Folder, record: FileRecord, num_chunks: int) -> None:
+        self.record = record
+        self._folder = folder
+        self._path = folder / record.path
+        self._left = num_chunks
+        self._lock = threading.Lock()
+        self._file: Opened | None = None
+
+    def load(self, chunk: int, buffer: Buffer, targets: Sequence[_Target]) -> int:
+        """Read a chunk, check it, and put its values where they go, by way of ``buffer`` where they cannot do without.
+
+        Returns:
+            Its length.
+
+        Raises:
+            DamagedError: it is not what was written.
+        """
+        start = chunk * self.record.chunk_bytes
+        length = min(self.record.chunk_bytes, self.record.num_bytes - start)
+        file = self._open()
+        parts, copies = _cut(buffer[: in_blocks(length)], targets, file.alignment_bytes)
+        try:
+            fill(file, [part.data for part in parts], start, length)
+        except OSError as error:
+            raise _damaged(self._path, error, f" at {start:,} B") from error
+        digest = xxhash.xxh3_64()
+        left = length
+        for part in parts:
+            digest.update(part[:left].data)
+            left -= min(len(part), left)
+        if digest.hexdigest() != self.record.checksums[chunk]:
+            raise DamagedError(f"{self._path} is damaged between {start:,} and {start + length:,} B")
+        for out, values in copies:
+            np.copyto(out, values)
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self._close()
+        return length
+
+    def close(self) -> None:
+        """Close it, if it is open."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> Opened:
+        with self._lock:
+            if self._file is None:
+                try:
+                    self._file = open_file(self._folder, self.record.path)
+                except OSError as error:
+                    raise _damaged(self._path, error) from error
+                size = self._file.num_bytes
+                if size != self.record.num_bytes:
+                    raise DamagedError(f"{self._path} has {size:,} B, but was written with {self.record.num_bytes:,}")
+            return self._file
+
+
+def _cut(
+    buffer: Buffer, targets: Sequence[_Target], alignment_bytes: int
+) -> tuple[list[Buffer], list[tuple[Buffer, Buffer]]]:
+    """Return where a chunk is read to, part by part, and what is copied to where once it is there.
+
+    The parts are places of values where that is possible, and ``buffer`` between them.
+    """
+    parts, copies, end = [], [], 0
+    ordered = sorted(targets, key=lambda target: target.at)
+    apart = all(one.stop <= other.at for one, other in itertools.pairwise(ordered))  # else two want the same values
+    for target in ordered:
+        first, last = target.direct(alignment_bytes) if apart else (0, 0)
+        if first < last:
+            parts += [buffer[end:first], target.part(first, last)]
+            end = last
+        else:
+            first = last = target.stop
+        copies += [(target.part(a, b), buffer[a:b]) for a, b in ((target.at, first), (last, target.stop)) if a < b]
+    return [part for part in (*parts, buffer[end:]) if len(part)], copies
+
+
+def _manifest(folder: Folder) -> Manifest:
+    try:
+        return Manifest.read(read_whole(folder, MANIFEST_NAME, MAX_MANIFEST_BYTES))
+    except DamagedError as error:
+        raise DamagedError(f"{folder}: {error}") from None
+    except OSError as error:
+        raise _damaged(f"{folder}: {MANIFEST_NAME}", error) from error
+
+
+def _damaged(what: object, error: OSError, where: str = "") -> DamagedError:
+    """Return what to raise for something that cannot be read."""
+    if isinstance(error, CheckpointError):  # of a driver, and says all
+        return DamagedError(str(error))
+    return DamagedError(f"{what}: {error.strerror}{where}")

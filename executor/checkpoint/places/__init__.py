@@ -1,0 +1,1 @@
+"""Where checkpoints are: folders and URLs, what is kept there, and the lock of the run that writes."""

@@ -1,0 +1,126 @@
+"""Where checkpoints can be: a folder, of whatever file system, or a URL; and what that is good for."""
+
+import contextlib
+import shutil
+import urllib.parse
+from pathlib import Path
+from typing import Final
+
+from executor.checkpoint.format.files import Folder
+from executor.checkpoint.format.reader import Checkpoint
+from executor.checkpoint.places.remote import RemoteStore
+from executor.checkpoint.places.retention import LEAST_KEPT, AbstractStore, parse_name
+from executor.checkpoint.places.store import Store
+from executor.checkpoint.places.system_calls import CheckpointError, Files
+from executor.checkpoint.places.urls import UrlPath
+from hwprofiles.machine import available_memory_bytes
+
+_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
+_OF_ONE_NODE: Final = _MEMORY | {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "xfs", "zfs"}
+_FOLDER_URL: Final = "file://"
+_MOUNTS: Final = Path("/proc/self/mounts")
+
+
+def is_remote(place: str | Path) -> bool:
+    """Return whether a place is a URL, and not that of a folder."""
+    return "://" in str(place) and not str(place).startswith(_FOLDER_URL)
+
+
+def located(place: str | Path) -> Folder:
+    """Return a place as a path; ``file://`` is a folder, as durable as any.
+
+    Raises:
+        CheckpointError: no text at all, or a URL that nothing here can reach.
+    """
+    text = str(place)
+    if not text.strip():
+        raise CheckpointError(f"{text!r} is no place; give a folder, or a URL such as s3://bucket/run")
+    if text.startswith(_FOLDER_URL):
+        return Path(urllib.parse.unquote(urllib.parse.urlsplit(text).path))
+    return UrlPath.at(text) if is_remote(text) else Path(text)
+
+
+def store_at(place: str | Path, files: Files | None = None) -> AbstractStore:
+    """Return the store of a place; a folder is made if it is not there.
+
+    Args:
+        place: a folder, or a URL that ``fsspec`` knows.
+        files: what writes into a folder.
+
+    Raises:
+        CheckpointError: the folder cannot be made, or nothing here can reach the URL.
+    """
+    path = located(place)
+    return RemoteStore(path) if isinstance(path, UrlPath) else Store(path, files)
+
+
+def file_system(folder: Path) -> str:
+    """Return the type of the file system that a folder is on, as Linux names it; empty if that cannot be known."""
+    try:
+        mounts = [line.split()[1:3] for line in _MOUNTS.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return ""
+    path = folder.resolve()
+    found = ("", "")
+    for escaped, kind in mounts:  # later ones are mounted over earlier ones
+        where = escaped.encode().decode("unicode_escape")
+        if path.is_relative_to(where) and len(where) >= len(found[0]):
+            found = (where, kind)
+    return found[1]
+
+
+def check_reachable(store: AbstractStore) -> None:
+    """Check that a place is one that all nodes reach, as far as its file system tells.
+
+    Raises:
+        CheckpointError: it is memory, or a drive, of this node.
+    """
+    if isinstance(store, Store) and (kind := file_system(store.root)) in _OF_ONE_NODE:
+        what = "memory" if kind in _MEMORY else f"a drive ({kind})"
+        raise CheckpointError(
+            f"{store.place} is {what} of one node, but the ranks are on several: give a folder on a file system that "
+            "all nodes share, and after it such folders or URLs"
+        )
+
+
+def check_room(store: AbstractStore, num_checkpoints: int, num_bytes: int) -> None:
+    """Check that a folder has room for checkpoints, in place of those that are there, and of what dead writers left.
+
+    Args:
+        store: the place; of a URL nothing is known.
+        num_checkpoints: that are there at once.
+        num_bytes: of each.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    if not isinstance(store, Store):
+        return
+    with contextlib.suppress(OSError):  # told when it is written to
+        store.sweep()
+    free_bytes = shutil.disk_usage(store.root).free
+    is_memory = file_system(store.root) in _MEMORY
+    if is_memory:
+        free_bytes = min(free_bytes, available_memory_bytes())
+    held_bytes = sum(_size(path) for path in store.root.iterdir() if parse_name(path.name) is not None)
+    needed_bytes = num_checkpoints * num_bytes
+    if needed_bytes > free_bytes + held_bytes:
+        what = "host memory" if is_memory else "the drive"
+        raise CheckpointError(
+            f"{store.place}: {num_checkpoints} checkpoints at once, of {num_bytes:,} B each, take {needed_bytes:,} B "
+            f"of {what}, but {free_bytes + held_bytes:,} B are free: keep fewer there (at least {LEAST_KEPT}), or "
+            "give another place"
+        )
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def checkpoint_at(place: str | Path) -> Checkpoint:
+    """Return the checkpoint in a folder or at a URL.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    return Checkpoint(located(place))

@@ -1,0 +1,87 @@
+"""A lock on a folder of checkpoints: one run writes there at a time.
+
+[Note: One run] Two runs in one folder would remove each other's checkpoints, and find that out when both reach the
+same step. So rank 0 of a run locks a file in the folder, from before its first iteration until it closes its
+checkpoints. The kernel releases the lock however the process ends, so nothing has to be removed after a kill. On NFS
+the kernel locks the file on the server, for all nodes. A file system without locks is used without one: there two runs
+are told when they reach the same step. A URL has no locks; what two runs send there never mixes.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import platform
+from pathlib import Path
+from typing import Final, final
+
+from executor.checkpoint.places.system_calls import CheckpointError
+
+LOCK_NAME: Final = "run.lock"
+
+_NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
+_MOST_BYTES: Final = 300
+
+
+@final
+class RunLock:
+    """Holds a folder for this run until it is closed or the process ends; see [Note: One run].
+
+    Args:
+        folder: that is there.
+
+    Raises:
+        CheckpointError: another run holds it, or nothing can be written there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK_NAME
+        self._fd = -1
+        try:
+            while not self._took():
+                pass
+        except BlockingIOError:
+            raise CheckpointError(
+                f"{folder}: another run{_holder(self._path)} writes checkpoints there; wait until it has ended, end "
+                "it, or give this run a folder of its own"
+            ) from None
+        except OSError as error:
+            raise CheckpointError(f"{folder}: {error.strerror}; choose another folder for checkpoints") from error
+
+    def close(self) -> None:
+        """Give the folder up. Closing twice is allowed."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):  # removed first: nobody else may lock what is about to go
+                self._path.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _took(self) -> bool:
+        """Lock the file; return whether it is still the one of that name, which its last owner may have removed."""
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+            taken = self._path.exists() and os.path.samestat(os.fstat(fd), self._path.stat())
+            if taken:
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"process {os.getpid()} on {platform.node()}\n".encode()[:_MOST_BYTES], 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        if taken:
+            self._fd = fd
+        else:
+            os.close(fd)
+        return taken
+
+
+def _holder(path: Path) -> str:
+    """Return who holds a lock, in words, as far as that is known."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        words = file.read(_MOST_BYTES).decode(errors="replace").strip()
+        return f" ({words})" if words.isprintable() and words else ""
+    return ""

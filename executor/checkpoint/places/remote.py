@@ -1,0 +1,117 @@
+"""Checkpoints at a URL: an object store, which has neither folders nor renames.
+
+[Note: Manifest last] Every checkpoint that is sent has a name that none had before, ``step-00000012-9f3c21ab``. Its
+files come first, are read again, and then comes the manifest. A reader looks at nothing without one, so what was
+interrupted is never taken, and what two processes send is never mixed. It is removed in the opposite order. What a
+process has left that died cannot be told from what another one still sends: it is swept as retention would sweep it,
+once enough that are whole have its own step or a later one. So are parts of files that never became any, on S3.
+"""
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+from typing import Final, final
+
+from executor.checkpoint.flusher import Buffer
+from executor.checkpoint.format.files import Folder
+from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest
+from executor.checkpoint.places.retention import AbstractStore, checkpoint_name, parse_name
+from executor.checkpoint.places.system_calls import CheckpointError
+from executor.checkpoint.places.urls import UrlPath, reaching
+
+_PART_BYTES: Final = 64 << 20  # of a request
+_MOST_PARTS: Final = 9_000  # of a file; S3 takes 10,000
+
+
+@final
+class RemoteStore(AbstractStore):
+    """Checkpoints at a URL, see [Note: Manifest last].
+
+    Args:
+        root: their folder.
+    """
+
+    def __init__(self, root: UrlPath) -> None:
+        super().__init__(root.url)
+        self.root = root
+
+    def begin_copy(self, manifest: Manifest) -> "RemoteCopy":
+        """See :class:`AbstractStore`."""
+        return RemoteCopy(self.folder(manifest.step, secrets.randbelow((1 << 32) - 1) + 1))
+
+    def folder(self, step: int, nonce: int = 0) -> UrlPath:
+        """See :class:`AbstractStore`."""
+        return self.root / checkpoint_name(step, nonce)
+
+    def folders(self) -> list[Folder]:
+        """See :class:`AbstractStore`."""
+        found = [(parse_name(name), name) for name, files in self._files().items() if MANIFEST_NAME in files]
+        return [self.root / name for _, name in sorted(found, reverse=True)]
+
+    def tidy(self) -> None:
+        """See :class:`AbstractStore`: nothing is kept."""
+
+    def _remove(self, folder: Folder) -> None:
+        files = self._files().get(folder.name, ())
+        for path in sorted(files, key=lambda path: path != MANIFEST_NAME):
+            (self.root / folder.name / path).remove()
+
+    def _sweep(self, last: int) -> None:
+        def is_dead(path: str) -> bool:
+            parsed = parse_name(path.partition("/")[0])
+            return parsed is not None and parsed[0] <= last
+
+        for name, files in self._files().items():
+            if MANIFEST_NAME not in files and is_dead(name):
+                self._remove(self.root / name)
+        with contextlib.suppress(CheckpointError):  # it takes a right of its own, and costs little
+            self.root.abort_uploads(is_dead)
+
+    def _files(self) -> dict[str, list[str]]:
+        """Return the files of every checkpoint, whole or not."""
+        found: dict[str, list[str]] = {}
+        for path in self.root.files():
+            name, _, rest = path.partition("/")
+            if rest and parse_name(name) is not None:
+                found.setdefault(name, []).append(rest)
+        return found
+
+
+@final
+class RemoteCopy:
+    """See :class:`executor.checkpoint.places.retention.Copy`."""
+
+    def __init__(self, folder: UrlPath) -> None:
+        self.folder = folder
+        self._paths: list[str] = []
+
+    def write(self, record: FileRecord, chunks: Iterator[Buffer]) -> None:
+        """See :class:`executor.checkpoint.places.retention.Copy`."""
+        path = self.folder / record.path
+        self._paths.append(record.path)
+        part_bytes = max(_PART_BYTES, -(-record.num_bytes // _MOST_PARTS))
+        with reaching(path):
+            try:
+                file = path.system.open(path.path, "wb", block_size=part_bytes)
+            except FileNotFoundError:  # where there are folders
+                path.system.makedirs(path.path.rpartition("/")[0], exist_ok=True)
+                file = path.system.open(path.path, "wb", block_size=part_bytes)
+            with file:
+                for chunk in chunks:
+                    file.write(chunk.data)
+
+    def commit(self, manifest: Manifest) -> UrlPath:
+        """See :class:`executor.checkpoint.places.retention.Copy`."""
+        path = self.folder / MANIFEST_NAME
+        self._paths.append(MANIFEST_NAME)
+        with reaching(path):
+            path.system.pipe_file(path.path, manifest.to_json())
+        if Manifest.read(path.read_bytes()).digest != manifest.digest:
+            raise CheckpointError(f"{path}: what was written is not what is read")
+        return self.folder
+
+    def abandon(self) -> None:
+        """See :class:`executor.checkpoint.places.retention.Copy`."""
+        while self._paths:  # the manifest, if any, was last
+            with contextlib.suppress(CheckpointError):  # swept later
+                (self.folder / self._paths.pop()).remove()

@@ -1,0 +1,369 @@
+"""A folder of checkpoints, and how one comes to be there whole.
+
+A checkpoint is written in a folder ``tmp-...``, every file synced, the manifest last, then the folder, which then gets
+its name, ``step-00000012``, and the name is synced too. Only then is it acknowledged. So whatever has that name and a
+manifest that matches its own digest was whole when it was written; what happened to it since, checksums tell.
+
+[Note: Spares] A checkpoint that is no longer wanted is renamed to ``spare-...``, and the next one is written over it,
+under a ``tmp-...`` name again: drives take a second to give a gigabyte up where file systems tell them so at once (the
+mount option ``discard``), and whoever writes waits for that. Nothing is less safe for it. A crash may bring the old
+name back with new bytes in it, or the old bytes under a name that has no manifest: checksums tell, and newer ones are
+whole. Spares are removed when training ends; those of a process that died are used by the next.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, Final, final
+
+import numpy as np
+
+from executor.checkpoint.flusher import Buffer, Flusher, ring_of
+from executor.checkpoint.format.files import Folder
+from executor.checkpoint.format.layout import Layout
+from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest, Part
+from executor.checkpoint.places.retention import AbstractStore, checkpoint_name, in_use, is_whole, parse_name
+from executor.checkpoint.places.system_calls import CheckpointError, Files, remove_tree, write_all
+from executor.checkpoint.writer import ShardWriter
+from hwprofiles.files import write_whole
+
+_NUM_BUFFERS: Final = 3  # of a copy: one is read, one hashed and one written
+_POLL_S: Final = 0.02
+_SPARE: Final = "spare-"
+_MAX_SPARES: Final = 2
+_TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
+
+
+@final
+class Draft:
+    """A checkpoint that is being written, in a folder that nobody takes for one.
+
+    Attributes:
+        step: of the checkpoint.
+        folder: where its files go.
+    """
+
+    def __init__(self, files: Files, root: Path, step: int, folders: Iterable[str], nonce: str = "") -> None:
+        self.step = step
+        self._root = root
+        self._files = files
+        self._folders = tuple(folders)
+        self._lock = -1
+        self.folder = draft_folder(root, step, nonce or secrets.token_hex(4))
+        try:
+            self._is_reused = self._takes_spare()
+            for again in itertools.count():
+                if again or not self._is_reused:
+                    with contextlib.suppress(*((FileExistsError,) if again else ())):
+                        files.make_folder(self.folder)
+                with contextlib.suppress(FileNotFoundError, BlockingIOError):  # swept away before it was locked
+                    self._lock = _locked(self.folder)
+                    break
+            for name in self._folders:
+                if not (self.folder / name).is_dir():
+                    files.make_folder(self.folder / name)
+        except OSError as error:
+            self.abandon()
+            raise CheckpointError(f"{self.folder}: {error.strerror}; choose another folder for checkpoints") from error
+
+    def _takes_spare(self) -> bool:
+        """Begin with the files of an old checkpoint, if there is one; see [Note: Spares]."""
+        for spare in _spares(self._root):
+            with contextlib.suppress(FileNotFoundError):  # somebody else was faster
+                self._files.rename(spare, self.folder)
+                with contextlib.suppress(FileNotFoundError):
+                    self._files.remove(self.folder / MANIFEST_NAME)
+                return True
+        return False
+
+    def _clear(self, manifest: Manifest) -> None:
+        """Remove what an old checkpoint had besides."""
+        known = {MANIFEST_NAME, *(record.path for record in manifest.files)}
+        for path in self.folder.rglob("*") if self._is_reused else ():
+            if not path.is_dir() and str(path.relative_to(self.folder)) not in known:
+                self._files.remove(path)
+
+    def collect(self, size: int, own: Part, extra: Any, patience_s: float) -> tuple[list[Part], list[Any]]:
+        """Wait for what all other ranks have written; return all parts, and what else each rank has.
+
+        Raises:
+            CheckpointError: a rank could not write its part, or has not for too long.
+        """
+        parts, extras = [own], [extra]
+        deadline_s = time.monotonic() + patience_s
+        for rank in range(1, size):
+            path = self.folder / f"part-{rank}.json"
+            while not path.exists():
+                if time.monotonic() > deadline_s:
+                    raise CheckpointError(f"{self.folder}: rank {rank} has not written its part in {patience_s:g} s")
+                time.sleep(_POLL_S)
+            handed = _handed(path)
+            if "error" in handed:
+                raise CheckpointError(f"rank {rank}: {handed['error']}")
+            parts.append(Part.model_validate(handed["part"]))
+            extras.append(handed["extra"])
+            self._files.remove(path)
+        return parts, extras
+
+    def commit(self, manifest: Manifest) -> Path:
+        """Make the checkpoint whole and durable; return its folder. All other files have been finished.
+
+        Raises:
+            CheckpointError: it cannot be, or there is a whole one of this step; nothing is acknowledged then.
+        """
+        final_path = self._root / checkpoint_name(self.step)
+        try:
+            self._clear(manifest)
+            self._write(manifest.to_json())
+            for folder in (*(self.folder / name for name in self._folders), self.folder):
+                self._files.sync_folder(folder)
+            self._rename(final_path)
+            self._files.sync_folder(self._root)
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: {error.strerror}; this checkpoint is given up") from error
+        finally:
+            self._unlock()
+        return final_path
+
+    def abandon(self) -> None:
+        """Remove what has been written. Abandoning twice is allowed."""
+        with contextlib.suppress(OSError):
+            remove_tree(self._files, self.folder)
+        self._unlock()
+
+    def _write(self, text: bytes) -> None:
+        fd = self._files.create(self.folder / MANIFEST_NAME)
+        try:
+            write_all(self._files, fd, memoryview(text), 0)
+            self._files.sync(fd)
+        finally:
+            self._files.close(fd)
+
+    def _rename(self, path: Path) -> None:
+        try:
+            self._files.rename(self.folder, path)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            if is_whole(path):
+                raise CheckpointError(in_use(path)) from error
+            _put_aside(self._files, path)
+            self._files.rename(self.folder, path)
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+@final
+class JoinedDraft:
+    """What a rank other than 0 has of a checkpoint that rank 0 has begun, see [Note: Parts].
+
+    Raises:
+        CheckpointError: rank 0 has not begun it for too long.
+    """
+
+    def __init__(self, root: Path, step: int, folders: Iterable[str], nonce: str, patience_s: float) -> None:
+        self.folder = draft_folder(root, step, nonce)
+        deadline_s = time.monotonic() + patience_s
+        while not all((self.folder / name).is_dir() for name in folders):
+            if time.monotonic() > deadline_s:
+                raise CheckpointError(
+                    f"{self.folder}: rank 0 has not begun it in {patience_s:g} s; all ranks need the same folder for "
+                    "checkpoints"
+                )
+            time.sleep(_POLL_S)
+
+    def hand_in(self, rank: int, part: Part, extra: Any) -> None:
+        """Tell rank 0 what this rank has written, all of it durable."""
+        self._tell(rank, {"part": part.model_dump(mode="json"), "extra": extra})
+
+    def refuse(self, rank: int, error: str) -> None:
+        """Tell rank 0 that this rank could not write its part."""
+        with contextlib.suppress(OSError):  # rank 0 has given it up too
+            self._tell(rank, {"error": error})
+
+    def _tell(self, rank: int, data: dict[str, Any]) -> None:
+        text = json.dumps(data)
+        write_whole(self.folder / f"part-{rank}.json", f"{_digest(text)} {text}", durable=False)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _handed(path: Path) -> dict[str, Any]:
+    """Return what another rank has told.
+
+    Raises:
+        CheckpointError: it is not that: the manifest would vouch for it.
+    """
+    digest, _, text = path.read_bytes().decode(errors="replace").partition(" ")
+    if digest != _digest(text):
+        raise CheckpointError(f"{path} is not what its rank has written; this checkpoint is given up")
+    handed: dict[str, Any] = json.loads(text)
+    return handed
+
+
+def draft_folder(root: Path, step: int, nonce: str) -> Path:
+    """Return the folder in which a checkpoint is written."""
+    return root / f"tmp-{step:08d}-{nonce}"
+
+
+@final
+class Store(AbstractStore):
+    """A folder of checkpoints.
+
+    Args:
+        root: the folder; it is made if it is not there.
+        files: what writes.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+
+    def __init__(self, root: Path, files: Files | None = None) -> None:
+        super().__init__(str(root))
+        self.root = root
+        self.files = files or Files()
+        if not root.is_dir():
+            try:
+                root.parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileExistsError):  # another rank was faster
+                    self.files.make_folder(root)
+                self.files.sync_folder(root.parent)
+            except OSError as error:
+                raise CheckpointError(f"{root}: {error.strerror}; choose another folder for checkpoints") from error
+            if not root.is_dir():
+                raise CheckpointError(f"{root} is no folder; give a folder for checkpoints")
+
+    def begin(self, step: int, folders: Iterable[str] = (), nonce: str = "") -> Draft:
+        """Begin the checkpoint of a step, with folders in it; other ranks find it by the ``nonce``.
+
+        Raises:
+            CheckpointError: nothing can be written here.
+        """
+        return Draft(self.files, self.root, step, folders, nonce)
+
+    def begin_copy(self, manifest: Manifest) -> "FolderCopy":
+        """See :class:`AbstractStore`."""
+        parents = {str(parent) for record in manifest.files for parent in PurePosixPath(record.path).parents}
+        return FolderCopy(self.files, self.begin(manifest.step, sorted(parents - {"."})))
+
+    def folder(self, step: int, nonce: int = 0) -> Path:
+        """See :class:`AbstractStore`."""
+        return self.root / checkpoint_name(step, nonce)
+
+    def folders(self) -> list[Folder]:
+        """See :class:`AbstractStore`."""
+        try:
+            named = [(parse_name(path.name), path) for path in self.root.iterdir()]
+        except OSError as error:
+            raise CheckpointError(f"{self.root}: {error.strerror}") from error
+        found = [(parsed, path) for parsed, path in named if parsed is not None]
+        return [path for _, path in sorted(found, reverse=True)]
+
+    def sweep(self) -> None:
+        """Remove what writers have left that died; their locks tell."""
+        for path in self.root.glob("tmp-*"):
+            try:
+                lock = _locked(path)
+            except OSError:
+                continue  # its writer lives, or another one is removing it
+            try:
+                remove_tree(self.files, path)
+            finally:
+                os.close(lock)
+
+    def tidy(self) -> None:
+        """See :class:`AbstractStore`."""
+        for spare in _spares(self.root):
+            with contextlib.suppress(FileNotFoundError):
+                _put_aside(self.files, spare)
+
+    def _remove(self, folder: Folder) -> None:
+        assert isinstance(folder, Path)
+        with contextlib.suppress(FileNotFoundError):
+            if len(_spares(self.root)) < _MAX_SPARES:
+                self.files.rename(folder, self.root / f"{_SPARE}{secrets.token_hex(4)}")
+            else:
+                _put_aside(self.files, folder)
+
+    def _sweep(self, last: int) -> None:  # noqa: ARG002 - of others it is not known whether they died
+        self.sweep()
+
+
+@final
+class FolderCopy:
+    """See :class:`executor.checkpoint.places.retention.Copy`."""
+
+    def __init__(self, files: Files, draft: Draft) -> None:
+        self._files = files
+        self._draft = draft
+        self.folder = draft.folder
+
+    def write(self, record: FileRecord, chunks: Iterator[Buffer]) -> None:
+        """Write as an engine does, header last; see :class:`executor.checkpoint.places.retention.Copy`."""
+        with Flusher(self._files, ring_of(_NUM_BUFFERS, record.chunk_bytes)) as flusher:
+            data = next(chunks).tobytes()
+            while len(data) < (header_bytes := 8 + int.from_bytes(data[:8], "little")):
+                data += next(chunks).tobytes()
+            layout = Layout((), data[:header_bytes], (), record.num_bytes)
+            writer = ShardWriter(flusher, self.folder, record.path, layout)
+            try:
+                writer.append(np.frombuffer(data, np.uint8)[header_bytes:])
+                for values in chunks:
+                    writer.append(values)
+                written = writer.finish()
+            except BaseException:
+                writer.abandon()
+                raise
+        if written != record:
+            raise CheckpointError(f"{self.folder / record.path}: what was written is not what was read")
+
+    def commit(self, manifest: Manifest) -> Path:
+        """See :class:`executor.checkpoint.places.retention.Copy`."""
+        return self._draft.commit(manifest)
+
+    def abandon(self) -> None:
+        """See :class:`executor.checkpoint.places.retention.Copy`."""
+        self._draft.abandon()
+
+
+def _spares(root: Path) -> list[Path]:
+    return list(root.glob(f"{_SPARE}*"))
+
+
+def _put_aside(files: Files, path: Path) -> None:
+    """Take a checkpoint's name away, in one step, and then its files."""
+    aside = path.with_name(f"tmp-{path.name}-{secrets.token_hex(4)}")
+    files.rename(path, aside)
+    remove_tree(files, aside)
+
+
+def _locked(folder: Path) -> int:
+    """Return a descriptor that holds the folder's lock, which ends with the process.
+
+    Raises:
+        BlockingIOError: somebody else holds it.
+        FileNotFoundError: it has been removed.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder.stat()  # who held it may have removed it
+    except OSError:
+        os.close(fd)
+        raise
+    return fd

@@ -1,0 +1,107 @@
+"""What a checkpoint does to files, one system call a method, so that tests can make each of them fail, stop or be lost.
+
+[Note: Durable] What has been written is safe from the end of the process, but not from the end of the power: bytes of
+a file are durable only after its ``fsync``, and names in a folder only after that folder's. Nothing here relies on any
+order in which a file system may write things back by itself.
+"""
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+from typing import Final
+
+from executor.memory.direct_io import BLOCK_BYTES
+
+_LARGEST_WRITE_BYTES: Final = 1 << 30  # Linux cuts off what is beyond 2 GiB
+
+
+class CheckpointError(OSError):
+    """A checkpoint cannot be written, or none can be read; the message says where, why, and what to do."""
+
+
+class DamagedError(CheckpointError):
+    """What is there of a checkpoint is not what was written; another one may be whole."""
+
+
+class Files:
+    """The operating system's own files."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder that is not there."""
+        path.mkdir()
+
+    def create(self, path: Path) -> int:
+        """Make a file that is not there, and return its descriptor."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def reuse(self, path: Path) -> int:
+        """Open a file that is there, to be written over, and return its descriptor."""
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def allocate(self, fd: int, num_bytes: int) -> None:
+        """Take the space of a file, so that a full drive shows now and not in the middle."""
+        os.posix_fallocate(fd, 0, num_bytes)
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        """Write, past the page cache if that was asked for, and return how many bytes were: perhaps not all."""
+        return os.pwrite(fd, data[:_LARGEST_WRITE_BYTES], offset)
+
+    def truncate(self, fd: int, num_bytes: int) -> None:
+        """Set the length of a file."""
+        os.ftruncate(fd, num_bytes)
+
+    def sync(self, fd: int) -> None:
+        """Make a file's bytes and length durable. If this fails, nothing is known of them any more."""
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        """Give a descriptor up."""
+        os.close(fd)
+
+    def sync_folder(self, path: Path) -> None:
+        """Make the names in a folder durable."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a folder another name, under which nothing is, within one folder."""
+        os.rename(old, new)  # noqa: PTH104 - fails on a folder that is not empty, as it has to
+
+    def remove(self, path: Path) -> None:
+        """Remove a file."""
+        path.unlink()
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove an empty folder."""
+        path.rmdir()
+
+
+def write_all(files: Files, fd: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data``; a write that is cut short goes on from its last whole block.
+
+    Raises:
+        OSError: the first that a write raises; ``ENOSPC`` if nothing is written any more.
+    """
+    done = 0
+    while done < len(data):
+        count = files.write(fd, data[done:], offset + done)
+        whole = count if done + count == len(data) else count // BLOCK_BYTES * BLOCK_BYTES
+        if whole <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done += whole
+
+
+def remove_tree(files: Files, folder: Path) -> None:
+    """Remove a folder and its files; what somebody else removes meanwhile is gone too."""
+    with contextlib.suppress(FileNotFoundError):
+        for entry in sorted(folder.iterdir()):
+            if entry.is_dir():
+                remove_tree(files, entry)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    files.remove(entry)
+        files.remove_folder(folder)

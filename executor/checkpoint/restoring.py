@@ -1,0 +1,214 @@
+"""State from checkpoints: back to where a plan keeps it, whatever plan and ranks it was saved under.
+
+[Note: Restoring] What a rank keeps in host memory is read straight to there, all in one go. What it keeps elsewhere
+comes by way of the host: a piece at a time through the buffer of state on NVMe, and about :data:`STAGED_BYTES` at a
+time to a device. So a rank reads what it has and no more, each chunk about once, and takes no more memory than that,
+one piece, and the readers' buffers ([Note: Read ahead] in :mod:`executor.checkpoint.format.reader`). There are two
+exceptions: where weights of other ranks' shards are resident their master copies are read too, a unit's at a time, and
+where a layer was divided over other ranks than now its parameters are read whole.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from executor.checkpoint import Checkpoint, CheckpointError, Wanted
+from executor.checkpoint.engine import MASTER
+from executor.checkpoint.flusher import Buffer
+from executor.checkpoint.rng_state import set_rng_state
+from executor.distributed.shards import assemble, whole_name
+from executor.memory.pieces import Piece
+from executor.memory.units import ParameterState, UnitState
+from executor.prepare import OffloadedOptimizer
+from planner.decisions import Place
+
+STAGED_BYTES: Final = 256 << 20
+"""Host memory, about, for state on its way to a device."""
+
+_Held = tuple[UnitState, Piece]
+
+
+def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Set weights, state, step counts, groups and random numbers to what they were; return this rank's ``extra``.
+
+    Whatever plan, number of ranks and tiers it was made under: every rank reads what it needs, see [Note: Restoring].
+    Every byte is checked as it is read. Ranks begin together, and wait for each other when all have read what they
+    need: one that finds damage leaves the others nothing to wait for.
+
+    Raises:
+        CheckpointError: it is of another model or optimizer; nothing has changed then.
+        DamagedError: something in it is damaged or missing; some state has changed, and all will when another
+            checkpoint is restored.
+    """
+    session = optimizer.session
+    of_ranks = checkpoint.manifest.extra["ranks"]
+    together = session.together
+    extra: dict[str, Any] = of_ranks[together.rank if together.rank < len(of_ranks) else 0]
+    stock = optimizer.entry.stock.__name__
+    if extra["optimizer"] != stock or len(extra["groups"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"{checkpoint.folder} has the state of {extra['optimizer']} with {len(extra['groups'])} group(s), but the "
+            f"optimizer is {stock} with {len(optimizer.param_groups)}; make it as it was when it was saved"
+        )
+    held = list(session.parameter_states().values())
+    if missing := {entry.share.name for _, entry in held} - extra["steps"].keys():
+        raise CheckpointError(f"{checkpoint.folder} has no {min(missing)}; the checkpoint is of another model")
+    if session.snapshots is not None:
+        session.snapshots.take_rest()  # of checkpoints of the state that was
+    units = list({unit.name: unit for unit, _ in held}.values())
+    keys = (MASTER, *optimizer.entry.buffers)
+    alike = [unit for unit in units if all(_is_there(checkpoint, entry, keys) for entry in unit.parameters)]
+    with session.changing_at_rest():
+        _read_shares(optimizer, checkpoint, alike, keys)
+        _read_wholes(optimizer, checkpoint, [unit for unit in units if unit not in alike], keys, extra["steps"])
+    for _, entry in held:
+        entry.step = int(extra["steps"][entry.share.name])
+    for group, saved in zip(optimizer.param_groups, extra["groups"], strict=True):
+        for key, value in saved.items():
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+    if len(of_ranks) == together.size:
+        set_rng_state(extra["rng"])
+        session.agree_on_chance()  # they may have shared no layers, or others
+    return extra
+
+
+def _tensor(name: str, key: str) -> str:
+    return name if key == MASTER else f"{key}.{name}"
+
+
+def _is_there(checkpoint: Checkpoint, parameter: ParameterState, keys: Sequence[str]) -> bool:
+    """Return whether the checkpoint has a rank's share as such."""
+    share, tensors = parameter.share, checkpoint.manifest.tensors
+    found = [tensors.get(_tensor(share.own_name, key)) for key in keys]
+    return all(record is not None and record.shape == tuple(share.shape) for record in found)
+
+
+def _read_shares(
+    optimizer: OffloadedOptimizer, checkpoint: Checkpoint, units: Sequence[UnitState], keys: Sequence[str]
+) -> None:
+    """Read the state of units whose shares are in the checkpoint as such, see [Note: Restoring]."""
+    at_once: list[_Held] = []
+    passing: list[_Held] = []
+    by_itself: list[_Held] = []
+    for unit in units:
+        for piece in unit.pieces:
+            if piece.place is Place.NVME:
+                by_itself.append((unit, piece))
+            elif any(tensor.is_cuda for tensor in unit.state(piece)):
+                passing.append((unit, piece))
+            else:
+                at_once.append((unit, piece))
+    num_tensors = len(keys)
+    for pieces in (at_once, *_batches(passing, num_tensors), *([one] for one in by_itself)):
+        _read_pieces(optimizer, checkpoint, pieces, keys)
+    for unit in units:
+        if unit.slot < 0 and len(unit.own_weights) < len(unit.device_weights):
+            _read_resident(checkpoint, unit)
+
+
+def _batches(pieces: Sequence[_Held], num_tensors: int) -> Iterator[list[_Held]]:
+    batch: list[_Held] = []
+    num_bytes = 0
+    for held in pieces:
+        batch.append(held)
+        num_bytes += 4 * num_tensors * held[1].num_params
+        if num_bytes >= STAGED_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    yield batch
+
+
+def _read_pieces(
+    optimizer: OffloadedOptimizer, checkpoint: Checkpoint, pieces: Sequence[_Held], keys: Sequence[str]
+) -> None:
+    with contextlib.ExitStack() as stack:
+        states = [stack.enter_context(optimizer.session.state_of(*held, reads=False, writes=True)) for held in pieces]
+        on_host = [[torch.empty(t.shape) if t.is_cuda else t for t in state] for state in states]
+        checkpoint.read(
+            wanted
+            for (unit, piece), values_of in zip(pieces, on_host, strict=True)
+            for key, values in zip(keys, values_of, strict=True)
+            for wanted in _of_piece(unit, piece, key, values)
+        )
+        for (unit, piece), state, values_of in zip(pieces, states, on_host, strict=True):
+            for target, values in zip(state, values_of, strict=True):
+                if target is not values:
+                    target.copy_(values)
+            _write_weights(unit, piece, state[0])
+
+
+def _of_piece(unit: UnitState, piece: Piece, key: str, values: torch.Tensor) -> Iterator[Wanted]:
+    for parameter in unit.parameters:
+        for part in (part for part in parameter.parts if part.piece.index == piece.index):
+            out = values[part.start - piece.start : part.stop - piece.start]
+            yield Wanted(_tensor(parameter.share.own_name, key), part.start - parameter.start, _bytes_of(out))
+
+
+def _write_weights(unit: UnitState, piece: Piece, master: torch.Tensor) -> None:
+    """Set what there is of a piece's weights beside its master copy, by that."""
+    if unit.on_device:
+        unit.own(piece).copy_(master)
+    weight = unit.host_weight(piece)
+    if weight is not None:
+        weight.copy_(master)
+
+
+def _read_resident(checkpoint: Checkpoint, unit: UnitState) -> None:
+    """Read the weights of a unit that are resident, though the rank's state is of a shard of them."""
+    flat = torch.empty(unit.parameters[-1].stop)
+    checkpoint.read(
+        Wanted(parameter.share.own_name, 0, _bytes_of(flat[parameter.start : parameter.stop]))
+        for parameter in unit.parameters
+    )
+    unit.device_weights[: len(flat)].copy_(flat)
+
+
+def _read_wholes(
+    optimizer: OffloadedOptimizer,
+    checkpoint: Checkpoint,
+    units: Sequence[UnitState],
+    keys: Sequence[str],
+    steps: Mapping[str, int],
+) -> None:
+    """Read the state of units of whose parameters other shares were saved, by way of whole parameters."""
+    groups = {
+        optimizer.session.name_of(parameter): group for group in optimizer.param_groups for parameter in group["params"]
+    }
+    done: set[str] = set()
+    for unit in units:
+        shares = [parameter.share for parameter in unit.parameters if parameter.share.name not in done]
+        done.update(share.name for share in shares)  # others may have rows of the same
+        entries = {}
+        for share in shares:
+            values = {key: _whole(checkpoint, _tensor(share.name, key), share.whole_shape) for key in keys}
+            step = torch.tensor(float(steps[share.name]))
+            entries[share.name] = ({"step": step, **values}, groups.get(share.name, {}))
+        optimizer.write_states(entries)
+
+
+def _whole(checkpoint: Checkpoint, tensor: str, shape: torch.Size) -> torch.Tensor:
+    """Return a whole tensor, from whatever shares of it were saved."""
+    parts = {}
+    for own, record in checkpoint.manifest.tensors.items():
+        if whole_name(own) == tensor:
+            if own == tensor and record.shape != tuple(shape):
+                raise CheckpointError(
+                    f"{checkpoint.folder}: {tensor} has shape {record.shape}, but {tuple(shape)} in the model; the "
+                    "checkpoint is of another model"
+                )
+            parts[own] = torch.empty(record.shape)
+    checkpoint.read(Wanted(own, 0, _bytes_of(values)) for own, values in parts.items())
+    whole = torch.empty(shape)
+    try:
+        assemble(tensor, parts, whole)
+    except (ValueError, RuntimeError) as error:  # torch: shapes that do not fit
+        raise CheckpointError(f"{checkpoint.folder}: {error}; the checkpoint is of another model") from error
+    return whole
+
+
+def _bytes_of(values: torch.Tensor) -> Buffer:
+    flat: Buffer = values.reshape(-1).numpy().view(np.uint8)
+    return flat

@@ -1,0 +1,199 @@
+"""Checkpoints of training under a plan: everything that it needs to go on as if it had not stopped."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self, final
+
+from executor.checkpoint import (
+    Checkpoint,
+    CheckpointEngine,
+    CheckpointError,
+    DamagedError,
+    Files,
+    Flusher,
+    Level,
+    Levels,
+    Outcome,
+)
+from executor.checkpoint.format.files import Folder
+from executor.checkpoint.places.retention import candidates, parse_name
+from executor.checkpoint.restoring import restore
+from executor.checkpoint.rng_state import rng_state
+from executor.prepare import OffloadedOptimizer
+
+_PATIENCE_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resumed:
+    """What training goes on from.
+
+    Attributes:
+        path: where the checkpoint is; ``None`` if there was none, and training begins at the beginning.
+        step: iterations behind it.
+        refused: why newer checkpoints were passed over.
+        extra: what it has beside the model and the optimizer.
+    """
+
+    path: Folder | None = None
+    step: int = 0
+    refused: tuple[str, ...] = ()
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@final
+class Checkpoints:
+    """Makes checkpoints of a prepared model and its optimizer, and brings them back.
+
+    Args:
+        optimizer: what ``prepare`` returned, for a session with room for checkpoints.
+        levels: where they go, fastest first. Training writes to the first, a folder that all ranks share; each further
+            one gets its checkpoints from the one above, of the steps that are multiples of its interval.
+        tell: is called with how each one ended on each level, in another thread.
+        files: what writes into folders.
+
+    Raises:
+        ValueError: the session was made without room for checkpoints, or the levels do not fit together.
+        CheckpointError: a place cannot be used, has no room, or is not shared by all nodes.
+    """
+
+    def __init__(
+        self,
+        optimizer: OffloadedOptimizer,
+        *levels: Level,
+        tell: Callable[[Outcome], None] = lambda _outcome: None,
+        files: Files | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._session = session = optimizer.session
+        if session.snapshots is None:
+            raise ValueError("the session has no room for checkpoints; give it checkpoint_buffer_bytes")
+        member = session.together.member()
+        self._rank = member.rank
+        several_nodes = member.size > int(os.environ.get("LOCAL_WORLD_SIZE") or member.size)
+        self.levels = Levels(levels, tell, files=files, is_first=member.rank == 0, several_nodes=several_nodes)
+        store = self.levels.fastest
+        self._flusher = Flusher(store.files, session.snapshots.ring, patience_s=_PATIENCE_S)
+        self._engine = CheckpointEngine(
+            session.snapshots, store, self._flusher, keep=levels[0].keep, member=member, tell=self.levels.made
+        )
+        session.snapshots.engine = self._engine
+        num_bytes = round(session.together.mean(self._engine.num_bytes) * member.size)
+        if member.rank == 0:
+            try:
+                self.levels.check_room(num_bytes)
+            except CheckpointError:
+                self.close()
+                raise
+
+    def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
+        """Begin a checkpoint between two iterations; it is taken during the next one, and written beside training.
+
+        All ranks do so together.
+
+        Args:
+            step: iterations of training behind the present state.
+            extra: what else is to be kept, as plain JSON (an LR scheduler's ``state_dict()``, the place in the data).
+
+        Raises:
+            OutOfOrderError: in the middle of an iteration.
+            CheckpointError: one was begun here already.
+        """
+        self._session.check_between_iterations()
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
+        parameters = [parameter for _, parameter in self._session.parameters()]
+        steps = {parameter.share.name: parameter.step for parameter in parameters}
+        shared = {p.share.name: list(p.share.whole_shape) for p in parameters if not p.share.is_whole}
+        own = {
+            "optimizer": self._optimizer.entry.stock.__name__,
+            "groups": groups,
+            "steps": steps,
+            "shapes": shared,
+            "rng": rng_state(),
+            **(extra or {}),
+        }
+        self._engine.begin(step, self._session.iteration, own)
+
+    def finish(self) -> None:
+        """Wait until checkpoints that have begun are durable, or have failed; between iterations."""
+        self.take_rest()
+        self._engine.wait()
+
+    def settle(self) -> None:
+        """Wait as :meth:`finish` does, and until nothing is under way in the background; levels below may be filled."""
+        self.take_rest()
+        self._engine.settle()
+
+    def take_rest(self) -> None:
+        """Take what has not been taken of checkpoints that have begun, without an iteration; between iterations."""
+        self._session.synchronize()
+        self._engine.take_rest()
+
+    def bring_down(self, patience_s: float) -> None:
+        """Bring the newest checkpoint to all levels, and wait for that, but not for long; after :meth:`finish`.
+
+        What does not come there in time, or until Ctrl-C, is given up and told.
+        """
+        self.levels.bring_down(patience_s)
+
+    def resume(self) -> Resumed:
+        """Bring back the newest checkpoint that is whole, see :func:`restore`; all ranks do so together.
+
+        It is read once: what is found to be damaged on the way, by any rank, is passed over.
+
+        Raises:
+            CheckpointError: it is of another model or optimizer, or none is whole: the model's weights are lost then.
+        """
+        there, refused = candidates(self.levels.stores) if self._rank == 0 else ([], [])
+        path = None
+        for path in self._of_first(there):
+            failure = f"{path}: another rank cannot read its part"
+            with contextlib.ExitStack() as stack:
+                try:
+                    checkpoint = stack.enter_context(Checkpoint(path))
+                    opened = True
+                except DamagedError as error:
+                    failure, opened = str(error), False
+                if not self._session.together.any(not opened):  # restoring begins with what all do together
+                    try:
+                        extra = restore(self._optimizer, checkpoint)
+                        restored = True
+                    except DamagedError as error:
+                        failure, restored = str(error), False
+                    if not self._session.together.any(not restored):
+                        return Resumed(path, checkpoint.manifest.step, tuple(refused), extra)
+            refused.append(failure)
+        if path is not None:
+            raise CheckpointError(
+                f"no checkpoint is whole: {'; '.join(refused)}; bring one back from elsewhere, or begin again in "
+                "another place"
+            )
+        return Resumed(refused=tuple(refused))
+
+    def _of_first(self, there: Sequence[tuple[int, Folder]]) -> Iterator[Folder]:
+        """Yield the checkpoints that rank 0 has found; all ranks do so together."""
+        found = iter([(level, *(parse_name(folder.name) or (0, 0))) for level, folder in there])
+        while True:
+            level, step, nonce = (self._session.together.of_first(value) for value in next(found, (-1, 0, 0)))
+            if level < 0:
+                return
+            yield self.levels.stores[level].folder(step, nonce)
+
+    def close(self) -> None:
+        """Give up what has not been taken or is on its way to other levels, wait for the rest, and end the threads.
+
+        Closing twice is allowed.
+        """
+        self._engine.close()
+        if self._session.snapshots is not None:
+            self._session.snapshots.engine = None
+        self._flusher.close()
+        self.levels.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()

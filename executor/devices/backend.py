@@ -1,0 +1,275 @@
+"""The only things that differ between a device that computes in the caller's thread and one that runs apart."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numba as nb
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from executor.memory.direct_io import pages
+from executor.memory.meter import MemoryMeter
+from executor.optimizer import WorkerTeam
+from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16
+from executor.optimizer.table import Rule
+from planner.schedule.tasks import Lane
+
+Array = npt.NDArray[Any]
+
+Moment = object
+"""A point in time on a lane, made by :meth:`Backend.mark`: seconds on the host's clock, or an event on a stream."""
+
+
+class Meter(Protocol):
+    """What a meter has found."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes held at one time."""
+        ...
+
+    @property
+    def peak_bytes_of(self) -> Mapping[int, int]:
+        """Most bytes held while each task of the caller's lanes was under way, by the task's index."""
+        ...
+
+    def turn_to(self, task: int | None) -> None:
+        """Say which task is under way from now on; ``None``: none."""
+        ...
+
+
+class Backend(Protocol):
+    """A device, as the machine and the actions see it."""
+
+    device: torch.device
+
+    def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
+        """Enter a lane: what the calling thread does until it leaves belongs to it."""
+        ...
+
+    def mark(self, lane: Lane) -> Moment:
+        """Return the moment at which everything that this thread has given to the lane so far has ended."""
+        ...
+
+    def follow(self, lane: Lane, moment: Moment) -> None:
+        """Make what this thread gives to the lane from now on wait for a moment that has been marked."""
+        ...
+
+    def seconds(self, moment: Moment) -> float:
+        """Return when a moment was, in seconds on the host's clock; wait for it if it is yet to come."""
+        ...
+
+    def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:
+        """Return uint8[num_bytes] on the device, or in host memory from which copies are asynchronous."""
+        ...
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between contiguous tensors of one type and shape, on the lane that the thread is in."""
+        ...
+
+    def accumulate(self, destination: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
+        """Add a tensor to one in host memory, in their own type, or copy it if it is the first; done on return."""
+        ...
+
+    def scale(self, values: torch.Tensor, factor: float) -> None:
+        """Multiply a flat tensor on the device, in its own type, on the lane that the thread is in."""
+        ...
+
+    def scratch(self, num_items: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return device memory that comes and goes, taken on a lane; it is metered as what the caller takes."""
+        ...
+
+    def used(self, tensor: torch.Tensor) -> None:
+        """Tell the allocator that the lane uses a tensor which may be dropped before the lane has got that far."""
+        ...
+
+    def update(
+        self, state: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], rule: Rule, step: int, scale: float
+    ) -> None:
+        """Take one optimizer step on the device.
+
+        Args:
+            state: master, the optimizer's buffers, and where the new weights go in bf16, if anywhere.
+            gradients: what makes up the gradient, end to end.
+            rule: the optimizer and its hyper-parameters.
+            step: which step this is, from 1.
+            scale: multiplies the gradient.
+        """
+        ...
+
+    def meter(self) -> contextlib.AbstractContextManager["Meter"]:
+        """Measure, while inside, the device memory that comes and goes: all but what :meth:`empty` gave."""
+        ...
+
+    def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> torch.Tensor:
+        """Return the same of a tensor in host memory, as a scalar on the device; done on return."""
+        ...
+
+    def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of squares of a flat tensor, on the host or the device, as a float64 scalar beside it."""
+        ...
+
+
+class HostBackend:
+    """The calling thread computes; nothing is asynchronous, so a moment that has been marked is over.
+
+    Updates on this device use as many threads as torch does when it is made: they are its cores.
+    """
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._meter: MemoryMeter | None = None
+        self._team = WorkerTeam(torch.get_num_threads())
+
+    @contextlib.contextmanager
+    def lane(self, lane: Lane) -> Iterator[None]:  # noqa: ARG002 - one of the Backend's methods
+        """See :class:`Backend`."""
+        yield
+
+    def mark(self, lane: Lane) -> float:  # noqa: ARG002 - one of the Backend's methods
+        """See :class:`Backend`."""
+        return time.perf_counter()
+
+    def follow(self, lane: Lane, moment: Moment) -> None:
+        """See :class:`Backend`."""
+
+    def seconds(self, moment: Moment) -> float:
+        """See :class:`Backend`."""
+        assert isinstance(moment, float)
+        return moment
+
+    def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:  # noqa: ARG002 - one of the Backend's methods
+        """See :class:`Backend`."""
+        return torch.from_numpy(pages(num_bytes)) if num_bytes else torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """See :class:`Backend`."""
+        assert destination.dtype == source.dtype
+        # numpy copies in this thread alone; torch would start a team of threads in every lane.
+        np.copyto(destination.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+
+    def accumulate(self, destination: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
+        """See :class:`Backend`."""
+        if first:
+            self.copy(destination, source)
+        else:
+            destination.add_(source)
+
+    def scale(self, values: torch.Tensor, factor: float) -> None:
+        """See :class:`Backend`."""
+        _scale(as_array(values), np.float32(factor))
+
+    def scratch(self, num_items: int, dtype: torch.dtype) -> torch.Tensor:
+        """See :class:`Backend`."""
+        taken = torch.empty(num_items, dtype=dtype)
+        if (meter := self._meter) is not None:
+            meter.count(taken)
+        return taken
+
+    def used(self, tensor: torch.Tensor) -> None:
+        """See :class:`Backend`."""
+
+    def update(
+        self, state: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], rule: Rule, step: int, scale: float
+    ) -> None:
+        """See :class:`Backend`. The kernel is that of the host's own updates: the same bits wherever a piece is."""
+        count, begin = 1 + len(rule.entry.buffers), 0
+        for gradient in gradients:
+            cut = [tensor[begin : begin + len(gradient)] for tensor in state]
+            update_on_host((*cut[:count], gradient, *cut[count:]), rule, step, scale, self._team)
+            begin += len(gradient)
+
+    @contextlib.contextmanager
+    def meter(self) -> Iterator[MemoryMeter]:
+        """See :class:`Backend`."""
+        with MemoryMeter() as meter:
+            self._meter = meter
+            try:
+                yield meter
+            finally:
+                self._meter = None
+
+    def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> torch.Tensor:  # noqa: ARG002
+        """In one thread, as cores compute meanwhile."""
+        return sum_of_squares_on_host(tensor)
+
+    def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :class:`Backend`."""
+        return sum_of_squares_on_host(tensor)
+
+
+def update_on_host(
+    state: tuple[torch.Tensor, ...], rule: Rule, step: int, scale: float, team: WorkerTeam | None
+) -> None:
+    """Take one optimizer step in host memory.
+
+    Args:
+        state: master, the optimizer's buffers, gradient, and where the new weights go in bf16, if anywhere.
+        rule: the optimizer and its hyper-parameters.
+        step: which step this is, from 1.
+        scale: multiplies the gradient.
+        team: who does so; ``None``: the calling thread.
+    """
+    arrays = [as_array(tensor) for tensor in state]
+    count = 1 + len(rule.entry.buffers)
+    held, grad, weight_out = arrays[:count], arrays[count], arrays[count + 1 :]
+    rule.entry.host(*held, grad, weight_out[0] if weight_out else None, rule.params, step, scale, team)
+
+
+def sum_of_squares_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of a flat tensor in host memory, added up in float64, as a float64 scalar.
+
+    In float64 the order of the sum shows in the sixteenth digit, so that a norm in float32 does not depend on how
+    parameters are cut into pieces.
+    """
+    return torch.tensor(sum_of_squares(as_array(tensor)), dtype=torch.float64)
+
+
+def as_array(tensor: torch.Tensor) -> Array:
+    """Return the numpy view of a tensor in host memory; bf16 as its bits, in uint16."""
+    tensor = tensor.detach()
+    array: Array = (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    return array
+
+
+@nb.njit(nogil=True, cache=True, fastmath={"reassoc", "nsz"})
+def _sum_squares_f32(values: Any) -> float:
+    total = 0.0
+    for i in range(values.size):  # an iterator over values would not be vectorised, which is six times slower
+        wide = np.float64(values[i])
+        total += wide * wide
+    return total
+
+
+@nb.njit(nogil=True, cache=True, fastmath={"reassoc", "nsz"})
+def _sum_squares_bf16(bits: Any) -> float:
+    total = 0.0
+    for i in range(bits.size):
+        wide = np.float64(bf16_to_float32(bits[i]))
+        total += wide * wide
+    return total
+
+
+@nb.njit(nogil=True, cache=True)
+def _scale_f32(values: Any, factor: Any) -> None:
+    for i in range(values.size):
+        values[i] *= factor
+
+
+@nb.njit(nogil=True, cache=True)
+def _scale_bf16(bits: Any, factor: Any) -> None:
+    for i in range(bits.size):
+        bits[i] = float32_to_bf16(bf16_to_float32(bits[i]) * factor)
+
+
+def _scale(values: Array, factor: np.float32) -> None:
+    """Multiply a flat array in place, in float32, as torch does; uint16 holds the bits of bf16."""
+    (_scale_bf16 if values.dtype == np.uint16 else _scale_f32)(values, factor)
+
+
+def sum_of_squares(values: Array) -> float:
+    """Return the sum of squares of a flat array, added up in float64; uint16 holds the bits of bf16."""
+    return float(_sum_squares_bf16(values) if values.dtype == np.uint16 else _sum_squares_f32(values))

@@ -1,0 +1,184 @@
+"""Which CPU cores a rank has, and what its threads do on them.
+
+[Note: Shares of cores] Ranks of one machine that may use the same cores divide them evenly, in the order of packages
+and cores, so that two threads of one core are one rank's and a rank is near its own memory. Ranks that were given
+different cores (by ``srun --cpu-bind``, ``numactl`` or a container each) keep what they were given. A rank is bound to
+its share as a whole: threads that libraries have made before (OpenMP, BLAS, autograd) are moved there too, and those
+that come inherit it, so that all together use the rank's cores and no others. Some of them are left to the threads that
+issue work for a GPU, which updates would keep from running; where the CPU is the device, to those that compute.
+"""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Literal, Self
+
+import torch
+
+from executor.distributed.ranks import Ranks, this_machine
+
+Choice = tuple[int, ...] | Literal["auto", "free"]
+"""Cores that the ranks of this machine divide; ``auto``: those open to the process, which is bound if there are several
+ranks; ``free``: the same, but nothing is bound."""
+
+_SYSTEM: Final = Path("/sys/devices/system/cpu")
+_THREADS: Final = Path("/proc/self/task")
+_MANY: Final = 8  # cores of which two are left to those that issue work; of fewer, one
+
+
+@dataclasses.dataclass(frozen=True)
+class Cores:
+    """A rank's cores.
+
+    Attributes:
+        own: that its threads run on.
+        num_issuing: threads that compute, where the CPU is the device; else cores left to those that issue its work.
+        num_updating: threads that update; where a GPU computes and the process is bound, each to one of its last cores.
+        is_bound: whether the process runs on no others.
+        on_device: whether a GPU computes.
+    """
+
+    own: tuple[int, ...]
+    num_issuing: int
+    num_updating: int
+    is_bound: bool
+    on_device: bool
+
+    @classmethod
+    def of(cls, own: Sequence[int], num_wanted: int | None, *, is_bound: bool, on_device: bool) -> Self:
+        """Return what a rank's threads do on its cores; ``num_wanted`` of them update if there is room."""
+        count = len(own)
+        num_issuing = (
+            (min(count // 2, 2 if count >= _MANY else 1)) if on_device else min(torch.get_num_threads(), count)
+        )
+        room = max(count - num_issuing, 1)
+        return cls(tuple(own), num_issuing, min(num_wanted or room, room), is_bound, on_device)
+
+    @property
+    def of_updates(self) -> tuple[int, ...] | None:
+        """For each thread that updates, the core that it is bound to; ``None``: to all of the rank's, or none."""
+        return self.own[len(self.own) - self.num_updating :] if self.is_bound and self.on_device else None
+
+    def __str__(self) -> str:
+        """Return the cores, and the threads or cores for each purpose, in words."""
+        issue = "issue" if self.on_device else "compute"
+        where = f"cores {ranges(self.own)}" if self.is_bound else f"{len(self.own)} cores"
+        return f"{where}: {self.num_issuing} {issue}, {self.num_updating} update"
+
+
+def divide(cores: Sequence[int], position: int, count: int) -> tuple[int, ...]:
+    """Return one of ``count`` parts of cores; if these are fewer, several parts have the same."""
+    if len(cores) < count:
+        return (cores[position % len(cores)],)
+    return tuple(cores[len(cores) * position // count : len(cores) * (position + 1) // count])
+
+
+def in_order(cores: Iterable[int], system: Path = _SYSTEM) -> list[int]:
+    """Return cores such that neighbours are near each other: by package, then by physical core."""
+
+    def place(core: int) -> tuple[int, int, int]:
+        def number(name: str) -> int:
+            with contextlib.suppress(OSError, ValueError):
+                return int((system / f"cpu{core}" / "topology" / name).read_text(encoding="ascii"))
+            return 0
+
+        return number("physical_package_id"), number("core_id"), core
+
+    return sorted(cores, key=place)
+
+
+def ranges(cores: Iterable[int]) -> str:
+    """Return cores as ``0-3,8``."""
+    found: list[list[int]] = []
+    for core in sorted(cores):
+        if found and core == found[-1][1] + 1:
+            found[-1][1] = core
+        else:
+            found.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
+
+def open_cores() -> frozenset[int]:
+    """Return the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def take(
+    choice: Choice, num_wanted: int | None, ranks: Ranks | None, *, on_device: bool
+) -> tuple[Cores, Callable[[], None]]:
+    """Take a rank's share of the cores, see [Note: Shares of cores]; all ranks do so together.
+
+    Args:
+        choice: which cores.
+        num_wanted: threads that update; ``None``: as many as there is room for.
+        ranks: all of them; ``None`` if there is one.
+        on_device: whether a GPU computes.
+
+    Returns:
+        The share, and what lets its threads run where they could before.
+
+    Raises:
+        ValueError: the choice names cores that are not open to this process, or none.
+    """
+    allowed = open_cores()
+    if isinstance(choice, tuple):
+        if not choice or not allowed.issuperset(choice):
+            raise ValueError(
+                f"cores {ranges(choice) or '(none)'} were asked for, but {ranges(allowed)} are open to this process; "
+                "choose from those, or leave cores out"
+            )
+        allowed = frozenset(choice)
+    alike = _ranks_alike(allowed, ranks)
+    position = 0 if ranks is None else alike.index(ranks.rank)
+    is_bound = choice != "free" and (len(alike) > 1 or choice != "auto") and hasattr(os, "sched_setaffinity")
+    own = divide(in_order(allowed), position, len(alike))
+    cores = Cores.of(own, num_wanted, is_bound=is_bound, on_device=on_device)
+    num_threads = torch.get_num_threads()
+    if len(alike) > 1:
+        torch.set_num_threads(max(min(num_threads, cores.num_issuing), 1))
+    unbind = _bind(cores.own) if is_bound else lambda: None
+
+    def give_back() -> None:
+        torch.set_num_threads(num_threads)
+        unbind()
+
+    return cores, give_back
+
+
+def _ranks_alike(allowed: frozenset[int], ranks: Ranks | None) -> list[int]:
+    """Return the ranks on this machine that may use the same cores, this one included."""
+    if ranks is None:
+        return [0]
+    return ranks.alike(f"{this_machine()} {ranges(allowed)}")
+
+
+def _bind(cores: Sequence[int]) -> Callable[[], None]:
+    """Bind all threads of the process that are not bound otherwise, and those that come; return what undoes it."""
+    before = open_cores()
+    masks = {thread: mask for thread in _threads() if (mask := _mask(thread)) is not None}
+    _set({thread: frozenset(cores) for thread, mask in masks.items() if mask == before})
+
+    def undo() -> None:
+        _set({thread: masks.get(thread, before) for thread in _threads()})
+
+    return undo
+
+
+def _threads() -> list[int]:
+    return [int(entry.name) for entry in _THREADS.iterdir()] if _THREADS.exists() else [0]
+
+
+def _mask(thread: int) -> frozenset[int] | None:
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        return frozenset(os.sched_getaffinity(thread))
+    return None
+
+
+def _set(masks: Mapping[int, frozenset[int]]) -> None:
+    for thread, mask in masks.items():
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(thread, mask)

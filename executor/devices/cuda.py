@@ -1,0 +1,293 @@
+"""The backend for one CUDA device: a stream per lane, events for moments, registered host memory."""
+
+import bisect
+import collections
+import contextlib
+import itertools
+import math
+import operator
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Final, Self
+
+import torch
+
+from executor.devices.backend import Moment, as_array, sum_of_squares
+from executor.memory.direct_io import pages
+from executor.optimizer.table import Rule
+from executor.optimizer.workers import WorkerTeam
+from planner.schedule.tasks import Lane
+
+# Their threads work on the host itself; every other lane gives its work to a stream.
+_HOST_LANES: Final = frozenset(
+    {Lane.CPU, Lane.LAUNCH, Lane.GATE, Lane.NVME_READ, Lane.NVME_WRITE, Lane.NVME_STATE_IN, Lane.NVME_STATE_OUT}
+)
+# It has a stream, but takes memory, which the allocator counts when its thread does so: the thread waits for what its
+# tasks come after, or what is to come would be given memory while what goes still has its own.
+_PACED_LANES: Final = frozenset({Lane.ACTIVATION_IN})
+_NEAR_S: Final = 10.0  # float32 milliseconds are exact to a microsecond so far
+_PASSING_BYTES: Final = 16 << 20
+# Bounds the float32 copy of a gradient during an update on the device, to 64 MiB; kernels for less than that may take
+# no longer on the device than their launches do here.
+_CHUNK_PARAMS: Final = 1 << 24
+
+
+class _Event:
+    """A CUDA event that goes back to its pool when nobody refers to it any more."""
+
+    def __init__(self, pool: "collections.deque[torch.cuda.Event]") -> None:
+        self._pool = pool
+        try:
+            self.event = pool.pop()
+        except IndexError:
+            # Threads that wait for it sleep: they would take a core each from the updates on the host.
+            self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        self.event.record()
+
+    def __del__(self) -> None:
+        self._pool.append(self.event)
+
+    def seconds_to(self, other: "_Event") -> float:
+        """Return the seconds from here to another event; both have ended."""
+        return float(self.event.elapsed_time(other.event)) / 1e3
+
+
+class Clock:
+    """When events were, on the host's clock.
+
+    [Note: Anchors] CUDA tells the time between two events in float32 milliseconds: an hour after the first these are
+    steps of a quarter of a millisecond. So every event is measured from one that was near, whose time is known; one
+    that has none becomes such a one.
+
+    Args:
+        zero: an event that has ended.
+        zero_s: when, on the host's clock.
+    """
+
+    def __init__(self, zero: _Event, zero_s: float) -> None:
+        self._lock = threading.Lock()
+        self._anchors = [(zero_s, zero)]  # by time
+
+    def seconds(self, moment: _Event) -> float:
+        """Return when an event was that has ended."""
+        with self._lock:
+            zero_s, zero = self._anchors[0]
+            about_s = zero_s + zero.seconds_to(moment)
+            i = bisect.bisect(self._anchors, about_s, key=operator.itemgetter(0))
+            near_s, near = min(self._anchors[max(i - 1, 0) : i + 1], key=lambda anchor: abs(anchor[0] - about_s))
+            found_s = near_s + near.seconds_to(moment)
+            if abs(found_s - near_s) > _NEAR_S:
+                bisect.insort(self._anchors, (found_s, moment), key=operator.itemgetter(0))
+            return found_s
+
+
+class CudaBackend:
+    """The current CUDA device. Methods: see :class:`executor.devices.backend.Backend`."""
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise ValueError("device is cuda, but torch finds no CUDA device; use device='cpu' or install CUDA's torch")
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._pool: collections.deque[torch.cuda.Event] = collections.deque()
+        torch.cuda.synchronize(self.device)
+        zero = _Event(self._pool)
+        torch.cuda.synchronize(self.device)
+        self._clock = Clock(zero, time.perf_counter())
+        self._passing: torch.Tensor | None = None  # what accumulated gradients pass through, where some do
+
+    @contextlib.contextmanager
+    def lane(self, lane: Lane) -> Iterator[None]:
+        """Make the lane's own stream current; the compute lane is whatever stream its caller is on."""
+        torch.cuda.set_device(self.device)
+        if lane in _HOST_LANES:
+            yield
+            return
+        # A small kernel between two copies is not to wait behind matrix products; updates fill the device themselves.
+        priority = 0 if lane is Lane.GPU_UPDATE else -1
+        stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            yield
+
+    def mark(self, lane: Lane) -> Moment:
+        """Return the host's time, or an event on the current stream."""
+        return time.perf_counter() if lane in _HOST_LANES else _Event(self._pool)
+
+    def follow(self, lane: Lane, moment: Moment) -> None:
+        """Make the current stream, or the calling thread, wait for an event; a time on the host is over."""
+        if isinstance(moment, _Event):
+            if lane in _HOST_LANES | _PACED_LANES:
+                moment.event.synchronize()
+            else:
+                torch.cuda.current_stream(self.device).wait_event(moment.event)
+
+    def seconds(self, moment: Moment) -> float:
+        """Return the time of a moment, on the host's clock."""
+        if isinstance(moment, _Event):
+            moment.event.synchronize()
+            return self._clock.seconds(moment)
+        assert isinstance(moment, float)
+        return moment
+
+    def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:
+        """Return device memory, or host memory that is registered exactly: torch's own rounds up to powers of two."""
+        if on_device or not num_bytes:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device if on_device else "cpu")
+        memory = pages(num_bytes, inherited=False)
+        block = torch.from_numpy(memory)
+        block.zero_()  # by all threads, where the driver would fetch page after page in one
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = cudart.cudaHostRegister(block.data_ptr(), num_bytes, 0)
+        if int(code) != 0:
+            self._forget_error()
+            raise MemoryError(
+                f"cudaHostRegister of {num_bytes:,} B failed with {code}; leave more host memory free, or raise the "
+                "limit of locked memory (ulimit -l)"
+            )
+        # ``memory`` is kept until then: pages that are gone could not be unregistered.
+        weakref.finalize(
+            block.untyped_storage(),
+            lambda address, _memory: cudart.cudaHostUnregister(address),
+            block.data_ptr(),
+            memory,
+        )
+        return block
+
+    def _forget_error(self) -> None:
+        """Let CUDA's last error be told, which the next kernel to be launched would take for its own."""
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.device)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy on the current stream."""
+        destination.copy_(source, non_blocking=True)
+
+    def accumulate(self, destination: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
+        """Add on the host; waits for the copies.
+
+        They pass through two registered buffers, outside the ledger as what drivers keep: one is added while the next
+        is on its way. Memory that is not registered would be copied to at half the rate, and be new each time.
+        """
+        if first:
+            destination.copy_(source)
+            return
+        if self._passing is None:
+            self._passing = self.empty(2 * _PASSING_BYTES, on_device=False)
+        halves = self._passing.view(source.dtype).view(2, -1)
+        parts = zip(*(tensor.split(halves.shape[1]) for tensor in (destination, source)), strict=True)  # type: ignore[no-untyped-call]
+        arriving: collections.deque[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]] = collections.deque()
+
+        def add() -> None:
+            target, values, arrived = arriving.popleft()
+            arrived.synchronize()
+            target.add_(values)
+
+        for half, (target, values) in zip(itertools.cycle(halves), parts, strict=False):
+            if len(arriving) == len(halves):
+                add()
+            passing = half[: len(values)]
+            passing.copy_(values, non_blocking=True)
+            arriving.append((target, passing, torch.cuda.current_stream(self.device).record_event()))
+        while arriving:
+            add()
+
+    def scale(self, values: torch.Tensor, factor: float) -> None:
+        """Multiply on the current stream."""
+        values.mul_(factor)
+
+    def scratch(self, num_items: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of the current stream; torch itself counts it."""
+        return torch.empty(num_items, dtype=dtype, device=self.device)
+
+    def used(self, tensor: torch.Tensor) -> None:
+        """Keep the allocator from reusing a tensor before the current stream is done with it."""
+        tensor.record_stream(torch.cuda.current_stream(self.device))
+
+    def update(
+        self, state: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], rule: Rule, step: int, scale: float
+    ) -> None:
+        """Take one step with torch's kernels."""
+        update_on_device(state, gradients, rule, step, scale)
+
+    def meter(self) -> "contextlib.AbstractContextManager[_CudaMeter]":
+        """Read torch's own count."""
+        return _CudaMeter()
+
+    def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> torch.Tensor:
+        """Let the team add up, which has no updates to make just before clipping."""
+        values, sums = as_array(tensor), list[float]()
+        team.run(lambda start, stop: sums.append(sum_of_squares(values[start:stop])), len(values))
+        return torch.tensor(math.fsum(sums), dtype=torch.float64).to(self.device)
+
+    def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of squares, on the device; the norm itself is added up in float32."""
+        norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32)
+        return norm.double().square()
+
+
+def update_on_device(
+    state: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], rule: Rule, step: int, scale: float
+) -> None:
+    """Take one optimizer step on the current stream. See :meth:`executor.devices.backend.Backend.update`.
+
+    All parameters of a chunk together: kernels for one small one take less time than to launch them.
+    """
+    master = state[0]
+    count = 1 + len(rule.entry.buffers)
+    # A tensor of one dimension, which makes the product float32: a number would leave it in the gradient's type.
+    factor = torch.full((1,), scale, dtype=torch.float32, device=master.device)
+    for begin in range(0, len(master), _CHUNK_PARAMS):
+        chunk = [tensor[begin : begin + _CHUNK_PARAMS] for tensor in state]
+        scaled = torch.empty_like(chunk[0])
+        _scale_into(scaled, gradients, begin, factor)
+        rule.entry.device(chunk[0], tuple(chunk[1:count]), scaled, rule.params, step)
+        for weight in chunk[count:]:
+            weight.copy_(chunk[0])
+
+
+def _scale_into(scaled: torch.Tensor, gradients: Sequence[torch.Tensor], begin: int, factor: torch.Tensor) -> None:
+    """Set ``scaled`` to so many values of gradients that are end to end, from one of them on, times a factor."""
+    at = -begin  # where a gradient begins in it
+    for gradient in gradients:
+        target = scaled[max(at, 0) : max(at + len(gradient), 0)]
+        if len(target):
+            torch.mul(gradient[max(-at, 0) :][: len(target)], factor, out=target)
+        at += len(gradient)
+
+
+class _CudaMeter:
+    """The peak of device memory above what was there when it was entered.
+
+    It is memory that cannot be given to anybody else yet ("active" in torch's words): also what tensors had that are
+    gone, but that another stream still works on, which torch does not count as allocated.
+    """
+
+    def __enter__(self) -> Self:
+        torch.cuda.reset_peak_memory_stats()
+        self._base_bytes = torch.cuda.memory_stats()["active_bytes.all.current"]
+        self._peak_bytes = 0
+        self._task: int | None = None
+        self.peak_bytes_of: dict[int, int] = {}
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        torch.cuda.synchronize()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes held at one time."""
+        return max(self._peak_bytes, self._now_bytes())
+
+    def turn_to(self, task: int | None) -> None:
+        """See :class:`executor.devices.backend.Meter`. Memory is taken when work is issued: no stream is waited for."""
+        if self._task is not None:
+            self.peak_bytes_of[self._task] = self._now_bytes()
+        self._peak_bytes = self.peak_bytes
+        torch.cuda.reset_peak_memory_stats()
+        self._task = task
+
+    def _now_bytes(self) -> int:
+        """Return the peak since it was set back."""
+        peak_bytes: int = torch.cuda.memory_stats()["active_bytes.all.peak"] - self._base_bytes
+        return peak_bytes

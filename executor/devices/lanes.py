@@ -1,0 +1,321 @@
+"""Machines that make a schedule happen: one thread per lane, and the caller's own thread for what it computes itself.
+
+[Note: Caller lanes] Forward, backward and the norm run in the thread that calls the model: nobody can start them but
+the caller. Issuing such a task means that the caller is there now. It waits for what the task comes after, starts the
+task, and leaves it *open*; the task ends when the caller's next one is issued, or at :meth:`LaneMachine.end_open`.
+"""
+
+import atexit
+import dataclasses
+import math
+import queue
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Final, Self, final
+
+from executor.checkpoint.flusher import yield_cores
+from executor.devices.backend import Backend, HostBackend, Moment
+from executor.distributed.watchdog import LANE_THREAD, RankError
+from planner.schedule.tasks import Lane, Op, Schedule, Task
+from planner.schedule.timeline import Span, Timeline
+
+CALLER_LANES: Final = frozenset({Lane.COMPUTE, Lane.LAUNCH})
+NUM_RECORDED: Final = 200
+"""Iterations of which times are kept, the latest: so that memory does not grow with the run."""
+_END_S: Final = 30.0  # for tasks to end that have begun when all stops; what hangs, on a drive say, is not waited for
+
+Perform = Callable[[Task, int], None]
+"""Does the work of one task of an iteration; called in the thread of the task's lane."""
+
+
+class LaneError(RuntimeError):
+    """A task failed in the thread of its lane; what it raised is the cause."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Ticket:
+    """One execution of a task. ``end`` is set when the work has been done, or given to a stream."""
+
+    task: Task
+    iteration: int
+    after: tuple["_Ticket", ...]  # until it starts: a chain of tickets would keep every iteration in memory
+    is_recorded: bool
+    start: Moment = None  # if it is recorded
+    end: Moment = None
+    awaited: tuple[threading.Condition, ...] = ()  # by threads, until it ends
+
+    @property
+    def name(self) -> str:
+        return f"lane {self.task.lane} in {self.task.name} (iteration {self.iteration})"
+
+
+@final
+class LaneMachine:
+    """Runs a schedule that :class:`planner.schedule.loop.Loop` walks, on any backend (:func:`HostMachine`: the host's).
+
+    Args:
+        schedule: what will be walked on it.
+        perform: does the work of every task that is not on one of the caller's lanes.
+        backend: the device.
+        record: whether to keep times for :meth:`timeline`. May be changed between iterations. The latest
+            :data:`NUM_RECORDED` iterations that were recorded are kept.
+        on_caller: called in the caller's thread when a task of its lanes begins, with the task's index. May be changed.
+        on_stop: called when it stops, in the thread that stops it, with the failure if there is one: what tasks wait
+            for apart from other tasks must then be given up.
+
+    Attributes:
+        waits: whether the caller waits for tasks just now.
+        num_ended: of all tasks so far.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        perform: Perform,
+        backend: Backend,
+        *,
+        record: bool = False,
+        on_caller: Callable[[int], None] = lambda _task: None,
+        on_stop: Callable[[BaseException | None], None] = lambda _failure: None,
+    ) -> None:
+        self.record = record
+        self.on_caller = on_caller
+        self._on_stop = on_stop
+        self._schedule = schedule
+        self._perform = perform
+        self._backend = backend
+        # Guards all below; notified when nothing is pending, and to the caller who waits for a ticket when that ends.
+        self._changed = threading.Condition(lock := threading.RLock())
+        self._stopped = False
+        self._failure: BaseException | None = None
+        self._num_pending = 0
+        self.waits, self.num_ended = False, 0
+        self._tickets: dict[int, dict[int, _Ticket]] = {}
+        self._open: list[_Ticket] = []
+        self._recorded: dict[int, list[_Ticket]] = {}
+        self._left_out: set[int] = set()
+        self._last: dict[Lane, Moment] = {}  # when the latest task of each lane ends
+        lanes = {task.lane for task in schedule.tasks} - CALLER_LANES
+        self._queues: dict[Lane, queue.SimpleQueue[_Ticket | None]] = {lane: queue.SimpleQueue() for lane in lanes}
+        # Of each thread, which wakes for what it waits for only: to wake takes longer than most tasks take to issue.
+        self._turns = {lane: threading.Condition(lock) for lane in lanes} | dict.fromkeys(CALLER_LANES, self._changed)
+        # Daemons, since the interpreter would wait for others before it calls what is registered at exit.
+        self._end_by_s = math.inf
+        self._threads = [
+            threading.Thread(target=self._run_lane, args=(lane,), name=f"{LANE_THREAD}{lane}", daemon=True)
+            for lane in sorted(lanes)
+        ]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self.close)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is closed or has failed."""
+        return self._stopped
+
+    def issue(self, task: Task, iteration: int) -> None:
+        """Append a task to its lane; on a caller's lane, see [Note: Caller lanes].
+
+        Raises:
+            LaneError: a task failed on some lane.
+            RuntimeError: the machine is closed.
+        """
+        self._check()
+        ticket = self._ticket(task, iteration)
+        if task.lane not in CALLER_LANES:
+            with self._changed:
+                self._num_pending += 1
+            self._queues[task.lane].put(ticket)
+            return
+        # The time to issue a compute task runs beside the task itself, on a device that runs apart.
+        self._end([t for t in self._open if not (t.task.op is Op.ISSUE and task.lane is Lane.COMPUTE)])
+        self._wait_in_caller(lambda: self._begin(ticket))
+        self._check()
+        self.on_caller(task.index)
+        self._open.append(ticket)
+
+    def end_open(self) -> None:
+        """End what is open on the caller's lanes, because the caller has turned to something else."""
+        self._end(list(self._open))
+
+    def wait(self) -> None:
+        """End what is open and wait until everything issued so far has ended, on streams of the device too.
+
+        Raises:
+            LaneError: a task failed on some lane.
+            RuntimeError: the machine is closed.
+        """
+        self.end_open()
+        self._wait_in_caller(self._wait_for_all)
+        self._check()
+        for moment in list(self._last.values()):
+            self._backend.seconds(moment)
+
+    def timeline(self, first: int = 0, last: int | None = None) -> Timeline:
+        """Return what was recorded of iterations ``first`` to ``last`` (inclusive; the latest if left out).
+
+        Iterations count from 0 in it, and time from its first start. What has not ended is left out; :meth:`wait`
+        first. Iterations of :meth:`leave_out` are cut out, each with the time until the next one begins.
+        """
+        tickets = [
+            t
+            for iteration, recorded in self._recorded.items()
+            if first <= iteration and (last is None or iteration <= last)
+            for t in recorded
+            if t.end is not None
+        ]
+        if not tickets:
+            return Timeline.from_spans(self._schedule, (), 0)
+        times_s = [(self._backend.seconds(t.start), self._backend.seconds(t.end)) for t in tickets]
+        zero_s = min(start_s for start_s, _ in times_s)
+        begin, end = min(t.iteration for t in tickets), max(t.iteration for t in tickets)
+        spans = (
+            Span(t.iteration - begin, t.task.index, start_s - zero_s, end_s - zero_s)
+            for t, (start_s, end_s) in zip(tickets, times_s, strict=True)
+        )
+        timeline = Timeline.from_spans(self._schedule, spans, end - begin + 1)
+        return timeline.without({i - begin for i in self._left_out if begin <= i <= end})
+
+    def leave_out(self, iteration: int) -> None:
+        """Leave an iteration that is not a whole one out of every timeline."""
+        self._left_out = {i for i in self._left_out if i in self._recorded} | {iteration}
+
+    def fail(self, error: BaseException) -> None:
+        """Stop because of what happened elsewhere; who waits or issues next raises it."""
+        self._stop(error)
+
+    def close(self) -> None:
+        """Drop what has not started and end the threads. Closing twice is allowed, and waits no longer than once.
+
+        A thread whose task does not end is left behind with a warning.
+        """
+        self._stop()
+        for lane_queue in self._queues.values():
+            lane_queue.put(None)
+        self._end_by_s = min(self._end_by_s, time.monotonic() + _END_S)
+        for thread in self._threads:
+            thread.join(max(self._end_by_s - time.monotonic(), 0.0))
+        hung = [thread.name for thread in self._threads if thread.is_alive()]
+        self._threads.clear()
+        self._tickets.clear()
+        self._open.clear()
+        atexit.unregister(self.close)
+        if hung:
+            warnings.warn(
+                f"{', '.join(hung)}: what runs there has not ended within {_END_S:g} s, and is left to itself; see "
+                "whether the drive or device still answers",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    def _ticket(self, task: Task, iteration: int) -> _Ticket:
+        if iteration not in self._tickets:
+            self._tickets = {i: tickets for i, tickets in self._tickets.items() if i == iteration - 1}
+            self._tickets[iteration] = {}
+        current, previous = self._tickets[iteration], self._tickets.get(iteration - 1, {})
+        after = [current[i] for i in task.after] + [previous[i] for i in task.after_previous if previous]
+        ticket = _Ticket(task, iteration, tuple(after), self.record)
+        current[task.index] = ticket
+        if ticket.is_recorded:
+            self._recorded.setdefault(iteration, []).append(ticket)
+            if len(self._recorded) > NUM_RECORDED:
+                del self._recorded[min(self._recorded)]
+        return ticket
+
+    def _run_lane(self, lane: Lane) -> None:
+        ticket: _Ticket | None = None
+        try:
+            with self._backend.lane(lane):
+                if lane is Lane.SNAPSHOT:
+                    yield_cores()
+                while (ticket := self._queues[lane].get()) is not None and self._begin(ticket):
+                    self._perform(ticket.task, ticket.iteration)
+                    self._end([ticket])
+        except BaseException as error:  # noqa: BLE001 - the end of the thread: kept for whoever waits or issues next
+            self._stop(error if isinstance(error, RankError) else _lane_error(ticket, lane, error))
+
+    def _begin(self, ticket: _Ticket) -> bool:
+        """Wait for what a ticket comes after and start it; return False if the machine has stopped instead."""
+        # The caller cannot wait for itself: its own tickets follow each other in any case.
+        after = [t for t in ticket.after if not (ticket.task.lane in CALLER_LANES and t in self._open)]
+        turn = self._turns[ticket.task.lane]
+        with self._changed:
+            for dependency in after:
+                while dependency.end is None and not self._stopped:
+                    dependency.awaited += (turn,)
+                    turn.wait()
+            if self._stopped:
+                return False
+        for dependency in after:
+            self._backend.follow(ticket.task.lane, dependency.end)
+        ticket.after = ()
+        if ticket.is_recorded:
+            ticket.start = self._backend.mark(ticket.task.lane)
+        return True
+
+    def _end(self, tickets: list[_Ticket]) -> None:
+        moments = [self._backend.mark(t.task.lane) for t in tickets]
+        with self._changed:
+            self.num_ended += len(tickets)
+            for ticket, moment in zip(tickets, moments, strict=True):
+                ticket.end = moment
+                for turn in ticket.awaited:
+                    turn.notify_all()
+                if ticket in self._open:
+                    self._open.remove(ticket)
+                else:
+                    self._num_pending -= 1
+                    self._last[ticket.task.lane] = moment
+            if not self._num_pending:
+                self._changed.notify_all()
+
+    def _stop(self, failure: BaseException | None = None) -> None:
+        with self._changed:
+            stopped, self._stopped = self._stopped, True
+            self._failure = self._failure or failure
+            for turn in (self._changed, *self._turns.values()):
+                turn.notify_all()
+        if not stopped:
+            self._on_stop(failure)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._stopped:
+            raise RuntimeError("the machine is closed, as its session is; prepare() the model again to train on")
+
+    def _wait_for_all(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or not self._num_pending)
+
+    def _wait_in_caller(self, wait: Callable[[], object]) -> None:
+        """Let the caller wait for tasks, and close if it is interrupted."""
+        self.waits = True
+        try:
+            wait()
+        except KeyboardInterrupt as error:
+            self.fail(error)  # other ranks are told at once
+            self.close()
+            raise
+        finally:
+            self.waits = False
+
+
+def _lane_error(ticket: _Ticket | None, lane: Lane, cause: BaseException) -> LaneError:
+    error = LaneError(f"{ticket.name if ticket else f'lane {lane}'} failed: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
+
+
+def HostMachine(schedule: Schedule, perform: Perform, *, record: bool = False) -> LaneMachine:  # noqa: N802
+    """Return a machine of threads and ordinary memory, which runs everywhere. See :class:`LaneMachine`."""
+    return LaneMachine(schedule, perform, HostBackend(), record=record)

@@ -1,0 +1,159 @@
+"""What ranks do together in a schedule: weights are gathered, gradients added up.
+
+[Note: Mean gradients] Gradients are added up in the weights' type, as ``DistributedDataParallel`` does: each rank
+multiplies its own by one over the number of ranks, and the sum of these is taken. Where whole gradients pile up over
+micro-batches (the schedule scatters once), each rank first adds up its own; where every micro-batch is scattered, the
+means are added up. A rank on which a parameter got no gradient adds zeros, and the parameter is updated if it got one
+on any rank, as with ``find_unused_parameters``.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+import torch
+
+from executor.devices.backend import Backend
+from executor.distributed.ranks import Ranks
+from executor.memory.state import ModelState
+from executor.memory.units import Arrived, ParameterState, Pile, UnitState
+from executor.module.gradients import GradientError
+from planner.decisions import Decisions
+from planner.schedule.tasks import Op, Schedule, Task
+
+
+@final
+class Exchange:
+    """Performs the tasks of the collective lane.
+
+    Args:
+        state: what is worked on.
+        decisions: where things live.
+        schedule: what is executed; the same on all ranks.
+        backend: the device.
+        ranks: all ranks.
+
+    Attributes:
+        mean_factor: what multiplies gradients, so that their sum over data-parallel ranks is their mean.
+    """
+
+    def __init__(
+        self, state: ModelState, decisions: Decisions, schedule: Schedule, backend: Backend, ranks: Ranks
+    ) -> None:
+        self._state = state
+        self._backend = backend
+        self._ranks = ranks
+        self._shards = decisions.zero_stage >= 1
+        self.mean_factor = 1 / decisions.data_parallel
+        self._waits = decisions.update_start == "step"
+        self._scattered: dict[str, list[int]] = {}  # in which micro-batches a unit's gradient is added up
+        for task in schedule.tasks:
+            if task.op is Op.SCATTER:
+                self._scattered.setdefault(task.unit, []).append(task.micro_batch)
+
+    def gather(self, unit: UnitState) -> None:
+        """Make a unit's weights whole on the device, where each rank has its own shard."""
+        assert unit.group is not None
+        unit.group.gather(unit.device_weights, unit.own_weights)
+
+    def collect(self, unit: UnitState, parameter: ParameterState, flat: torch.Tensor, micro_batch: int) -> None:
+        """Take the gradient of what several ranks have from autograd, in the thread that runs backward."""
+        due = next(m for m in self._scattered[unit.name] if m >= micro_batch)
+        pile = unit.piles.get(due) or unit.piles.setdefault(due, Pile(torch.empty_like(unit.device_weights), set()))
+        held = pile.values[parameter.start : parameter.stop]
+        if parameter.name in pile.present:
+            held.add_(flat)
+        else:
+            held.copy_(flat)
+            pile.present.add(parameter.name)
+
+    def scatter(self, task: Task) -> None:
+        """Add up a unit's gradient over the ranks, and take what this rank updates to where it is needed."""
+        unit = self._state.units[task.unit]
+        pile = unit.piles.pop(task.micro_batch, None) or Pile(torch.empty_like(unit.device_weights), set())
+        for parameter in unit.parameters:
+            if parameter.name not in pile.present:
+                pile.values[parameter.start : parameter.stop].zero_()
+        pile.values[unit.parameters[-1].stop :].zero_()
+        self._backend.scale(pile.values, self.mean_factor)
+        mean = pile.values
+        assert unit.group is not None
+        if self._shards:
+            mean = self._backend.scratch(len(unit.own_weights), pile.values.dtype)
+            unit.group.scatter(mean, pile.values)
+        else:
+            unit.group.add_up(mean)
+        self._backend.used(pile.values)
+        self._keep(unit, Arrived(mean, unit.start), first=task.micro_batch == self._scattered[unit.name][0])
+        unit.flushing[task.micro_batch] = {
+            parameter.name: Arrived(mean, unit.start) for parameter in unit.parameters if any(parameter.leaving_parts())
+        }
+
+    def first_summed(self, task: Task) -> int:
+        """Return the first micro-batch whose gradient a ``SCATTER`` adds up; the task's own is the last."""
+        before = [m for m in self._scattered[task.unit] if m < task.micro_batch]
+        return before[-1] + 1 if before else 0
+
+    def _keep(self, unit: UnitState, mean: Arrived, *, first: bool) -> None:
+        """Keep on the device what is updated there."""
+        whole = not any(piece.leaves for piece in unit.pieces)
+        for parameter in unit.parameters:
+            for part in parameter.staying_parts():
+                key = (parameter.name, part.piece.index)
+                if not first:
+                    unit.device_gradients[key].add_(mean.of(part))
+                else:  # a view keeps all of it
+                    unit.device_gradients[key] = mean.of(part) if whole else mean.of(part).clone()
+
+    def agree_on_arrivals(self, parameters: Sequence[ParameterState], iteration: int, doing: str) -> None:
+        """Count a gradient as arrived if it did so on any rank, once this rank's have.
+
+        Args:
+            parameters: what the rank has of all of them.
+            iteration: the one under way.
+            doing: the same in words, with what all ranks must have in common.
+
+        Raises:
+            GradientError: a parameter has one on some ranks only, and its update may have begun without.
+        """
+        arrived = self._ranks.call(doing, [float(parameter.arrived == iteration) for parameter in parameters])
+        for parameter, count in zip(parameters, arrived, strict=True):
+            if 0 < count < self._ranks.size and not self._waits:
+                raise GradientError(
+                    f"{parameter.name} got a gradient on {count:g} of {self._ranks.size} ranks, but its update began "
+                    "during backward; plan with update_start 'step'"
+                )
+            if count and parameter.arrived != iteration:
+                parameter.arrived = iteration
+                parameter.step += 1
+
+    def summed(self, parameters: Sequence[tuple[UnitState, ParameterState]], squares: Sequence[float]) -> list[float]:
+        """Return sums of squares of whole gradients, given those of what this rank has of each.
+
+        What several ranks have counts once: the first of them gives it. Of what is not divided over tensor-parallel
+        ranks all must have the same bits, as the model's own arithmetic is the same on all; a NaN is one like another.
+
+        Raises:
+            GradientError: they do not, so these ranks no longer train one model.
+        """
+        mesh = self._ranks.mesh
+        if self._ranks.size == mesh.degrees.data_parallel and not self._shards and mesh.degrees.expert_parallel == 1:
+            return list(squares)
+        size, count = mesh.degrees.tensor_parallel, len(squares)
+        rows = [0.0] * (size * count)  # of every tensor-parallel rank
+        for i, (unit, _) in enumerate(parameters):
+            if self._shards or unit.group is None or unit.group.rank == 0:
+                rows[mesh.tensor * count + i] = squares[i]
+        self._ranks.call("clipping, or reading norms")
+        rows = self._ranks.sums(rows)
+        totals = []
+        for i, (_, parameter) in enumerate(parameters):
+            of_ranks = rows[i::count]
+            divided = parameter.share.dim is not None
+            if not divided and not np.array_equal(of_ranks, [of_ranks[0]] * size, equal_nan=True):
+                raise GradientError(
+                    f"tensor-parallel ranks have different gradients of {parameter.share.name}, of which each has all; "
+                    "give these ranks the same batches, and the same random numbers (torch.manual_seed)"
+                )
+            totals.append(sum(of_ranks) if divided else of_ranks[0])
+        return totals

@@ -1,0 +1,170 @@
+"""Banks of experts that fall into several units, on one rank or on several.
+
+[Note: Experts apart] ``transformers`` keeps all experts of a layer in two parameters, and computes with all of them in
+one module. Where a bank falls into units, or other ranks have other experts, this is that module's forward, in the same
+arithmetic (its ``grouped_mm``): visits of tokens are sorted by expert, and every unit's experts compute in their turn,
+so that the schedule's tasks are theirs. Ranks that share experts first exchange how many visits each has for the
+others' experts, then the visits, and afterwards what experts made of them. An expert that no token visits takes part
+with no rows, so its gradient is zero, as it is in one parameter with the others'.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import torch
+from torch import nn
+
+from executor.distributed.collectives import swap
+from executor.distributed.groups import Group
+from executor.distributed.products import grouped_product
+from executor.distributed.shards import BindingError, Share
+from executor.distributed.tensor_parallel import Undo, replace_forward
+from executor.module.listener import Marks, in_backward
+from planner.graph import Unit
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Bank:
+    """Some experts of a layer, which are a unit's.
+
+    Attributes:
+        unit: its name.
+        first, stop: these experts, of the rank's own.
+        gate_up: ``[stop - first, 2 * ffn, hidden]``.
+        down: ``[stop - first, hidden, ffn]``.
+    """
+
+    unit: str
+    first: int
+    stop: int
+    gate_up: Share
+    down: Share
+
+
+def split_experts(
+    model: nn.Module, units: tuple[Unit, ...], shares: Mapping[str, Share], group: Group | None, marks: Marks
+) -> list[Undo]:
+    """Let experts compute unit by unit, each where it is; return what undoes it.
+
+    Args:
+        model: whose experts fall into several units.
+        units: its units.
+        shares: by the names that the units use.
+        group: who shares experts; ``None`` if nobody does.
+        marks: where the model is.
+
+    Raises:
+        BindingError: experts are not as ``transformers`` has them.
+    """
+    banks: dict[str, list[_Bank]] = {}
+    before: dict[str, str] = {}  # the unit that sends visits to experts
+    sender = ""
+    for unit, operator in ((u, operator) for u in units for operator in u.operators):
+        if operator.kind == "dispatch":
+            sender = unit.name
+        found = [shares[spec.name] for spec in operator.parameters]
+        if operator.kind != "experts" or found[0].rows is None:
+            continue
+        path = found[0].name.rpartition(".")[0]
+        of = {share.name.rpartition(".")[2]: share for share in found}
+        banks.setdefault(path, []).append(_Bank(unit.name, *found[0].rows, of["gate_up_proj"], of["down_proj"]))
+        before[path] = sender
+    undo = []
+    for path, of_layer in banks.items():
+        module = model.get_submodule(path)
+        _check(path, module, of_layer)
+        undo.append(replace_forward(module, _Experts(module, of_layer, before[path], group, marks)))
+    return undo
+
+
+def _check(path: str, module: nn.Module, banks: Sequence[_Bank]) -> None:
+    for share in (share for bank in banks for share in (bank.gate_up, bank.down)):
+        if share.whole._backward_hooks:
+            raise BindingError(
+                f"{share.name} has a hook, which would never run, as its experts are units of their own; remove it, or "
+                "plan with --expert-units 1 --expert-parallel 1"
+            )
+    strange = [name for name in ("has_bias", "is_transposed", "has_post_expert_norm") if getattr(module, name, False)]
+    if strange or not getattr(module, "has_gate", True) or not hasattr(module, "act_fn"):
+        raise BindingError(
+            f"{path} ({type(module).__name__}) has other experts than two products with a gate, which cannot be units "
+            "of their own; plan with --expert-units 1 --expert-parallel 1"
+        )
+
+
+@final
+class _Experts:
+    """The forward of a module of experts; see [Note: Experts apart]."""
+
+    def __init__(
+        self, module: nn.Module, banks: Sequence[_Bank], before: str, group: Group | None, marks: Marks
+    ) -> None:
+        self._module = module
+        self._banks = banks
+        self._before = before
+        self._group = group if group is not None and group.size > 1 else None
+        self._marks = marks
+        self._num_own = banks[-1].stop
+        self._num_ranks = self._group.size if self._group else 1
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what experts make of tokens, ``[tokens, hidden]``, each token's sum by its routing weights."""
+        num_tokens, top = top_k_index.shape
+        ids, order = torch.sort(top_k_index.reshape(-1))
+        counts = torch.bincount(ids, minlength=self._num_ranks * self._num_own)
+        visits = hidden_states[order // top]
+        made = self._exchanged(visits, counts) if self._group else self._compute(visits, counts.tolist())
+        weighted = made * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        weighted = weighted[_inverse(order)]
+        result = weighted.view(num_tokens, top, -1).sum(1).to(hidden_states.dtype)
+        self._mark_backward(self._banks[-1].unit, result)
+        return result
+
+    def _exchanged(self, visits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Give visits to the ranks that have their experts, and take what these make of them."""
+        assert self._group is not None
+        every = [self._num_own] * self._num_ranks
+        theirs = torch.empty_like(counts)  # visits of every rank to every expert of this one
+        self._group.swap(theirs, counts, every, every)
+        num_sent, num_received = torch.stack((counts, theirs)).view(2, self._num_ranks, -1).sum(-1).tolist()
+        experts = torch.arange(self._num_own, device=counts.device).repeat(self._num_ranks)
+        order = torch.sort(experts.repeat_interleave(theirs), stable=True).indices
+        received = swap(visits, self._group, num_sent, num_received)[order]
+        made = self._compute(received, theirs.view(self._num_ranks, -1).sum(0).tolist())
+        return swap(made[_inverse(order)], self._group, num_received, num_sent)
+
+    def _compute(self, visits: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Return what this rank's experts make of visits, which are sorted by expert; ``counts`` for each of them."""
+        self._mark_backward(self._before, visits)
+        starts = [0, *itertools.accumulate(counts)]
+        made = []
+        for bank in self._banks:
+            self._marks.at_forward(bank.unit)
+            made.append(self._apply(bank, visits[starts[bank.first] : starts[bank.stop]], counts))
+            self._mark_backward(bank.unit, made[-1])
+        return torch.cat(made)
+
+    def _apply(self, bank: _Bank, visits: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        sizes = counts[bank.first : bank.stop]
+        inner = grouped_product(visits, _trained(bank.gate_up), sizes)
+        gate, up = inner.chunk(2, dim=-1)
+        made: torch.Tensor = grouped_product(self._module.act_fn(gate) * up, _trained(bank.down), sizes)  # type: ignore[operator]
+        return made
+
+    def _mark_backward(self, unit: str, values: torch.Tensor) -> None:
+        if values.requires_grad and torch.is_grad_enabled() and not in_backward():
+            values.register_hook(lambda _gradient: self._marks.at_backward(unit))  # type: ignore[no-untyped-call]
+
+
+def _trained(share: Share) -> torch.Tensor:
+    return share.leaf if share.trains else share.leaf.detach()
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse

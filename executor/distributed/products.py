@@ -1,0 +1,146 @@
+"""Products that no operator of torch is, as operators: one to all that look at what a model runs.
+
+What a product makes may leave the device and come back ([Note: Kept products] in
+:mod:`executor.module.recompute_cache`), which goes by operators. Inside of these nobody looks: of a product whose parts
+ranks add up only the sum is kept, so that nothing is added up again in backward, and of products of experts the one
+block that holds them all.
+"""
+
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch.nn import functional
+
+from executor.distributed.groups import Group
+
+_GROUPS: Final = weakref.WeakValueDictionary[int, Group]()  # operators take numbers and tensors alone
+_NUMBERS: Final = itertools.count()
+
+
+def number_of(group: Group) -> int:
+    """Return a number by which operators find a group as long as it is there."""
+    number = next((number for number, known in _GROUPS.items() if known is group), None)
+    if number is None:
+        number = next(_NUMBERS)
+        _GROUPS[number] = group
+    return number
+
+
+def summed_product(values: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, group: int) -> torch.Tensor:
+    """Return ``values @ matrix``, added up over the ranks of a group, and then the bias: ``[..., outputs]``.
+
+    [Note: Factors first] Recomputation ends with the last tensor that backward needs. Autograd keeps the factors of its
+    own products before it multiplies them, but what a function keeps only when it has ended: the last product of a
+    layer, and its sum over ranks, would be made again for nothing. So the factors are kept by a function before.
+
+    Args:
+        values: ``[..., inputs]``: the rank's share of them.
+        matrix: ``[inputs, outputs]``, in whatever order of memory.
+        bias: ``[outputs]``, the same on all ranks.
+        group: :func:`number_of` it.
+
+    Raises:
+        RankError: a rank has failed.
+    """
+    result: torch.Tensor = _SummedProduct.apply(*_Factors.apply(values, matrix), bias, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+@torch.library.custom_op("ullage::summed_product", mutates_args=())
+def summed_product_operator(
+    values: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, group: int
+) -> torch.Tensor:
+    """Compute :func:`summed_product`."""
+    result = functional.linear(values, matrix.t())
+    _GROUPS[group].add_up(result)
+    if bias is not None:
+        result += bias
+    return result
+
+
+class _Factors(torch.autograd.Function):
+    """Keeps what it is given; see [Note: Factors first]."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(values, matrix)
+        found = values.view_as(values), matrix.view_as(matrix)
+        ctx.mark_non_differentiable(*itertools.compress(found, [not needed for needed in ctx.needs_input_grad]))
+        return found
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients
+
+
+class _SummedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, group: int
+    ) -> torch.Tensor:
+        ctx.factors = values.grad_fn or matrix.grad_fn
+        result: torch.Tensor = summed_product_operator(values, matrix, bias, group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        given = gradient.reshape(-1, gradient.shape[-1])
+        of_values = of_matrix = of_bias = None
+        if ctx.factors is not None:
+            values, matrix = ctx.factors.saved_tensors
+            rows = values.reshape(-1, values.shape[-1])
+        if ctx.needs_input_grad[0]:
+            of_values = (given @ matrix.t()).view(values.shape)
+        if ctx.needs_input_grad[1]:  # in the weight's own order of memory, or it would be copied
+            of_matrix = rows.t() @ given if matrix.is_contiguous() else (given.t() @ rows).t()
+        if ctx.needs_input_grad[2]:
+            of_bias = given.sum(0)
+        return of_values, of_matrix, of_bias, None
+
+
+@torch.library.custom_op("ullage::grouped_product", mutates_args=())
+def grouped_product(rows: torch.Tensor, matrices: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """Return rows times the transpose of the matrix of their group: ``[rows, n]``.
+
+    Args:
+        rows: ``[sum(sizes), k]``, group by group.
+        matrices: ``[groups, n, k]``.
+        sizes: rows of each group.
+    """
+    result = rows.new_empty(len(rows), matrices.shape[1])
+    for matrix, (first, stop) in zip(matrices, _ranges(sizes), strict=True):
+        torch.mm(rows[first:stop], matrix.t(), out=result[first:stop])
+    return result
+
+
+@grouped_product.register_fake
+def _(rows: torch.Tensor, matrices: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:  # noqa: ARG001
+    return rows.new_empty(len(rows), matrices.shape[1])
+
+
+def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001 - as torch calls it
+    rows, matrices, ctx.sizes = inputs
+    ctx.save_for_backward(rows, matrices)
+
+
+def _of_grouped(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    rows, matrices = ctx.saved_tensors
+    of_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+    of_matrices = torch.empty_like(matrices) if ctx.needs_input_grad[1] else None
+    for i, (first, stop) in enumerate(_ranges(ctx.sizes)):
+        given = gradient[first:stop]
+        if of_matrices is not None:
+            torch.mm(given.t(), rows[first:stop], out=of_matrices[i])
+        if of_rows is not None:
+            torch.mm(given, matrices[i], out=of_rows[first:stop])
+    return of_rows, of_matrices, None
+
+
+grouped_product.register_autograd(_of_grouped, setup_context=_keep_rows)
+
+
+def _ranges(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return itertools.pairwise((0, *itertools.accumulate(sizes)))

@@ -1,0 +1,156 @@
+"""Embedding, head and loss of a vocabulary that tensor-parallel ranks share.
+
+The loss takes each rank's logits as they are (Shoeybi et al., Megatron-LM, 2019, section 3): the ranks exchange three
+numbers per token, instead of a logit per token of the vocabulary.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from executor.distributed.collectives import add_up, gather_last
+from executor.distributed.groups import Group
+from executor.distributed.shards import BindingError, Share
+
+_STOCK_LOSS: Final = "ForCausalLMLoss"
+_NEVER: Final = -1e30  # the logit of a pad; finite, as a rank may have nothing but pads
+
+
+def embed(module: nn.Module, share: Share, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the forward of an embedding of whose rows each rank has a share.
+
+    At first use it compares the ranks' batches: with other ones they would train on nonsense, without a sign of it, as
+    all sums are the same on all.
+
+    Raises:
+        BindingError: it is another kind of module.
+    """
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.scale_grad_by_freq:
+        raise BindingError(
+            f"{share.name} belongs to a {type(module).__name__} that tensor-parallel ranks cannot share, but only a "
+            "plain torch.nn.Embedding; plan with --tensor-parallel 1"
+        )
+    count = share.shape[0]
+    first = share.mesh.tensor * count
+    padding = module.padding_idx - first if module.padding_idx is not None else -1
+    own_padding = padding if 0 <= padding < count else None
+
+    compared = False
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        nonlocal compared
+        if not compared:
+            group.agree("batch", ids.cpu().numpy().tobytes())
+            compared = True
+        rows = ids - first
+        elsewhere = (rows < 0) | (rows >= count)
+        values = functional.embedding(rows.masked_fill_(elsewhere, 0), module.weight, own_padding)
+        return add_up(values.masked_fill_(elsewhere.unsqueeze(-1), 0), group)
+
+    return forward
+
+
+@final
+class Head:
+    """The head and the loss of a model whose vocabulary is shared.
+
+    In training with labels, where the model has the loss function of ``transformers`` for causal models, the ranks'
+    logits stay apart, also in what the model returns (float32 ones of pads are then as low as no word's). Otherwise
+    they are gathered, and everything is as ever.
+
+    Args:
+        model: whose head it is.
+        weight: of the head.
+        group: who shares it.
+    """
+
+    def __init__(self, model: nn.Module, weight: Share, group: Group) -> None:
+        self._weight = weight
+        self._group = group
+        self._stock: Callable[..., torch.Tensor] | None = getattr(model, "loss_function", None)
+        self._has_stock_loss = getattr(self._stock, "__name__", "") == _STOCK_LOSS
+        self._signature = inspect.signature(model.forward)
+        self._apart = False
+
+    def bind(self, model: Any, head: nn.Module) -> list[Callable[[], None]]:
+        """Take the loss over, and gather logits where they are wanted whole; return what undoes it."""
+        handles = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            head.register_forward_hook(self._after),
+        ]
+        undo: list[Callable[[], None]] = [handle.remove for handle in handles]
+        if self._has_stock_loss:
+            model.loss_function = self._loss
+            undo.append(lambda: setattr(model, "loss_function", self._stock))
+        return undo
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        labels = self._signature.bind_partial(*args, **kwargs).arguments.get("labels")
+        self._apart = self._has_stock_loss and model.training and torch.is_grad_enabled() and labels is not None
+
+    def _after(self, _head: nn.Module, _args: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self._apart else gather_last(logits, self._group, self._weight.whole_shape[0])
+
+    def _loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return the cross-entropy of the next token, as the function of ``transformers`` that it stands for."""
+        if not self._apart:
+            assert self._stock is not None
+            return self._stock(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+        if shift_labels is None:
+            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets = shift_labels.reshape(-1).to(logits.device)
+        counted = targets != ignore_index
+        losses: torch.Tensor = _cross_entropy(logits.flatten(0, -2), targets, self._weight, self._group)
+        total = torch.where(counted, losses, 0.0).sum()
+        return total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, weight: Share, group: Group) -> torch.Tensor:
+    losses: torch.Tensor = _CrossEntropy.apply(logits, targets, weight, group)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Minus the logarithm of each target's probability, ``[rows]``, in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, weight: Share, group: Group) -> torch.Tensor:
+        scores = logits.float()
+        scores[:, weight.num_divided :] = _NEVER  # float32 logits are their own scores: pads among them are no words
+        result = torch.log_softmax(scores, -1)
+        most, at = scores.max(-1)
+        own = most - result.gather(-1, at.unsqueeze(-1)).squeeze(-1)  # the logarithm of the sum of exponentials
+        whole = own.clone()
+        group.maximum(whole)
+        sums = (own - whole).exp_()
+        group.add_up(sums)
+        whole += sums.log_()
+        result -= (whole - own).unsqueeze(-1)
+        columns = targets - weight.mesh.tensor * logits.shape[-1]
+        mine = (columns >= 0) & (columns < weight.num_divided)
+        columns.masked_fill_(~mine, 0)
+        found = result.gather(-1, columns.unsqueeze(-1)).squeeze(-1).masked_fill_(~mine, 0.0)
+        group.add_up(found)
+        ctx.save_for_backward(result, columns, mine)
+        ctx.dtype = logits.dtype
+        return found.neg_()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        result, columns, mine = ctx.saved_tensors
+        probabilities = result.exp()
+        probabilities.scatter_add_(-1, columns.unsqueeze(-1), -mine.to(probabilities.dtype).unsqueeze(-1))
+        return probabilities.mul_(gradient.unsqueeze(-1)).to(ctx.dtype), None, None, None

@@ -1,0 +1,105 @@
+"""A meter for memory that comes and goes."""
+
+import threading
+import weakref
+from typing import Any, final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from executor.module.gradients import OffloadedGradient
+from executor.module.listener import in_backward
+
+
+@final
+class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Measures the most bytes that tensors made inside it hold at one time: activations, gradients and temporaries.
+
+    It sees the thread that enters it, forward and backward, where the device is the host itself. What was there
+    before, arenas among it, is not counted. Sizes are exact: an allocator's rounding is not in them.
+
+    [Note: Added in place] Gradients that meet are added up in place by autograd, but while somebody looks at what it
+    runs, into a new tensor. So in backward a sum counts only when the next operation begins, by when what it would have
+    been written to is gone. Nobody writes into a view, though, as it shares its memory with another: the transposed
+    gradient of a linear layer's weight, which meets an embedding's where they are tied, is added up in a third place.
+
+    Attributes:
+        held_bytes: held now.
+        peak_bytes: most held so far.
+        peak_bytes_of: most held while each task was under way, by the task's index.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.held_bytes = 0
+        self.peak_bytes = 0
+        self.peak_bytes_of: dict[int, int] = {}
+        self._task: int | None = None
+        self._known: set[int] = set()
+        self._late_bytes: dict[int, int] = {}  # of sums that do not count yet, by storage
+        self._lock = threading.RLock()  # lanes take and drop memory too, and a drop may come in the middle of a take
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and count the storages that it made."""
+        self._settle()
+        self._see((args, kwargs), counts=False)
+        result = func(*args, **(kwargs or {}))
+        meeting = (
+            func is torch.ops.aten.add.Tensor
+            and in_backward()
+            and not torch.is_grad_enabled()
+            and not args[0]._is_view()
+        )
+        self._see(result, counts=True, late=meeting)
+        return result
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that another thread has just made."""
+        self._see(tensor, counts=True)
+
+    def turn_to(self, task: int | None) -> None:
+        """Say which task of the caller is under way from now on; ``None``: none."""
+        self._settle()
+        with self._lock:
+            self._task = task
+            self._note()
+
+    def _settle(self) -> None:
+        """Count what was added up; see [Note: Added in place]."""
+        with self._lock:
+            if self._late_bytes:
+                self.held_bytes += sum(self._late_bytes.values())
+                self._late_bytes.clear()
+                self._note()
+
+    def _note(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        if self._task is not None:
+            self.peak_bytes_of[self._task] = max(self.peak_bytes_of.get(self._task, 0), self.held_bytes)
+
+    def _see(self, tree: Any, *, counts: bool, late: bool = False) -> None:
+        for leaf in tree_leaves(tree):
+            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, OffloadedGradient):
+                continue
+            storage = leaf.untyped_storage()
+            with self._lock:
+                if storage._cdata in self._known:
+                    continue
+                num_bytes = storage.nbytes() if counts else 0
+                self._known.add(storage._cdata)
+                if late:
+                    self._late_bytes[storage._cdata] = num_bytes
+                else:
+                    self.held_bytes += num_bytes
+                    self._note()
+            # The Python object of a storage lives as long as the storage does.
+            weakref.finalize(storage, self._release, storage._cdata, num_bytes).atexit = False
+
+    def _release(self, key: int, num_bytes: int) -> None:
+        with self._lock:
+            self._known.discard(key)
+            if self._late_bytes.pop(key, None) is None:
+                self.held_bytes -= num_bytes

@@ -1,0 +1,408 @@
+"""What a model keeps on NVMe, and the host buffers that it passes through.
+
+[Note: Records] Optimizer state has a record for every piece. Where parameters are on NVMe too, the record begins with
+the piece's weights; in float32 it does so anyway, as the master copy is the weight. So an update writes weights and
+state at once, and a read of parameters is the beginning of every piece's record. Each part begins at a block.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Self, final
+
+import torch
+
+from executor.memory.arenas import Arena
+from executor.memory.direct_io import BLOCK_BYTES, in_blocks
+from executor.memory.nvme_files import RecordFile, as_bytes, folder_of
+from planner.decisions import Decisions, Place
+from planner.graph import Unit
+from planner.lowering.storage import SpillRooms
+from planner.schedule.tasks import MemoryClass
+
+Key = tuple[str, int]
+"""A piece: name of its unit, and index within the rank's shard."""
+
+
+def pieces_on_nvme(units: tuple[Unit, ...], decisions: Decisions) -> dict[Key, int]:
+    """Return the number of parameters of every piece whose state is on NVMe."""
+    return {
+        (unit.name, index): count
+        for unit in units
+        for index, (count, place) in enumerate(decisions.placed_pieces(unit))
+        if place is Place.NVME
+    }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Layout:
+    """A piece in its buffer: weights, state and gradient, each from a block on. The first two are its record.
+
+    Attributes:
+        num_params: of the piece.
+        weight_bytes, state_bytes, gradient_bytes: of each part; 0 if it is not there.
+    """
+
+    num_params: int
+    weight_bytes: int
+    state_bytes: int
+    gradient_bytes: int
+
+    @property
+    def state_start(self) -> int:
+        """Where its state begins."""
+        return in_blocks(self.weight_bytes)
+
+    @property
+    def record_bytes(self) -> int:
+        """Length of its record, and where its gradient begins."""
+        return self.state_start + in_blocks(self.state_bytes)
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that it takes in a buffer."""
+        return self.record_bytes + in_blocks(self.gradient_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """The same without what rounds its parts up."""
+        return self.weight_bytes + self.state_bytes + self.gradient_bytes
+
+
+@dataclasses.dataclass(slots=True)
+class _Held:
+    """A piece that has a host buffer now.
+
+    Attributes:
+        buffer: uint8, whole blocks.
+        is_loaded: whether its state is in it.
+        is_changed: whether that is newer than the file's.
+    """
+
+    buffer: torch.Tensor
+    is_loaded: bool = False
+    is_changed: bool = False
+
+
+@final
+class StoredValues:
+    """A stretch of a record, as bytes: sliced like a tensor, and read when it is copied.
+
+    Args:
+        file: it is in.
+        record: of the file.
+        start, stop: the stretch.
+    """
+
+    def __init__(self, file: RecordFile, record: int, start: int, stop: int) -> None:
+        self._file = file
+        self._record = record
+        self._start, self._stop = start, stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, part: slice) -> "StoredValues":
+        start, stop, _ = part.indices(len(self))
+        return StoredValues(self._file, self._record, self._start + start, self._start + stop)
+
+    def read(self, target: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Read the current version into ``target``, uint8, by way of ``scratch``, uint8 of some whole blocks."""
+        if not self._file.is_written(self._record):  # nothing but pads, see [Note: Shards] in executor.memory.pieces
+            target.zero_()
+            return
+        at = self._start
+        while at < self._stop:
+            block = at // BLOCK_BYTES * BLOCK_BYTES
+            end = min(in_blocks(self._stop), block + len(scratch))
+            self._file.read(self._record, as_bytes(scratch[: end - block]), block)
+            stop = min(end, self._stop)
+            target[at - self._start : stop - self._start].copy_(scratch[at - block : stop - block])
+            at = stop
+
+
+@final
+class SpilledGradients:
+    """Gradients that wait for their update on NVMe, and the rooms on the host that they arrive in.
+
+    Args:
+        rooms: of every piece, uint8, whole blocks; pieces that are not there at the same time share them.
+        file: a record for every piece in their order.
+    """
+
+    def __init__(self, rooms: Mapping[Key, torch.Tensor], file: RecordFile) -> None:
+        self.rooms = rooms
+        self.file = file
+        self._record = {key: record for record, key in enumerate(rooms)}
+        self._there: set[Key] = set()
+
+    @classmethod
+    def of(
+        cls, units: tuple[Unit, ...], decisions: Decisions, folder: Path | None, rank: int, host: Arena
+    ) -> Self | None:
+        """Return room for what decisions spill; ``None`` if that is nothing. Raises as :meth:`StoredState.of`."""
+        planned = SpillRooms(units, decisions)
+        if not planned.room_of:
+            return None
+        num_params = pieces_on_nvme(units, decisions)
+        item_bytes = decisions.spilled_bytes_per_param
+        needed = [0] * len(planned.sizes_bytes)
+        starts: dict[Key, int] = {}
+        for unit, room in planned.room_of.items():
+            start = 0
+            for key in (key for key in num_params if key[0] == unit):
+                starts[key] = start
+                start += in_blocks(item_bytes * num_params[key])
+            needed[room] = max(needed[room], start)
+        sizes_bytes = [item_bytes * count for count in num_params.values()]
+        what = "gradients"
+        file = RecordFile(folder_of(folder, what) / f"gradients-rank-{rank}.state", sizes_bytes, 1, what)
+        memory = [
+            host.take_blocks(f"spilled gradients {i}", {MemoryClass.GRADIENTS: size}, BLOCK_BYTES, room_bytes=needed[i])
+            for i, size in enumerate(planned.sizes_bytes)
+        ]
+        rooms = {
+            key: memory[planned.room_of[key[0]]][starts[key] : starts[key] + in_blocks(item_bytes * count)]
+            for key, count in num_params.items()
+        }
+        return cls(rooms, file)
+
+    def spill(self, key: Key) -> None:
+        """Write the gradient of a piece, which is whole in its room."""
+        self.file.write(self._record[key], as_bytes(self.rooms[key]))
+        self._there.add(key)
+
+    def fetch(self, key: Key, buffer: torch.Tensor) -> None:
+        """Read the gradient of a piece into its place in a buffer, if one was spilled since the last time."""
+        if key in self._there:
+            self._there.remove(key)
+            self.file.read(self._record[key], as_bytes(buffer))
+
+
+@final
+class StoredState:
+    """Optimizer state on NVMe, and the ring of host buffers [Note: Host buffers] in :mod:`planner.lowering.storage`.
+
+    A buffer belongs to one piece from its :meth:`swap_in` to its :meth:`swap_out`, as the schedule orders them. Between
+    iterations all buffers are free.
+
+    Args:
+        layouts: of every piece.
+        dtype: of weights and gradients.
+        ring: uint8, whole blocks each.
+        landing: for every unit whose parameters are on NVMe, where the weights of each of its pieces are read to,
+            uint8, whole blocks; units of one slot share it.
+        file: where state is, a record for every piece in their order.
+        spilled: gradients on NVMe, if any are.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[Key, _Layout],
+        dtype: torch.dtype,
+        ring: Sequence[torch.Tensor],
+        landing: Mapping[str, Sequence[torch.Tensor]],
+        file: RecordFile,
+        spilled: SpilledGradients | None,
+    ) -> None:
+        self.file = file
+        self.landing = landing
+        self.spilled = spilled
+        self._layouts = layouts
+        self._dtype = dtype
+        self._ring = ring
+        self._record = {key: record for record, key in enumerate(layouts)}
+        self._held: dict[Key, _Held] = {}
+
+    @classmethod
+    def of(
+        cls,
+        units: tuple[Unit, ...],
+        decisions: Decisions,
+        slot_of: Mapping[str, int],
+        folder: Path | None,
+        rank: int,
+        host: Arena,
+    ) -> Self | None:
+        """Return room for what decisions have on NVMe, without values; ``None`` if that is nothing.
+
+        Raises:
+            ValueError: it is not said where.
+            StorageError: see :class:`executor.memory.nvme_files.RecordFile`.
+            DeviceMemoryError: the host has no room for the ring.
+        """
+        num_params = pieces_on_nvme(units, decisions)
+        if not num_params:
+            return None
+        spilled = SpilledGradients.of(units, decisions, folder, rank, host)
+        gradient_bytes = 0 if spilled is None else decisions.spilled_bytes_per_param
+        layouts = {
+            key: _Layout(
+                count,
+                decisions.stored_weight_bytes(key[0]) * count,
+                decisions.state_bytes_per_param * count,
+                gradient_bytes * count,
+            )
+            for key, count in num_params.items()
+        }
+        planned = {MemoryClass.OPTIMIZER: max(layout.num_bytes for layout in layouts.values())}
+        room_bytes = max(layout.room_bytes for layout in layouts.values())
+        ring = [
+            host.take_blocks(f"nvme slot {i}", planned, BLOCK_BYTES, room_bytes=room_bytes)
+            for i in range(min(decisions.num_nvme_slots, len(num_params)))
+        ]
+        landing = _take_landing(units, decisions, slot_of, host)
+        what = "the optimizer state"
+        sizes_bytes = [layout.record_bytes for layout in layouts.values()]
+        file = RecordFile(folder_of(folder, what) / f"optimizer-rank-{rank}.state", sizes_bytes, 2, what)
+        dtype = torch.float32 if decisions.precision.master_is_weight else torch.bfloat16
+        return cls(layouts, dtype, ring, landing, file, spilled)
+
+    @property
+    def by_class(self) -> dict[MemoryClass, int]:
+        """Bytes on NVMe by what they are for, state in both versions, without what rounds parts up to blocks."""
+        layouts = self._layouts.values()
+        totals = {
+            MemoryClass.OPTIMIZER: 2 * sum(layout.state_bytes for layout in layouts),
+            MemoryClass.PARAMETERS: 2 * sum(layout.weight_bytes for layout in layouts),
+            MemoryClass.GRADIENTS: sum(layout.gradient_bytes for layout in layouts),
+        }
+        return {memory_class: num_bytes for memory_class, num_bytes in totals.items() if num_bytes}
+
+    @contextlib.contextmanager
+    def begin(self, unit: str) -> Iterator[Callable[[int, int, torch.Tensor], None]]:
+        """Write a unit's first state: yields what takes master copies, a stretch of a piece at a time, in order.
+
+        All other state is 0. One piece at a time is in memory.
+        """
+        current: int | None = None
+        master = self._ring[0]
+
+        def settle() -> None:
+            if current is not None:
+                self._write_at_rest((unit, current))
+
+        def keep(index: int, start: int, values: torch.Tensor) -> None:
+            nonlocal current, master
+            if index != current:
+                settle()
+                current = index
+                master = self._tensors((unit, index), self._ring[0].zero_())[0]
+            master[start : start + len(values)].copy_(values)
+
+        yield keep
+        settle()
+
+    def read_weights(self, unit: str) -> None:
+        """Read the weights of a unit to where they land."""
+        for index, buffer in enumerate(self.landing[unit]):
+            self._read((unit, index), buffer, 0)
+
+    def swap_in(self, key: Key, slot: int, *, reads: bool) -> None:
+        """Give a piece a buffer, and read its state, and the gradient that was spilled, into it if that is needed."""
+        assert key not in self._held
+        self._held[key] = _Held(self._ring[slot])
+        if reads:
+            self.state(key)
+
+    def state(self, key: Key) -> tuple[torch.Tensor, ...]:
+        """Return the state of a piece that has a buffer, master copy first; read it if that has not been done."""
+        held, layout = self._held[key], self._layouts[key]
+        if not held.is_loaded:
+            self._read(key, held.buffer[layout.state_start : layout.record_bytes], layout.state_start)
+            if self.spilled is not None:
+                self.spilled.fetch(key, held.buffer[layout.record_bytes : layout.room_bytes])
+            held.is_loaded = True
+        return self._tensors(key, held.buffer)
+
+    def gradient(self, key: Key) -> torch.Tensor:
+        """Return the gradient of a piece whose state is in its buffer, once it was spilled."""
+        layout = self._layouts[key]
+        start = layout.record_bytes
+        return self._held[key].buffer[start : start + layout.gradient_bytes].view(self._dtype)
+
+    def weights(self, key: Key) -> torch.Tensor | None:
+        """Return where an update writes the weights of a piece that has a buffer; ``None``: the master copy is it."""
+        layout = self._layouts[key]
+        return self._held[key].buffer[: layout.weight_bytes].view(self._dtype) if layout.weight_bytes else None
+
+    def changed(self, key: Key) -> None:
+        """Say that the state of a piece in its buffer is newer than that in the file, and its weights are all there."""
+        self._held[key].is_changed = True
+
+    def swap_out(self, key: Key) -> None:
+        """Write what has changed, and give the buffer up."""
+        held = self._held[key]
+        if held.is_changed:
+            self.file.write(self._record[key], as_bytes(held.buffer))
+        del self._held[key]
+
+    @contextlib.contextmanager
+    def at_rest(self, key: Key, *, reads: bool = True, writes: bool = False) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Have the state of a piece between iterations, and write it afterwards if it is said to change.
+
+        It is zero if it is not read first.
+        """
+        assert not self._held, "buffers are in use"
+        layout, buffer = self._layouts[key], self._ring[0]
+        if reads:
+            self._read(key, buffer[layout.state_start : layout.record_bytes], layout.state_start)
+        else:
+            buffer.zero_()
+        yield self._tensors(key, buffer)
+        if writes:
+            self._write_at_rest(key)
+
+    def values(self, key: Key) -> list[StoredValues]:
+        """Return the tensors of a piece's state in the file, master copy first, as bytes."""
+        layout = self._layouts[key]
+        size = 4 * layout.num_params
+        starts = range(layout.state_start, layout.state_start + layout.state_bytes, size)
+        return [StoredValues(self.file, self._record[key], start, start + size) for start in starts]
+
+    def close(self) -> None:
+        """Remove the files. Closing twice is allowed."""
+        self.file.close()
+        if self.spilled is not None:
+            self.spilled.file.close()
+
+    def _tensors(self, key: Key, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        layout = self._layouts[key]
+        state = buffer[layout.state_start : layout.state_start + layout.state_bytes].view(torch.float32)
+        return state.view(-1, layout.num_params).unbind()
+
+    def _read(self, key: Key, buffer: torch.Tensor, start: int) -> None:
+        if self.file.is_written(self._record[key]):
+            self.file.read(self._record[key], as_bytes(buffer), start)
+        else:  # it has nothing but pads, see [Note: Shards] in executor.memory.pieces
+            buffer.zero_()
+
+    def _write_at_rest(self, key: Key) -> None:
+        """Write the state in the first buffer, with the weights that its master copy rounds to."""
+        layout, buffer = self._layouts[key], self._ring[0]
+        if layout.weight_bytes:
+            buffer[: layout.weight_bytes].view(self._dtype).copy_(self._tensors(key, buffer)[0])
+        self.file.write(self._record[key], as_bytes(buffer))
+
+
+def _take_landing(
+    units: tuple[Unit, ...], decisions: Decisions, slot_of: Mapping[str, int], host: Arena
+) -> dict[str, list[torch.Tensor]]:
+    """Take a buffer for every slot that parameters come to from NVMe, and cut it for each of the slot's units."""
+    weight_bytes = decisions.precision.weight_bytes
+    parts = {
+        unit.name: [in_blocks(weight_bytes * count) for count in decisions.piece_params(unit)]
+        for unit in units
+        if decisions.units[unit.name].params == "nvme" and unit.name in slot_of
+    }
+    landing: dict[str, list[torch.Tensor]] = {}
+    for slot in sorted({slot_of[name] for name in parts}):
+        names = [name for name in parts if slot_of[name] == slot]
+        planned = weight_bytes * max(decisions.shard_params(unit) for unit in units if unit.name in names)
+        room_bytes = max(sum(parts[name]) for name in names)
+        buffer = host.take_blocks(
+            f"buffer of slot {slot}", {MemoryClass.PARAMETERS: planned}, BLOCK_BYTES, room_bytes=room_bytes
+        )
+        landing |= {name: list(torch.split(buffer[: sum(parts[name])], parts[name])) for name in names}
+    return landing

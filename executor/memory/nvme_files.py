@@ -1,0 +1,212 @@
+"""Files for what a plan has on NVMe: written and read in whole records, by this process alone.
+
+[Note: Two versions] What training cannot do without has room for two versions of every record. What an update has made
+is written beside what it was made from, and only when all of it has been written is the new version the current one. A
+write that fails or is cut short leaves the old version whole, and a read never meets half of a new one. What lives
+within an iteration (gradients, activations) has one version.
+
+[Note: Direct] Records are read and written once an iteration, and are more than memory holds, so the page cache would
+only take memory and a copy. Files are opened past it (``O_DIRECT``), with offsets, lengths and addresses that are
+multiples of a block. Where a file system has no such thing (tmpfs, some network file systems) files are buffered, and
+the system is told not to keep what has been read or written.
+"""
+
+import fcntl
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, Literal, final
+
+import torch
+
+from executor.memory.direct_io import BLOCK_BYTES, NO_ROOM, go_direct, in_blocks
+
+_CHUNK_BYTES: Final = 8 << 20  # one request; smaller ones are slower, and Linux cuts off what is beyond 2 GiB
+_VERSIONS: Final = {1: "", 2: "two versions of "}
+
+
+class StorageError(OSError):
+    """What a plan has on storage cannot be kept, read or written there; the message says where and why."""
+
+
+@final
+class RecordFile:
+    """A file of records of fixed sizes, all of its space taken at once, with one or two versions of each.
+
+    It is removed when it is closed, or when nobody has it any more: it holds what is this process's alone.
+
+    Args:
+        path: where; its folder is made if it does not exist. What another process left there is overwritten.
+        sizes_bytes: of the records.
+        num_versions: 2 where a write must leave what was there before whole, see [Note: Two versions].
+        what: what it holds, in words, for errors.
+
+    Raises:
+        StorageError: there is no room, no permission, or another process is using it.
+    """
+
+    def __init__(
+        self, path: Path, sizes_bytes: Sequence[int], num_versions: Literal[1, 2] = 2, what: str = "the optimizer state"
+    ) -> None:
+        self.path = path
+        self._num_versions = num_versions
+        self._what = what
+        self._room_bytes = [in_blocks(size) for size in sizes_bytes]
+        self._starts = list(itertools.accumulate((num_versions * room for room in self._room_bytes), initial=0))
+        self._current: list[int | None] = [None] * len(self._room_bytes)
+        self._fd = _create(path, self.num_bytes, f"{_VERSIONS[num_versions]}{what}")
+        self._discard = weakref.finalize(self, _discard, self._fd, path)
+        self._lock = threading.Lock()
+        self._num_under_way = 0
+        self.is_direct = go_direct(self._fd)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes: all versions."""
+        return self._starts[-1]
+
+    @property
+    def words(self) -> str:
+        """Where it is, and how it is read and written."""
+        way = "past" if self.is_direct else "through (no O_DIRECT there)"
+        return f"state in {self.path.parent}, {way} the page cache"
+
+    def is_written(self, record: int) -> bool:
+        """Return whether a record has a version."""
+        return self._current[record] is not None
+
+    def read(self, record: int, buffer: memoryview, start: int = 0) -> None:
+        """Read the current version of a record, from a block's ``start`` on, into ``buffer``.
+
+        That has whole blocks and begins at one; it is filled, or takes all that there is.
+
+        Raises:
+            StorageError: not all of it could be read.
+        """
+        version = self._current[record]
+        assert version is not None, "read before it was written"
+        self._transfer("read", os.preadv, record, version, buffer, start)
+
+    def write(self, record: int, buffer: memoryview) -> None:
+        """Write a record, beside its current version if there are two, and make that the current one.
+
+        Raises:
+            StorageError: not all of it could be written; of two versions the current one is what it was.
+        """
+        version = (1 - (self._current[record] or 0)) % self._num_versions
+        self._transfer("write", os.pwritev, record, version, buffer, 0)
+        self._current[record] = version
+
+    def close(self) -> None:
+        """Remove it. Closing twice is allowed.
+
+        If a transfer is under way that nobody waits for any more, its descriptor stays open: the rest of the transfer
+        would go to whatever file has the number next.
+        """
+        with self._lock:
+            if self._num_under_way and self._discard.detach() is not None:
+                self.path.unlink(missing_ok=True)
+        self._discard()
+
+    def _transfer(
+        self,
+        verb: str,
+        call: Callable[[int, list[memoryview], int], int],
+        record: int,
+        version: int,
+        buffer: memoryview,
+        skipped: int,
+    ) -> None:
+        start = self._starts[record] + version * self._room_bytes[record] + skipped
+        buffer, done = buffer[: self._room_bytes[record] - skipped], 0
+        num_bytes = len(buffer)
+        assert not (start | num_bytes) % BLOCK_BYTES
+        with self._lock:
+            if not self._discard.alive:
+                raise StorageError(f"{self.path} is closed")
+            self._num_under_way += 1
+        try:
+            while (
+                done < num_bytes and (count := call(self._fd, [buffer[done : done + _CHUNK_BYTES]], start + done)) > 0
+            ):
+                done += count
+            if not self.is_direct:
+                os.posix_fadvise(self._fd, start, num_bytes, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise StorageError(
+                f"{self.path}: a {verb} of {num_bytes:,} B failed after {done:,} B: {error.strerror}; {self._rest}"
+            ) from error
+        finally:
+            with self._lock:
+                self._num_under_way -= 1
+        if done < num_bytes:
+            raise StorageError(
+                f"{self.path} ends amid a {verb} of {num_bytes:,} B, after {done:,} B: something else has changed it; "
+                "give every run a --storage-dir of its own"
+            )
+
+    @property
+    def _rest(self) -> str:
+        whole = f"{self._what} of the last iteration is whole, but " if self._num_versions > 1 else ""
+        return f"{whole}training cannot go on"
+
+
+def _create(path: Path, num_bytes: int, what: str) -> int:
+    """Make a file with all of its space, which nobody else uses, and return its descriptor."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be made: {error.strerror}; choose another --storage-dir") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise StorageError(f"{path} is in use by another run; give every run a --storage-dir of its own") from error
+    try:
+        os.ftruncate(fd, 0)
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as error:
+        _discard(fd, path)
+        if error.errno not in NO_ROOM:
+            raise StorageError(
+                f"{path}: no space can be taken: {error.strerror}; choose another --storage-dir"
+            ) from error
+        raise StorageError(_no_room(path, num_bytes, what, error)) from error
+    return fd
+
+
+def _no_room(path: Path, num_bytes: int, what: str, error: OSError) -> str:
+    system = os.statvfs(path.parent)
+    return (
+        f"{path} needs {num_bytes:,} B, {what} that the plan has on NVMe, but "
+        f"{system.f_bavail * system.f_frsize:,} B are free there ({error.strerror}); make room, choose another "
+        "--storage-dir, or plan with less on NVMe"
+    )
+
+
+def _discard(fd: int, path: Path) -> None:
+    path.unlink(missing_ok=True)  # first: nobody else may lock what is about to go
+    os.close(fd)
+
+
+def as_bytes(buffer: torch.Tensor) -> memoryview:
+    """Return a uint8 tensor in host memory as what files are read into and written from."""
+    return buffer.numpy().data
+
+
+def folder_of(folder: Path | None, what: str) -> Path:
+    """Return the folder for what a plan has on NVMe.
+
+    Raises:
+        ValueError: none was given.
+    """
+    if folder is None:
+        raise ValueError(
+            f"the plan keeps {what} on NVMe, but no folder for it was given; set storage_dir to one on a fast drive "
+            "(ullage execute --storage-dir DIR)"
+        )
+    return folder

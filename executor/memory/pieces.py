@@ -1,0 +1,93 @@
+"""How a unit's parameters are cut into pieces, and where these lie.
+
+[Note: Layout] A unit's parameters form one flat range, in the order of ``Unit.parameters``, without gaps. Its pieces
+(subgroups) are cut from that range; those whose state is on the host lie one after another in the host's slabs, and
+those on the device in the device's. In float32 the master copy is the weight wherever both are in one place: the
+host's slab of master copies then has the weights of pieces too whose state is on NVMe (:mod:`executor.memory.nvme`), so
+that a fetch is one copy. Where parameters are on NVMe too, the host has nothing of them: see [Note: Records] there.
+
+[Note: Shards] Under ZeRO the range is padded to as many equal shards as there are ranks, and the pieces are those of
+the rank's own shard. A parameter then falls into few of them, or none. Pads belong to no parameter, so that no norm,
+update or saved state knows of them; they are zero at first, and what is copied with their neighbours has no reader.
+"""
+
+import dataclasses
+import itertools
+
+from planner.decisions import Decisions, Place
+from planner.graph import Unit
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A subgroup: ``[start, stop)`` of the unit's flat range, and where that begins in the slabs of its tier.
+
+    Attributes:
+        index: number within the unit's shard.
+        place: where its state lives and who updates it.
+        start, stop: range within the unit; the last piece of the last rank may go beyond, see [Note: Shards].
+        offset: its beginning in the host's or the device's slabs of optimizer state; -1 on NVMe.
+        served: its beginning in the host's slab of master copies, see [Note: Layout].
+        staging: its beginning among the weights that the host keeps for the device (of what it updates).
+        leaves: whether its gradient goes to the host.
+        in_place: whether it takes the place of the host's weights there [Note: In place].
+        spilled: whether it goes on to NVMe.
+        arrival: where it begins otherwise, among those that have room of their own.
+    """
+
+    index: int
+    place: Place
+    start: int
+    stop: int
+    offset: int
+    served: int
+    staging: int
+    leaves: bool
+    in_place: bool
+    spilled: bool
+    arrival: int
+
+    @property
+    def num_params(self) -> int:
+        """Number of its parameters."""
+        return self.stop - self.start
+
+    @property
+    def by_host(self) -> bool:
+        """Whether the host updates it, wherever its state lives."""
+        return self.place in {Place.CPU, Place.NVME}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """What a parameter and a piece have in common: ``[start, stop)`` of the unit's flat range."""
+
+    piece: Piece
+    start: int
+    stop: int
+
+
+def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]:
+    """Return the pieces of the shard that begins at ``start`` in a unit's flat range, in its order."""
+    sizes = decisions.piece_params(unit)
+    starts = tuple(itertools.accumulate(sizes, initial=start))
+    taken = {"host": 0, "device": 0, "served": 0, "staging": 0, "arrival": 0}
+    pieces = []
+    for index, (place, num_params) in enumerate(zip(decisions.units[unit.name].update, sizes, strict=True)):
+        tier = {Place.GPU: "device", Place.NVME: None}.get(place, "host")
+        with_master = decisions.precision.master_is_weight and decisions.units[unit.name].params != "nvme"
+        serves = place in {Place.CPU, Place.STREAM} or (place is Place.NVME and with_master)
+        start = starts[index]
+        leaves = decisions.flushes(unit.name, place)
+        in_place = decisions.arrives_in_place(unit.name, place)
+        spilled = place is Place.NVME and decisions.spill_gradients
+        offsets = (taken[tier] if tier else -1, taken["served"], taken["staging"])
+        pieces.append(
+            Piece(index, place, start, start + num_params, *offsets, leaves, in_place, spilled, taken["arrival"])
+        )
+        if tier:
+            taken[tier] += num_params
+        taken["served"] += num_params if serves else 0
+        taken["staging"] += num_params if pieces[-1].by_host else 0
+        taken["arrival"] += num_params if leaves and not (in_place or spilled) else 0
+    return tuple(pieces)

@@ -1,0 +1,310 @@
+"""Where every parameter's weight, optimizer state and gradient are, according to the decisions.
+
+[Note: Version counters] ``leaf.data`` is a view of the unit's block or slot, the same one whenever the unit computes
+(see [Note: Out of sight] in :mod:`executor.module.visibility`). Whatever is written there later goes through the
+block's own tensor, which autograd does not count as a change of the parameter: what it saved of the weights in forward
+is the same address, and holds the same bytes again before backward reads them (see [Note: Static slots] in
+:mod:`planner.lowering.parameters`).
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from executor.distributed.ranks import Ranks
+from executor.distributed.shards import Share, whole_of
+from executor.memory.arenas import ALIGNMENT_BYTES, Arena
+from executor.memory.nvme import StoredState
+from executor.memory.pieces import Part, Piece, pieces_of
+from executor.memory.units import Moments, ParameterState, StateSlot, UnitState
+from planner.costs.optimizers import OPTIMIZERS
+from planner.decisions import SECTOR_PARAMS, Decisions, Place
+from planner.graph import Unit
+from planner.lowering import slots
+from planner.schedule.tasks import MemoryClass, Tier
+
+_SECTOR_BYTES = 4 * SECTOR_PARAMS
+
+
+class ModelState:
+    """All units of a model, and the memory they are in.
+
+    Parameters are copied out of the model and become views of slots and blocks, one by one, so that no more than one
+    of them is in memory twice.
+
+    Args:
+        units: in forward order.
+        decisions: where things live.
+        shares: what this rank has of the model's parameters, by the names that the units use.
+        gpu, host: where memory is taken.
+        ranks: all ranks, which begin with the first one's values; ``None`` if there is one.
+        storage_dir: where state on NVMe is kept.
+        written: names of the units in the order in which checkpoints are written, see [Note: Slabs as in files].
+
+    Raises:
+        ValueError: the plan keeps state on NVMe, and it is not said where.
+        StorageError: it cannot be kept there.
+        DeviceMemoryError: a tier is too small.
+    """
+
+    def __init__(
+        self,
+        units: tuple[Unit, ...],
+        decisions: Decisions,
+        shares: Mapping[str, Share],
+        gpu: Arena,
+        host: Arena,
+        ranks: Ranks | None = None,
+        storage_dir: Path | None = None,
+        written: Iterable[str] = (),
+    ) -> None:
+        self.dtype = torch.bfloat16 if decisions.precision.weights == "bf16" else torch.float32
+        self._decisions = decisions
+        self._num_buffers = OPTIMIZERS[decisions.optimizer].num_buffers
+        self._gpu = gpu
+        self._host = host
+        self._ranks = ranks
+        self._shift_bytes = _shifts(units, written)
+        assigned = slots(units, decisions)
+        self._slots = [
+            gpu.take(f"slot {i}", MemoryClass.PARAMETERS, num_params, self.dtype)
+            for i, num_params in enumerate(assigned.num_params)
+        ]
+        self.state_slots = self._take_state_slots(units)
+        self.stored = StoredState.of(units, decisions, assigned.of_unit, storage_dir, ranks.rank if ranks else 0, host)
+        self.units: dict[str, UnitState] = {}
+        self._moved: dict[str, list[tuple[UnitState, ParameterState]]] = {}
+        try:
+            self._move_all_in(units, assigned.of_unit, shares)
+        except BaseException:
+            self.give_back()
+            raise
+
+    def _move_all_in(self, units: tuple[Unit, ...], slot_of: Mapping[str, int], shares: Mapping[str, Share]) -> None:
+        left = Counter(share.name for share in shares.values())
+        for unit in units:
+            if unit.num_params:
+                state = self._take(unit, slot_of.get(unit.name, -1), shares)
+                self.units[unit.name] = state
+                _clear_pads(state, unit.num_params)
+                self._move_in(state)
+                left.subtract(parameter.share.name for parameter in state.parameters)
+                for share in (parameter.share for parameter in state.parameters):
+                    if share.leaf is not share.whole and not left[share.name]:
+                        share.whole.data = without_values(share.whole_shape, self.dtype)
+
+    def give_back(self, *, in_iteration: bool = False, lost: bool = False) -> None:
+        """Give the model the weights of the last step where no session will: one cannot begin, or ends too soon.
+
+        Each is where it is kept, so that it takes no new memory. Not so on NVMe, and not in the middle of an iteration:
+        gradients may have taken the place of weights then (see [Note: In place] in :mod:`executor.memory.pieces`) and
+        uploads may be due, but master copies are those of the last step.
+
+        Args:
+            in_iteration: updates of the last step have ended, and none of this iteration has begun.
+            lost: there are none to give, as they are not those of one step. So it is too where only all ranks together
+                have them. Parameters are no numbers then, rather than what was left in a slot.
+        """
+        for held in self._moved.values():
+            share = held[0][1].share
+            if lost or self._ranks is not None:
+                share.whole.data = without_values(share.whole_shape, self.dtype)
+            elif share.leaf is share.whole or not share.whole.is_contiguous():  # else it has not been emptied yet
+                share.whole.data = whole_of(
+                    [(p.share, self._weights(unit, p, from_masters=in_iteration)) for unit, p in held], None
+                )
+
+    def _weights(self, unit: UnitState, parameter: ParameterState, *, from_masters: bool) -> torch.Tensor:
+        if not from_masters and not unit.on_nvme:
+            return unit.weight_of(parameter)
+        values = torch.empty(parameter.stop - parameter.start, dtype=self.dtype)
+        for part in parameter.parts:
+            piece, within = part.piece, slice(part.start - part.piece.start, part.stop - part.piece.start)
+            with (
+                self.stored.at_rest((unit.name, piece.index))
+                if self.stored and piece.place is Place.NVME
+                else contextlib.nullcontext(unit.state(piece))
+            ) as (master, *_):
+                parameter.values_of(part, values).copy_(master[within])
+        return values.view(parameter.share.shape)
+
+    def parameters(self) -> Iterator[tuple[UnitState, ParameterState]]:
+        """Yield every parameter with its unit."""
+        return ((unit, parameter) for unit in self.units.values() for parameter in unit.parameters)
+
+    def _move_in(self, unit: UnitState) -> None:
+        with self.stored.begin(unit.name) if self.stored else contextlib.nullcontext() as keep:
+            for parameter in unit.parameters:
+                share = parameter.share
+                of_all = share.of_all(share.whole.detach())
+                values = share.mine(self._ranks.of_first(of_all) if self._ranks else of_all).reshape(-1)
+                for part in parameter.parts:
+                    if part.piece.place is Place.NVME:
+                        assert keep is not None
+                        keep(part.piece.index, part.start - part.piece.start, parameter.values_of(part, values))
+                self._moved.setdefault(share.name, []).append((unit, parameter))
+                _move_in(unit, parameter, values)
+
+    def _take(self, unit: Unit, slot: int, shares: Mapping[str, Share]) -> UnitState:
+        name, dtype = unit.name, self.dtype
+        on_device = self._decisions.units[name].params == "gpu"
+        shard, padded = self._decisions.shard_params(unit), self._decisions.padded_params(unit)
+        group = self._ranks.replicas(unit) if self._ranks and self._decisions.replicas(unit) > 1 else None
+        start = group.rank * shard if group and padded > shard else 0
+        pieces = pieces_of(unit, self._decisions, start)
+        num_host, num_nvme, num_device = (
+            sum(p.num_params for p in pieces if p.place in places)
+            for places in ({Place.CPU, Place.STREAM}, {Place.NVME}, {Place.GPU})
+        )
+        num_apart = sum(p.num_params for p in pieces if p.leaves and not (p.in_place or p.spilled))
+        on_nvme = self._decisions.units[name].params == "nvme"
+        num_served = 0 if on_nvme else sum(p.num_params for p in pieces if p.by_host) if on_device else shard
+        kept = None
+        if on_device:
+            num_kept = shard if self._decisions.gathers(unit) else padded
+            kept = self._gpu.take(f"{name} weights", MemoryClass.PARAMETERS, num_kept, dtype)
+        weights = self._slots[slot][:padded] if kept is None or self._decisions.gathers(unit) else kept
+        own = weights[start : start + shard] if kept is None or kept is weights else kept
+        served = None
+        if dtype is torch.bfloat16 and not on_nvme:
+            served = self._host.take(f"{name} weights", MemoryClass.PARAMETERS, num_served, dtype)
+        landing = self.stored.landing.get(name, ()) if self.stored else ()
+        spilled = self.stored.spilled if self.stored else None
+        return UnitState(
+            name=name,
+            parameters=_parameters(unit, pieces, shares),
+            pieces=pieces,
+            group=group,
+            start=start,
+            on_device=on_device,
+            slot=slot,
+            device_weights=weights,
+            own_weights=own,
+            host_weights=served,
+            landing=tuple(self._typed(buffer, p) for buffer, p in zip(landing, pieces, strict=False)),
+            host=self._take_moments(
+                self._host, name, num_host, num_host, num_nvme if served is None and not on_nvme else 0
+            ),
+            device=self._take_moments(self._gpu, name, num_device, 0 if dtype is torch.float32 else num_device),
+            host_gradients=self._host.take(f"{name} gradients", MemoryClass.GRADIENTS, num_apart, dtype),
+            spilled={p.index: self._typed(spilled.rooms[name, p.index], p) for p in pieces if spilled and p.spilled},
+        )
+
+    def _typed(self, buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """Return a piece's values at the beginning of a buffer, in the weights' type."""
+        return buffer[: self.dtype.itemsize * piece.num_params].view(self.dtype)
+
+    def _take_state_slots(self, units: tuple[Unit, ...]) -> list[StateSlot]:
+        streamed = [
+            (piece.num_params, self._decisions.weights_pass(unit.name))
+            for unit in units
+            for piece in pieces_of(unit, self._decisions, 0)
+            if piece.place is Place.STREAM
+        ]
+        num_weights = max((num_params for num_params, passes in streamed if passes), default=0)
+        result = []
+        for i in range(min(self._decisions.num_state_slots, len(streamed))):
+            name, count = f"state slot {i}", max(num_params for num_params, _ in streamed)
+            num_tensors = 1 + self._num_buffers
+            state = self._gpu.take(name, MemoryClass.OPTIMIZER, num_tensors * count, torch.float32)
+            weights = self._gpu.take(f"{name} weights", MemoryClass.OPTIMIZER, num_weights, self.dtype)
+            result.append(StateSlot(state.view(num_tensors, count).unbind(), weights))
+        return result
+
+    def _take_moments(
+        self, arena: Arena, unit: str, num_params: int, num_masters: int, num_weights: int = 0
+    ) -> Moments:
+        """Take slabs; that of master copies has room for so many weights besides."""
+
+        def slab(name: str, num_bytes_of: Mapping[MemoryClass, int]) -> torch.Tensor:
+            aligned = (ALIGNMENT_BYTES, 0) if arena.tier is Tier.GPU else (_SECTOR_BYTES, self._shift_bytes[unit])
+            taken = arena.take_blocks(f"{unit} {name}", num_bytes_of, aligned[0], shift_bytes=aligned[1])
+            return taken[: sum(num_bytes_of.values())].view(torch.float32)
+
+        buffers = tuple(
+            slab(f"buffer {i}", {MemoryClass.OPTIMIZER: 4 * num_params}).zero_() for i in range(self._num_buffers)
+        )
+        if arena.tier is Tier.GPU and num_masters < num_params:
+            return Moments(None, buffers)
+        num_bytes_of = {MemoryClass.OPTIMIZER: 4 * num_masters, MemoryClass.PARAMETERS: 4 * num_weights}
+        return Moments(slab("master", num_bytes_of), buffers)
+
+
+def _shifts(units: Iterable[Unit], written: Iterable[str]) -> Mapping[str, int]:
+    """Return how far behind a whole sector each unit's slabs of state on the host begin.
+
+    [Note: Slabs as in files] A checkpoint has the values of one kind of state unit behind unit, from a whole block on.
+    Where a slab begins as far behind a sector as its values do in that file, these can be written from where they are.
+    That is so for one rank; ranges of several lie anywhere in their files ([Note: Boxes] in
+    :mod:`executor.checkpoint.format.layout`). Kernels come first: what is no multiple of a cache line is left out.
+    """
+    num_params = {unit.name: unit.num_params for unit in units}
+    shifts, end_bytes = dict.fromkeys(num_params, 0), 0
+    for name in dict.fromkeys(written):
+        shift_bytes = end_bytes % _SECTOR_BYTES
+        shifts[name] = 0 if shift_bytes % ALIGNMENT_BYTES else shift_bytes
+        end_bytes += 4 * num_params[name]
+    return shifts
+
+
+def _parameters(unit: Unit, pieces: tuple[Piece, ...], shares: Mapping[str, Share]) -> tuple[ParameterState, ...]:
+    result, start = [], 0
+    for spec in unit.parameters:
+        stop = start + spec.num_params
+        parts = tuple(
+            Part(piece, max(piece.start, start), min(piece.stop, stop))
+            for piece in pieces
+            if max(piece.start, start) < min(piece.stop, stop)
+        )
+        result.append(ParameterState(spec.name, shares[spec.name], start, stop, parts))
+        start = stop
+    assert start == unit.num_params
+    return tuple(result)
+
+
+def _clear_pads(unit: UnitState, num_params: int) -> None:
+    """Set to zero what lies behind the unit's last parameter, see [Note: Shards] in :mod:`executor.memory.pieces`."""
+    if unit.slot < 0:
+        unit.device_weights[num_params:].zero_()
+    for piece in unit.pieces:
+        beyond = slice(min(max(num_params - piece.start, 0), piece.num_params), None)
+        held = [unit.own(piece)] if unit.on_device else []
+        held += [unit.master(piece)] if piece.place is not Place.NVME else []
+        held += [unit.gradient(piece)] if piece.leaves else []
+        weight = unit.host_weight(piece)
+        for tensor in held if weight is None else (*held, weight):
+            tensor[beyond].zero_()
+
+
+def _move_in(unit: UnitState, parameter: ParameterState, values: torch.Tensor) -> None:
+    """Copy a share into the unit's memory and make what computes a view of its slot or block."""
+    write_weights(unit, parameter, values)
+    share = parameter.share
+    share.leaf.data = unit.device_weights[parameter.start : parameter.stop].view(share.shape)
+
+
+def without_values(shape: torch.Size, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    """Return a tensor that takes no memory; who computes with it nevertheless gets what is no number."""
+    return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
+
+
+def write_weights(unit: UnitState, parameter: ParameterState, values: torch.Tensor) -> None:
+    """Set the weights of a share and what the rank has of its master copy, but on NVMe.
+
+    ``values`` are the share's, flat.
+    """
+    if unit.slot < 0:
+        unit.device_weights[parameter.start : parameter.stop].copy_(values)
+    for part in parameter.parts:
+        piece, within = part.piece, slice(part.start - part.piece.start, part.stop - part.piece.start)
+        source = parameter.values_of(part, values)
+        if piece.place is not Place.NVME:
+            unit.master(piece)[within].copy_(source)
+        if unit.on_device:
+            unit.own(piece)[within].copy_(source)
+        weight = unit.host_weight(piece)
+        if weight is not None:
+            weight[within].copy_(source)

@@ -1,0 +1,248 @@
+"""What a session has of every unit and parameter: views of the memory that :mod:`executor.memory.state` takes."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from executor.distributed.groups import Group
+from executor.distributed.shards import Share
+from executor.memory.pieces import Part, Piece
+from planner.decisions import Place
+
+NEVER = -1
+
+
+@dataclasses.dataclass(slots=True)
+class ParameterState:
+    """One parameter.
+
+    Attributes:
+        name: by which its unit has it; of rows of a parameter, these too.
+        share: what it is of the model's parameters, and what computes and accumulates with it.
+        start, stop: its range within the unit.
+        parts: the rank's own pieces that it falls into.
+        step: number of its updates, the one that is due included once its gradient has arrived.
+        arrived: the iteration in which its gradient arrived last.
+        flushed: the iteration in which its gradient reached the host last.
+        squares: sums of squares of its latest gradient, part by part.
+    """
+
+    name: str
+    share: Share
+    start: int
+    stop: int
+    parts: tuple[Part, ...]
+    step: int = 0
+    arrived: int = NEVER
+    flushed: int = NEVER
+    squares: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+    def leaving_parts(self) -> Iterator[Part]:
+        """Yield the parts whose gradient goes to the host."""
+        return (part for part in self.parts if part.piece.leaves)
+
+    def staying_parts(self) -> Iterator[Part]:
+        """Yield the parts whose gradient stays on the device."""
+        return (part for part in self.parts if not part.piece.leaves)
+
+    def values_of(self, part: Part, values: torch.Tensor) -> torch.Tensor:
+        """Return what a part has of the share's values, which are flat."""
+        return values[part.start - self.start : part.stop - self.start]
+
+
+class Arrived(NamedTuple):
+    """A gradient that is on its way to the host: flat values, and where in the unit's range these begin."""
+
+    values: torch.Tensor
+    start: int
+
+    def of(self, part: Part) -> torch.Tensor:
+        """Return the values of a part."""
+        return self.values[part.start - self.start : part.stop - self.start]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pile:
+    """What this rank alone has of a unit's gradient, until the ranks add it up.
+
+    Attributes:
+        values: ``[padded]``, of which only what is ``present`` and the pads are defined.
+        present: names of the parameters that are in it.
+    """
+
+    values: torch.Tensor
+    present: set[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moments:
+    """Slabs of optimizer state on one tier, float32 ``[num_params of that tier]`` each.
+
+    Attributes:
+        master: ``None`` where the weight itself is the master.
+        buffers: the optimizer's own, in the order of its entry in :mod:`executor.optimizer.table`.
+    """
+
+    master: torch.Tensor | None
+    buffers: tuple[torch.Tensor, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class UnitState:
+    """One unit.
+
+    Attributes:
+        name: the unit's name.
+        parameters: in the order of the unit's flat range.
+        pieces: in the order of the unit's flat range.
+        group: ranks that have the same of it; ``None`` if there is no other.
+        start: where the rank's own shard begins in the unit's range.
+        on_device: whether the weights that the rank updates are resident: all, or its shard.
+        slot: number of the slot that all weights are brought to, or -1 where all are resident.
+        device_weights: ``[padded]``, the resident block or the view of the slot.
+        own_weights: ``[shard]``, where the rank's own weights are on the device: always if ``on_device``, else in the
+            slot, once they have been fetched.
+        host_weights: what the host serves or updates, in the type of the weights: the shard of a unit that is fetched,
+            the ``CPU`` pieces of one that is resident; ``None`` where the master copy serves, or parameters are on
+            NVMe.
+        landing: where the weights of each piece are read to from NVMe, if they are there; empty otherwise.
+        host, device: optimizer state on either tier.
+        host_gradients: of all pieces whose gradients arrive apart from weights, in the type of the weights.
+        spilled: where gradients of pieces arrive that go on to NVMe, by piece.
+        piles: gradients that the ranks have not added up yet, by the micro-batch in which they will.
+        flushing: gradients on their way to the host, by micro-batch, then by parameter.
+        device_gradients: gradients that stay on the device, by parameter and piece.
+        spent: gradients that updates on the device have been given, until the unit's next forward [Note: Spent].
+        changed: pieces that the host has updated since they were uploaded last.
+    """
+
+    name: str
+    parameters: tuple[ParameterState, ...]
+    pieces: tuple[Piece, ...]
+    group: Group | None
+    start: int
+    on_device: bool
+    slot: int
+    device_weights: torch.Tensor
+    own_weights: torch.Tensor
+    host_weights: torch.Tensor | None
+    landing: tuple[torch.Tensor, ...]
+    host: Moments
+    device: Moments
+    host_gradients: torch.Tensor
+    spilled: Mapping[int, torch.Tensor]
+    piles: dict[int, Pile] = dataclasses.field(default_factory=dict)
+    flushing: dict[int, dict[str, Arrived]] = dataclasses.field(default_factory=dict)
+    device_gradients: dict[tuple[str, int], torch.Tensor] = dataclasses.field(default_factory=dict)
+    spent: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    changed: set[int] = dataclasses.field(default_factory=set)
+
+    @property
+    def on_nvme(self) -> bool:
+        """Whether its parameters are on NVMe."""
+        return bool(self.landing)
+
+    def master(self, piece: Piece) -> torch.Tensor:
+        """Return the float32 master copy of a piece."""
+        moments = self.moments(piece)
+        if moments.master is None:
+            return self.own(piece)
+        start = piece.offset if piece.place is Place.GPU else piece.served
+        return moments.master[start : start + piece.num_params]
+
+    def own(self, piece: Piece) -> torch.Tensor:
+        """Return where a piece's weights are on the device."""
+        return self.own_weights[piece.start - self.start : piece.stop - self.start]
+
+    def buffers(self, piece: Piece) -> tuple[torch.Tensor, ...]:
+        """Return the optimizer's own buffers of a piece."""
+        held = slice(piece.offset, piece.offset + piece.num_params)
+        return tuple(buffer[held] for buffer in self.moments(piece).buffers)
+
+    def is_trained(self, piece: Piece) -> bool:
+        """Return whether a gradient may come for any of a piece."""
+        return any(
+            part.piece.index == piece.index and parameter.share.trains
+            for parameter in self.parameters
+            for part in parameter.parts
+        )
+
+    def state(self, piece: Piece) -> tuple[torch.Tensor, ...]:
+        """Return all optimizer state of a piece: the master copy first."""
+        return (self.master(piece), *self.buffers(piece))
+
+    def moments(self, piece: Piece) -> Moments:
+        """Return the slabs that a piece lies in; on NVMe it is in none (:class:`executor.memory.nvme.StoredState`)."""
+        assert piece.place is not Place.NVME
+        return self.device if piece.place is Place.GPU else self.host
+
+    def gradient(self, piece: Piece) -> torch.Tensor:
+        """Return the host's copy of a gradient that leaves."""
+        if piece.in_place:
+            weights = self.host_weight(piece)
+            assert weights is not None
+            return weights
+        if piece.spilled:
+            return self.spilled[piece.index]
+        return self.host_gradients[piece.arrival : piece.arrival + piece.num_params]
+
+    def host_weight(self, piece: Piece) -> torch.Tensor | None:
+        """Return where the host keeps a piece's weights apart from the master copy, if it does."""
+        if self.on_nvme:
+            return None
+        if self.host_weights is None and piece.place is Place.NVME:
+            assert self.host.master is not None
+            return self.host.master[piece.served : piece.served + piece.num_params]
+        if self.host_weights is None or (self.on_device and not piece.by_host):
+            return None
+        start = piece.staging if self.on_device else piece.start - self.start
+        return self.host_weights[start : start + piece.num_params]
+
+    def uploaded(self, piece: Piece) -> torch.Tensor:
+        """Return what an upload of a piece copies to the device."""
+        weight = self.host_weight(piece)
+        return self.master(piece) if weight is None else weight
+
+    def served(self) -> torch.Tensor:
+        """Return the weights that the host serves the device with, unless they are on NVMe."""
+        weights = self.host.master if self.host_weights is None else self.host_weights
+        assert weights is not None
+        return weights
+
+    def fetches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield what a fetch of the unit copies, each with its place on the device."""
+        if not self.on_nvme:
+            yield self.own_weights, self.served()
+        for piece, landed in zip(self.pieces, self.landing, strict=False):
+            yield self.own(piece), landed
+
+    def weight_of(self, parameter: ParameterState, flat: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the current weights of a share, once all updates, uploads and gathers are done; a view.
+
+        Args:
+            parameter: one of the unit's.
+            flat: where all weights of the unit are; left out, where they are kept, which must be whole.
+        """
+        if flat is None:
+            flat = self.device_weights if self.on_device else self.served()
+        return flat[parameter.start : parameter.stop].view(parameter.share.shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateSlot:
+    """Device memory that a streamed piece's state passes through.
+
+    Attributes:
+        state: float32: master copy and buffers.
+        weights: the gradient if it comes along, until the update is done; then the new weights, if those go back to
+            the host; empty if no piece needs it.
+    """
+
+    state: tuple[torch.Tensor, ...]
+    weights: torch.Tensor
+
+    def first(self, num_params: int) -> "StateSlot":
+        """Return the part of it that a piece of this size takes."""
+        return StateSlot(tuple(tensor[:num_params] for tensor in self.state), self.weights[:num_params])

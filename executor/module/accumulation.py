@@ -1,0 +1,97 @@
+"""``model.no_sync()``: the context that loops of ``DistributedDataParallel`` put around micro-batches without a step.
+
+A plan knows how many micro-batches an iteration has, so nothing depends on the context: a loop without it trains alike.
+A loop that has it says which micro-batch it takes for the last one, and is told if the plan has another.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import final
+
+from torch import nn
+
+from planner.schedule.loop import OutOfOrderError
+
+
+@final
+class Accumulation:
+    """Compares what a user's loop says of its micro-batches with the plan's.
+
+    Args:
+        num_micro_batches: forward and backward passes of an iteration.
+    """
+
+    def __init__(self, num_micro_batches: int) -> None:
+        self._count = num_micro_batches
+        self._inside = False
+        self._was_inside = False  # in this iteration
+        self._last_was_inside = False
+        self._ended_at = 0  # micro-batches, if a backward has said that it is the last of fewer than planned
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Be inside, for micro-batches that others follow before the step; may be nested, or around several of them."""
+        outer, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = outer
+
+    def bind(self, model: nn.Module) -> Callable[[], None]:
+        """Give a model ``no_sync``, where loops look for it; return what undoes it."""
+        model.no_sync = self.no_sync  # type: ignore[assignment]  # a function, not a module
+
+        def undo() -> None:
+            del model.no_sync
+
+        return undo
+
+    def begin_forward(self, micro_batch: int) -> None:
+        """Take it that the forward of a micro-batch begins.
+
+        Raises:
+            OutOfOrderError: it is inside and the last one, or one before it was outside though others were inside.
+        """
+        if micro_batch == 0:
+            self._was_inside, self._ended_at = False, 0
+        if self._ended_at:
+            raise OutOfOrderError(
+                f"backward left no_sync() with micro-batch {self._ended_at}, and another forward came before "
+                f"optimizer.step(), but the plan has {self._count} for every step; put the first {self._count - 1} "
+                f"inside, or plan with --accumulate {self._ended_at}"
+            )
+        if self._inside:
+            self._check_inside(micro_batch)
+
+    def begin_backward(self, micro_batch: int) -> None:
+        """Take it that the backward of a micro-batch begins.
+
+        Raises:
+            OutOfOrderError: it is the last and inside.
+        """
+        self._last_was_inside = self._inside
+        if self._inside:
+            self._check_inside(micro_batch)
+            self._was_inside = True
+        elif self._was_inside and micro_batch < self._count - 1:
+            self._ended_at = micro_batch + 1  # of a short group, if a step follows
+
+    def check_step(self) -> None:
+        """Check that a step may come here.
+
+        Raises:
+            OutOfOrderError: it is inside, or the last micro-batch was.
+        """
+        if self._inside or self._last_was_inside:
+            where = "inside no_sync()" if self._inside else "right after a micro-batch inside no_sync()"
+            raise OutOfOrderError(
+                f"optimizer.step() (or clipping) came {where}, which is for micro-batches that others follow before "
+                "the step; leave it for the last micro-batch, and step after that"
+            )
+
+    def _check_inside(self, micro_batch: int) -> None:
+        if micro_batch == self._count - 1:
+            raise OutOfOrderError(
+                f"no_sync() holds micro-batch {micro_batch + 1}, but the plan has {self._count} for every step, and "
+                f"the last belongs outside; leave no_sync() for it, or plan with --accumulate {micro_batch + 2} or more"
+            )

@@ -1,0 +1,292 @@
+"""Finds a plan's units in a user's model, and tells a session where the model is.
+
+[Note: Marks] A compute task lasts from its mark to the next one. Forward pre-hooks on the modules that own or read
+parameters mark where forward is (and recomputation, which is forward inside backward). Hooks on the outputs of these
+modules mark where backward is. Autograd runs nodes in the reverse order of their making, and accumulates a gradient as
+soon as it is there, so when backward reaches another unit the gradients of the last one are complete. A capture refuses
+a module that reads weights where no mark can tell (``ullage/capture/following.py``).
+
+Recomputation starts when backward first needs something of the segment that was not kept. That may be behind the mark
+of the segment's last unit: the session lets that mark wait until recomputation has ended.
+"""
+
+import collections
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from executor.distributed.shards import BindingError
+from executor.memory.activations import OffloadedActivations, SegmentOffload
+from executor.module.guards import OWN_CHECKPOINTING
+from executor.module.listener import Marks, in_backward, made_by_computing
+from planner.decisions import Decisions
+from planner.graph import Unit, segments
+from planner.schedule.loop import OutOfOrderError
+
+
+def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, str]:
+    """Return the modules that own or read parameters themselves, each with the unit that it belongs to.
+
+    A module belongs to the unit that lists its parameters by their path in the module tree. One that owns only an
+    alias of another unit's parameter (a tied head) belongs to the unit that runs it, or shares that other unit. One
+    that reads parameters of modules inside it, without calling these, belongs to the unit that reads them (operators
+    of a captured unit are named by the module that runs them). Experts that fall into several units are left out: they
+    say themselves which one computes. The model itself begins with its first unit.
+
+    Raises:
+        BindingError: a module belongs to no unit, or to several.
+    """
+    unit_of = {spec.name: unit.name for unit in units for spec in unit.parameters}
+    split = {name.rpartition("[")[0] for name in unit_of if name.endswith("]")}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    owner = {id(named[name]): unit for name, unit in unit_of.items() if name in named}
+    result: dict[nn.Module, str] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        names = [f"{prefix}{name}" for name, _ in module.named_parameters(recurse=False)]
+        if split.intersection(names):
+            continue
+        found = {unit_of[name] for name in names if name in unit_of}
+        if names and not found:
+            owners = {owner[id(named[name])] for name in names}
+            users = [unit for unit in units if owners & {unit.name, *unit.shared_units}]
+            running = {u.name for u in users if any(o.name.partition("#")[0] == path for o in u.operators)}
+            found = running or {unit.name for unit in users if owners & {*unit.shared_units}}
+        if len(found) > 1 or (names and not found):
+            raise BindingError(
+                f"module {path or 'model'} belongs to the units {', '.join(sorted(found)) or '(none)'}, but must "
+                "belong to one; plan this model again"
+            )
+        if found:
+            result[module] = found.pop()
+    modules = dict(model.named_modules())
+    for unit in units:
+        for operator in unit.operators:
+            reader = modules.get(operator.name.partition("#")[0]) if operator.parameters else None
+            if reader is not None:
+                result.setdefault(reader, unit.name)
+    result.setdefault(model, units[0].name)
+    return result
+
+
+class Marker(NamedTuple):
+    """What a module says: that forward has come to a unit as it begins, and backward with gradients of its results."""
+
+    module: nn.Module
+    unit: str
+    begins: bool
+    ends: bool
+
+
+def markers(unit_of: Mapping[nn.Module, str], units: tuple[Unit, ...]) -> Iterator[Marker]:
+    """Yield the modules that say where the model is; see [Note: Marks].
+
+    Args:
+        unit_of: the modules that :func:`unit_modules` found, or what is compiled of them.
+        units: in forward order.
+    """
+    order = [unit.name for unit in units]
+    for module, unit in unit_of.items():
+        # A module that has other units inside it begins with its own, if that is the first, and does not end with it.
+        inside = {unit_of[inner] for inner in module.modules() if inner in unit_of}
+        yield Marker(module, unit, begins=unit == min(inside, key=order.index), ends=len(inside) == 1)
+
+
+def bind(
+    model: nn.Module,
+    units: tuple[Unit, ...],
+    decisions: Decisions,
+    activations: OffloadedActivations,
+    marks: Marks,
+    undo: list[Callable[[], None]],
+    compile_backend: str | None = None,
+) -> None:
+    """Make a model tell where it is, and recompute and offload what was decided; ``undo`` gets what undoes it.
+
+    With a backend of ``torch.compile``, what :func:`executor.module.compilation.compiled_modules` finds is compiled by
+    it; not so where activations leave: products of a compiled graph cannot be told apart.
+    """
+    unit_of = unit_modules(model, units)
+    undo.append(model.register_forward_pre_hook(lambda *_: marks.model_begins()).remove)
+    undo.append(model.register_forward_hook(lambda *_: marks.model_ends(), always_call=True).remove)
+    if compile_backend is not None:
+        stay = tuple(unit for unit in units if not decisions.units[unit.name].offloads)
+        unit_of = _compile(model, stay, unit_of, compile_backend, undo)
+    for marker in markers(unit_of, units):
+        before, after = _hooks(marker.unit, marks)
+        if marker.begins:
+            undo.append(marker.module.register_forward_pre_hook(before).remove)
+        if marker.ends:
+            undo.append(marker.module.register_forward_hook(after).remove)
+    for segment in segments(units):
+        decided, names = decisions.units[segment[0].name], [unit.name for unit in segment]
+        if decided.activations != "keep":
+            offload = SegmentOffload(activations, names, marks) if decided.offloads else None
+            undo.append(_recompute(_segment_module(model, segment), names[-1], marks, offload))
+
+
+def outside(compile_backend: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what keeps a function out of what is compiled, if anything is."""
+    return (lambda function: function) if compile_backend is None else torch.compiler.disable
+
+
+def bind_state_dict(
+    model: nn.Module, names: Mapping[int, str], weight: Callable[[str], torch.Tensor]
+) -> list[Callable[[], None]]:
+    """Make ``state_dict`` give current weights, which no view of a slot shows; return what undoes it.
+
+    Args:
+        model: the bound model.
+        names: of its parameters, by identity.
+        weight: returns the current weights of one, by the same name.
+    """
+
+    def after(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            if prefix + name in state_dict:
+                state_dict[prefix + name] = weight(names[id(parameter)])
+
+    def refuse(*_args: object) -> None:
+        raise ValueError(
+            "weights cannot be loaded into a prepared model; load them before prepare(), or after session.close()"
+        )
+
+    handles = [m.register_load_state_dict_pre_hook(refuse) for m in model.modules()]  # type: ignore[no-untyped-call]
+    owners = (m for m in model.modules() if next(m.parameters(recurse=False), None) is not None)
+    handles += [module.register_state_dict_post_hook(after) for module in owners]  # type: ignore[no-untyped-call]
+    return [handle.remove for handle in handles]
+
+
+def _hooks(unit: str, marks: Marks) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return what to do before and after the forward of a module, so that both of its passes are marked."""
+    begun = 0  # autograd's next number when the forward began
+
+    def before(_module: nn.Module, _args: Any) -> None:
+        nonlocal begun
+        begun = torch._C._autograd._get_sequence_nr()
+        marks.at_forward(unit)
+
+    def arrive(_gradient: torch.Tensor) -> None:
+        marks.at_backward(unit)
+
+    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        if (
+            not torch.is_grad_enabled() or in_backward()
+        ):  # recomputed outputs are not the ones that backward goes through
+            return
+        for leaf in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                made = made_by_computing(leaf)
+                if made.grad_fn is None or made.grad_fn._sequence_nr() >= begun:
+                    _hook_gradient(made, arrive)  # else it was handed through: backward does not come here with it
+
+    return before, after
+
+
+def _hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Do as ``register_hook``, in half the time: nobody takes this hook away, so that it needs no handle."""
+    if type(tensor) is not torch.Tensor or tensor.grad_fn is None or tensor._backward_hooks is not None:
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    else:
+        tensor._backward_hooks = collections.OrderedDict({-1: hook})  # handles count from 0
+        tensor.grad_fn._register_hook_dict(tensor)
+
+
+def _segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
+    """Return the module that a segment is.
+
+    A captured segment is named by the path of its block. A preset's (``layers.3``) has another path in each
+    ``transformers`` family, but is the deepest module that contains all its parameters, as a decoder layer has several
+    modules with parameters inside it.
+    """
+    with contextlib.suppress(AttributeError):
+        return model.get_submodule(segment[0].segment)
+    owners = [spec.name.split(".")[:-1] for unit in segment for spec in unit.parameters]
+    shared: list[str] = []
+    for names in zip(*owners, strict=False):
+        if len(set(names)) > 1:
+            break
+        shared.append(names[0])
+    return model.get_submodule(".".join(shared))
+
+
+def _recompute(module: nn.Module, last_unit: str, marks: Marks, offload: SegmentOffload | None) -> Callable[[], None]:
+    """Checkpoint a module's forward, and offload some of what it makes; return what undoes it."""
+    original = module.forward
+    signature = inspect.signature(original)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:  # recomputation stops with an exception as soon as it has all that is needed
+            if in_backward():
+                if offload is not None:
+                    offload.made_again()
+                marks.recomputed(last_unit)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            if marks.trains:
+                raise OutOfOrderError(
+                    f"{last_unit} runs without gradients in a forward that trains, but its plan computes parts of it "
+                    f"again in backward; {OWN_CHECKPOINTING}"
+                )
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        _drop_caches(bound.arguments)
+        if offload is None or not marks.trains:
+            return checkpoint(run, *bound.args, use_reentrant=False, **bound.kwargs)
+        with offload.forward(bound.args) as modes:
+            return checkpoint(run, *bound.args, use_reentrant=False, context_fn=modes, **bound.kwargs)
+
+    return _replace_forward(module, forward)
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Give a module another forward; return what undoes it, once what has been replaced later is undone."""
+    before = vars(module).get("forward")
+    module.forward = forward
+
+    def undo() -> None:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+    return undo
+
+
+def _compile(
+    model: nn.Module,
+    units: tuple[Unit, ...],
+    unit_of: Mapping[nn.Module, str],
+    backend: str,
+    undo: list[Callable[[], None]],
+) -> dict[nn.Module, str]:
+    """Compile what can be; return the modules that are to be marked then: none is inside one that is compiled."""
+    from executor.module.compilation import allow_variants, compile_module, compiled_modules  # noqa: PLC0415 - takes a second
+
+    names = {module: name for name, module in model.named_modules()}
+    compiled = compiled_modules(model, units, unit_of)
+    undo.append(allow_variants(len(compiled)))
+    undo += [_replace_forward(module, compile_module(module, names[module], backend)) for module in compiled]
+    inside = {inner for module in compiled for inner in module.modules()}
+    return {module: unit for module, unit in unit_of.items() if module not in inside} | compiled
+
+
+def _drop_caches(arguments: dict[str, Any]) -> None:
+    """Leave out key-value caches, which recomputation would fill a second time; transformers does so too."""
+    for scope in (arguments, *(value for value in arguments.values() if type(value) is dict)):
+        for name in ("past_key_values", "past_key_value", "layer_past"):
+            if scope.get(name) is not None:
+                scope[name] = None
+        if scope.get("use_cache"):
+            scope["use_cache"] = False

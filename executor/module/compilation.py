@@ -1,0 +1,95 @@
+"""``torch.compile`` for the repeated blocks of a model that runs under a plan.
+
+[Note: Compiled modules] Each module is compiled by itself, and is the largest whose parameters are all of one unit: the
+attention of a layer, its MLP, a norm that ``transformers`` wrote in Python. Marks (:mod:`executor.module.binding`) then
+stand before and behind it, outside of what is compiled, so that no graph breaks at them; weights have arrived when it
+begins, and its gradients are all there when it has ended. Parameters are inputs of its graph, whose shapes and
+addresses never change (static slots), so that layers which are alike share one graph and nothing is compiled again as
+training goes on. Recomputation wraps the whole layer, compiled modules included. What ranks exchange inside a module is
+left out of its graphs, which end before it and begin behind it; experts that are units of their own are left out as a
+whole.
+
+Layers whose activations leave are not compiled. What leaves is what products make, as the operators show that reach
+PyTorch's dispatcher; a compiled graph has kernels of its own instead, in which a product's output may never exist (its
+bias and activation are added before it is written), so that there is nothing to keep the first time and no place to put
+it the second.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch._dynamo import config
+from torch._dynamo.exc import TorchDynamoException
+
+from planner.graph import Unit
+
+_SPARE_VARIANTS: Final = 8
+"""Compilations that modules of one code may need beside one for each of them: training or evaluating, other shapes."""
+
+
+class CompileError(ValueError):
+    """A module cannot be compiled."""
+
+
+def compiled_modules(
+    model: nn.Module, units: tuple[Unit, ...], unit_of: Mapping[nn.Module, str]
+) -> dict[nn.Module, str]:
+    """Return the modules to compile, each with its unit, see [Note: Compiled modules].
+
+    Modules of ``torch.nn`` alone are left as they are: each is one kernel already.
+
+    Args:
+        model: the user's.
+        units: its units in forward order.
+        unit_of: the modules that own parameters, with their units.
+    """
+    repeated = {unit.name for unit in units if unit.segment != unit.name}
+    found: dict[nn.Module, str] = {}
+    inside: set[nn.Module] = set()
+    for module in model.modules():  # from the outside to the inside
+        owners = (inner for inner in module.modules() if next(inner.parameters(recurse=False), None) is not None)
+        inner = {unit_of.get(owner, "") for owner in owners}  # experts apart say themselves whose they are
+        if module in inside or len(inner) != 1 or not inner <= repeated or not _is_called(module):
+            continue
+        inside.update(module.modules())
+        if not type(module).__module__.startswith("torch.nn."):
+            found[module] = inner.pop()
+    return found
+
+
+def compile_module(module: nn.Module, name: str, backend: str) -> Callable[..., Any]:
+    """Return a module's forward, to be compiled by the given backend of ``torch.compile`` when it is first called.
+
+    The forward raises :class:`CompileError` if it cannot be.
+    """
+    compiled = torch.compile(module.forward, backend=backend)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            what = " ".join(str(error).strip().split("\n\n")[0].split())  # advice for debugging follows
+            raise CompileError(
+                f"module {name} ({type(module).__name__}) cannot be compiled: {what}; leave out compile_blocks "
+                "(--compile), or mend the module"
+            ) from error
+
+    return forward
+
+
+def allow_variants(num_modules: int) -> Callable[[], None]:
+    """Let so many modules have a graph of their own where they share code; return what undoes it."""
+    before = config.recompile_limit
+    config.recompile_limit = max(before, num_modules + _SPARE_VARIANTS)
+
+    def undo() -> None:
+        config.recompile_limit = before
+
+    return undo
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Return whether a module has a forward; mere containers have none."""
+    return type(module).forward is not nn.Module.forward

@@ -1,0 +1,141 @@
+"""Parameters that refuse to be written to.
+
+[Note: Guarded parameters] A plan keeps weights in memory of its own, so that what a user writes to a parameter would be
+lost: at the next upload or fetch, or when an update rounds the master copy. So a parameter has another class while its
+unit does not compute, which looks at every call of torch that it takes part in (``__torch_function__``) and refuses
+those that write to it. What is a view of it (``parameter.data``, ``parameter[0]``) is guarded likewise. While the unit
+computes it is an ordinary parameter, which costs the model nothing. What is written then shows in the parameter's
+version, see :meth:`executor.module.visibility.Sight.check_untouched`.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, NoReturn
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+INSTEAD: Final = (
+    "close the session (optimizer.session.close()), which gives the model its weights back, change it, and prepare() "
+    "it again"
+)
+"""How a prepared model is changed."""
+
+_OPERATORS: Final = frozenset(
+    f"__i{name}__"
+    for name in (
+        *("add", "sub", "mul", "matmul", "div", "truediv", "floordiv", "mod", "pow"),
+        *("and", "or", "xor", "lshift", "rshift"),
+    )
+) | {"__setitem__"}
+_IN_PLACE: Final = re.compile(r".*[^_]_")
+_ATTRIBUTES: Final = frozenset({"data", "real", "imag"})
+_HARMLESS: Final = frozenset({"requires_grad_", "retain_grad_"})
+_NAME: Final = "name_in_model"
+
+
+class Guarded(torch.Tensor):
+    """A parameter that cannot be written to, or a view of one. None is made: parameters become some in :func:`guard`.
+
+    It is not a subclass of ``Parameter``: those are told from views of theirs by ``_is_param``, which torch looks at
+    where it asks whether something is a parameter.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch, unless it writes to what is guarded.
+
+        Raises:
+            ValueError: it does.
+        """
+        kwargs = kwargs or {}
+        written = [t for t in tree_leaves(list(_written(func, args, kwargs))) if isinstance(t, Guarded)]
+        if written:
+            raise ValueError(refusal(getattr(written[0], _NAME, "what is written to")))
+        with unguarded():
+            result = func(*args, **kwargs)
+            return _guarded(result, [t for t in tree_leaves((args, dict(kwargs))) if isinstance(t, Guarded)])
+
+    def set_(self, *_args: object, **_kwargs: object) -> NoReturn:
+        """Refuse other memory; of this operation alone torch does not tell ``__torch_function__``.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(refusal(getattr(self, _NAME, "what is written to")))
+
+    def __deepcopy__(self, _memo: object) -> NoReturn:
+        """Refuse to be copied, since weights are elsewhere. See :meth:`__reduce_ex__`."""
+        self.__reduce_ex__(2)
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        """Refuse to be pickled or copied.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"{getattr(self, _NAME, 'this')} is a parameter of a prepared model, which cannot be copied or pickled, as "
+            "its weights are in the memory of its session; take them from model.state_dict()"
+        )
+
+
+@contextlib.contextmanager
+def unguarded() -> Iterator[None]:
+    """Have parameters as they are inside it, for what has to do with their gradients or their memory alone."""
+    with torch._C.DisableTorchFunctionSubclass():
+        yield
+
+
+def guard(parameter: nn.Parameter, name: str) -> None:
+    """Refuse all writing to a parameter from now on."""
+    vars(parameter).update({_NAME: name, "_is_param": True})
+    parameter.__class__ = Guarded  # type: ignore[assignment]
+
+
+def unguard(parameter: nn.Parameter) -> None:
+    """Let a parameter be an ordinary one again."""
+    parameter.__class__ = nn.Parameter
+    for key in (_NAME, "_is_param"):
+        vars(parameter).pop(key, None)
+
+
+def refusal(name: str) -> str:
+    """Return why a parameter is not written to, and what to do instead."""
+    return f"{name} is a parameter of a prepared model, and what is written to it would be lost; {INSTEAD}"
+
+
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[Any]:
+    """Yield what a call writes to: by torch's own naming, ``out=`` and the first argument of what ends in ``_``."""
+    yield kwargs.get("out")
+    name = getattr(func, "__name__", "")
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    if name == "__set__":  # of an attribute; module.to() sets what is there again if that is no change
+        if func.__self__.__name__ in _ATTRIBUTES and args[1] is not first:  # type: ignore[attr-defined]
+            yield first
+    elif name in _OPERATORS or kwargs.get("inplace") or (_IN_PLACE.fullmatch(name) and name not in _HARMLESS):
+        yield first
+
+
+def _guarded(result: Any, given: list[Guarded]) -> Any:
+    """Return a result, guarded as far as it is in the memory of what was given."""
+    if isinstance(result, np.ndarray):
+        result.flags.writeable = False
+        return result
+    memory = {tensor.untyped_storage()._cdata: getattr(tensor, _NAME, "") for tensor in given}
+
+    def guarded_view(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return tensor
+        if (name := memory.get(tensor.untyped_storage()._cdata)) is None:
+            return tensor
+        view = tensor.as_subclass(Guarded)
+        setattr(view, _NAME, name)
+        return view
+
+    return tree_map_only(torch.Tensor, guarded_view, result)

@@ -1,0 +1,172 @@
+"""What a prepared model refuses, because it would go wrong later, or without a word."""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from executor.module.guarded_parameters import INSTEAD
+
+_ANOTHER: Final = "for another model of the same weights, make one and load_state_dict(model.state_dict())"
+
+OWN_CHECKPOINTING: Final = (
+    "switch gradient checkpointing of the model's own off (model.gradient_checkpointing_disable(), no "
+    'torch.utils.checkpoint): plans have activations="recompute" of their own'
+)
+"""What to do where forward comes in backward, or without gradients in training, and the plan has none there."""
+
+LEFT_HALF_WAY: Final = (
+    "If an exception left the iteration half way, it cannot be taken up again: close the session "
+    "(optimizer.session.close()), which gives the model the weights of the last step, or NaN where these are not to be "
+    "had, and prepare() again, or go on from a checkpoint"
+)
+"""What to do in the middle of an iteration whose rest never comes."""
+
+_prepared: Final = weakref.WeakSet[nn.Module]()
+"""All modules of all models whose sessions are open."""
+
+
+def check_unprepared(model: nn.Module) -> None:
+    """Check that no other session has a model, or a part of it.
+
+    Raises:
+        ValueError: one has, whose hooks would answer to both.
+    """
+    if any(module in _prepared for module in model.modules()):
+        raise ValueError(
+            "the model is prepared already, and one session only can have it; close the first one (session.close() of "
+            "the optimizer that prepare() returned), or make the model again"
+        )
+
+
+def check_plain(model: nn.Module) -> None:
+    """Check that a model keeps all activations by itself.
+
+    Raises:
+        ValueError: it says that it checkpoints, as models of transformers do.
+    """
+    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+        raise ValueError(
+            "the model's own gradient checkpointing is on, but what is computed again is for the plan to decide "
+            '(activations="recompute"); call model.gradient_checkpointing_disable() first'
+        )
+
+
+def check_kinds(model: object, optimizer: object) -> None:
+    """Check that a model and an optimizer are what their names say.
+
+    Raises:
+        TypeError: one is not.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is {type(model).__name__}; give a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"the optimizer is {type(optimizer).__name__}; give one of torch.optim over model.parameters()")
+
+
+def check_has_values(model: nn.Module) -> None:
+    """Check that a model has weights.
+
+    Raises:
+        ValueError: some are on the meta device.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device and has no values; make the model on the CPU, or model.to_empty(device="
+                "'cpu') and load its weights, before prepare()"
+            )
+
+
+def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> list[Callable[[], None]]:
+    """Make a model, and all modules of it, refuse what a session cannot follow; return what undoes it.
+
+    That is to be copied, to be prepared again, to get other modules or parameters, and to change the type or the place
+    of weights.
+
+    Args:
+        model: the bound model.
+        dtype: the type of its weights.
+        device: their place.
+    """
+    undo = []
+    for module in model.modules():
+        undo.append(_shadow(module, "_apply", _keeping_weights(module, dtype, device)))
+        undo += [_shadow(module, "__deepcopy__", _refuse_copy), _shadow(module, "__reduce_ex__", _refuse_pickle)]
+        _prepared.add(module)
+        undo.append(functools.partial(_prepared.discard, module))
+    modules = weakref.WeakSet(model.modules())
+    undo += [
+        register_module_parameter_registration_hook(_refuse_other(modules, "_parameters")).remove,
+        register_module_module_registration_hook(_refuse_other(modules, "_modules")).remove,
+    ]
+    return undo
+
+
+def _refuse_other(modules: weakref.WeakSet[nn.Module], kind: str) -> Callable[[nn.Module, str, Any], None]:
+    def hook(module: nn.Module, name: str, value: Any) -> None:
+        if module in modules and value is not vars(module)[kind].get(name):
+            raise ValueError(
+                f"{name} of a {type(module).__name__} is part of a prepared model, whose modules and parameters stay "
+                f"as they were planned; {INSTEAD}"
+            )
+
+    return hook
+
+
+def _refuse_copy(_memo: object) -> None:
+    raise TypeError(
+        "a prepared model cannot be copied: its weights are in the memory of its session, which the copy would share "
+        f"and has no part in; {_ANOTHER}"
+    )
+
+
+def _refuse_pickle(_protocol: object) -> None:
+    raise TypeError(
+        f"a prepared model cannot be pickled or copied: its session is part of it; save model.state_dict(); {_ANOTHER}"
+    )
+
+
+def _keeping_weights(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Callable[..., nn.Module]:
+    """Return a module's ``_apply``, which ``to()``, ``half()``, ``cuda()`` and their like call, for no change only."""
+    original: Callable[..., nn.Module] = module._apply
+
+    def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        probe = torch.zeros(1, dtype=dtype, device=device)
+        before = _where(probe)
+        if (after := _where(moved := fn(probe))) != before:
+            elsewhere = " elsewhere" if after[:2] == before[:2] else ""
+            raise ValueError(
+                f"the weights of a prepared model stay {dtype} on {device}, where its plan has them, and cannot become "
+                f"{moved.dtype} on {moved.device}{elsewhere}; change the model before prepare(), or after "
+                "session.close()"
+            )
+        return original(fn, recurse)
+
+    return apply
+
+
+def _where(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device, int]:
+    return tensor.dtype, tensor.device, 0 if tensor.is_meta else tensor.data_ptr()
+
+
+def _shadow(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
+    """Give a module an attribute of its own, over that of its class; return what undoes it."""
+    own = vars(module)
+    there, before = name in own, own.get(name)
+    own[name] = value
+
+    def undo() -> None:
+        if there:
+            own[name] = before
+        else:
+            own.pop(name, None)
+
+    return undo

@@ -1,0 +1,163 @@
+"""Gradients between backward and step: what the user may do to them, and what comes of it.
+
+What goes through all parameters here does so past [Note: Guarded parameters], as it looks at their gradients alone.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import final
+
+import torch
+
+from executor.memory.units import ParameterState
+from executor.module.gradients import GradientError, OffloadedGradient
+from executor.module.guarded_parameters import unguarded
+from planner.decisions import Decisions
+
+
+@final
+class UserGradients:
+    """All gradients between backward and step, as the user sees them.
+
+    Args:
+        decisions: what is executed.
+        parameters: what the rank has of all of them.
+        norms: waits until all gradients of the iteration under way are there, and returns their norms by the names of
+            whole parameters.
+        complete: takes it that no more gradients come in this iteration, as they are looked at or scaled now.
+    """
+
+    def __init__(
+        self,
+        decisions: Decisions,
+        parameters: Iterable[ParameterState],
+        norms: Callable[[], dict[str, torch.Tensor]],
+        complete: Callable[[], None],
+    ) -> None:
+        self._clips = decisions.clip
+        self._waits = decisions.update_start == "step"
+        self._parts: dict[str, list[ParameterState]] = {}
+        for parameter in parameters:
+            self._parts.setdefault(parameter.share.name, []).append(parameter)
+        self._find_norms = norms
+        self._complete = complete
+        self._num_micro_batches = decisions.num_micro_batches
+        self._norms: dict[str, torch.Tensor] | None = None
+        self._scales: dict[str, float] = {}
+        self._dropped = False
+        self._num_added = 0  # micro-batches whose gradients the stand-ins are for
+        self._stand_ins: dict[str, OffloadedGradient] = {}  # made once: it takes longer than all else that is done here
+
+    def begin_iteration(self) -> None:
+        """Forget the last iteration's."""
+        self._norms = None
+        self._scales.clear()
+        self._dropped = False
+
+    @unguarded()
+    def offer(self, iteration: int, micro_batch: int) -> None:
+        """Let every parameter that got a gradient have a stand-in for it, until the next micro-batch or the step."""
+        self._num_added = micro_batch + 1
+        for name, parts in self._parts.items():
+            if any(part.arrived == iteration for part in parts):
+                whole = parts[0].share.whole
+                if name not in self._stand_ins:
+                    self._stand_ins[name] = OffloadedGradient(whole, name, self)
+                whole.grad = self._stand_ins[name]
+
+    def gradient_norm(self, name: str) -> torch.Tensor:
+        """Return the 2-norm of a parameter's gradient, a float32 scalar; waits until all gradients are there.
+
+        Raises:
+            GradientError: the plan does not wait for the norm.
+        """
+        self._check_clips()
+        if self._norms is None:
+            self._norms = self._find_norms()
+        scale = self.scale(name)
+        return self._norms[name] if scale == 1 else self._norms[name] * scale
+
+    def scale_gradient(self, name: str, factor: float) -> None:
+        """Multiply a parameter's gradient by a factor, when its update reads it. Raises as :meth:`gradient_norm`."""
+        self._check_clips()
+        self._scales[name] = self.scale(name) * factor
+
+    def scale(self, name: str) -> float:
+        """Return what a parameter's gradient is to be multiplied by."""
+        return self._scales.get(name, 1.0)
+
+    def decided(self) -> tuple[list[float], bool]:
+        """Return what gradients of the latest iteration are multiplied by, and whether any was dropped."""
+        return sorted(set(self._scales.values())), self._dropped
+
+    @unguarded()
+    def go_on(self, iteration: int) -> None:
+        """Take the stand-ins away as the next micro-batch begins, which adds to the gradients that they are for.
+
+        Raises:
+            GradientError: a gradient was replaced or dropped.
+        """
+        if not self._num_added:
+            return
+        for name, parts in self._parts.items():
+            gradient = parts[0].share.whole.grad
+            arrived = any(part.arrived == iteration for part in parts)
+            if arrived and not isinstance(gradient, OffloadedGradient):
+                raise GradientError(
+                    f"the gradient of {name} was {'dropped' if gradient is None else 'replaced'} after micro-batch "
+                    f"{self._num_added} of {self._num_micro_batches}, but has been added up already; leave gradients "
+                    "alone until the last backward"
+                )
+        self.clear()
+
+    @unguarded()
+    def clear(self) -> None:
+        """Take all stand-ins away."""
+        self._num_added = 0
+        for parts in self._parts.values():
+            whole = parts[0].share.whole
+            if isinstance(whole.grad, OffloadedGradient):
+                whole.grad = None
+
+    @unguarded()
+    def take_back(self, iteration: int) -> None:
+        """Take the stand-ins away as the step begins; what the user has dropped is not updated, as in torch.
+
+        Raises:
+            GradientError: a gradient was replaced, or dropped after its update had begun.
+        """
+        for name, parts in self._parts.items():
+            whole = parts[0].share.whole
+            gradient = whole.grad
+            for part in parts:
+                if part.arrived == iteration and gradient is None:
+                    self._drop(part)
+            if gradient is not None and not isinstance(gradient, OffloadedGradient):
+                raise GradientError(
+                    f"the gradient of {name} was replaced after backward, which its update would not see; "
+                    "change it in a hook on the parameter (parameter.register_hook)"
+                )
+            whole.grad = None
+        self._num_added = 0
+
+    def _drop(self, parameter: ParameterState) -> None:
+        if not self._waits:
+            raise GradientError(
+                f"the gradient of {parameter.name} was dropped, but its update began during backward; call zero_grad() "
+                "after step(), or plan with update_start 'step'"
+            )
+        parameter.arrived = -1
+        parameter.step -= 1
+        self._dropped = True
+
+    def _check_clips(self) -> None:
+        if not self._num_added:
+            raise GradientError(
+                "gradients were looked at or scaled while none are there; clip after the last backward, before "
+                "optimizer.step()"
+            )
+        if not self._clips:
+            raise GradientError(
+                "this plan does not wait for the norm of all gradients before it updates; plan with clip=True, or do "
+                "not clip"
+            )
+        self._complete()

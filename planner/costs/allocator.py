@@ -1,0 +1,223 @@
+"""What PyTorch's caching allocator makes of a schedule's buffers: bytes requested, allocated and reserved.
+
+[Note: Allocator] On a CUDA device memory is not taken byte by byte. A request is rounded up to 512 B and cut from a
+*segment* that the allocator got from the driver: 2 MiB for requests up to 1 MiB, 20 MiB for those below 10 MiB, and
+the request rounded up to 2 MiB for larger ones. Freed blocks merge with free neighbours of their segment and are kept
+for later requests, the smallest that fits first; what is left of a block is split off if it is worth it. So three
+numbers differ: what was *requested*, the blocks in use (*allocated*, ``torch.cuda.max_memory_allocated``, which is
+what is usually published), and the segments (*reserved*, ``torch.cuda.max_memory_reserved``, which is what must fit
+in the device). Source: PyTorch 2, ``c10/cuda/CUDACachingAllocator.cpp`` (``round_size``, ``get_allocation_size``,
+``should_split``, ``try_merge_blocks``) with its default settings.
+
+A buffer of a schedule may stand for several tensors of a unit, and is one block here. Streams are not told apart: a
+real allocator keeps a pool for each, so that reserved is a lower estimate where several streams allocate.
+"""
+
+import bisect
+import dataclasses
+import functools
+from collections.abc import Hashable, Sequence
+
+from planner.schedule.tasks import Tier
+from planner.schedule.timeline import Timeline, buffer_spans
+
+_MIN_BLOCK_BYTES = 512
+_SMALL_BYTES = 2**20  # the largest request that is "small", and the least rest that a large block is split for
+_SMALL_SEGMENT_BYTES = 2 * 2**20
+_LARGE_SEGMENT_BYTES = 20 * 2**20
+_MIN_OWN_SEGMENT_BYTES = 10 * 2**20
+_SEGMENT_GRAIN_BYTES = 2 * 2**20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllocatorUse:
+    """Highest numbers of an iteration; see [Note: Allocator].
+
+    Attributes:
+        requested_bytes: what the buffers ask for.
+        allocated_bytes: blocks in use.
+        reserved_bytes: segments.
+    """
+
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+
+    def highest(self, other: "AllocatorUse") -> "AllocatorUse":
+        """Return the higher of each number."""
+        return AllocatorUse(
+            max(self.requested_bytes, other.requested_bytes),
+            max(self.allocated_bytes, other.allocated_bytes),
+            max(self.reserved_bytes, other.reserved_bytes),
+        )
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the reserved bytes that is not in use even when most is."""
+        return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
+
+
+def rounded_bytes(num_bytes: int) -> int:
+    """Return the size of the block that a request gets: a multiple of 512 B, and at least that; 0 for nothing."""
+    return -(-num_bytes // _MIN_BLOCK_BYTES) * _MIN_BLOCK_BYTES
+
+
+def segment_bytes(block_bytes: int) -> int:
+    """Return the size of the segment that is asked of the driver for a block that fits into no free one."""
+    if block_bytes <= _SMALL_BYTES:
+        return _SMALL_SEGMENT_BYTES
+    if block_bytes < _MIN_OWN_SEGMENT_BYTES:
+        return _LARGE_SEGMENT_BYTES
+    return -(-block_bytes // _SEGMENT_GRAIN_BYTES) * _SEGMENT_GRAIN_BYTES
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Block:
+    """Contiguous bytes of a segment; ``before`` and ``behind`` are its neighbours in it."""
+
+    address: int
+    num_bytes: int
+    small: bool
+    before: "_Block | None" = None
+    behind: "_Block | None" = None
+    free: bool = True
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The best fit is the first that is large enough: the smallest, then that with the lowest address."""
+        return (self.num_bytes, self.address)
+
+
+class CachingAllocator:
+    """A model of the allocator; see [Note: Allocator].
+
+    Args:
+        capacity_bytes: of the device. When a segment does not fit, segments without any block in use go back to the
+            driver first. If it still does not fit it is taken all the same: how much is missing is then visible.
+
+    Attributes:
+        requested_bytes, allocated_bytes, reserved_bytes: now.
+        peak: the highest of each so far.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.requested_bytes = self.allocated_bytes = self.reserved_bytes = 0
+        self.peak = AllocatorUse(0, 0, 0)
+        self._capacity_bytes = capacity_bytes
+        self._free: dict[bool, list[_Block]] = {True: [], False: []}  # by whether for small requests, in order
+        self._used: dict[Hashable, tuple[_Block, int]] = {}
+        self._end = 0  # segments get ascending addresses that are never used again
+
+    def allocate(self, key: Hashable, num_bytes: int) -> None:
+        """Hold bytes under a name of the caller's until :meth:`free`; a request for nothing holds nothing."""
+        assert key not in self._used, f"{key} is held already"
+        size = rounded_bytes(num_bytes)
+        if not size:
+            return
+        small = size <= _SMALL_BYTES
+        pool = self._free[small]
+        position = bisect.bisect_left(pool, (size, -1), key=lambda block: block.order)
+        block = pool.pop(position) if position < len(pool) else self._segment(size, small=small)
+        block.free = False
+        rest = block.num_bytes - size
+        if rest >= _MIN_BLOCK_BYTES if small else rest > _SMALL_BYTES:
+            self._split(block, size)
+        self._used[key] = (block, num_bytes)
+        self.requested_bytes += num_bytes
+        self.allocated_bytes += block.num_bytes
+        now = AllocatorUse(self.requested_bytes, self.allocated_bytes, self.reserved_bytes)
+        self.peak = self.peak.highest(now)
+
+    def free(self, key: Hashable) -> None:
+        """Give back what :meth:`allocate` held under a name, if it held anything."""
+        if key not in self._used:
+            return
+        block, num_bytes = self._used.pop(key)
+        self.requested_bytes -= num_bytes
+        self.allocated_bytes -= block.num_bytes
+        block.free = True
+        for neighbour in (block.before, block.behind):
+            if neighbour is not None and neighbour.free:
+                self._take(neighbour)
+                block = self._merged(*sorted((block, neighbour), key=lambda b: b.address))
+        self._put(block)
+
+    def empty_cache(self) -> None:
+        """Give the driver back all segments without any block in use."""
+        for pool in self._free.values():
+            kept = [block for block in pool if block.before is not None or block.behind is not None]
+            self.reserved_bytes -= sum(block.num_bytes for block in pool) - sum(block.num_bytes for block in kept)
+            pool[:] = kept
+
+    def _segment(self, size: int, *, small: bool) -> _Block:
+        num_bytes = segment_bytes(size)
+        if self.reserved_bytes + num_bytes > self._capacity_bytes:
+            self.empty_cache()
+        block = _Block(self._end, num_bytes, small)
+        self._end += num_bytes
+        self.reserved_bytes += num_bytes
+        return block
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = _Block(block.address + size, block.num_bytes - size, block.small, block, block.behind)
+        if block.behind is not None:
+            block.behind.before = rest
+        block.behind, block.num_bytes = rest, size
+        self._put(rest)
+
+    def _merged(self, left: _Block, right: _Block) -> _Block:
+        left.num_bytes += right.num_bytes
+        left.behind = right.behind
+        if right.behind is not None:
+            right.behind.before = left
+        return left
+
+    def _put(self, block: _Block) -> None:
+        bisect.insort(self._free[block.small], block, key=lambda b: b.order)
+
+    def _take(self, block: _Block) -> None:
+        pool = self._free[block.small]
+        del pool[bisect.bisect_left(pool, block.order, key=lambda b: b.order)]
+
+
+def replay(timeline: Timeline, iteration: int, capacity_bytes: int, num_iterations: int = 3) -> AllocatorUse:
+    """Return what a device's allocator needs for a steady iteration's buffers: of pipeline stages, the most.
+
+    The iteration is repeated, because segments that the first one leaves behind are what the next one finds.
+
+    Args:
+        timeline: says when its schedule's buffers are taken and given back.
+        iteration: the steady one.
+        capacity_bytes: of the device.
+        num_iterations: how often it is repeated.
+    """
+    spans = [(buffer, held) for buffer, held in buffer_spans(timeline, iteration) if buffer.tier is Tier.GPU]
+    period_s = timeline.period_s(iteration)
+    peaks = []
+    for stage in range(timeline.schedule.num_stages):
+        own = [(buffer.num_bytes, held) for buffer, held in spans if buffer.stage == stage]
+        peaks.append(_replay(own, period_s, capacity_bytes, num_iterations))
+    return functools.reduce(AllocatorUse.highest, peaks)
+
+
+def _replay(
+    spans: Sequence[tuple[int, tuple[float, float] | None]], period_s: float, capacity_bytes: int, num_iterations: int
+) -> AllocatorUse:
+    """Return what one device needs for buffers, each its bytes and from when to when it is held (``None``: always)."""
+    allocator = CachingAllocator(capacity_bytes)
+    # Period, moment in it, taken?, repetition, buffer, size.
+    events: list[tuple[float, float, bool, int, int, int]] = []
+    for number, (num_bytes, held) in enumerate(spans):
+        if held is None:
+            allocator.allocate((0, number), num_bytes)
+        elif held[1] > held[0] and period_s > 0:
+            for taken, moment_s in ((True, held[0]), (False, held[1])):
+                later, within_s = divmod(moment_s, period_s)  # equal moments must stay equal in every repetition
+                events += [(i + later, within_s, taken, i, number, num_bytes) for i in range(num_iterations)]
+    # At one instant what ends is freed before what begins is taken, as everywhere (False sorts first).
+    for _, _, taken, i, number, size in sorted(events):
+        if taken:
+            allocator.allocate((i, number), size)
+        else:
+            allocator.free((i, number))
+    return allocator.peak

@@ -1,0 +1,468 @@
+"""Engine policies: how published engines, and ours, would place one model on one machine.
+
+Each policy only makes :class:`planner.decisions.Decisions`; all are lowered by the same passes and scored by the same
+simulator, so "what would DeepSpeed take here?" is the same question as "what would we take?".
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from planner.costs.optimizers import OPTIMIZERS, Optimizer
+from planner.decisions import (
+    BF16,
+    Activations,
+    Decisions,
+    GradientPath,
+    HostUpdate,
+    Place,
+    Precision,
+    UnitDecision,
+    subgroups,
+)
+from planner.graph import Degrees, Unit
+from planner.plan.request_terms import Storage
+
+# The fractions and strides that are tried when a policy leaves them to its user.
+TWIN_FLOW_FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+INTERLEAVED_STRIDES = (2, 3, 4, 5, 6, 8, 10)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What the user asks for, the same for every engine.
+
+    Attributes:
+        units: the model's units for this micro-batch, in forward order.
+        data_parallel: ranks that each work on tokens of their own.
+        micro_batch: sequences per forward on each device.
+        num_micro_batches: forwards per iteration.
+        precision: types of weights and gradients.
+        optimizer: what updates the parameters.
+        clip: clip gradients by their global norm.
+        subgroup_params: parameters in one subgroup.
+        tensor_parallel, pipeline_parallel, expert_parallel, expert_units: see :class:`planner.decisions.Decisions`.
+        storage: what our own policy may use beside device and host.
+    """
+
+    units: tuple[Unit, ...]
+    data_parallel: int = 1
+    micro_batch: int = 1
+    num_micro_batches: int = 1
+    precision: Precision = BF16
+    optimizer: Optimizer = "adamw"
+    clip: bool = True
+    subgroup_params: int = 100_000_000
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    expert_units: int = 1
+    storage: Storage = "never"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What all decisions for it have in common."""
+        common = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del common["units"], common["storage"]
+        return common
+
+    @functools.cached_property
+    def known_mixes(self) -> "dict[Mix, Decisions]":
+        """What :func:`mixed` has made so far."""
+        return {}
+
+    @functools.cached_property
+    def degrees(self) -> Degrees:
+        """How many ranks share what."""
+        return Degrees(self.data_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
+
+    @functools.cached_property
+    def movable(self) -> Mapping[str, int]:
+        """How many subgroups of each unit a mix places, by name: none of those that are very small."""
+        large = max(unit.num_params for unit in self.units) * _SMALL
+        return {unit.name: len(pieces(self, unit)) if unit.num_params > large else 0 for unit in self.units}
+
+    @functools.cached_property
+    def tied(self) -> frozenset[str]:
+        """The units with a shared weight, which keep their parameters on the device."""
+        sharing = [unit for unit in self.units if unit.shared_units]
+        return frozenset(name for unit in sharing for name in (*unit.shared_units, unit.name))
+
+    @functools.cached_property
+    def swappable(self) -> tuple[str, ...]:
+        """The segments whose activations can be recomputed or offloaded, in forward order."""
+        return tuple(dict.fromkeys(unit.segment for unit in self.units if unit.recompute))
+
+    @functools.cached_property
+    def in_turn(self) -> tuple[Unit, ...]:
+        """The units in forward order, but a layer's experts by how much they compute."""
+        groups = itertools.groupby(self.units, key=lambda unit: (unit.segment, ".experts." in unit.name))
+        return tuple(
+            unit
+            for _, group in groups
+            for unit in sorted(group, key=lambda u: -u.forward_flop * (".experts." in u.name))
+        )
+
+    def replicas(self, unit: Unit) -> int:
+        """Return how many ranks have the same part of a unit."""
+        return self.data_parallel // unit.parts(self.degrees)
+
+
+def gpu_only(setup: Setup) -> Iterator[Decisions]:
+    """Plain training: everything on the device; over several devices as ZeRO-1, 2 or 3 (FSDP)."""
+    for stage in (1, 2, 3) if setup.data_parallel > 1 else (0,):
+        for activations in _ACTIVATIONS:
+            yield _decide(setup, "gpu-only", activations, lambda _: Place.GPU, zero_stage=stage, **_AFTER_BACKWARD)
+
+
+def zero_offload(setup: Setup, gradient_path: GradientPath = GradientPath.ZERO3_ASYNC) -> Iterator[Decisions]:
+    """DeepSpeed ZeRO-3 with the optimizer on the CPU: no overlap of the update with anything.
+
+    The blocking gradient path is that of DeepSpeed before 0.19.5, and every paper's baseline.
+    """
+    name = "zero-offload" if gradient_path is GradientPath.ZERO3_ASYNC else "zero-offload-blocking"
+    for activations in _ACTIVATIONS:
+        yield _decide(setup, name, activations, lambda _: Place.CPU, **_deepspeed(setup, gradient_path))
+
+
+def zero_offload_blocking(setup: Setup) -> Iterator[Decisions]:
+    """ZeRO-3 offload with blocking, unpinned gradient copies."""
+    return zero_offload(setup, GradientPath.ZERO3_BLOCKING)
+
+
+def twin_flow(setup: Setup, fractions: Sequence[float] = TWIN_FLOW_FRACTIONS) -> Iterator[Decisions]:
+    """ZeRO-Offload++: the first subgroups are updated on the device, a fraction of the parameters on the CPU."""
+    total = num_subgroups(setup)
+
+    def place(first_on_cpu: int, i: int) -> Place:
+        return Place.GPU if i < first_on_cpu else Place.CPU
+
+    for fraction in fractions:
+        chosen = functools.partial(place, total - round(total * fraction))
+        for activations in _ACTIVATIONS:
+            options = _deepspeed(setup, GradientPath.ZERO3_ASYNC)
+            yield _decide(setup, "twin-flow", activations, chosen, **options)
+
+
+def interleaved(
+    setup: Setup, strides: Sequence[int] = INTERLEAVED_STRIDES, cpu_fraction: float = 1.0
+) -> Iterator[Decisions]:
+    """Deep Optimizer States: every k-th subgroup is streamed to the device and updated there, one in flight.
+
+    It is built on DeepSpeed ZeRO-3. ``cpu_fraction`` < 1 keeps the first subgroups on the device, as Twin-Flow does.
+    """
+    total = num_subgroups(setup)
+    first = total - round(total * cpu_fraction)
+
+    def place(stride: int, i: int) -> Place:
+        return Place.GPU if i < first else Place.STREAM if i % stride == stride - 1 else Place.CPU
+
+    engine = _deepspeed(setup, GradientPath.ZERO3_ASYNC)
+    # Its one slot holds a whole subgroup, whose pieces pass through ours.
+    piece = max((size for unit in setup.units for size in pieces(setup, unit)), default=0)
+    slot_bytes = OPTIMIZERS[setup.optimizer].state_bytes_per_param * (setup.subgroup_params - piece)
+    for stride in strides:
+        options = engine | {"host_update": HostUpdate.DEVICE_CAST, "num_state_slots": 1}
+        if total >= stride:
+            options["device_buffer_bytes"] = engine["device_buffer_bytes"] + slot_bytes
+        for activations in _ACTIVATIONS:
+            yield _decide(setup, "interleaved", activations, functools.partial(place, stride), **options)
+
+
+def zero_infinity(setup: Setup, *, pipeline_read: bool = False, pipeline_write: bool = False) -> Iterator[Decisions]:
+    """DeepSpeed ZeRO-Infinity: optimizer state on NVMe, parameters on the device.
+
+    Gradients leave the device through pinned buffers and are written to NVMe beside backward; at the step every
+    subgroup's state and gradient are read, updated and written in turn, unless reading the next or writing the previous
+    one is asked to overlap (``stage3.py`` and ``partitioned_optimizer_swapper.py``).
+    """
+    for activations in _ACTIVATIONS:
+        yield _decide(
+            setup,
+            "zero-infinity",
+            activations,
+            lambda _: Place.NVME,
+            **_deepspeed(setup, GradientPath.ZERO3_PINNED),
+            spill_gradients=True,
+            num_nvme_slots=1 + pipeline_read + pipeline_write,
+        )
+
+
+def ratel(setup: Setup, counts: Sequence[int] | None = None, num_on_host: int | None = None) -> Iterator[Decisions]:
+    """LoHan (Ratel): parameters and optimizer state on NVMe, updates during backward, activations swapped.
+
+    As soon as a unit's gradient is on the host, its state is read, updated and written back, while backward goes on
+    (*active gradient offloading*): one subgroup is read or written while another is updated. Of the activations as much
+    is swapped as pays, the rest is recomputed (arXiv 2403.06504); how much, its iteration-time model chooses.
+
+    Args:
+        setup: clipping is not asked for, as updates start before all gradients are there.
+        counts: of how many segments activations are swapped, the first ones; by default every number is tried.
+        num_on_host: how many of those the host has room for; the first ones go on to NVMe. By default all stay there.
+    """
+    segments = setup.swappable
+    shared = setup.tied
+    streamed = _decide(
+        dataclasses.replace(setup, clip=False),
+        "ratel",
+        "recompute",
+        lambda _: Place.NVME,
+        zero_stage=3 if setup.data_parallel > 1 else 0,
+        update_start="backward",
+        update_order="backward",
+        pinned_reads=False,
+    )
+    for count in range(len(segments) + 1) if counts is None else counts:
+        on_nvme = count - min(count, len(segments) if num_on_host is None else num_on_host)
+        where: dict[str, Activations] = dict.fromkeys(segments[:count], "offload")
+        where |= dict.fromkeys(segments[:on_nvme], "offload-nvme")
+        units = {
+            unit.name: UnitDecision(
+                params="nvme" if unit.num_params and unit.name not in shared else "gpu",
+                activations=where.get(unit.segment, streamed.units[unit.name].activations),
+                update=streamed.units[unit.name].update,
+            )
+            for unit in setup.units
+        }
+        yield streamed.model_copy(update={"units": units})
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """A point of the family that our own policy searches (all counts from 0).
+
+    Attributes:
+        num_gpu, num_stream: of :attr:`Setup.movable` subgroups, those updated on the device, resident or streamed; the
+            rest is updated on the CPU.
+        num_nvme: subgroups among that rest whose state is on NVMe.
+        num_keep: segments, from the last on, whose activations are kept.
+        num_offload, num_evict: segments among the others whose activations are offloaded, and go on to NVMe.
+        num_host: units whose parameters are fetched for every use.
+        spread: 1 if these are evenly spaced among those that may be fetched, 0 if they are the last ones.
+        num_on_nvme: of these, from the last on, those whose parameters are on NVMe, and so their state.
+        num_slots: slots per ring of parameters.
+        num_state_slots: slots that streamed state passes through.
+        num_gradient_slots: units that backward may run ahead of gradients leaving.
+        num_stay: units with streamed subgroups, from the first on, whose gradients for them stay on the device.
+        num_nvme_slots: host buffers that state from NVMe passes through.
+        spill: 1 if gradients that are updated from there wait there too.
+        zero_stage: what is sharded over devices.
+    """
+
+    num_gpu: int
+    num_stream: int
+    num_keep: int
+    num_host: int = 0
+    spread: int = 1
+    num_slots: int = 2
+    num_state_slots: int = 2
+    num_gradient_slots: int = 2
+    num_stay: int = 0
+    zero_stage: int = 0
+    num_nvme: int = 0
+    num_on_nvme: int = 0
+    num_offload: int = 0
+    num_evict: int = 0
+    num_nvme_slots: int = 3
+    spill: int = 0
+
+
+def mixed(setup: Setup, mix: Mix) -> Decisions:
+    """Our policy at one point: updates wherever rates and memory allow, each gating only its unit's next forward.
+
+    Resident state goes to the units whose deadline is nearest, the first in forward order, and of a layer's experts to
+    the most visited; gradients of what is streamed stay on the device for the first units too, as theirs are the last
+    to come and the first to be used. Streamed subgroups are spread evenly among those that the CPU updates, so that
+    both sides stay busy, and so is what comes from NVMe, units that are fetched, unless the last ones are, and segments
+    that offload among those that recompute. Units with a shared weight, and those that are updated on the device, keep
+    their parameters there. What is very small always does: anywhere else it would take a turn, and a slot, for next to
+    nothing.
+
+    A search comes by the same mixes again and again: each is one object.
+    """
+    known = setup.known_mixes
+    if (found := known.get(mix)) is None:
+        found = known[mix] = _mixed(setup, mix)
+    return found
+
+
+def _mixed(setup: Setup, mix: Mix) -> Decisions:
+    counts = setup.movable
+    fixed = setup.tied
+    order = setup.in_turn
+    fetchable = [
+        counts[unit.name] > 0 and unit.name not in fixed and (mix.zero_stage not in {1, 2} or setup.replicas(unit) == 1)
+        for unit in order
+    ]
+    first_there = len(order) - min(mix.num_on_nvme, mix.num_host)
+    there = [fetchable[i] and i >= first_there for i in range(len(order))]
+    num_there = sum(counts[unit.name] for unit, whole in zip(order, there, strict=True) if whole)
+    places = _spread(sum(counts.values()) - num_there, mix.num_gpu, mix.num_stream, max(mix.num_nvme - num_there, 0))
+    ways = _activations(setup, mix)
+    updates: dict[str, tuple[Place, ...]] = {}
+    for unit, whole in zip(order, there, strict=True):
+        if whole:
+            updates[unit.name] = (Place.NVME,) * counts[unit.name]
+        else:
+            update = tuple(itertools.islice(places, counts[unit.name]))
+            updates[unit.name] = update or (Place.GPU,) * len(pieces(setup, unit))
+    streaming = [unit.name for unit in order if Place.STREAM in updates[unit.name]]
+    staying = set(streaming[: mix.num_stay])
+    on_nvme = {unit.name for unit, whole in zip(order, there, strict=True) if whole}
+    on_host = [
+        unit.name
+        for unit, can in zip(order, fetchable, strict=True)
+        if can and unit.name not in on_nvme and Place.GPU not in updates[unit.name]
+    ]
+    num_host = mix.num_host - len(on_nvme)
+    chosen = (
+        _evenly(len(on_host), num_host) if mix.spread else [i >= len(on_host) - num_host for i in range(len(on_host))]
+    )
+    on_host = list(itertools.compress(on_host, chosen))
+    where: dict[str, Any] = dict.fromkeys(on_host, "host") | dict.fromkeys(on_nvme, "nvme")
+    units = {
+        unit.name: _decided(
+            params=where.get(unit.name, "gpu"),
+            activations=ways.get(unit.segment, "keep"),
+            update=updates[unit.name],
+            streamed_gradients="gpu" if unit.name in staying else "host",
+        )
+        for unit in order
+    }
+    return Decisions(
+        **setup.given,
+        policy="ullage",
+        zero_stage=mix.zero_stage,
+        num_param_slots=mix.num_slots,
+        num_state_slots=mix.num_state_slots,
+        num_gradient_slots=mix.num_gradient_slots,
+        num_nvme_slots=mix.num_nvme_slots,
+        spill_gradients=mix.spill > 0,
+        update_start="step" if setup.clip else "backward",
+        update_order="forward" if setup.clip else "backward",
+        units=units,
+    )
+
+
+def pieces(setup: Setup, unit: Unit) -> tuple[int, ...]:
+    """Return the subgroup sizes of a unit on one rank of a sharded optimizer."""
+    return subgroups(-(-unit.num_params // setup.replicas(unit)), setup.subgroup_params)
+
+
+def num_subgroups(setup: Setup) -> int:
+    """Return how many subgroups one rank's parameters make, cut across units."""
+    return -(-sum(sum(pieces(setup, unit)) for unit in setup.units) // setup.subgroup_params)
+
+
+def _spread(total: int, num_gpu: int, num_stream: int, num_nvme: int) -> Iterator[Place]:
+    num_gpu = min(num_gpu, total)
+    yield from (Place.GPU,) * num_gpu
+    streamed = _evenly(total - num_gpu, num_stream)
+    from_nvme = iter(_evenly(streamed.count(False), num_nvme))
+    for here in streamed:
+        yield Place.STREAM if here else Place.NVME if next(from_nvme) else Place.CPU
+
+
+def _activations(setup: Setup, mix: Mix) -> dict[str, Activations]:
+    """Return what becomes of the activations of every segment that need not keep them."""
+    found: dict[str, Activations] = dict.fromkeys(setup.swappable, "keep")
+    rest = list(found)[: max(len(found) - mix.num_keep, 0)]
+    leave = dict(zip(rest, _evenly(len(rest), mix.num_offload), strict=True))
+    evicted = iter(_evenly(sum(leave.values()), mix.num_evict))
+    for segment, leaves in leave.items():
+        found[segment] = "recompute" if not leaves else "offload-nvme" if next(evicted) else "offload"
+    return found
+
+
+def _evenly(total: int, count: int) -> list[bool]:
+    """Return which of ``total`` in a row are chosen if ``count`` of them are, evenly spaced (Bresenham)."""
+    count = min(count, total)
+    return [(i + 1) * count // total > i * count // total for i in range(total)]
+
+
+_decided = functools.lru_cache(4096)(UnitDecision)  # most units are decided alike, in all mixtures of a search
+_ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute")
+# Units of at most this share of the largest one's parameters are very small.
+_SMALL = 1e-2
+_AFTER_BACKWARD = {"overlap_next_forward": False}
+# DeepSpeed's default ``reduce_bucket_size``: gradients are copied into one buffer of so many before they are reduced,
+# and ``reduce_scatter_coalesced`` makes its flat input from that (``runtime/comm/coalesced_collectives.py``).
+REDUCE_BUCKET_PARAMS = 500_000_000
+NUM_REDUCE_BUFFERS = 2
+# DeepSpeed's default ``stage3_prefetch_bucket_size``.
+PREFETCH_BUCKET_PARAMS = 50_000_000
+# DeepSpeed's default ``stage3_max_reuse_distance``.
+MAX_REUSE_PARAMS = 1_000_000_000
+# DeepSpeed's default ``stage3_max_live_parameters``: gathered parameters are kept until there are so many.
+MAX_LIVE_PARAMS = 1_000_000_000
+
+
+def _deepspeed(setup: Setup, gradient_path: GradientPath) -> dict[str, Any]:
+    bucket_bytes = NUM_REDUCE_BUFFERS * REDUCE_BUCKET_PARAMS * setup.precision.weight_bytes
+    return {
+        "device_buffer_bytes": bucket_bytes if setup.data_parallel > 1 else 0,
+        "overlap_next_forward": False,
+        "host_update": HostUpdate.DEEPSPEED,
+        "max_prefetch_params": PREFETCH_BUCKET_PARAMS,
+        "max_reuse_params": MAX_REUSE_PARAMS,
+        "module_hooks": True,
+        "num_param_slots": num_live_segments(setup),
+        "gradient_path": gradient_path,
+        "update_order": "forward",
+        "zero_stage": 3,
+    }
+
+
+def num_live_segments(setup: Setup, max_live_params: int = MAX_LIVE_PARAMS) -> int:
+    """Return how many layers' gathered parameters DeepSpeed keeps, beside those of the embedding and the head."""
+    segments: dict[str, int] = defaultdict(int)
+    ends = 0
+    for unit in setup.units:
+        if unit.recompute:
+            segments[unit.segment] += unit.num_params
+        else:
+            ends += unit.num_params
+    return max((max_live_params - ends) // max(segments.values(), default=1), 2)
+
+
+def _decide(
+    setup: Setup, policy: str, activations: Activations, place: Callable[[int], Place], **options: object
+) -> Decisions:
+    """Return decisions that treat all units alike; ``place`` maps a subgroup's number to its place.
+
+    These engines cut subgroups across units, ours are cut within: a piece belongs to the subgroup that it begins in.
+    """
+    units: dict[str, UnitDecision] = {}
+    offset = 0
+    for unit in setup.units:
+        sizes = pieces(setup, unit)
+        starts = itertools.accumulate(sizes, initial=offset)
+        units[unit.name] = UnitDecision(
+            params="gpu",
+            activations=activations if unit.recompute else "keep",
+            update=tuple(place(start // setup.subgroup_params) for start, _ in zip(starts, sizes, strict=False)),
+            streamed_gradients="gpu",  # Deep Optimizer States leaves them where they are
+        )
+        offset += sum(sizes)
+    return Decisions.model_validate(
+        {
+            **setup.given,
+            "policy": policy,
+            "units": units,
+            **options,
+        }
+    )
+
+
+POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {
+    "gpu-only": gpu_only,
+    "zero-offload-blocking": zero_offload_blocking,
+    "zero-offload": zero_offload,
+    "twin-flow": twin_flow,
+    "interleaved": interleaved,
+}
+# Those that need NVMe, which not every machine has: tried where it may be used.
+STORAGE_POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {"zero-infinity": zero_infinity, "ratel": ratel}

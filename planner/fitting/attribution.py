@@ -1,0 +1,383 @@
+"""Why a run did not take what was predicted: other counts, rates, another order, or stalls.
+
+[Note: Attribution] A schedule whose tasks take fixed times is a max-plus system (Baccelli et al., *Synchronization and
+Linearity*, 1992): a task starts at the latest end of those that it waits for, so that the period is a convex function
+``T`` of the durations that no task can lengthen by ending earlier. Durations as predicted, sharing included, give the
+predicted period; with those of the run it differs from the measured one by what the schedule knows nothing of. Four
+steps lead from one to the other, each of which changes one thing:
+
+    predicted  T(p; planned)    the simulated durations ``p``
+    count      T(p; ran)        what did not run takes no time, what was not planned takes what was measured
+    rate       T(m; ran)        the measured durations ``m``
+    order      T(m; as seen)    lanes run their tasks in the order in which they did, without dependencies that were
+                                not kept
+    stall      measured         tasks began later than all that explains
+
+so that the differences add up to the error exactly, whatever they are. Stalls cannot be negative but by noise: a run
+that keeps an order cannot be faster than it. What all rates together explain is divided among kinds of tasks by
+Shapley's value (*A value for n-person games*, 1953; for decompositions: Shorrocks, *J. Econ. Inequality* 11, 2013): the
+mean, over all orders in which kinds could change from ``p`` to ``m``, of what the period changes with each. It adds up,
+and depends on no order: a kind off the critical path explains nothing, two that could each hide the other share it.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Literal
+
+import numpy as np
+
+from planner.schedule.critical_path import critical_steps
+from planner.schedule.tasks import Lane, Op, Schedule, Task
+from planner.schedule.timeline import Timeline
+from planner.simulate.machine import Simulation
+from planner.simulate.replays import Replays, Seconds
+
+CauseKind = Literal["rate", "count", "order", "stall"]
+TaskKind = tuple[Lane, Op]
+
+# More kinds than that are too many orders (2 ** 8 replays); those whose times differ least then share a value.
+_MOST_KINDS: Final = 8
+# Moments of different threads are not read off one clock at one time.
+_SIMULTANEOUS_S: Final = 5e-5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cause:
+    """One reason for the difference between prediction and measurement.
+
+    Attributes:
+        kind: which assumption was wrong.
+        seconds: what of ``measured - predicted`` it explains; negative if the run was faster for it.
+        of: the kind of tasks whose rate it is; ``None``: of several, or of none.
+    """
+
+    kind: CauseKind
+    seconds: float
+    of: TaskKind | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tasks:
+    """Tasks of one kind in an iteration.
+
+    Attributes:
+        lane, op: their kind.
+        num_planned, num_ran: how many there were to be, and were.
+        predicted_s, measured_s: what they take, added up; the former of those that ran.
+        explains_s: what of the difference their rate explains, if that is known of them apart.
+    """
+
+    lane: Lane
+    op: Op
+    num_planned: int
+    num_ran: int
+    predicted_s: float
+    measured_s: float
+    explains_s: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Attribution:
+    """A difference between prediction and measurement, divided; see [Note: Attribution].
+
+    Attributes:
+        predicted_s, measured_s: of the iteration.
+        causes: which add up to the difference, largest first; those of nothing are left out.
+        tasks: by kind, those that explain most first.
+        stalls_s: gaps on the measured critical path, in seconds, by the kind of task that began late; largest first.
+        swapped: by lane, tasks that ran before one that was to come first.
+        num_broken: dependencies that the run did not keep.
+    """
+
+    predicted_s: float
+    measured_s: float
+    causes: tuple[Cause, ...]
+    tasks: tuple[Tasks, ...]
+    stalls_s: dict[TaskKind, float]
+    swapped: dict[Lane, int]
+    num_broken: int
+
+
+def kind_of(task: Task) -> TaskKind:
+    """Return the kind of a task. Clipping is part of the step: one quantity prices both."""
+    return task.lane, Op.STEP if task.op is Op.CLIP else task.op
+
+
+def middle(measured: Timeline, iterations: Sequence[int]) -> tuple[int, ...]:
+    """Return the middle third of iterations by their length: robust as a median, and sums of their means stay sums.
+
+    Raises:
+        ValueError: there is none, or one that was not measured.
+    """
+    if not iterations:
+        raise ValueError("no steady iteration was measured; run more iterations")
+    if not all(0 <= i < measured.num_iterations for i in iterations):
+        raise ValueError(f"iterations {list(iterations)} are not among the {measured.num_iterations} measured ones")
+    ordered = sorted(iterations, key=measured.period_s)
+    outer = len(ordered) // 3
+    return tuple(sorted(ordered[outer : len(ordered) - outer]))
+
+
+def attribute(
+    predicted: Simulation,
+    measured: Timeline,
+    iterations: Sequence[int],
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Attribution:
+    """Divide the difference between a prediction and a run; see [Note: Attribution].
+
+    Args:
+        predicted: the simulated schedule.
+        measured: a run of it, or of one that has more tasks (checkpoints) or fewer.
+        iterations: which of it to read (see :func:`middle`): each measured as a whole, with its successor.
+        progress: called with replays done and in all.
+    """
+    run = _Run.of(measured, iterations)
+    expected_s = _aligned(predicted, measured.schedule)
+    ran = run.ran
+    before_s = np.where(ran, np.where(np.isnan(expected_s), run.durations_s, expected_s), 0.0)
+    expected_of_ran_s = np.where(ran, np.nan_to_num(expected_s), 0.0)
+    replays = Replays(measured.schedule)
+    rates = _Rates(replays, before_s, run.durations_s, ran, progress)
+    seen, swapped, num_broken = _as_seen(run)
+    # A cycle of several iterations is read as their mean, which replays may not give back whole.
+    planned_s = Replays(predicted.timeline.schedule).period_s(_durations_s(predicted.timeline, predicted.iterations))
+    ordered_s = rates.after_s if seen is None else Replays(seen.schedule).period_s(run.durations_s[list(seen.order)])
+    measured_s = float(np.mean([measured.period_s(i) for i in iterations]))
+    error_s = measured_s - predicted.period_s
+    known_s = ordered_s - planned_s
+    causes = [
+        Cause("count", rates.before_s - planned_s),
+        *(Cause("rate", seconds, kind) for kind, seconds in rates.explained_s.items()),
+        Cause("order", ordered_s - rates.after_s),
+        Cause("stall", error_s - known_s),
+    ]
+    least_s = 1e-9 * max(measured_s, predicted.period_s)
+    return Attribution(
+        predicted.period_s,
+        measured_s,
+        tuple(sorted((c for c in causes if abs(c.seconds) > least_s), key=lambda c: -abs(c.seconds))),
+        _by_kind(predicted.timeline.schedule, measured.schedule, expected_of_ran_s, run, rates.explained_s),
+        _stalls_s(measured, iterations),
+        swapped,
+        num_broken,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """Means over iterations of a measured timeline, in seconds; ``start_s`` is since the iteration began."""
+
+    timeline: Timeline
+    iterations: tuple[int, ...]
+    durations_s: Seconds  # 0 where a task has not run
+    start_s: Seconds  # NaN there
+    ran: np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+    @classmethod
+    def of(cls, timeline: Timeline, iterations: Sequence[int]) -> "_Run":
+        chosen = list(iterations)
+        starts_s = timeline.start_s[chosen] - np.array([[timeline.begin_s(i)] for i in chosen])
+        present = ~np.isnan(starts_s)
+        ran = present.any(axis=0)
+        count = np.maximum(present.sum(axis=0), 1)
+        start_s = np.where(ran, np.where(present, starts_s, 0.0).sum(axis=0) / count, np.nan)
+        durations_s = np.nan_to_num(timeline.end_s[chosen] - timeline.start_s[chosen]).mean(axis=0)
+        return cls(timeline, tuple(chosen), durations_s, start_s, ran)
+
+
+def _durations_s(timeline: Timeline, iterations: Sequence[int]) -> Seconds:
+    chosen = list(iterations)
+    mean_s: Seconds = (timeline.end_s[chosen] - timeline.start_s[chosen]).mean(axis=0)
+    return mean_s
+
+
+def _aligned(predicted: Simulation, schedule: Schedule) -> Seconds:
+    """Return the predicted durations of another schedule's tasks; NaN for those that the prediction does not have."""
+    durations_s = _durations_s(predicted.timeline, predicted.iterations)
+    planned = predicted.timeline.schedule.tasks
+    if planned == schedule.tasks:
+        return durations_s
+    known_s = dict(zip(_identities(planned), durations_s.tolist(), strict=True))
+    return np.array([known_s.get(key, math.nan) for key in _identities(schedule.tasks)])
+
+
+def _identities(tasks: Sequence[Task]) -> list[tuple[object, ...]]:
+    """Return what tells each task from all others, whatever else is in its schedule."""
+    seen: dict[tuple[object, ...], int] = defaultdict(int)
+    result: list[tuple[object, ...]] = []
+    for task in tasks:
+        key = (task.lane, task.op, task.unit, task.micro_batch, task.piece, task.stage)
+        result.append((*key, seen[key]))
+        seen[key] += 1
+    return result
+
+
+class _Rates:
+    """What the durations of each kind of task explain, by Shapley's value.
+
+    Attributes:
+        before_s, after_s: the period with all durations as predicted, and as measured.
+        explained_s: by kind, largest difference in time first; under ``None`` that of all kinds beyond the most.
+    """
+
+    def __init__(
+        self,
+        replays: Replays,
+        predicted_s: Seconds,
+        measured_s: Seconds,
+        ran: np.ndarray[tuple[int], np.dtype[np.bool_]],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        members: dict[TaskKind, list[int]] = defaultdict(list)
+        for task in replays.schedule.tasks:
+            if ran[task.index]:
+                members[kind_of(task)].append(task.index)
+        differs_s = {kind: float(np.abs(measured_s - predicted_s)[tasks].sum()) for kind, tasks in members.items()}
+        kinds = sorted((kind for kind, seconds in differs_s.items() if seconds > 0), key=lambda kind: -differs_s[kind])
+        players: dict[TaskKind | None, list[int]] = {kind: members[kind] for kind in kinds[:_MOST_KINDS]}
+        if len(kinds) > _MOST_KINDS:
+            rest = kinds[_MOST_KINDS - 1 :]
+            del players[kinds[_MOST_KINDS - 1]]
+            players[None] = list(itertools.chain.from_iterable(members[kind] for kind in rest))
+        num_all = 2 ** len(players)
+        periods_s = np.empty(num_all)
+        for coalition in range(num_all):
+            durations_s = predicted_s.copy()
+            for position, tasks in enumerate(players.values()):
+                if coalition >> position & 1:
+                    durations_s[tasks] = measured_s[tasks]
+            periods_s[coalition] = replays.period_s(durations_s)
+            progress(coalition + 1, num_all)
+        self.before_s, self.after_s = float(periods_s[0]), float(periods_s[-1])
+        values_s = shapley(periods_s)
+        self.explained_s = dict(zip(players, values_s, strict=True))
+
+
+def shapley(worth: Sequence[float] | Seconds) -> list[float]:
+    """Return each player's Shapley value: they add up to ``worth[-1] - worth[0]``.
+
+    Args:
+        worth: of every coalition, float[2 ** num_players]; player ``i`` is in those whose index has bit ``i``.
+    """
+    num_players = len(worth).bit_length() - 1
+    weights = [
+        math.factorial(size) * math.factorial(num_players - size - 1) / math.factorial(num_players)
+        for size in range(num_players)
+    ]
+    return [
+        math.fsum(
+            weights[coalition.bit_count()] * float(worth[coalition | 1 << player] - worth[coalition])
+            for coalition in range(len(worth))
+            if not coalition >> player & 1
+        )
+        for player in range(num_players)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """A schedule in the order in which it ran: ``order[i]`` was task ``i``'s index before."""
+
+    schedule: Schedule
+    order: tuple[int, ...]
+
+
+def _as_seen(run: _Run) -> tuple[_Seen | None, dict[Lane, int], int]:
+    """Return the schedule as it ran if that is not as planned, what was swapped by lane, and dependencies not kept."""
+    schedule, starts_s = run.timeline.schedule, _filled_starts_s(run)
+    ends_s = starts_s + run.durations_s
+    swapped: dict[Lane, int] = defaultdict(int)
+    latest_s: dict[tuple[Lane, int], float] = defaultdict(lambda: -math.inf)
+    for task in schedule.tasks:
+        queue = task.lane, task.stage
+        swapped[task.lane] += bool(starts_s[task.index] < latest_s[queue] - _SIMULTANEOUS_S)
+        latest_s[queue] = max(latest_s[queue], float(starts_s[task.index]))
+    period_s = float(np.mean([run.timeline.period_s(i) for i in run.iterations]))
+
+    def kept(task: Task, other: int, back_s: float) -> bool:
+        if not (run.ran[task.index] and run.ran[other]):
+            return True
+        return bool(starts_s[task.index] >= ends_s[other] - back_s - _SIMULTANEOUS_S)
+
+    after = [tuple(i for i in task.after if kept(task, i, 0.0)) for task in schedule.tasks]
+    previous = [tuple(i for i in task.after_previous if kept(task, i, period_s)) for task in schedule.tasks]
+    num_broken = sum(
+        len(task.after) + len(task.after_previous) - len(one) - len(other)
+        for task, one, other in zip(schedule.tasks, after, previous, strict=True)
+    )
+    found = {lane: count for lane, count in swapped.items() if count}
+    if not found and not num_broken:
+        return None, {}, 0
+    order = sorted(range(len(schedule.tasks)), key=lambda i: (starts_s[i], i)) if found else list(range(len(after)))
+    where = {old: new for new, old in enumerate(order)}
+    tasks = [
+        dataclasses.replace(
+            schedule.tasks[old],
+            index=new,
+            after=tuple(where[i] for i in after[old] if where[i] < new),
+            after_previous=tuple(where[i] for i in previous[old]),
+        )
+        for new, old in enumerate(order)
+    ]
+    return _Seen(Schedule(tuple(tasks)), tuple(order)), found, num_broken
+
+
+def _filled_starts_s(run: _Run) -> Seconds:
+    """Return when tasks began; those that did not run begin when they could have."""
+    starts_s = run.start_s.copy()
+    last: dict[tuple[Lane, int], float] = defaultdict(float)
+    for task in run.timeline.schedule.tasks:
+        queue = task.lane, task.stage
+        if not run.ran[task.index]:
+            ready_s = (float(starts_s[i] + run.durations_s[i]) for i in task.after)
+            starts_s[task.index] = max([last[queue], *ready_s])
+        last[queue] = max(last[queue], float(starts_s[task.index] + run.durations_s[task.index]))
+    return starts_s
+
+
+def _by_kind(
+    planned: Schedule,
+    schedule: Schedule,
+    predicted_s: Seconds,
+    run: _Run,
+    explained_s: Mapping[TaskKind | None, float],
+) -> tuple[Tasks, ...]:
+    num_planned: dict[TaskKind, int] = defaultdict(int)
+    for task in planned.tasks:
+        num_planned[kind_of(task)] += 1
+    members: dict[TaskKind, list[int]] = {kind: [] for kind in num_planned}
+    for task in schedule.tasks:
+        ran = members.setdefault(kind_of(task), [])
+        if run.ran[task.index]:
+            ran.append(task.index)
+    found = [
+        Tasks(
+            *kind,
+            num_planned=num_planned[kind],
+            num_ran=len(tasks),
+            predicted_s=float(predicted_s[tasks].sum()),
+            measured_s=float(run.durations_s[tasks].sum()),
+            explains_s=explained_s.get(kind),
+        )
+        for kind, tasks in members.items()
+    ]
+    return tuple(sorted(found, key=lambda t: (-abs(t.explains_s or 0.0), -abs(t.measured_s - t.predicted_s))))
+
+
+def _stalls_s(measured: Timeline, iterations: Sequence[int]) -> dict[TaskKind, float]:
+    """Return the mean seconds in which the critical path has no task, by what began only after them."""
+    tasks = measured.schedule.tasks
+    first = kind_of(tasks[measured.schedule.first_forward or 0])
+    found: dict[TaskKind, float] = defaultdict(float)
+    for iteration in iterations:
+        before_s = 0.0
+        for step in critical_steps(measured, iteration):
+            found[kind_of(tasks[step.task])] += (step.start_s - before_s) / len(iterations)
+            before_s = step.end_s
+        found[first] += (measured.period_s(iteration) - before_s) / len(iterations)
+    ordered = sorted(found.items(), key=lambda item: -item[1])
+    return {kind: seconds for kind, seconds in ordered if seconds > 0}

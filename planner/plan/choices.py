@@ -1,0 +1,207 @@
+"""What is decided before anything is placed: how devices share a model, and how a batch is cut.
+
+[Note: Choices] Whatever the user fixes is fixed. What is left open is tried in every way that makes sense: degrees that
+divide the devices (of tensor parallelism within a node), and micro-batches of a power of two that make up the wanted
+batch. Only with a wanted batch per iteration can degrees be compared: without one, data parallelism decides it.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
+
+from planner.decisions import Decisions, Frozen, Precision
+from planner.graph import Batch
+from planner.models import experts
+from planner.models.captured import CapturedModel, Model
+from planner.models.config import ModelConfigError
+from planner.models.parameters import layer_shapes
+from planner.models.sharding import share
+from planner.plan.request_terms import DEFAULT_MICRO_BATCH, Storage
+
+MOST_MICRO_BATCHES = 4096  # of an iteration: a schedule has tasks for each of them
+# Parameters of experts that make a unit worth moving by itself; more units of a layer would make schedules long.
+_UNIT_PARAMS, _MOST_UNITS = 100_000_000, 8
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class Choice(Frozen):
+    """Degrees of parallelism and sizes of a batch; see :class:`planner.decisions.Decisions` for what they are."""
+
+    data_parallel: Count = 1
+    tensor_parallel: Count = 1
+    pipeline_parallel: Count = 1
+    expert_parallel: Count = 1
+    expert_units: Count = 1
+    micro_batch: Count = 1
+    num_micro_batches: Count = 1
+
+    @property
+    def words(self) -> str:
+        """What it is, in a few words."""
+        degrees = {"data": self.data_parallel, "tensor": self.tensor_parallel}
+        degrees |= {"pipeline": self.pipeline_parallel, "expert": self.expert_parallel}
+        spread = " x ".join(f"{name} {count}" for name, count in degrees.items() if count > 1) or "one device"
+        return f"{spread}, {self.num_micro_batches} micro-batch(es) of {self.micro_batch}"
+
+
+def batch_of(
+    decided: Choice | Decisions, seq_len: int, precision: Precision, expert_load: tuple[tuple[float, ...], ...]
+) -> Batch:
+    """Return what one forward and backward of a rank works on."""
+    return Batch(
+        decided.micro_batch,
+        seq_len,
+        precision.weight_bytes,
+        tensor_parallel=decided.tensor_parallel,
+        expert_parallel=decided.expert_parallel,
+        expert_units=decided.expert_units,
+        expert_load=expert_load,
+    )
+
+
+class Asked(Frozen):
+    """What of it the user fixed; ``None`` leaves it open.
+
+    Attributes:
+        num_devices: all of them.
+        micro_batch: sequences per forward on each device; 4 unless a global batch is wanted.
+        num_micro_batches: forwards per iteration; 1 unless a global batch is wanted.
+        global_batch: sequences per iteration over all devices.
+        tensor_parallel, pipeline_parallel, expert_parallel: degrees; 1 unless a global batch is wanted.
+        expert_units: units that a rank's experts of a layer fall into; by default such that moving one is worth it.
+        storage: what may be used beside device and host; see :data:`planner.decisions.Storage`.
+    """
+
+    num_devices: Count = 1
+    micro_batch: Count | None = None
+    num_micro_batches: Count | None = None
+    global_batch: Count | None = None
+    tensor_parallel: Count | None = None
+    pipeline_parallel: Count | None = None
+    expert_parallel: Count | None = None
+    expert_units: Count | None = None
+    storage: Storage = "never"
+
+    def choices(self, model: Model, devices_per_node: int) -> tuple[Choice, ...]:
+        """Return every way to do what is asked; see [Note: Choices].
+
+        Raises:
+            ValueError: there is none, and why.
+        """
+        if self.num_devices % ((self.tensor_parallel or 1) * (self.pipeline_parallel or 1)):
+            raise ValueError(
+                f"tensor_parallel {self.tensor_parallel or 1} x pipeline_parallel {self.pipeline_parallel or 1} must "
+                f"divide the {self.num_devices} devices; change one of them"
+            )
+        if isinstance(model, CapturedModel):
+            self._check_captured(model)
+        found: list[Choice] = []
+        reasons: list[ValueError] = []
+        can_be_shared = False
+        for tensor, pipeline in itertools.product(*self._ways(model, devices_per_node)):
+            if self.num_devices % (tensor * pipeline):
+                continue
+            data = self.num_devices // (tensor * pipeline)
+            for expert in self._expert_ways(model, data):
+                degrees = {"data_parallel": data, "tensor_parallel": tensor}
+                degrees |= {"pipeline_parallel": pipeline, "expert_parallel": expert}
+                try:
+                    _check(model, **degrees)
+                except ValueError as error:
+                    reasons.append(error)
+                    continue
+                can_be_shared = True
+                units = self.expert_units or _expert_units(model, expert)
+                found += [
+                    Choice(**degrees, expert_units=units, micro_batch=size, num_micro_batches=count)
+                    for size, count in self._cuts(data, pipeline)
+                ]
+        if not found:
+            if not can_be_shared:
+                raise reasons[0]
+            raise ValueError(
+                f"a global batch of {self.global_batch} sequences cannot be cut into equal micro-batches for "
+                f"{self.num_devices} devices in the way asked for; choose a multiple of the data-parallel ranks, "
+                f"in at most {MOST_MICRO_BATCHES} micro-batches each"
+            )
+        return tuple(found)
+
+    def _check_captured(self, model: CapturedModel) -> None:
+        """Check that nothing is asked for that needs formulas for another share or batch of the model."""
+        for kind in ("tensor", "pipeline", "expert"):
+            if (getattr(self, f"{kind}_parallel") or 1) > 1:
+                raise ValueError(
+                    f"{kind}_parallel {getattr(self, f'{kind}_parallel')}: {model.name} was captured whole, and "
+                    "cannot be shared so; leave it out"
+                )
+
+    def _ways(self, model: Model, devices_per_node: int) -> tuple[list[int], list[int]]:
+        """Return the degrees of tensor and of pipeline parallelism to be tried."""
+        divisors = [n for n in range(1, self.num_devices + 1) if self.num_devices % n == 0]
+        if self.global_batch is None or isinstance(model, CapturedModel):
+            divisors = [1]
+        tensor = [n for n in divisors if devices_per_node % n == 0]
+        return (
+            [self.tensor_parallel] if self.tensor_parallel else tensor,
+            [self.pipeline_parallel] if self.pipeline_parallel else divisors,
+        )
+
+    def _expert_ways(self, model: Model, data: int) -> list[int]:
+        if self.expert_parallel:
+            return [self.expert_parallel]
+        if self.global_batch is None or isinstance(model, CapturedModel) or not model.is_expert_model:
+            return [1]
+        return [2**i for i in range(data.bit_length()) if data % 2**i == 0 and model.num_experts % 2**i == 0]
+
+    def _cuts(self, data: int, pipeline: int) -> Iterator[tuple[int, int]]:
+        """Yield sizes and numbers of micro-batches."""
+        if self.global_batch is None:
+            yield self.micro_batch or DEFAULT_MICRO_BATCH, self.num_micro_batches or 1
+            return
+        if self.global_batch % data:
+            return
+        each = self.global_batch // data
+        for size in [self.micro_batch] if self.micro_batch else [2**i for i in range(each.bit_length())]:
+            count, rest = divmod(each, size)
+            # A pipeline of fewer micro-batches than stages leaves some of them idle all the time.
+            filled = pipeline == 1 or count >= pipeline or self.pipeline_parallel
+            if not rest and filled and count <= MOST_MICRO_BATCHES and self.num_micro_batches in {None, count}:
+                yield size, count
+
+
+def _check(model: Model, **degrees: int) -> None:
+    """Check that a model can be shared so.
+
+    Raises:
+        ValueError: naming the number, the rule and the remedy.
+    """
+    if isinstance(model, CapturedModel):
+        return
+    batch = Batch(1, 1, tensor_parallel=degrees["tensor_parallel"], expert_parallel=degrees["expert_parallel"])
+    experts.check(model, batch)
+    share(model, batch)
+    if degrees["data_parallel"] % degrees["expert_parallel"]:
+        raise ModelConfigError(
+            f"expert_parallel {degrees['expert_parallel']} must divide the {degrees['data_parallel']} data-parallel "
+            "ranks, who share the experts; change one of them"
+        )
+    if degrees["pipeline_parallel"] > model.num_layers:
+        raise ModelConfigError(
+            f"{model.name} has {model.num_layers} layers, which {degrees['pipeline_parallel']} pipeline stages cannot "
+            "share; choose fewer stages"
+        )
+    if degrees["pipeline_parallel"] > 1 and degrees["expert_parallel"] > 1:
+        raise ModelConfigError("experts are not shared by ranks of a pipeline; choose one of both")
+
+
+def _expert_units(model: Model, expert_parallel: int) -> int:
+    """Return into how many units a rank's experts of a layer fall, if each is to be worth moving."""
+    if isinstance(model, CapturedModel) or not model.is_expert_model:
+        return 1
+    layer = next(i for i in range(model.num_layers) if model.has_experts(i))
+    bank = sum(shape[0] * shape[1] * shape[2] for name, shape in layer_shapes(model, layer) if ".experts." in name)
+    num_experts = model.num_experts // expert_parallel
+    return max(min(bank // expert_parallel // _UNIT_PARAMS, num_experts, _MOST_UNITS), 1)

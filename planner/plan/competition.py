@@ -1,0 +1,162 @@
+"""Which choice of degrees and batch sizes is best: those that may be are searched, the most promising first.
+
+A choice whose bound is no better than the best found so far needs no look, and of those that were looked at only the
+best are searched. The certificate of the plan is one for all choices, also those that were passed over.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from planner.bounds.certificate import computing_s
+from planner.bounds.conditions import conditions
+from planner.bounds.solver import solve
+from planner.bounds.space import NEVER_S
+from planner.plan.prediction import Workload
+from planner.plan.variants import Variant
+from planner.search import (
+    Candidate,
+    Outcome,
+    Progress,
+    Scorer,
+    best_of,
+    engine_policies,
+    first_look,
+    no_garbage_collection,
+    search,
+    smallest,
+)
+from planner.search.pipelines import search_pipeline
+
+# How many choices are searched at most, looked at before that, and asked how fast they can be at best.
+_MOST_SEARCHES, _MOST_LOOKS, _MOST_BOUNDS = 2, 10, 32
+# A choice that can be no more than this much faster is not worth a look.
+_WORTH = 1e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class Competition:
+    """What came of it.
+
+    Attributes:
+        winner: the best choice.
+        best: the best candidate.
+        engines: the best candidate of every engine policy, by name, and the choice that it is of.
+        num_simulations: schedules that were simulated, for all choices.
+    """
+
+    winner: Variant
+    best: Candidate
+    engines: dict[str, tuple[Variant, Candidate]]
+    num_simulations: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Look:
+    variant: Variant
+    scorer: Scorer
+    bound_s: float
+    found: Candidate
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.variant.choice.pipeline_parallel > 1
+
+
+@no_garbage_collection()
+def compete(
+    rivals: Sequence[Variant],
+    seq_len: int,
+    max_simulations: int | None = None,
+    progress: Progress | None = None,
+    deadline_s: float | None = None,
+) -> Competition:
+    """Return the best of several choices.
+
+    Engine policies are the best of all choices that were searched, so that all that a user could tune is tuned.
+    """
+
+    def scorer_of(variant: Variant) -> Scorer:
+        return Scorer(Workload(variant.setup.units, seq_len), variant.cost, deadline_s)
+
+    if len(rivals) == 1 and rivals[0].choice.pipeline_parallel == 1:
+        outcome = search(rivals[0].setup, scorer_of(rivals[0]), max_simulations, progress)
+        alone = {name: (rivals[0], candidate) for name, candidate in outcome.engines.items()}
+        return Competition(rivals[0], outcome.best, alone, outcome.num_simulations)
+    looks: list[_Look] = []
+    for bound_s, variant in _promising(rivals):
+        best = min((look.found for look in looks), key=lambda found: found.order, default=None)
+        hopeless = best and not best.missing_bytes and bound_s >= best.iteration_s * (1 - _WORTH)
+        if looks and (hopeless or len(looks) == _MOST_LOOKS or looks[0].scorer.spent()):
+            break
+        scorer = scorer_of(variant)
+        looks.append(_Look(variant, scorer, bound_s, _look(variant, scorer)))
+        if progress:
+            progress(looks[-1].found, sum(look.scorer.num_simulations for look in looks))
+    looks.sort(key=lambda look: look.found.order)
+    found: list[tuple[_Look, Outcome]] = []
+    for look in looks[:_MOST_SEARCHES]:
+        if not found or look.bound_s < found[0][1].best.iteration_s * (1 - _WORTH):
+            found.append((look, _search(look, max_simulations, progress)))
+    best_look, outcome = min(found, key=lambda item: item[1].best.order)
+    engines = _engines(found)
+    if not engines and (plain := [variant for variant in rivals if variant.choice.pipeline_parallel == 1]):
+        # Pipelines won: engines offload, so they are compared as they would be used.
+        beside = min(plain, key=lambda variant: (variant.choice.tensor_parallel, computing_s(variant)))
+        policies = engine_policies(beside.setup, scorer_of(beside))
+        engines = {name: (beside, candidate) for name, candidate in policies.items()}
+    num_simulations = sum(look.scorer.num_simulations for look in looks)
+    return Competition(best_look.variant, outcome.best, engines, num_simulations)
+
+
+def closest(rival: Variant, scorer: Scorer) -> Candidate:
+    """Return what lacks least of what needs least memory, of a choice of which nothing fits."""
+    if rival.choice.pipeline_parallel > 1:
+        return search_pipeline(rival.setup, scorer).best
+    return best_of(map(scorer.score, smallest(rival.setup)))
+
+
+@no_garbage_collection()
+def first_fit(rivals: Sequence[Variant], seq_len: int) -> Candidate | None:
+    """Return a candidate that fits, of the first choice of which one is soon found; ``None`` if none is."""
+    for rival in sorted(rivals, key=computing_s)[:_MOST_LOOKS]:
+        found = _look(rival, Scorer(Workload(rival.setup.units, seq_len), rival.cost))
+        if not found.missing_bytes:
+            return found
+    return None
+
+
+def _engines(found: Sequence[tuple[_Look, Outcome]]) -> dict[str, tuple[Variant, Candidate]]:
+    best: dict[str, tuple[Variant, Candidate]] = {}
+    for look, searched in found:
+        for name, candidate in searched.engines.items():
+            if name not in best or candidate.order < best[name][1].order:
+                best[name] = look.variant, candidate
+    return best
+
+
+def _look(variant: Variant, scorer: Scorer) -> Candidate:
+    if variant.choice.pipeline_parallel > 1:
+        return search_pipeline(variant.setup, scorer).best
+    return first_look(variant.setup, scorer)
+
+
+def _search(look: _Look, max_simulations: int | None, progress: Progress | None) -> Outcome:
+    if look.is_pipeline:
+        return Outcome(look.found, {}, look.scorer.num_simulations)
+    return search(look.variant.setup, look.scorer, max_simulations, progress)
+
+
+def _promising(rivals: Sequence[Variant]) -> list[tuple[float, Variant]]:
+    """Return how fast choices can be at best, in seconds, the fastest first; infinite where nothing fits."""
+    bounds: list[tuple[float, Variant]] = []
+    least_s = float("inf")
+    for variant in sorted(rivals, key=computing_s):
+        # What computes for longer than others take at best comes later, if at all.
+        bound_s = computing_s(variant)
+        if len(bounds) < _MOST_BOUNDS and bound_s < least_s * 2:
+            stages = variant.space.stages()[-2:]
+            solutions = [solve(conditions(space, variant.cost, NEVER_S)) for space in stages]
+            bound_s = min((s.value for s in solutions if s), default=float("inf"))
+            least_s = min(least_s, bound_s)
+        bounds.append((bound_s, variant))
+    return sorted(bounds, key=lambda item: item[0])

@@ -1,0 +1,166 @@
+"""The plan: decisions, prediction and where both come from, as ``plan.json``."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from hwprofiles.complaints import complaint
+from hwprofiles.files import read_json
+from hwprofiles.profile import HardwareProfile
+from planner.bounds.proof import Certificate
+from planner.checkpoints.chosen import CheckpointPlan
+from planner.decisions import Decisions, Frozen
+from planner.graph import Unit, build_graph, units
+from planner.lowering import lower
+from planner.models.captured import ModelField
+from planner.plan.choices import Asked, batch_of
+from planner.plan.prediction import Prediction, TierMemory
+from planner.schedule.tasks import Schedule, Tier
+
+SCHEMA_VERSION: Final = 7
+
+
+class PlanError(ValueError):
+    """A plan file that cannot be used, and what to do about it."""
+
+
+class EngineRow(Frozen):
+    """What an engine policy would take on the same machine.
+
+    Attributes:
+        name: of the policy.
+        setting: the best of the settings that it leaves to its user.
+        fits: whether that fits in memory.
+        iteration_s: predicted; ``None`` if it was not simulated because it cannot fit.
+        missing_bytes: by tier, how much memory is lacking (empty if it fits).
+    """
+
+    name: str
+    setting: str
+    fits: bool
+    iteration_s: float | None = None
+    missing_bytes: dict[Tier, int]
+
+
+class Plan(Frozen):
+    """Everything needed to run one model on one machine, and to judge the run.
+
+    Attributes:
+        program_version: version of the program that made it.
+        model: sizes of the model, or the operators of a captured one.
+        seq_len: tokens per sequence.
+        expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
+        asked: what was fixed of degrees and batch sizes; the rest was chosen.
+        hardware: the profile it was made for, whole, so that the plan stands alone.
+        decisions: what was chosen; with the model and the batch it determines the schedule.
+        prediction: what that is predicted to take.
+        engines: what engine policies would take.
+        certificate: how fast any schedule could be at best, and what proves it.
+        num_simulations: schedules that the search simulated.
+        checkpoints: when to make them, and at which levels; ``None`` if that was not asked.
+        model_digest, hardware_digest: SHA-256 of the model and of the profile: two plans may be of the same.
+        content_digest: SHA-256 of everything else, so that a change by hand is noticed.
+    """
+
+    schema_version: Literal[7] = 7
+    program_version: str
+    model: ModelField
+    seq_len: Annotated[int, Field(ge=1)]
+    expert_load: tuple[tuple[float, ...], ...] = ()
+    asked: Asked
+    hardware: HardwareProfile
+    decisions: Decisions
+    prediction: Prediction
+    engines: tuple[EngineRow, ...]
+    certificate: Certificate
+    num_simulations: int
+    checkpoints: CheckpointPlan | None = None
+    model_digest: str = ""
+    hardware_digest: str = ""
+    content_digest: str = ""
+
+    @model_validator(mode="after")
+    def _untouched(self) -> Self:
+        if self.content_digest and self.content_digest != self.digest():
+            raise ValueError(
+                f"content_digest is {self.content_digest[:12]}, but the content has {self.digest()[:12]}: the file was "
+                "changed after it was written; make the plan again with the options you want"
+            )
+        return self
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the canonical JSON of everything but ``content_digest``."""
+        data = self.model_dump(mode="json", exclude={"content_digest"}, exclude_none=True)
+        return _digest(data)
+
+    def sealed(self) -> Self:
+        """Return the same plan with its digest."""
+        parts = {
+            f"{name}_digest": _digest(getattr(self, name).model_dump(mode="json")) for name in ("model", "hardware")
+        }
+        plan = self.model_copy(update=parts)
+        return plan.model_copy(update={"content_digest": plan.digest()})
+
+    def units(self) -> tuple[Unit, ...]:
+        """Return the model's units for this plan's micro-batch, or one tensor-parallel rank's share of them."""
+        decisions = self.decisions
+        batch = batch_of(decisions, self.seq_len, decisions.precision, self.expert_load)
+        return units(build_graph(self.model, batch))
+
+    def schedule(self, *, takes_snapshots: bool = False) -> Schedule:
+        """Return the schedule of one iteration: what is simulated and what is executed.
+
+        Args:
+            takes_snapshots: with what takes state for checkpoints.
+        """
+        asynchronous = self.hardware.device.kind == "gpu"
+        return lower(self.units(), self.decisions, asynchronous=asynchronous, takes_snapshots=takes_snapshots)
+
+    def to_json(self) -> str:
+        """Return the canonical text of ``plan.json``: the same plan is always the same bytes."""
+        data = self.sealed().model_dump(mode="json", exclude_none=True)
+        return json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n"
+
+    @property
+    def gpu_memory(self) -> TierMemory:
+        """Peak memory of one device."""
+        return self.prediction.memory[Tier.GPU]
+
+
+def load_plan(path: Path | str) -> Plan:
+    """Read and check a plan file.
+
+    Raises:
+        PlanError: it is missing, not a plan, of another schema version, or was changed by hand.
+    """
+    path = Path(path)
+    data = read_json(path, PlanError, "make a plan with `ullage plan`")
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    for field, kind in (("start_s", "a run; `ullage compare` reads it"), ("host_link", "a hardware profile")):
+        if isinstance(data, dict) and field in data:
+            raise PlanError(f"{path} is {kind}, not a plan; make a plan with `ullage plan`")
+    if version is None:
+        raise PlanError(f"{path} is no plan: it has no schema_version; make a plan with `ullage plan`")
+    if version != SCHEMA_VERSION:
+        raise PlanError(
+            f"{path} has schema_version {version}, but this program reads {SCHEMA_VERSION}; "
+            "make the plan again with this version"
+        )
+    try:
+        plan = Plan.model_validate(data)
+    except ValidationError as error:
+        raise PlanError(f"{path}: {complaint(error, 'plan')}") from error
+    if not plan.content_digest:
+        raise PlanError(f"{path}: content_digest is missing, so the file cannot be trusted; make the plan again")
+    return plan
+
+
+def _digest(data: Any) -> str:
+    return hashlib.sha256(_canonical(data).encode()).hexdigest()
+
+
+def _canonical(data: Any) -> str:
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)

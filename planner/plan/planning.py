@@ -1,0 +1,358 @@
+"""Planning: from what the user asks for to a plan. The front door of this package."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+from hwprofiles import __version__
+from hwprofiles.profile import Device, HardwareProfile
+from planner.bounds.certificate import certify, infeasible
+from planner.bounds.proof import Certificate, Proof
+from planner.costs.model import CostModel
+from planner.costs.optimizers import Optimizer
+from planner.decisions import BF16, FP32, Decisions, Place, Precision
+from planner.engines.policies import Setup
+from planner.graph import Unit
+from planner.models.captured import Model
+from planner.plan.choices import MOST_MICRO_BATCHES, Asked
+from planner.plan.competition import closest, compete
+from planner.plan.document import EngineRow, Plan
+from planner.plan.prediction import Prediction, Workload, capacities
+from planner.plan.request_terms import Storage
+from planner.plan.variants import Job, Variant, variants
+from planner.schedule.tasks import Tier
+from planner.search import Candidate, Progress, Scorer, no_garbage_collection
+
+# What can be done when a tier is too small, cheapest first.
+_REMEDIES = {
+    Tier.GPU: "use a smaller --micro-batch or --seq-len (of a captured model, --input-shape), more --gpus, or a device "
+    "with more memory",
+    Tier.HOST: "use more --gpus (or nodes), or a host with more memory",
+    Tier.NVME: "use more nodes, or place less there",
+}
+# Of what is asked for: what is above is a slip of the hand, and would only take long.
+_MOST = {
+    "num_devices": 100_000,
+    "seq_len": 100_000_000,
+    "micro_batch": 1_000_000,
+    "num_micro_batches": MOST_MICRO_BATCHES,
+    "global_batch": 10_000_000,
+    "expert_units": 10_000,
+}
+
+
+class InfeasibleError(ValueError):
+    """No plan fits: which memory is short, by how much, and what would help.
+
+    Attributes:
+        missing_bytes: by tier, what the best that was tried lacks.
+        proven: no schedule fits, which is proven.
+    """
+
+    def __init__(self, message: str, missing_bytes: Mapping[Tier, int], *, proven: bool) -> None:
+        super().__init__(message)
+        self.missing_bytes = dict(missing_bytes)
+        self.proven = proven
+
+
+def default_precision(device: Device) -> Precision:
+    """Return bf16, or fp32 if the device multiplies that more than twice as fast.
+
+    Types of half the size make nothing more than twice as fast but products. A processor without instructions for bf16
+    may be twenty times slower with it.
+    """
+    rate_flop_per_s = {
+        dtype: device.gemm[dtype].best_rate_per_s() for dtype in ("bf16", "fp32") if dtype in device.gemm
+    }
+    prefers_fp32 = rate_flop_per_s.get("fp32", 0.0) > 2 * rate_flop_per_s.get("bf16", 0.0)
+    return FP32 if prefers_fp32 else BF16
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the user asks for; what is ``None`` is left open, see :class:`planner.plan.choices.Asked`.
+
+    Attributes:
+        model: sizes of the model, or a captured one.
+        hardware: the machine.
+        num_devices: devices to train on, over as many nodes as they fill.
+        seq_len: tokens per sequence.
+        micro_batch: sequences per forward on each device.
+        num_micro_batches: forwards per iteration (gradient accumulation).
+        precision: types of weights and gradients.
+        optimizer: what updates the parameters.
+        clip: clip gradients by their global norm.
+        subgroup_params: parameters in one subgroup, the grain of optimizer placement.
+        global_batch: sequences per iteration over all devices.
+        tensor_parallel, pipeline_parallel, expert_parallel: how devices share the model.
+        expert_units: units that a rank's experts of a layer fall into.
+        expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
+        storage: what may be used beside device and host; see :data:`planner.decisions.Storage`.
+    """
+
+    model: Model
+    hardware: HardwareProfile
+    num_devices: int = 1
+    seq_len: int = 2048
+    micro_batch: int | None = None
+    num_micro_batches: int | None = None
+    precision: Precision = BF16
+    optimizer: Optimizer = "adamw"
+    clip: bool = True
+    subgroup_params: int = 100_000_000
+    global_batch: int | None = None
+    tensor_parallel: int | None = None
+    pipeline_parallel: int | None = None
+    expert_parallel: int | None = None
+    expert_units: int | None = None
+    expert_load: tuple[tuple[float, ...], ...] = ()
+    storage: Storage = "never"
+
+    def __post_init__(self) -> None:
+        for field in (*Asked.model_fields, "seq_len", "subgroup_params"):
+            if isinstance(value := getattr(self, field), int) and value < 1:
+                raise ValueError(f"{field} is {value}, but must be at least 1")
+        for field, most in _MOST.items():
+            if (value := getattr(self, field)) is not None and value > most:
+                raise ValueError(f"{field} is {value}, but no more than {most} can be planned; ask for less")
+        if self.storage == "nvme" and self.hardware.nvme is None:
+            raise ValueError(
+                f"storage is 'nvme', but profile {self.hardware.name} has no nvme; ask for 'activations' or choose a "
+                "profile with drives"
+            )
+        dtype, device = self.precision.weights, self.hardware.device
+        if dtype not in device.gemm or dtype not in device.attention:
+            raise ValueError(
+                f"profile {self.hardware.name} says nothing about products and attention in {dtype}; choose another "
+                "precision or machine, or measure it with `ullage calibrate`"
+            )
+        per_node = self.hardware.devices_per_node
+        if self.num_devices > per_node and self.hardware.inter_node is None:
+            raise ValueError(
+                f"{self.hardware.name} has {per_node} device(s) and no network between nodes, but {self.num_devices} "
+                f"are asked for; ask for at most {per_node}, or choose a profile with an inter_node fabric"
+            )
+
+    @property
+    def asked(self) -> Asked:
+        """What is fixed of degrees and batch sizes."""
+        return Asked(**{field: getattr(self, field) for field in Asked.model_fields})
+
+    @property
+    def job(self) -> Job:
+        """What all its variants have in common."""
+        return Job(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Job)})
+
+    def variants(self) -> tuple[Variant, ...]:
+        """Return every way to do what is asked.
+
+        Raises:
+            ValueError: there is none, and why.
+        """
+        return variants(self.job, self.asked)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The best that was found for a request, before anything is proven of it.
+
+    Attributes:
+        decisions: what was chosen.
+        prediction: what that takes.
+        own: the choice of degrees and batch sizes that it is of.
+        rivals: all choices.
+        engines: what engine policies would take.
+        num_simulations: schedules that were simulated.
+    """
+
+    decisions: Decisions
+    prediction: Prediction
+    own: Variant
+    rivals: tuple[Variant, ...]
+    engines: tuple[EngineRow, ...]
+    num_simulations: int
+
+    def certificate(self) -> Certificate:
+        """Prove how fast any schedule could be at best; about as much work as finding this one."""
+        return certify(self.rivals, self.own, self.decisions, self.prediction.iteration_s)
+
+
+def find(
+    request: Request,
+    max_simulations: int | None = None,
+    progress: Progress | None = None,
+    budget_s: float | None = None,
+) -> Found:
+    """Find the best that a plan can be made of; see :func:`make_plan`, which takes and raises the same."""
+    rivals = request.variants()
+    if proofs := infeasible(rivals):  # before any search, which would be for nothing
+        raise _infeasible(request, *_closest(request, rivals, proofs), proofs)
+    deadline_s = None if budget_s is None else time.monotonic() + budget_s
+    found = compete(rivals, request.seq_len, max_simulations, progress, deadline_s)
+    best, own = found.best.decisions, found.winner
+    scorer = Scorer(Workload(own.setup.units, request.seq_len), own.cost)
+    if missing_bytes := found.best.missing_bytes:
+        if math.isinf(found.best.iteration_s):
+            best, missing_bytes = _lacking_least(best, own, scorer)
+        raise _infeasible(request, best, missing_bytes, own)
+    prediction = scorer.predict(best)
+    engines = tuple(_row(name, engine, other.setup.units) for name, (other, engine) in found.engines.items())
+    return Found(best, prediction, own, rivals, engines, found.num_simulations)
+
+
+@no_garbage_collection()
+def make_plan(
+    request: Request,
+    max_simulations: int | None = None,
+    progress: Progress | None = None,
+    budget_s: float | None = None,
+) -> Plan:
+    """Find the best plan for a request.
+
+    Args:
+        request: what is asked for.
+        max_simulations: the search ends after so many; by default as many as take some seconds.
+        progress: called with the best so far and the number of simulations.
+        budget_s: search for so many seconds instead, or until nothing better is in sight. What is found then depends
+            on how fast this machine is.
+
+    Raises:
+        InfeasibleError: nothing that was tried fits in memory.
+        ValueError: it cannot be done in the way that is asked for.
+    """
+    found = find(request, max_simulations, progress, budget_s)
+    return Plan(
+        program_version=__version__,
+        model=request.model,
+        seq_len=request.seq_len,
+        expert_load=request.expert_load,
+        asked=request.asked,
+        hardware=request.hardware,
+        decisions=found.decisions,
+        prediction=found.prediction,
+        engines=found.engines,
+        certificate=found.certificate(),
+        num_simulations=found.num_simulations,
+    ).sealed()
+
+
+def prepare(request: Request) -> tuple[Setup, Workload, CostModel]:
+    """Return what scoring decisions for a request needs, where all degrees and batch sizes are fixed."""
+    variant = request.variants()[0]
+    return variant.setup, Workload(variant.setup.units, request.seq_len), variant.cost
+
+
+def describe(decisions: Decisions, units: tuple[Unit, ...]) -> str:
+    """Return the placement in one line: what is recomputed, what the host holds, who updates how much."""
+    placed = dict.fromkeys(Place, 0)
+    for unit in units:
+        for num_params, place in decisions.placed_pieces(unit):
+            placed[place] += num_params
+    total = sum(placed.values())
+    parts = [f"{100 * n / total:.0f} % of updates {_VERBS[place]}" for place, n in placed.items() if n > total / 200]
+    recomputed = sum(unit.activations == "recompute" for unit in decisions.units.values())
+    offloaded = sum(unit.offloads for unit in decisions.units.values())
+    if offloaded:
+        parts.append(f"activations of {offloaded} of {len(decisions.units)} units offloaded")
+    if recomputed or not offloaded:
+        parts.append(f"{recomputed} of {len(decisions.units)} units recomputed" if recomputed else "activations kept")
+    fetched = {where: sum(unit.params == where for unit in decisions.units.values()) for where in ("host", "nvme")}
+    parts += [f"parameters of {count} units on the {where}" for where, count in fetched.items() if count]
+    if decisions.data_parallel > 1:
+        parts.append(f"ZeRO-{decisions.zero_stage}")
+    degrees = {"tensor": decisions.tensor_parallel, "pipeline": decisions.pipeline_parallel}
+    degrees |= {"expert": decisions.expert_parallel}
+    parts += [f"{name} parallel {count}" for name, count in degrees.items() if count > 1]
+    return ", ".join(parts)
+
+
+_VERBS = {
+    Place.GPU: "on the device",
+    Place.STREAM: "streamed through the device",
+    Place.CPU: "on the CPU",
+    Place.NVME: "on the CPU from NVMe",
+}
+
+
+def _row(name: str, candidate: Candidate, units: tuple[Unit, ...]) -> EngineRow:
+    simulated = candidate.iteration_s != float("inf")
+    return EngineRow(
+        name=name,
+        setting=describe(candidate.decisions, units),
+        fits=not candidate.missing_bytes,
+        iteration_s=candidate.iteration_s if simulated else None,
+        missing_bytes=candidate.missing_bytes,
+    )
+
+
+def _closest(
+    request: Request, rivals: Sequence[Variant], proofs: Sequence[Proof]
+) -> tuple[Decisions, dict[Tier, int], Variant]:
+    """Return what takes least memory of the choice that is proven to lack least, what it lacks, and the choice."""
+    least = min(proofs, key=lambda proof: proof.overrun or 0.0)
+    own = next(rival for rival in rivals if rival.choice == least.choice)
+    scorer = Scorer(Workload(own.setup.units, request.seq_len), own.cost)
+    best = closest(own, scorer)
+    if math.isinf(best.iteration_s):
+        return *_lacking_least(best.decisions, own, scorer), own
+    return best.decisions, best.missing_bytes, own
+
+
+def _lacking_least(rejected: Decisions, variant: Variant, scorer: Scorer) -> tuple[Decisions, dict[Tier, int]]:
+    """Return what lacks least and what it lacks, of decisions that were rejected before simulating.
+
+    All that is known of those is what they always hold, so that recomputing was not seen to help: both are simulated.
+    """
+    again = {
+        unit.name: rejected.units[unit.name].model_copy(update={"activations": "recompute"})
+        for unit in variant.setup.units
+        if unit.recompute and rejected.units[unit.name].activations == "keep"
+    }
+    capacity_bytes = capacities(variant.cost)
+    tried = (rejected, rejected.model_copy(update={"units": {**rejected.units, **again}}))
+    missing_bytes = [(decisions, scorer.predict(decisions).missing_bytes) for decisions in tried]
+    return min(missing_bytes, key=lambda item: sum(n / capacity_bytes[tier] for tier, n in item[1].items()))
+
+
+def _infeasible(
+    request: Request,
+    best: Decisions,
+    missing_bytes: Mapping[Tier, int],
+    variant: Variant,
+    proofs: tuple[Proof, ...] = (),
+) -> InfeasibleError:
+    cost, units = variant.cost, variant.setup.units
+    capacity_bytes = capacities(cost)
+    shares = {tier: num_bytes / capacity_bytes[tier] for tier, num_bytes in missing_bytes.items()}
+    tiers = sorted(shares, key=shares.__getitem__, reverse=True)
+    names = {tier: f"{tier.value} ({cost.ranks_per_node} device(s) per node)" for tier in tiers}
+    names[Tier.GPU] = request.hardware.device.name
+    lacks = " and ".join(
+        f"the {names[tier]} lacks {_gigabytes(missing_bytes[tier])} beyond its {_gigabytes(capacity_bytes[tier])} "
+        f"({_percent(shares[tier])} of that)"
+        for tier in tiers
+    )
+    tried = f"the {'smallest' if proofs else 'best'} plan found ({describe(best, units)})"
+    message = (
+        f"{request.model.name} does not fit on {request.num_devices} device(s) of {request.hardware.name}: {lacks} "
+        f"even with {tried}, and {_proven(proofs)}; " + "; ".join(_REMEDIES[tier] for tier in tiers)
+    )
+    return InfeasibleError(message, missing_bytes, proven=bool(proofs))
+
+
+def _proven(proofs: tuple[Proof, ...]) -> str:
+    """Say what is proven of all schedules; proofs are of the share of a memory, whichever it is."""
+    if not proofs:
+        return "there is no proof that no other fits"
+    least = math.floor(1000 * min(proof.overrun or 0.0 for proof in proofs)) / 10  # not more than is proven
+    lacking = f"every schedule lacks at least {least:.1f} % of some memory" if least else "no schedule fits"
+    return f"it is proven that {lacking}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"

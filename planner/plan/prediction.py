@@ -1,0 +1,139 @@
+"""What a schedule is predicted to take: time by phase, memory by tier, and what binds."""
+
+import dataclasses
+
+from planner.costs.model import CostModel, total_flop
+from planner.decisions import Decisions, Frozen
+from planner.graph import Unit
+from planner.schedule.critical_path import critical_path
+from planner.schedule.tasks import TIERS, MemoryClass, Schedule, Tier
+from planner.schedule.timeline import Timeline, memory_use, peak_bytes
+from planner.simulate.machine import Simulation
+
+
+class TierMemory(Frozen):
+    """Peak memory of one tier: of one device, or of one node's host.
+
+    Attributes:
+        peak_bytes: most bytes held at any moment of the iteration.
+        capacity_bytes: what there is.
+        by_class: what each class holds at that moment.
+    """
+
+    peak_bytes: int
+    capacity_bytes: int
+    by_class: dict[MemoryClass, int]
+
+    @property
+    def missing_bytes(self) -> int:
+        """How much too little there is; 0 if it fits."""
+        return max(self.peak_bytes - self.capacity_bytes, 0)
+
+
+class Prediction(Frozen):
+    """One steady iteration, as the simulator sees it.
+
+    Attributes:
+        forward_s, backward_s, update_s, loop_s, iteration_s: see :class:`planner.schedule.timeline.Phases`.
+        tokens_per_s: over all devices.
+        model_flop_per_s: per device, without recomputation.
+        memory: peaks by tier.
+        busy_s: seconds that each lane is occupied.
+        critical_s: seconds of the critical path that each lane is responsible for.
+        converged: whether the simulated iteration repeated itself exactly.
+        warnings: what the user should know about the numbers.
+    """
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    loop_s: float
+    iteration_s: float
+    tokens_per_s: float
+    model_flop_per_s: float
+    memory: dict[Tier, TierMemory]
+    busy_s: dict[str, float]
+    critical_s: dict[str, float]
+    converged: bool
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether every tier holds its peak."""
+        return not self.missing_bytes
+
+    @property
+    def missing_bytes(self) -> dict[Tier, int]:
+        """How much too little there is, of the tiers that are too small."""
+        return {tier: use.missing_bytes for tier, use in self.memory.items() if use.missing_bytes}
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is trained: the units for one micro-batch, and how many tokens that is."""
+
+    units: tuple[Unit, ...]
+    seq_len: int
+
+    def tokens(self, decisions: Decisions) -> int:
+        """Return the tokens of one iteration over all devices."""
+        return decisions.data_parallel * decisions.num_micro_batches * decisions.micro_batch * self.seq_len
+
+
+def predict(workload: Workload, decisions: Decisions, cost: CostModel, simulation: Simulation) -> Prediction:
+    """Summarise a simulation."""
+    timeline, steady = simulation.timeline, simulation.steady
+    phases = simulation.phases
+    return Prediction(
+        **{f"{phase}_s": seconds for phase, seconds in phases.by_phase.items()},
+        iteration_s=phases.iteration_s,
+        tokens_per_s=workload.tokens(decisions) / phases.iteration_s,
+        model_flop_per_s=total_flop(workload.units, decisions) / phases.iteration_s,
+        memory=memory_peaks(timeline, steady, cost),
+        busy_s={lane.value: seconds for lane, seconds in sorted(timeline.busy_s(steady).items())},
+        critical_s=critical_path(timeline, steady),
+        converged=simulation.converged,
+        warnings=tuple(cost.warnings),
+    )
+
+
+def memory_peaks(timeline: Timeline, iteration: int, cost: CostModel) -> dict[Tier, TierMemory]:
+    """Return peaks against capacities: one device's, and those of all ranks on one node together."""
+    capacity, scale = capacities(cost), _num_holders(cost)
+    use = memory_use(timeline, iteration)
+    return {
+        tier: TierMemory(
+            peak_bytes=used.peak_bytes * scale[tier],
+            capacity_bytes=capacity[tier],
+            by_class={c: n * scale[tier] for c, n in sorted(used.peak_by_class.items())},
+        )
+        for tier, used in use.items()
+    }
+
+
+def capacities(cost: CostModel) -> dict[Tier, int]:
+    """Return the bytes of one device, of one node's host memory and of its NVMe."""
+    profile = cost.profile
+    return {
+        Tier.GPU: int(profile.device.memory_bytes.value),
+        Tier.HOST: int(profile.host.memory_bytes.value),
+        Tier.NVME: int(profile.nvme.capacity_bytes.value) if profile.nvme else 0,
+    }
+
+
+def needs_bytes(timeline: Timeline, iteration: int, cost: CostModel) -> dict[Tier, int]:
+    """Return the peaks of :func:`memory_peaks` alone: what a search needs, hundreds of times."""
+    ranks = _num_holders(cost)
+    return {tier: ranks[tier] * most for tier, most in peak_bytes(timeline, iteration).items()}
+
+
+def _num_holders(cost: CostModel) -> dict[Tier, int]:
+    """Return how many ranks hold something in one memory of each tier."""
+    return {Tier.GPU: 1, Tier.HOST: cost.ranks_per_node, Tier.NVME: cost.ranks_per_node}
+
+
+def always_held(schedule: Schedule, cost: CostModel) -> dict[Tier, int]:
+    """Return a lower bound of each tier's peak without simulating: what is held all the time."""
+    most = schedule.arrays.always_held.max(axis=1, initial=0).tolist()
+    ranks = _num_holders(cost)
+    return {tier: ranks[tier] * held for tier, held in zip(TIERS, most, strict=True)}

@@ -1,0 +1,93 @@
+"""Variants of a request: each choice of degrees and batch sizes, with all that scoring and bounding it needs."""
+
+import dataclasses
+import functools
+
+from hwprofiles.profile import HardwareProfile
+from planner.bounds.space import Space
+from planner.costs.model import CostModel
+from planner.costs.optimizers import Optimizer
+from planner.decisions import Decisions, Precision
+from planner.engines.policies import Setup
+from planner.graph import Batch, Unit, build_graph, units
+from planner.models.captured import Model
+from planner.plan.choices import Asked, Choice, batch_of
+from planner.plan.request_terms import Storage
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What all variants have in common.
+
+    Attributes:
+        model: sizes of the model.
+        hardware: the machine.
+        seq_len: tokens per sequence.
+        expert_load: shares of all visits that go to each expert; see :class:`planner.graph.Batch`.
+        precision: types of weights and gradients.
+        optimizer: what updates the parameters.
+        clip: whether gradients are clipped by their global norm.
+        subgroup_params: most parameters of one subgroup.
+    """
+
+    model: Model
+    hardware: HardwareProfile
+    seq_len: int
+    expert_load: tuple[tuple[float, ...], ...]
+    precision: Precision
+    optimizer: Optimizer
+    clip: bool
+    subgroup_params: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One choice.
+
+    Attributes:
+        choice: degrees and batch sizes.
+        setup: what engine policies decide for.
+        cost: prices; of single units, also where pipeline stages are merged from them.
+    """
+
+    choice: Choice
+    setup: Setup
+    cost: CostModel
+
+    @property
+    def space(self) -> Space:
+        """All schedules of it; the ZeRO stage is left open."""
+        reduce_start = "step" if self.choice.pipeline_parallel > 1 else "backward"
+        given = {**self.setup.given, "policy": "any", "reduce_start": reduce_start, "units": {}}
+        return Space(self.setup.units, Decisions.model_validate(given), self.setup.storage)
+
+
+def variants(job: Job, asked: Asked) -> tuple[Variant, ...]:
+    """Return every way to do what is asked.
+
+    Raises:
+        ValueError: there is none, and why.
+    """
+    choices = asked.choices(job.model, job.hardware.devices_per_node)
+    return tuple(variant(job, choice, asked.storage) for choice in choices)
+
+
+def variant(job: Job, choice: Choice, storage: Storage) -> Variant:
+    """Return one way to do it."""
+    setup = Setup(
+        _units(job.model, batch_of(choice, job.seq_len, job.precision, job.expert_load)),
+        **choice.model_dump(),
+        precision=job.precision,
+        optimizer=job.optimizer,
+        clip=job.clip,
+        subgroup_params=job.subgroup_params,
+        storage=storage,
+    )
+    degrees = dataclasses.astuple(setup.degrees)
+    cost = CostModel(job.hardware, setup.units, job.precision, *degrees, optimizer=job.optimizer)
+    return Variant(choice, setup, cost)
+
+
+@functools.lru_cache(32)  # the same for all choices that cut the batch alike, and for all machines of a study
+def _units(model: Model, batch: Batch) -> tuple[Unit, ...]:
+    return units(build_graph(model, batch))

@@ -1,0 +1,113 @@
+"""Checking a plan without trusting who made it: memory and time by simulation, the bound by exact arithmetic."""
+
+import dataclasses
+import math
+from typing import Any
+
+from planner.bounds.certificate import CertificateError, check
+from planner.checkpoints.choosing import CheckpointsError, choose_checkpoints
+from planner.costs.model import CostModel
+from planner.decisions import Decisions
+from planner.plan.document import Plan
+from planner.plan.prediction import Prediction, Workload, predict
+from planner.plan.variants import Job, Variant, variants
+from planner.simulate.machine import run_until_steady
+
+# Simulating is deterministic on one machine; elsewhere the last digits of sums may differ.
+_RELATIVE = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """What was found true of a plan.
+
+    Attributes:
+        prediction: as simulated again.
+        num_proofs: of the bound, one for every ZeRO stage.
+        num_multipliers: in all of them.
+    """
+
+    prediction: Prediction
+    num_proofs: int
+    num_multipliers: int
+
+
+def verify(plan: Plan) -> Verified:
+    """Check that a plan fits, takes what it says, and is as near to the best as it says.
+
+    The search, the solver and the numbers of the plan file are not believed: the schedule is simulated again, and the
+    proofs of the bound are added up in rational numbers over conditions that are built again.
+
+    Raises:
+        CertificateError: something that the plan states is not so.
+    """
+    units, decisions = plan.units(), plan.decisions
+    cost = CostModel.of(plan.hardware, units, decisions)
+    simulation = run_until_steady(plan.schedule(), cost)
+    found = predict(Workload(units, plan.seq_len), decisions, cost, simulation)
+    for tier, use in found.memory.items():
+        if use.missing_bytes:
+            raise CertificateError(
+                f"the plan needs {use.peak_bytes} bytes of {tier} memory, not {use.capacity_bytes}; plan again"
+            )
+        if (stated := plan.prediction.memory.get(tier)) != use:
+            peak = stated.peak_bytes if stated else None
+            raise CertificateError(
+                f"the plan states a peak of {peak} bytes of {tier} memory, but it is {use.peak_bytes}"
+            )
+    stated_s = plan.prediction.iteration_s
+    if abs(found.iteration_s - stated_s) > _RELATIVE * stated_s:
+        raise CertificateError(f"the plan states {stated_s!r} s per iteration, but it takes {found.iteration_s!r} s")
+    _check_checkpoints(plan)
+    rivals = variants(job_of(plan), plan.asked)
+    own = next((rival for rival in rivals if _chosen(rival, decisions)), None)
+    if own is None:
+        raise CertificateError("the plan's degrees and batch sizes are not what was asked for; plan again")
+    check(plan.certificate, rivals, own, decisions, stated_s)
+    proofs = plan.certificate.proofs
+    count = sum(len(proof.multipliers) for proof in proofs) + len(plan.certificate.placement)
+    return Verified(found, len(proofs), count)
+
+
+def _check_checkpoints(plan: Plan) -> None:
+    """Choose the checkpoints of a plan again, and compare."""
+    if plan.checkpoints is None:
+        return
+    try:
+        found = choose_checkpoints(plan, plan.checkpoints.asked)
+    except CheckpointsError as error:
+        raise CertificateError(f"the plan states checkpoints that cannot be made: {error}") from error
+    if differs := _difference(plan.checkpoints.model_dump(mode="json"), found.model_dump(mode="json"), "checkpoints"):
+        raise CertificateError(f"the plan states {differs}")
+
+
+def _difference(stated: Any, found: Any, name: str) -> str | None:
+    """Return in words where two JSON documents differ first, in more than the last digits of a number."""
+    if isinstance(stated, dict) and isinstance(found, dict) and stated.keys() == found.keys():
+        parts = ((stated[key], found[key], f"{name}.{key}") for key in stated)
+    elif isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
+        parts = ((a, b, f"{name}[{i}]") for i, (a, b) in enumerate(zip(stated, found, strict=True)))
+    else:
+        numbers = isinstance(stated, float) and isinstance(found, float)
+        same = math.isclose(stated, found, rel_tol=_RELATIVE) if numbers else stated == found
+        return None if same else f"{name} {stated}, but it is {found}"
+    return next((words for part in parts if (words := _difference(*part))), None)
+
+
+def job_of(plan: Plan) -> Job:
+    """Return what all variants of what a plan was asked for have in common."""
+    decisions = plan.decisions
+    return Job(
+        model=plan.model,
+        hardware=plan.hardware,
+        seq_len=plan.seq_len,
+        expert_load=plan.expert_load,
+        precision=decisions.precision,
+        optimizer=decisions.optimizer,
+        clip=decisions.clip,
+        subgroup_params=decisions.subgroup_params,
+    )
+
+
+def _chosen(variant: Variant, decisions: Decisions) -> bool:
+    return all(getattr(decisions, field) == value for field, value in variant.choice.model_dump().items())

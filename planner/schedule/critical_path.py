@@ -1,0 +1,218 @@
+"""The critical path: the chain of tasks that sets the length of an iteration, and what slows it.
+
+[Note: Critical path] A task starts when the last of those that it waits for has ended: the tasks that it comes after,
+or the one before it in its lane. So walking back from the beginning of the next iteration, always to whatever ended
+last, tiles the iteration without gaps. Under fluid sharing a task of the chain may also take longer than it would
+alone; that difference is its ``slowed_s``. It is laid to the resource that, of those the task uses, was in greatest
+demand while it ran: all that ran at the time together, each with its own mean rate.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.costs.model import Price, Resource
+from planner.schedule.tasks import Lane, Op, Phase, Schedule
+from planner.schedule.timeline import Timeline
+
+_Key = tuple[int, int]  # iteration, task
+# Times are differences of moments, which have this relative error.
+_ROUNDING = 1e-12
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One task of the chain, as far as it lies within the iteration.
+
+    Attributes:
+        iteration, task: which execution.
+        start_s, end_s: since the iteration began.
+        slowed_s: how much of that is due to sharing.
+        shared: the resource that was short, if it was slowed.
+    """
+
+    iteration: int
+    task: int
+    start_s: float
+    end_s: float
+    slowed_s: float = 0.0
+    shared: Resource | None = None
+
+    @property
+    def length_s(self) -> float:
+        """Seconds of the iteration that it is responsible for."""
+        return self.end_s - self.start_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """What the steps of one kind contribute to the critical path.
+
+    Attributes:
+        phase, lane, op: what they have in common.
+        num_tasks: how many.
+        length_s, slowed_s: added up.
+        shared: the resource that slowed them most.
+    """
+
+    phase: Phase
+    lane: Lane
+    op: Op
+    num_tasks: int
+    length_s: float
+    slowed_s: float
+    shared: Resource | None
+
+
+def critical_steps(timeline: Timeline, iteration: int) -> tuple[Step, ...]:
+    """Return the critical path of one iteration in order of time; see [Note: Critical path].
+
+    In a simulated timeline the steps tile the period; in a measured one what is missing is time in which nothing
+    that the schedule knows of ran.
+    """
+    begin_s, end_s = timeline.begin_s(iteration), timeline.begin_s(iteration) + timeline.period_s(iteration)
+    before = _before_in_lane(timeline.schedule)
+    tasks = timeline.schedule.tasks
+    current: _Key = (iteration + 1, timeline.schedule.first_forward or 0)
+    if current[0] >= timeline.num_iterations:  # the last iteration ends with whatever ends last in it
+        current = (iteration, int(np.nanargmax(timeline.end_s[iteration])))
+        steps = [_step(timeline, current, begin_s, end_s)]
+    else:
+        steps = []
+    while timeline.start_s[current] > begin_s:
+        number, index = current
+        lane_task, back = before[index]
+        waited = [(number - back, lane_task), *((number, i) for i in tasks[index].after)]
+        waited += [(number - 1, i) for i in tasks[index].after_previous]
+        known = [key for key in waited if key[0] >= 0 and not np.isnan(timeline.start_s[key])]
+        if not known:
+            break
+        # Of several that ended at once, take the one that started last: it is the shortest explanation.
+        current = max(known, key=lambda key: (timeline.end_s[key], timeline.start_s[key], key))
+        if (step := _step(timeline, current, begin_s, end_s)).length_s > 0:
+            steps.append(step)
+    return tuple(reversed(steps))
+
+
+def critical_path(timeline: Timeline, iteration: int) -> dict[str, float]:
+    """Return how many seconds of one period each lane is responsible for, largest first."""
+    shares: dict[str, float] = defaultdict(float)
+    for step in reversed(critical_steps(timeline, iteration)):
+        shares[timeline.schedule.tasks[step.task].lane.value] += step.length_s
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def slowed(
+    timeline: Timeline,
+    iteration: int,
+    steps: Sequence[Step],
+    prices: Sequence[Price],
+    capacities: Mapping[Resource, float],
+) -> tuple[Step, ...]:
+    """Return steps with what sharing costs each of them, and which resource was short.
+
+    Args:
+        timeline: a simulated one.
+        iteration: whose steps they are.
+        steps: from :func:`critical_steps`.
+        prices: of each task of the schedule, that the timeline was simulated with.
+        capacities: likewise.
+    """
+    begin_s = timeline.begin_s(iteration)
+    demand = _Demand(timeline, prices, capacities)
+    return tuple(_slowed(timeline, begin_s, step, prices[step.task], demand) for step in steps)
+
+
+def parts(schedule: Schedule, steps: Sequence[Step]) -> tuple[Part, ...]:
+    """Return steps summed by phase, lane and op, in the order in which the kinds first appear."""
+    kinds: dict[tuple[Phase, Lane, Op], list[Step]] = defaultdict(list)
+    for step in steps:
+        task = schedule.tasks[step.task]
+        kinds[task.phase, task.lane, task.op].append(step)
+    return tuple(
+        Part(
+            *kind,
+            num_tasks=len(members),
+            length_s=sum(step.length_s for step in members),
+            slowed_s=sum(step.slowed_s for step in members),
+            shared=_most(members),
+        )
+        for kind, members in kinds.items()
+    )
+
+
+def _most(steps: Sequence[Step]) -> Resource | None:
+    by_resource: dict[Resource, float] = defaultdict(float)
+    for step in steps:
+        if step.shared is not None:
+            by_resource[step.shared] += step.slowed_s
+    return max(by_resource, key=lambda resource: by_resource[resource], default=None)
+
+
+def _step(timeline: Timeline, key: _Key, begin_s: float, end_s: float) -> Step:
+    start_s, stop_s = float(timeline.start_s[key]), float(timeline.end_s[key])
+    return Step(*key, start_s=max(start_s, begin_s) - begin_s, end_s=min(stop_s, end_s) - begin_s)
+
+
+def _before_in_lane(schedule: Schedule) -> list[tuple[int, int]]:
+    """Return for every task its lane's task before it, and how many iterations back that is (0 or 1)."""
+    latest = {(task.lane, task.stage): (task.index, 1) for task in schedule.tasks}  # the last of the previous iteration
+    result = []
+    for task in schedule.tasks:
+        result.append(latest[task.lane, task.stage])
+        latest[task.lane, task.stage] = (task.index, 0)
+    return result
+
+
+def _slowed(timeline: Timeline, begin_s: float, step: Step, price: Price, demand: "_Demand") -> Step:
+    key = (step.iteration, step.task)
+    start_s, end_s = float(timeline.start_s[key]), float(timeline.end_s[key])
+    extra_s = (end_s - start_s) - (price.latency_s + price.duration_s)
+    if extra_s <= _ROUNDING * end_s or not price.uses:
+        return step
+    stage = timeline.schedule.tasks[step.task].stage
+    shared = max(
+        (resource for resource, _ in price.uses),
+        key=lambda r: demand.share(r, stage, begin_s + step.start_s, begin_s + step.end_s),
+    )
+    return dataclasses.replace(step, slowed_s=extra_s * step.length_s / (end_s - start_s), shared=shared)
+
+
+class _Demand:
+    """How much of every resource is used, on average over any stretch of time; each pipeline stage has its own."""
+
+    def __init__(self, timeline: Timeline, prices: Sequence[Price], capacities: Mapping[Resource, float]) -> None:
+        self._capacities = capacities
+        self._used: dict[tuple[Resource, int], tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]] = {}
+        users: dict[tuple[Resource, int], list[tuple[int, float]]] = defaultdict(list)
+        for task, price in zip(timeline.schedule.tasks, prices, strict=True):
+            for resource, rate in price.uses:
+                users[resource, task.stage].append((task.index, rate * price.duration_s))
+        for key, using in users.items():
+            amounts = np.tile([amount for _, amount in using], timeline.num_iterations)
+            columns = [task for task, _ in using]
+            self._used[key] = _cumulative(
+                timeline.start_s[:, columns].ravel(), timeline.end_s[:, columns].ravel(), amounts
+            )
+
+    def share(self, resource: Resource, stage: int, start_s: float, end_s: float) -> float:
+        """Return the used share of a resource's capacity in a stage from one moment to another."""
+        times_s, amounts = self._used[resource, stage]
+        used = np.interp(end_s, times_s, amounts) - np.interp(start_s, times_s, amounts)
+        return float(used) / (self._capacities[resource] * (end_s - start_s))
+
+
+def _cumulative(
+    starts_s: npt.NDArray[np.float64], ends_s: npt.NDArray[np.float64], amounts: npt.NDArray[np.float64]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return times and the total amount used up to each of them; linear in between."""
+    lengths_s = ends_s - starts_s
+    real = lengths_s > 0
+    rates = amounts[real] / lengths_s[real]
+    times_s, where = np.unique(np.concatenate([[0.0], starts_s[real], ends_s[real]]), return_inverse=True)
+    change = np.zeros(len(times_s))
+    np.add.at(change, where[1:], np.concatenate([rates, -rates]))
+    return times_s, np.concatenate([[0.0], np.cumsum(np.cumsum(change)[:-1] * np.diff(times_s))])

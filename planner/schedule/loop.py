@@ -1,0 +1,79 @@
+"""The one loop: everything that walks a schedule walks it here.
+
+A *machine* is whatever a schedule is walked on: virtual time (:class:`planner.simulate.SimulatedMachine`), threads and
+ordinary memory, or CUDA streams (:mod:`executor.devices.lanes`). The loop decides only the order of issue; [Note:
+Semantics] in :mod:`planner.schedule.tasks` decides everything else, and each machine keeps to it.
+"""
+
+from typing import Final, Protocol
+
+from planner.schedule.tasks import Op, Schedule, Task
+
+REACHED: Final = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.REMAKE, Op.BACKWARD, Op.CLIP})
+"""What the caller computes by itself, and tells the loop of."""
+
+
+class Machine(Protocol):
+    """What a schedule is walked on."""
+
+    def issue(self, task: Task, iteration: int) -> None:
+        """Append a task to its lane. It runs when [Note: Semantics] allows, perhaps before this call returns."""
+        ...
+
+
+class OutOfOrderError(RuntimeError):
+    """The caller reached a compute task that the schedule does not expect next."""
+
+
+class Loop:
+    """Issues a schedule's tasks in order, iteration after iteration, and can stop at any of them.
+
+    A caller that computes by itself (PyTorch's forward and backward) says where it is with :meth:`reach`; the loop
+    then issues everything up to and including that task. A caller that only wants it done says :meth:`finish`.
+    """
+
+    def __init__(self, schedule: Schedule, machine: Machine) -> None:
+        self.schedule = schedule
+        self.iteration = 0
+        self._machine = machine
+        self._next = 0
+        self._order = [t for t in schedule.tasks if t.op in REACHED]
+        self._reached = 0
+
+    @property
+    def num_issued(self) -> int:
+        """Tasks of this iteration that have been issued."""
+        return self._next
+
+    def expected(self) -> Task | None:
+        """Return the compute (or clip) task that must be reached next in this iteration, if any is left."""
+        return self._order[self._reached] if self._reached < len(self._order) else None
+
+    def reach(self, op: Op, unit: str = "") -> Task:
+        """Issue everything up to and including the next compute task, which must be ``op`` on ``unit``.
+
+        Raises:
+            OutOfOrderError: the schedule expects another task here.
+        """
+        task = self.expected()
+        if task is None or (task.op, task.unit) != (op, unit):
+            wanted = task.name if task else "the end of the iteration"
+            raise OutOfOrderError(
+                f"the model reached {op} {unit or 'model'}, but the plan expects {wanted}; run the model as it was "
+                "planned (same modules in the same order, as many micro-batches), or plan again"
+            )
+        self._issue_up_to(task.index + 1)
+        self._reached += 1
+        return task
+
+    def finish(self) -> None:
+        """Issue what is left of this iteration and turn to the next."""
+        self._issue_up_to(len(self.schedule.tasks))
+        self._next = 0
+        self._reached = 0
+        self.iteration += 1
+
+    def _issue_up_to(self, stop: int) -> None:
+        for task in self.schedule.tasks[self._next : stop]:
+            self._machine.issue(task, self.iteration)
+        self._next = max(self._next, stop)

@@ -1,0 +1,190 @@
+"""What changes over time: the traffic of every link, and who is busy.
+
+A simulated or measured timeline says when tasks start and end, not how fast they are in between: a rate is a task's
+mean rate while it runs, so that the area under a rate is exactly what was moved.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.schedule.tasks import Lane
+from planner.schedule.timeline import Timeline, fullest
+
+Values = npt.NDArray[np.float64]
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+PROCESSORS: Mapping[str, frozenset[Lane]] = {
+    "gpu": frozenset({Lane.COMPUTE, Lane.GPU_UPDATE}),
+    "cpu": frozenset({Lane.CPU}),
+}
+"""Who computes, and on which lanes. As for the tier, ``gpu`` is the device, whatever it is."""
+
+# Lanes whose bytes cross no link: a pass over host memory stays in it.
+_NO_LINK = frozenset({*PROCESSORS["gpu"], *PROCESSORS["cpu"], Lane.LAUNCH})
+# Lanes that share a link with another one; every other lane is a link by itself.
+_SAME_LINK = {
+    Lane.STATE_IN: Lane.H2D,
+    Lane.ACTIVATION_IN: Lane.H2D,
+    Lane.STATE_OUT: Lane.D2H,
+    Lane.ACTIVATION_OUT: Lane.D2H,
+    Lane.NVME_STATE_IN: Lane.NVME_READ,
+    Lane.NVME_STATE_OUT: Lane.NVME_WRITE,
+}
+
+
+class Flow(NamedTuple):
+    """A constant rate for some time."""
+
+    start_s: float
+    end_s: float
+    rate: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Series:
+    """A step function over one period.
+
+    Attributes:
+        times_s: float64[n], ascending from 0, when the value changes.
+        values: float64[n], from each of those times on.
+        period_s: where it ends.
+    """
+
+    times_s: Values
+    values: Values
+    period_s: float
+
+    @property
+    def peak(self) -> float:
+        """Highest value."""
+        return float(self.values.max(initial=0.0))
+
+    @property
+    def integral(self) -> float:
+        """Area under it: bytes for a rate in bytes/s, seconds for a busy share."""
+        return float(self._cumulative()[-1])
+
+    def means(self, num_columns: int) -> Values:
+        """Return float64[num_columns], the mean within each of equally long parts of the period."""
+        edges_s = np.linspace(0.0, self.period_s, num_columns + 1)
+        area = np.interp(edges_s, np.append(self.times_s, self.period_s), self._cumulative())
+        return np.diff(area) * num_columns / self.period_s if self.period_s > 0 else np.zeros(num_columns)
+
+    def moving_means(self, times_s: Values, window_s: float) -> Values:
+        """Return the mean over a window around each of some moments; the period repeats before and behind itself."""
+        ends_s, areas = np.append(self.times_s, self.period_s), self._cumulative()
+
+        def area(at_s: Values) -> Values:
+            whole, within_s = np.divmod(at_s, self.period_s)
+            return np.asarray(whole * areas[-1] + np.interp(within_s, ends_s, areas))
+
+        return (area(times_s + window_s / 2) - area(times_s - window_s / 2)) / window_s
+
+    def mean_within(self, start_s: float, end_s: float) -> float:
+        """Return the mean over a part of the period; 0 if that is empty."""
+        area = np.interp([start_s, end_s], np.append(self.times_s, self.period_s), self._cumulative())
+        return float(area[1] - area[0]) / (end_s - start_s) if end_s > start_s else 0.0
+
+    def _cumulative(self) -> Values:
+        """Return float64[n + 1], the area up to each time and up to the end."""
+        lengths_s = np.diff(self.times_s, append=self.period_s)
+        return np.concatenate([[0.0], np.cumsum(self.values * lengths_s)])
+
+
+def link_of(lane: Lane) -> Lane | None:
+    """Return the lane that names the link (with its direction) that a lane's bytes cross; ``None`` if there is none."""
+    return None if lane in _NO_LINK else _SAME_LINK.get(lane, lane)
+
+
+def traffic(timeline: Timeline, iteration: int) -> dict[Lane, Series]:
+    """Return the bytes/s that one steady iteration moves over every link, as the schedule counts bytes.
+
+    What crosses into the next iteration is folded back, as in :func:`planner.schedule.timeline.memory_use`. Of pipeline
+    stages, each link shows the one that moves most.
+    """
+    tasks = timeline.schedule.tasks
+    found = _rates(timeline, iteration, [(link_of(task.lane), float(task.num_bytes)) for task in tasks])
+    return {link: found[link] for link in Lane if link in found}
+
+
+def amounts(timeline: Timeline, iteration: int, amounts: Sequence[float]) -> Series:
+    """Return what one steady iteration uses of something per second.
+
+    Args:
+        timeline: when tasks run.
+        iteration: which one; what crosses into the next is folded back.
+        amounts: what each task of the schedule uses of it in all. Of pipeline stages that with most is shown.
+    """
+    found = _rates(timeline, iteration, [("all", amount) for amount in amounts])
+    return found.get("all") or series((), timeline.period_s(iteration))
+
+
+def _rates(timeline: Timeline, iteration: int, amount_of: Sequence[tuple[_Key | None, float]]) -> dict[_Key, Series]:
+    """Return the rate at which amounts, one a task, pass, by the key that each counts for, in order of appearance."""
+    begin_s, period_s = timeline.begin_s(iteration), timeline.period_s(iteration)
+    flows: dict[tuple[_Key, int], list[Flow]] = defaultdict(list)
+    for span in timeline.of_iteration(iteration):
+        (key, amount), length_s = amount_of[span.task], span.end_s - span.start_s
+        if key is not None and amount and length_s > 0:  # what takes no time at all has no rate
+            stage = timeline.schedule.tasks[span.task].stage
+            flows[key, stage].append(Flow(span.start_s, span.end_s, amount / length_s))
+    found = {key: series(_folded(listed, begin_s, period_s), period_s) for key, listed in flows.items()}
+    return fullest(found, lambda moved: moved.integral)
+
+
+def busy(timeline: Timeline, iteration: int) -> dict[str, Series]:
+    """Return for each of :data:`PROCESSORS` 1 while any of its lanes runs and 0 while none does, folded as above.
+
+    Of pipeline stages, each shows the one that is busiest.
+    """
+    begin_s, period_s = timeline.begin_s(iteration), timeline.period_s(iteration)
+    flows: dict[tuple[str, int], list[Flow]] = {(name, 0): [] for name in PROCESSORS}
+    for span in timeline.of_iteration(iteration):
+        task = timeline.schedule.tasks[span.task]
+        for name, lanes in PROCESSORS.items():
+            if task.lane in lanes:
+                flows.setdefault((name, task.stage), []).append(Flow(span.start_s, span.end_s, 1.0))
+    result = {}
+    for key, listed in flows.items():
+        counted = series(_folded(listed, begin_s, period_s), period_s)
+        result[key] = dataclasses.replace(counted, values=np.minimum(counted.values.round(), 1.0))
+    return fullest(result, lambda counted: counted.integral)
+
+
+def series(flows: Iterable[Flow], period_s: float) -> Series:
+    """Return the sum of flows that lie within ``[0, period_s]``."""
+    listed = [flow for flow in flows if flow.end_s > flow.start_s]
+    starts_s = np.array([flow.start_s for flow in listed])
+    ends_s = np.array([flow.end_s for flow in listed])
+    rates = np.array([flow.rate for flow in listed])
+    times_s, where = np.unique(np.concatenate([[0.0], starts_s, ends_s]), return_inverse=True)
+    changes, active = np.zeros(len(times_s)), np.zeros(len(times_s), np.int64)
+    starts, ends = where[1 : len(listed) + 1], where[len(listed) + 1 :]
+    np.add.at(changes, starts, rates)
+    np.subtract.at(changes, ends, rates)
+    np.add.at(active, starts, 1)
+    np.subtract.at(active, ends, 1)
+    # Where nothing flows, sums and differences of floats leave a trace that is not there.
+    values = np.where(np.cumsum(active) > 0, np.maximum(np.cumsum(changes), 0.0), 0.0)
+    inside = (times_s < period_s) | (times_s == 0.0)
+    return Series(times_s[inside], values[inside], period_s)
+
+
+def _folded(flows: Iterable[Flow], begin_s: float, period_s: float) -> Iterator[Flow]:
+    """Cut flows where an iteration ends, and move every part into ``[0, period_s]``."""
+    for flow in flows:
+        if period_s <= 0:
+            continue
+        start_s, end_s = flow.start_s - begin_s, flow.end_s - begin_s
+        number = start_s // period_s
+        while start_s < end_s:
+            cut_s = min((number + 1) * period_s, end_s)
+            moved_s = number * period_s
+            yield Flow(max(start_s - moved_s, 0.0), min(cut_s - moved_s, period_s), flow.rate)
+            start_s, number = cut_s, number + 1

@@ -1,0 +1,62 @@
+"""The search where layers are dealt to pipeline stages: everything is on the devices, only recomputation is open.
+
+Activations are kept where that saves most for the memory that it takes: the later a stage, the fewer micro-batches are
+in flight there, and the more of its layers can keep theirs.
+"""
+
+from collections.abc import Callable, Iterator
+
+from planner.decisions import Decisions, Place, UnitDecision
+from planner.engines.policies import Setup
+from planner.lowering.pipeline import deal
+from planner.search import Candidate, Outcome, Scorer
+
+
+def search_pipeline(setup: Setup, scorer: Scorer, progress: Callable[[Candidate, int], None] | None = None) -> Outcome:
+    """Find decisions for a pipeline: for every ZeRO stage the most activations that fit, halving the interval."""
+    best: Candidate | None = None
+    for stage in (0, 1) if setup.data_parallel > 1 else (0,):
+        for candidate in _halved(setup, scorer, stage):
+            if best is None or candidate.order < best.order:
+                best = candidate
+                if progress:
+                    progress(best, scorer.num_simulations)
+    assert best is not None
+    return Outcome(best, {}, scorer.num_simulations)
+
+
+def _halved(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candidate]:
+    """Yield candidates that keep all activations, none, and ever nearer to as many as fit."""
+    most = max(len(stage) for stage in deal(setup.units, setup.pipeline_parallel)) * setup.pipeline_parallel
+    yield (everything := scorer.score(staged(setup, most, zero_stage)))
+    if not everything.missing_bytes:
+        return
+    yield (nothing := scorer.score(staged(setup, 0, zero_stage)))
+    low, high = 0, 0 if nothing.missing_bytes else most
+    while high - low > 1:
+        middle = (low + high) // 2
+        yield (candidate := scorer.score(staged(setup, middle, zero_stage)))
+        low, high = (low, middle) if candidate.missing_bytes else (middle, high)
+
+
+def staged(setup: Setup, kept: int, zero_stage: int) -> Decisions:
+    """Return the decisions in which the last stage has room for the activations of ``kept`` layers of a micro-batch.
+
+    A stage with several micro-batches in flight keeps those of fewer layers, the last ones.
+    """
+    num_stages = setup.pipeline_parallel
+    keep: set[str] = set()
+    for number, stage in enumerate(deal(setup.units, num_stages)):
+        layers = [segment[0].segment for segment in stage if segment[0].recompute]
+        count = min(kept // min(num_stages - number, setup.num_micro_batches), len(layers))
+        keep |= set(layers[len(layers) - count :])
+    given = Decisions(**setup.given, policy="ullage", zero_stage=zero_stage, reduce_start="step", units={})
+    units = {
+        unit.name: UnitDecision(
+            params="gpu",
+            activations="keep" if not unit.recompute or unit.segment in keep else "recompute",
+            update=(Place.GPU,) * len(given.piece_params(unit)),
+        )
+        for unit in setup.units
+    }
+    return given.model_copy(update={"units": units})

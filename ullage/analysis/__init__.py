@@ -1,0 +1,1 @@
+"""Iterations, explanations and comparisons as data, which screens, reports and figures show."""

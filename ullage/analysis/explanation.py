@@ -1,0 +1,283 @@
+"""Why a plan is what it is, as data: what tables and JSON of `ullage explain` show."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Self
+
+from planner.decisions import Place, UnitDecision
+from planner.explain.limits import Limit, bound_rests_on, full_tiers, limits
+from planner.explain.moves import (
+    SAME,
+    Alternative,
+    Deadline,
+    Group,
+    alternatives,
+    deadline,
+    groups,
+    peak_change_bytes,
+    why,
+)
+from planner.explain.trial import Bench, Trial, bounding_lane
+from planner.explain.tricks import Worth, worths
+from planner.schedule.tasks import Lane, Tier
+from ullage.output.formatting import percent, si
+
+Progress = Callable[[str, int, int], None]
+
+PLACES = {
+    Place.GPU: "on the device",
+    Place.STREAM: "streamed",
+    Place.CPU: "on the CPU",
+    Place.NVME: "on the CPU from NVMe",
+}
+PARAMS = {"gpu": "resident", "host": "fetched", "nvme": "from NVMe"}
+ACTIVATIONS = {"keep": "kept", "recompute": "recomputed", "offload": "offloaded", "offload-nvme": "on NVMe"}
+TIERS = {Tier.GPU: "device", Tier.HOST: "host", Tier.NVME: "NVMe"}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanExplained:
+    """Why a plan is what it is.
+
+    Attributes:
+        bench: the plan, simulated.
+        lane: the one with the largest share of the critical path.
+        full: tiers without room for one more subgroup of state.
+        rests_on: conditions that the bound rests on, with their weights.
+        worths: what each trick is worth.
+        groups: which units are where, and the cheapest moves of some.
+        limits: what quantities of the machine mean, and where other constraints take over.
+    """
+
+    bench: Bench
+    lane: Lane
+    full: tuple[Tier, ...]
+    rests_on: dict[tuple[str, str], float]
+    worths: tuple[Worth, ...]
+    groups: tuple[Group, ...]
+    limits: tuple[Limit, ...]
+
+    @classmethod
+    def of(cls, bench: Bench, *, every: bool, progress: Progress) -> Self:
+        """Simulate the plan with one thing changed at a time; ``every``: move all units, not some of each group."""
+        return cls(
+            bench=bench,
+            lane=bounding_lane(bench.simulation),
+            full=tuple(tier for tier, _ in full_tiers(bench)),
+            rests_on=bound_rests_on(bench),
+            worths=worths(bench, lambda done: progress("switching tricks off", done, 0)),
+            groups=groups(bench, every=every, progress=lambda done, total: progress("moving units", done, total)),
+            limits=limits(bench, lambda done, total: progress("changing the machine", done, total)),
+        )
+
+    @property
+    def better(self) -> tuple[str, Alternative] | None:
+        """The best of the moves that fit and make the plan faster, with its unit: what the search did not find."""
+        enough_s = self.bench.own.iteration_s * (1 - SAME)
+        moves = [(unit, move) for group in self.groups for unit, move in group.cheapest.items() if move]
+        faster = [found for found in moves if found[1].trial.fits and found[1].trial.iteration_s < enough_s]
+        return min(faster, key=lambda found: found[1].trial.iteration_s, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as JSON data."""
+        plan, own = self.bench.plan, self.bench.own
+        return {
+            **_head(self.bench),
+            "bound_s": plan.certificate.bound_s,
+            "gap": plan.certificate.gap(own.iteration_s),
+            "gap_parts": plan.certificate.gap_parts(own.iteration_s),
+            "binds": {
+                "lane": self.lane.value,
+                "critical_s": plan.prediction.critical_s,
+                "memory": {
+                    tier.value: {
+                        "peak_bytes": use.peak_bytes,
+                        "capacity_bytes": use.capacity_bytes,
+                        "full": tier in self.full,
+                    }
+                    for tier, use in own.memory.items()
+                },
+                "bound_rests_on": [
+                    {"kind": kind, "by": by, "weight": weight} for (kind, by), weight in self.rests_on.items()
+                ],
+            },
+            "tricks": [
+                {
+                    "trick": worth.trick.key,
+                    "words": worth.trick.words,
+                    "without": worth.trick.without,
+                    "used": worth.trial is not None,
+                    **(_trial(self.bench, worth.trial) if worth.trial else {}),
+                }
+                for worth in self.worths
+            ],
+            "units": [
+                {
+                    "name": group.name,
+                    "units": list(group.units),
+                    "params": group.params,
+                    "activations": group.activations,
+                    "updates": {place.value: share for place, share in group.updates.items()},
+                    "cheapest_moves": {
+                        unit: move and _decision(move.decision) | _trial(self.bench, move.trial)
+                        for unit, move in group.cheapest.items()
+                    },
+                }
+                for group in self.groups
+            ],
+            "limits": [_limit(limit) for limit in self.limits],
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitExplained:
+    """Why a unit is where it is.
+
+    Attributes:
+        bench: the plan, simulated.
+        unit: its name.
+        deadline: when it is updated, and when that is needed; ``None`` if it has nothing to update.
+        alternatives: all ways to treat it, the plan's first.
+        reason, about: why it is where it is, and which alternative says so; see :func:`planner.explain.moves.why`.
+    """
+
+    bench: Bench
+    unit: str
+    deadline: Deadline | None
+    alternatives: tuple[Alternative, ...]
+    reason: str
+    about: Alternative | None
+
+    @classmethod
+    def of(cls, bench: Bench, unit: str, progress: Progress) -> Self:
+        """Simulate the plan with the unit treated in every other way."""
+        found = alternatives(bench, unit, lambda done, total: progress(f"moving {unit}", done, total))
+        return cls(bench, unit, deadline(bench, unit), found, *why(bench, found))
+
+    @property
+    def words(self) -> str:
+        """Why the unit is where it is, in one sentence."""
+        if self.about is None:
+            return "no other way to treat it fits in memory"
+        other = move_words(self.bench, self.unit, self.about.decision)
+        seconds, share = change(self.bench, self.about.trial)
+        extra_bytes = self.about.trial.traffic_bytes - self.bench.own.traffic_bytes
+        fewer = f"{si(-extra_bytes, 'B')} less" if extra_bytes else "as much"
+        saves = f"would save {si(-seconds, 's')} ({percent(-share)})"
+        return {
+            "better": f"not the best there is: {other} {saves} and fits; the search did not find it",
+            "lacks": f"{other} {saves}, but {lacks(self.about.trial)}; nothing that fits is faster",
+            "bytes": f"{other} takes as long, but moves {si(extra_bytes, 'B')} more",
+            "equal": f"{other} takes as long and moves {fewer}: either will do",
+            "fastest": f"the fastest that fits: the next is {other}, {si(seconds, 's')} ({percent(share)}) slower",
+        }[self.reason]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as JSON data."""
+        when = self.deadline
+        return {
+            **_head(self.bench),
+            "unit": self.unit,
+            "num_params": self.bench.units[self.unit].num_params,
+            "reason": self.reason,
+            "why": self.words,
+            "deadline": when and {**dataclasses.asdict(when), "slack_s": when.slack_s},
+            "alternatives": [
+                {
+                    "chosen": alternative.chosen,
+                    **_decision(alternative.decision),
+                    **_trial(self.bench, alternative.trial),
+                }
+                for alternative in self.alternatives
+            ],
+        }
+
+
+def change(bench: Bench, trial: Trial) -> tuple[float, float]:
+    """Return by how many seconds, and by what fraction, a trial is slower than the plan; negative: faster."""
+    own_s = bench.own.iteration_s
+    return trial.iteration_s - own_s, trial.iteration_s / own_s - 1
+
+
+def lacks(trial: Trial) -> str:
+    """Return what memory a trial lacks, in words; ``yes`` if it fits."""
+    missing = [f"{si(n, 'B')} of {TIERS[tier]} memory" for tier, n in trial.missing_bytes.items()]
+    return f"lacks {' and '.join(missing)}" if missing else "yes"
+
+
+def lacks_short(trial: Trial) -> str:
+    """Return the same in a few characters, for a table."""
+    missing = [
+        f"lacks {si(n, 'B')}{'' if tier is Tier.GPU else f' {TIERS[tier]}'}" for tier, n in trial.missing_bytes.items()
+    ]
+    return ", ".join(missing) or "yes"
+
+
+def move_words(bench: Bench, unit: str, decision: UnitDecision) -> str:
+    """Return what a decision does otherwise than the plan's, in words."""
+    own = bench.decisions.units[unit]
+    told = []
+    if decision.update != own.update or decision.streamed_gradients != own.streamed_gradients:
+        told.append(f"updated {_update_words(decision)}")
+    if decision.params != own.params:
+        told.append(f"parameters {PARAMS[decision.params]}")
+    if decision.activations != own.activations:
+        told.append(f"activations {ACTIVATIONS[decision.activations]}")
+    return ", ".join(told)
+
+
+def treatment_words(decision: UnitDecision) -> tuple[str, str, str]:
+    """Return where a unit is updated, where its parameters are, and what happens to activations, in words."""
+    return _update_words(decision), PARAMS[decision.params], ACTIVATIONS[decision.activations]
+
+
+def _update_words(decision: UnitDecision) -> str:
+    stay = Place.STREAM in decision.update and decision.streamed_gradients == "gpu"
+    return places_words(_shares(decision)) + (", gradients stay" if stay else "")
+
+
+def places_words(shares: dict[Place, float]) -> str:
+    """Return where updates are made, in words."""
+    if len(shares) == 1:
+        return PLACES[next(iter(shares))]
+    return " and ".join(f"{100 * share:.0f} % {PLACES[place]}" for place, share in shares.items()) or "nowhere"
+
+
+def _shares(decision: UnitDecision) -> dict[Place, float]:
+    """Return the share of a unit's subgroups (which are of equal size) at each place."""
+    places = [place for place in Place if place in decision.update]
+    return {place: decision.update.count(place) / len(decision.update) for place in places}
+
+
+def _head(bench: Bench) -> dict[str, Any]:
+    plan = bench.plan
+    return {
+        "model": plan.model.name,
+        "hardware": plan.hardware.name,
+        "num_devices": plan.decisions.num_devices,
+        "iteration_s": bench.own.iteration_s,
+    }
+
+
+def _decision(decision: UnitDecision) -> dict[str, Any]:
+    return decision.model_dump(mode="json")
+
+
+def _trial(bench: Bench, trial: Trial) -> dict[str, Any]:
+    seconds, share = change(bench, trial)
+    return {
+        "iteration_s": trial.iteration_s,
+        "change_s": seconds,
+        "change": share,
+        "fits": trial.fits,
+        "missing_bytes": {tier.value: n for tier, n in trial.missing_bytes.items()},
+        "device_peak_change_bytes": peak_change_bytes(bench, trial, Tier.GPU),
+        "host_peak_change_bytes": peak_change_bytes(bench, trial, Tier.HOST),
+        "traffic_change_bytes": trial.traffic_bytes - bench.own.traffic_bytes,
+    }
+
+
+def _limit(limit: Limit) -> dict[str, Any]:
+    data = dataclasses.asdict(limit)
+    knob = data.pop("knob")
+    return {"quantity": knob["key"], "words": knob["words"], "paths": list(knob["paths"]), **data}

@@ -1,0 +1,177 @@
+"""Simulating what a plan says, or what an engine policy would do: in a plan's place, or without any plan."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from hwprofiles.profile import HardwareProfile
+from planner.costs.model import CostModel
+from planner.decisions import Decisions
+from planner.engines.policies import POLICIES, STORAGE_POLICIES, Setup, interleaved, twin_flow
+from planner.lowering import lower
+from planner.models.captured import Model
+from planner.plan.document import Plan
+from planner.plan.planning import Request, prepare
+from planner.plan.prediction import Workload
+from planner.schedule.tasks import Lane, Schedule
+from planner.search import Scorer, search
+from planner.simulate.machine import Simulation, run, run_until_steady
+
+OURS = "ullage"
+ENGINES = POLICIES | STORAGE_POLICIES
+
+# Enough for the change of one lane to show in every iteration that follows.
+_ITERATIONS_OF_A_CHANGE = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is simulated.
+
+    Attributes:
+        engine: whose decisions they are, with the setting if there is one, such as ``twin-flow 0.4``.
+        model, hardware: what is trained, and where.
+        workload: the model's units and the tokens per sequence.
+        decisions: how.
+        cost: prices of tasks.
+    """
+
+    engine: str
+    model: Model
+    hardware: HardwareProfile
+    workload: Workload
+    decisions: Decisions
+    cost: CostModel
+
+    def schedule(self) -> Schedule:
+        """Return the schedule of one iteration."""
+        return lower(self.workload.units, self.decisions, asynchronous=self.cost.asynchronous)
+
+    def simulate(self, num_iterations: int | None = None) -> Simulation:
+        """Simulate the schedule; see :func:`simulate`."""
+        schedule, cost = self.schedule(), self.cost
+        if num_iterations is None:
+            return run_until_steady(schedule, cost)
+        timeline = run(schedule, cost.prices(schedule), cost.capacities(), num_iterations)
+        return Simulation(timeline, max(num_iterations - 2, 0), converged=False)
+
+    def iteration_with_half_the_work_s(self, schedule: Schedule, lane: Lane) -> float:
+        """Return what an iteration would take if every task of one lane had half the work: what relief is worth there.
+
+        On a critical path a lane's share is the most that relief can save; other paths then become critical.
+        """
+        prices = [
+            dataclasses.replace(price, latency_s=price.latency_s / 2, duration_s=price.duration_s / 2)
+            if task.lane is lane
+            else price
+            for task, price in zip(schedule.tasks, self.cost.prices(schedule), strict=True)
+        ]
+        timeline = run(schedule, prices, self.cost.capacities(), _ITERATIONS_OF_A_CHANGE)
+        return timeline.period_s(_ITERATIONS_OF_A_CHANGE - 2)
+
+
+def simulate(plan: Plan, num_iterations: int | None = None, decisions: Decisions | None = None) -> Simulation:
+    """Simulate a plan's schedule on the hardware it was made for.
+
+    Args:
+        plan: what to simulate.
+        num_iterations: how many iterations; ``None``: until they repeat.
+        decisions: simulate these for the plan's model and machine instead (see :func:`engine_decisions`).
+
+    Returns:
+        The timeline and which of its iterations to read: with ``num_iterations`` the last complete one.
+    """
+    return _subject_of(plan, OURS, plan.decisions if decisions is None else decisions).simulate(num_iterations)
+
+
+def planned(plan: Plan, engine: str = OURS, setting: str | None = None) -> Subject:
+    """Return what a plan says, or what an engine would do in its place; see :func:`engine_decisions`."""
+    return _subject_of(plan, _name(engine, setting), engine_decisions(plan, engine, setting))
+
+
+def requested(request: Request, engine: str = OURS, setting: str | None = None) -> Subject:
+    """Return what an engine does for a request, whether or not that fits; for ``ullage`` the best that is found.
+
+    Raises:
+        ValueError: no such engine, or not a setting of it.
+    """
+    setup, workload, cost = prepare(request)
+    scorer = Scorer(workload, cost)
+    if engine == OURS and setting is None:
+        decisions = search(setup, scorer).best.decisions
+    else:
+        decisions = _best(engine, setting, setup, scorer)
+    return Subject(_name(engine, setting), request.model, request.hardware, workload, decisions, cost)
+
+
+def engine_decisions(plan: Plan, engine: str, setting: str | None = None) -> Decisions:
+    """Return what an engine policy decides for a plan's model, machine and batch.
+
+    Args:
+        plan: says what is trained, and where.
+        engine: name of a policy (of :data:`ENGINES`), or ``ullage`` for the plan's own decisions.
+        setting: what the policy leaves to its user: the fraction that the CPU updates (``twin-flow``) or the stride
+            (``interleaved``). ``None``: the best that :mod:`planner.engines.policies` tries.
+
+    Raises:
+        ValueError: no such policy, or not a setting of it.
+    """
+    if engine == OURS and setting is None:
+        return plan.decisions
+    setup, workload, cost = prepare(request_of(plan))
+    return _best(engine, setting, setup, Scorer(workload, cost))
+
+
+def _best(engine: str, setting: str | None, setup: Setup, scorer: Scorer) -> Decisions:
+    if engine not in ENGINES:
+        names = ", ".join((OURS, *ENGINES)) if engine != OURS else "twin-flow, interleaved"
+        raise ValueError(f"no engine {engine!r} takes {'that setting' if setting else 'part'}; choose one of {names}")
+    policy = ENGINES[engine] if setting is None else _with_setting(engine, setting)
+    return min(map(scorer.score, policy(setup)), key=lambda candidate: candidate.order).decisions
+
+
+def _name(engine: str, setting: str | None) -> str:
+    return engine if setting is None else f"{engine} {setting}"
+
+
+def _subject_of(plan: Plan, engine: str, decisions: Decisions) -> Subject:
+    units = plan.units()
+    cost = CostModel.of(plan.hardware, units, decisions)
+    return Subject(engine, plan.model, plan.hardware, Workload(units, plan.seq_len), decisions, cost)
+
+
+def request_of(plan: Plan) -> Request:
+    """Return what a plan was asked for, with the degrees and batch sizes that it chose; storage apart."""
+    decided = plan.decisions
+    return Request(
+        model=plan.model,
+        hardware=plan.hardware,
+        num_devices=decided.num_devices,
+        seq_len=plan.seq_len,
+        micro_batch=decided.micro_batch,
+        num_micro_batches=decided.num_micro_batches,
+        precision=decided.precision,
+        optimizer=decided.optimizer,
+        clip=decided.clip,
+        subgroup_params=decided.subgroup_params,
+        tensor_parallel=decided.tensor_parallel,
+        pipeline_parallel=decided.pipeline_parallel,
+        expert_parallel=decided.expert_parallel,
+        expert_units=decided.expert_units,
+        expert_load=plan.expert_load,
+    )
+
+
+def _with_setting(engine: str, setting: str) -> Callable[[Setup], Iterator[Decisions]]:
+    if engine == "twin-flow":
+        try:
+            fraction = float(setting)
+        except ValueError:
+            fraction = -1.0
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"twin-flow {setting}: the fraction that the CPU updates must lie between 0 and 1")
+        return lambda setup: twin_flow(setup, (fraction,))
+    if engine == "interleaved":
+        if not setting.isdecimal() or int(setting) < 1:
+            raise ValueError(f"interleaved {setting}: the stride must be a whole number from 1 on")
+        return lambda setup: interleaved(setup, (int(setting),))
+    raise ValueError(f"{engine} {setting}: this engine has no setting; leave it out")

@@ -1,0 +1,132 @@
+"""The command line: parses, calls one command, and turns what goes wrong into one line and an exit code."""
+
+import argparse
+import contextlib
+import importlib
+import io
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from hwprofiles import __version__
+from ullage.cli.installation import IntruderError, check_packages
+from ullage.cli.interruption import whole_interrupt
+from ullage.commands import SUMMARIES
+
+EXIT_BAD_INPUT = 2
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+# What only some commands need.
+_EXTRAS = {
+    "torch",
+    "transformers",
+    "safetensors",
+    "matplotlib",
+    "shtab",
+    "tensorboard",
+    "prometheus_client",
+    "pyarrow",
+    "ray",
+    "plotly",
+    "jinja2",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
+
+
+def build_parser(*commands: str) -> argparse.ArgumentParser:
+    """Return the parser; only these commands are imported and have their options, the others only their summaries."""
+    parser = _Parser(
+        prog="ullage",
+        description="Plan, simulate and execute the training of models that are too big for the GPUs at hand.",
+        epilog=(
+            "exit codes: 0 fine, 1 a check failed, 2 bad input, 130 interrupted by Ctrl-C (SIGINT), 143 by SIGTERM. "
+            "ULLAGE_TRACEBACK=1 shows where an error comes from."
+        ),
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"ullage {__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, summary in SUMMARIES.items():
+        if name in commands:
+            importlib.import_module(f"ullage.commands.{name.replace('-', '_')}").add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments after the program's name; by default those of the process.
+
+    Returns:
+        The exit code: 0 fine, 1 a check failed, 2 bad input, 130 interrupted, 141 nobody reads the output.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments[0] if arguments and arguments[0] in SUMMARIES else None
+    prog = f"ullage {command}" if command else "ullage"
+    if sys.stdout is None:  # a closed descriptor
+        sys.stdout = io.StringIO()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to fail
+    # torch's threads sleep while they wait for one another, as updates beside them need the cores. Read by the library
+    # of OpenMP when torch is loaded, which happens later.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        with whole_interrupt():
+            check_packages()
+            args = build_parser(*([command] if command else [])).parse_args(arguments)
+            code: int = args.run(args)
+            sys.stdout.flush()
+    except SystemExit as exit_:  # argparse, after --help or an error that it has printed
+        return exit_.code if isinstance(exit_.code, int) else 0
+    except KeyboardInterrupt as error:
+        return _interrupted(prog, error)
+    except BrokenPipeError as error:
+        return _broken_pipe(prog, error)
+    except (ValueError, OSError, MemoryError, IntruderError) as error:
+        return _bad_input(prog, error)
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        return _bad_input(prog, error)
+    return code
+
+
+def _interrupted(prog: str, error: KeyboardInterrupt) -> int:
+    # Python remembers that an import was interrupted, and would end by the signal; running any text makes it forget.
+    exec("")  # noqa: S102
+    number: int = getattr(error, "signal", signal.SIGINT)
+    return _fail(prog, str(error) or "interrupted", 128 + number)
+
+
+def _broken_pipe(prog: str, error: BrokenPipeError) -> int:
+    if error.filename is not None:  # of an output, and not of what is printed
+        return _bad_input(prog, error)
+    # Python flushes stdout once more at exit: let that go nowhere.
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_BROKEN_PIPE
+
+
+def _bad_input(prog: str, error: Exception) -> int:
+    if os.environ.get("ULLAGE_TRACEBACK", "") not in {"", "0"}:
+        raise error
+    message = str(error)
+    if isinstance(error, OSError) and error.filename:
+        message = f"{error.filename}: {error.strerror}"
+    elif isinstance(error, ModuleNotFoundError) and "pip install" not in message:
+        message += "; pip install 'ullage[execute]'"
+    return _fail(prog, f"error: {message}", EXIT_BAD_INPUT)
+
+
+def _fail(prog: str, message: str, code: int) -> int:
+    sys.stderr.write(f"{prog}: {' '.join(message.split())}\n")
+    return code

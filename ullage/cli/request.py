@@ -1,0 +1,100 @@
+"""What the options of :mod:`ullage.cli.request_options` ask for."""
+
+import argparse
+import functools
+from collections.abc import Callable
+
+from hwprofiles.profile import Dtype, HardwareProfile
+from hwprofiles.registry import load_profile
+from planner.decisions import Precision
+from planner.models.captured import CapturedInput, CapturedModel, Model
+from planner.models.registry import resolve_model
+from planner.plan.planning import Request, default_precision
+from ullage.cli.expert_load import expert_load
+from ullage.cli.request_options import DEFAULT_HARDWARE, DEFAULT_SEQ_LEN, is_captured
+
+
+def request_of(
+    args: argparse.Namespace,
+    change_machine: Callable[[HardwareProfile], HardwareProfile] = lambda hardware: hardware,
+    change_model: Callable[[Model], Model] = lambda model: model,
+) -> Request:
+    """Return what the options ask for.
+
+    Args:
+        args: parsed options.
+        change_machine: makes another machine of the one that the options name.
+        change_model: likewise.
+
+    Raises:
+        ValueError: no such model or machine, or it cannot do what is asked for.
+    """
+    hardware = change_machine(load_profile(args.hardware or DEFAULT_HARDWARE))
+    if args.device_memory is not None:
+        hardware = hardware.with_device_memory(args.device_memory)
+    if args.nodes is not None:
+        hardware = _spread(hardware, args.gpus or 1, args.nodes)
+    precision = Precision(weights=args.precision) if args.precision else default_precision(hardware.device)
+    as_on_gpu = hardware.device.kind == "gpu"
+    model, seq_len, micro_batch = trained(args, precision, change_model, as_on_gpu=as_on_gpu)
+    return Request(
+        model=model,
+        hardware=hardware,
+        num_devices=args.gpus or 1,
+        seq_len=seq_len,
+        micro_batch=micro_batch,
+        num_micro_batches=args.accumulate,
+        global_batch=args.global_batch,
+        tensor_parallel=args.tensor_parallel,
+        pipeline_parallel=args.pipeline_parallel,
+        expert_parallel=args.expert_parallel,
+        expert_units=args.expert_units,
+        expert_load=expert_load(args.expert_load or "uniform", model),
+        storage=args.storage or "never",
+        precision=precision,
+        optimizer=args.optimizer or "adamw",
+        clip=not args.no_clip,
+    )
+
+
+def _spread(hardware: HardwareProfile, num_devices: int, num_nodes: int) -> HardwareProfile:
+    """Return nodes of which each gives as many of its devices as ``num_nodes`` take to have all."""
+    per_node, rest = divmod(num_devices, num_nodes)
+    if rest or not 0 < per_node <= hardware.devices_per_node:
+        raise ValueError(
+            f"--nodes {num_nodes} cannot share --gpus {num_devices} evenly with at most {hardware.devices_per_node} "
+            f"device(s) per node of {hardware.name}; change one of them"
+        )
+    return hardware.model_copy(update={"devices_per_node": per_node})
+
+
+def trained(
+    args: argparse.Namespace, precision: Precision, change: Callable[[Model], Model], *, as_on_gpu: bool
+) -> tuple[Model, int, int | None]:
+    """Return the model, its tokens per sequence and the sequences of a micro-batch, if that is fixed."""
+    if not is_captured(args.model):
+        if args.input_shape:
+            raise ValueError(
+                f"--input-shape is for models that are captured, but --model {args.model} has no function; "
+                "give package.module:function, or --seq-len and --micro-batch"
+            )
+        model = change(resolve_model(args.model))
+        assert not isinstance(model, CapturedModel)
+        return model, args.seq_len or min(DEFAULT_SEQ_LEN, model.max_positions), args.micro_batch
+    for option in ("seq_len", "micro_batch"):
+        if getattr(args, option) is not None:
+            raise ValueError(
+                f"--{option.replace('_', '-')} and --model {args.model}: what a captured model is called "
+                "with says --input-shape alone; leave it out"
+            )
+    captured = _captured(args.model, tuple(args.input_shape or ()), precision.weights, as_on_gpu=as_on_gpu)
+    changed = change(captured)
+    assert isinstance(changed, CapturedModel)
+    return changed, changed.seq_len, changed.micro_batch
+
+
+@functools.cache  # a study asks for the same again and again
+def _captured(factory: str, inputs: tuple[CapturedInput, ...], dtype: Dtype, *, as_on_gpu: bool) -> CapturedModel:
+    from ullage.capture import capture  # noqa: PLC0415 - torch is slow to import, and may be missing
+
+    return capture(factory, inputs, dtype, as_on_gpu=as_on_gpu)

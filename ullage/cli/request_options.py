@@ -1,0 +1,132 @@
+"""The options that say what is trained on which machine, shared by the commands that ask for it.
+
+What reads them is in :mod:`ullage.cli.request`: that imports the planner, which is not needed to refuse a line.
+"""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Final, get_args
+
+from planner.costs.optimizers import OPTIMIZERS
+from planner.plan.request_terms import DEFAULT_MICRO_BATCH, Storage
+from ullage.cli.arguments import input_shape, parse_bytes, positive_int
+
+DEFAULT_HARDWARE: Final = "a100-80"
+DEFAULT_SEQ_LEN: Final = 2048
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool) -> None:
+    """Add the options of a request. None has a default, so that what was given can be told."""
+    group = parser.add_argument_group("what is trained, on which machine")
+    group.add_argument(
+        "--model",
+        required=model_required,
+        help="name (see `ullage models`), hub id, path of a config.json, or package.module:function that returns any "
+        "nn.Module, which is then captured without its memory; frozen parameters have room for state and gradients too",
+    )
+    group.add_argument(
+        "--input-shape",
+        type=input_shape,
+        nargs="+",
+        metavar="[NAME=]SHAPE[:TYPE]",
+        help="what a captured model is called with, as in 4x2048:int64 or input_ids=4x2048:int64 "
+        "labels=4x2048:int64; TYPE is float (that of the weights; the default), int64, int32 or bool. The leading "
+        "dimension is the micro-batch. The loss is the output if it is a scalar, its .loss if it has one, the only "
+        "scalar in it, or else the mean of its first floating tensor",
+    )
+    group.add_argument("--gpus", type=positive_int, metavar="N", help="devices to train on (default: 1)")
+    group.add_argument(
+        "--hardware",
+        metavar="NAME|PATH|local",
+        help=f"profile of the machine, see `ullage hardware` (default: {DEFAULT_HARDWARE})",
+    )
+    group.add_argument(
+        "--seq-len",
+        type=positive_int,
+        metavar="N",
+        help=f"tokens per sequence ({DEFAULT_SEQ_LEN}, or the model's limit)",
+    )
+    group.add_argument(
+        "--micro-batch", type=positive_int, metavar="N", help=f"sequences per forward ({DEFAULT_MICRO_BATCH})"
+    )
+    group.add_argument("--accumulate", type=positive_int, metavar="N", help="micro-batches per iteration (1)")
+    group.add_argument(
+        "--global-batch",
+        type=positive_int,
+        metavar="N",
+        help="sequences per iteration over all devices: chooses what is not given of micro-batch, accumulation and "
+        "degrees",
+    )
+    group.add_argument(
+        "--nodes", type=positive_int, metavar="N", help="nodes that share the devices (as few as hold them)"
+    )
+    for kind, what in (
+        ("tensor", "ranks that share every layer"),
+        ("pipeline", "stages that share the layers"),
+        ("expert", "data-parallel ranks that share the experts"),
+    ):
+        group.add_argument(
+            f"--{kind}-parallel", type=positive_int, metavar="N", help=f"{what} (1, or chosen with --global-batch)"
+        )
+    group.add_argument(
+        "--expert-units", type=positive_int, metavar="N", help="units that a rank's experts of a layer are placed in"
+    )
+    group.add_argument(
+        "--expert-load",
+        metavar="uniform|zipf:S|FILE",
+        help="how tokens spread over experts; a JSON file has shares, or one list of them for each layer (uniform)",
+    )
+    group.add_argument(
+        "--storage",
+        choices=get_args(Storage),
+        help="what a plan may use beside device and host: never anything (the default); activations: these may wait on "
+        "the host instead of being computed again; nvme: anything may also be on the drives, which wear with every "
+        "iteration",
+    )
+    group.add_argument(
+        "--precision",
+        choices=("bf16", "fp32"),
+        help="of weights and gradients (bf16; fp32 on a "
+        "device that multiplies it more than twice as fast, as processors without bf16 instructions do)",
+    )
+    group.add_argument(
+        "--optimizer",
+        choices=tuple(OPTIMIZERS),
+        help="what updates the parameters, which says how much state they have: "
+        + ", ".join(f"{name} {state.state_bytes_per_param} B/param" for name, state in OPTIMIZERS.items())
+        + " (adamw, which Adam is planned as too; sgd has momentum)",
+    )
+    group.add_argument(
+        "--no-clip", action="store_true", default=None, help="do not clip gradients by their global norm"
+    )
+    group.add_argument(
+        "--device-memory", type=parse_bytes, metavar="SIZE", help="use this much of each device, as in 150MB or 16GiB"
+    )
+
+
+def given_options(args: argparse.Namespace) -> list[str]:
+    """Return which of the options were given, as they are written on the command line."""
+    alone = argparse.ArgumentParser(add_help=False)
+    add_request_options(alone, model_required=False)
+    return [action.option_strings[0] for action in alone._actions if getattr(args, action.dest) is not None]
+
+
+def is_captured(model: str) -> bool:
+    """Return whether ``--model`` names a function that returns a module, and no file."""
+    return bool(_FACTORY.fullmatch(model)) and not Path(model).exists()
+
+
+def check_names(args: argparse.Namespace) -> None:
+    """Check that the machine and the model exist, which takes less than to import the planner.
+
+    Raises:
+        ValueError: one of them does not.
+    """
+    from hwprofiles.registry import load_profile  # noqa: PLC0415 - `--help` does without
+    from planner.models.registry import resolve_model  # noqa: PLC0415
+
+    load_profile(args.hardware or DEFAULT_HARDWARE)
+    if not is_captured(args.model):
+        resolve_model(args.model)

@@ -1,0 +1,188 @@
+"""``ullage calibrate``: measure this machine."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from hwprofiles.files import check_output, make_folder
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.registry import load_profile, local_profile_path, save_profile
+from ullage.cli.arguments import parse_bytes, positive_int
+from ullage.commands import Subparsers, command_parser
+from ullage.commands.calibrate import fitting
+from ullage.output.progress import seconds_bar
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of this command."""
+    parser = command_parser(
+        subparsers,
+        "calibrate",
+        run,
+        "Measure what this machine can do and write its hardware profile, which `--hardware local` then means.\n"
+        "Takes about four minutes, with --quick half a minute; best while nothing else runs. Every quantity is\n"
+        "repeated in turns with the others; its value is the median of the fastest quarter of the repetitions, as\n"
+        "other programs only ever slow one down, and p10 and p90 are of all of them.\n"
+        "Under torchrun, collectives between the ranks are measured (--only fabric).\n"
+        "Or fit the few quantities that no probe and no publication states to whole runs (--from-runs).",
+        """
+        ullage calibrate
+        ullage calibrate --quick --device-memory 2GB
+        ullage calibrate --name lab-box --output lab-box.json
+        ullage calibrate --only cpu,disk:/mnt/nvme
+        ullage calibrate --list
+        ullage calibrate --from-runs cases.json --profile a100x4-40g --fit-on '*-blocking-*' '*-k2'
+        """,
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller sizes: half a minute, less exact")
+    parser.add_argument(
+        "--only",
+        metavar="PART[:FOLDER],...",
+        help="measure these parts alone, and keep the rest of the profile: device, cpu, copies, disk[:FOLDER], "
+        "pfs:FOLDER, together, fabric",
+    )
+    parser.add_argument(
+        "--into", metavar="PROFILE", help="the profile whose parts are measured again (default: this machine's own)"
+    )
+    parser.add_argument("--name", metavar="NAME", help="name of the profile (default: from the host's name)")
+    parser.add_argument(
+        "--output", type=Path, metavar="PATH", help=f"where the profile goes (default: {local_profile_path()})"
+    )
+    parser.add_argument(
+        "--device-memory", type=parse_bytes, metavar="SIZE", help="memory that training may use on each device"
+    )
+    parser.add_argument(
+        "--device-cores",
+        type=positive_int,
+        metavar="N",
+        help="let so many CPU cores compute in a device's place (default, where there is no GPU: half of them)",
+    )
+    parser.add_argument(
+        "--drive-endurance",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="bytes that may be written to the drives a day, for years: their TBW over the days of their warranty",
+    )
+    parser.add_argument(
+        "--allow-other-machine",
+        action="store_true",
+        help="renew parts of a profile that was measured on another one",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="list all quantities, what measures each, and why the others are not"
+    )
+    parser.add_argument("--json", action="store_true", help="print the profile itself (or the fit) instead of tables")
+    fitting.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, write, print. Nothing is written before all is measured."""
+    if args.list:
+        from ullage.commands.calibrate.screen import list_quantities  # noqa: PLC0415 - slow to import
+
+        list_quantities(as_json=args.json)
+        return 0
+    others = fitting.MEASURES if args.from_runs else fitting.FITS
+    if given := [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]:
+        rule = (
+            "measures, and --from-runs does not" if args.from_runs else "says how to fit, which needs --from-runs CASES"
+        )
+        raise ValueError(f"{given[0]} {rule}; leave it out, or correct the rest")
+    if args.from_runs:
+        return fitting.run(args)
+    path: Path = args.output or (Path(args.into) if args.into else local_profile_path())
+    if not (args.output or args.into):
+        make_folder("--output", path.parent)
+    check_output("--output", path)  # not after measuring
+    base = _base(args) if args.only is not None else None
+    from hwprofiles.calibrate import CalibrationOptions, calibrate, parse_only  # noqa: PLC0415 - torch
+    from hwprofiles.calibrate.collectives import ranks  # noqa: PLC0415
+
+    only = parse_only(args.only) if args.only is not None else None
+    if args.device_cores and only is not None:
+        raise ValueError("--device-cores is of a whole profile, and --only keeps what it has; leave one of them out")
+    if args.into and only is None:
+        raise ValueError("--into renews parts of a profile, but no parts are given; add --only PART,...")
+    if ranks()[0] > 1:
+        return _collectives(args, base, path)
+    options = CalibrationOptions(
+        quick=args.quick,
+        name=args.name,
+        device_memory_bytes=args.device_memory,
+        device="host" if args.device_cores else None,
+        device_cores=args.device_cores,
+        only=only,
+        base=base,
+        endurance_bytes_per_day=args.drive_endurance,
+    )
+    with seconds_bar() as progress:
+        profile, report = calibrate(options, kernels(), progress)
+    save_profile(profile, path)
+    _tell(args, profile, path, base, report)
+    return 0
+
+
+def _base(args: argparse.Namespace) -> HardwareProfile:
+    """Return the profile whose parts are measured again."""
+    from hwprofiles.machine import check_measured_here  # noqa: PLC0415
+
+    if args.into and not Path(args.into).is_file():
+        raise ValueError(f"--into {args.into}: there is no such file; give the path of a profile, or leave it out")
+    profile = load_profile(str(Path(args.into).absolute()) if args.into else "local")
+    if not args.allow_other_machine:
+        check_measured_here(profile)
+    return profile
+
+
+def _collectives(args: argparse.Namespace, base: HardwareProfile | None, path: Path) -> int:
+    """Measure between the ranks that torchrun has started; the first of them writes and prints."""
+    import os  # noqa: PLC0415
+
+    from hwprofiles.calibrate import calibrate_collectives  # noqa: PLC0415 - torch
+
+    if base is None or args.only != "fabric":
+        raise ValueError("torchrun has started several ranks, which measure what joins them; add --only fabric")
+    profile = calibrate_collectives(base, quick=args.quick)
+    if os.environ.get("RANK", "0") == "0":
+        save_profile(profile, path)
+        _tell(args, profile, path, base, None)
+    return 0
+
+
+def kernels() -> Any:
+    """Return what the executor runs, in the form that calibration calls."""
+    import torch  # noqa: PLC0415 - slow to import
+
+    from executor.devices.backend import sum_of_squares  # noqa: PLC0415 - numba
+    from executor.devices.cuda import update_on_device  # noqa: PLC0415
+    from executor.optimizer import AdamWParams, WorkerTeam, adamw_step  # noqa: PLC0415
+    from executor.optimizer.table import ENTRIES, Rule  # noqa: PLC0415
+    from hwprofiles.calibrate import Kernels  # noqa: PLC0415 - torch
+    from ullage.commands.calibrate.probe import host_times  # noqa: PLC0415 - transformers
+
+    params = AdamWParams()
+    rule = Rule(next(entry for entry in ENTRIES if entry.stock is torch.optim.AdamW), params)
+    teams: dict[int, WorkerTeam] = {}
+
+    def step(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any, num_threads: int) -> None:
+        if num_threads not in teams:  # threads outlive one step, as they do in training
+            teams[num_threads] = WorkerTeam(num_threads)
+        adamw_step(master, exp_avg, exp_avg_sq, grad, weight, params, step=1, team=teams[num_threads])
+
+    def device_step(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any) -> None:
+        state = master, exp_avg, exp_avg_sq, weight
+        update_on_device(state, [grad], rule, step=1, scale=0.5)  # as clipping has it
+
+    return Kernels(cpu_adamw=step, device_adamw=device_step, sum_of_squares=sum_of_squares, host_times=host_times)
+
+
+def _tell(args: argparse.Namespace, profile: HardwareProfile, path: Path, base: Any, report: Any) -> None:
+    if args.json:
+        from hwprofiles.registry import canonical_json  # noqa: PLC0415
+
+        sys.stdout.write(canonical_json(profile))
+        return
+    from ullage.commands.calibrate.screen import calibrated  # noqa: PLC0415 - slow to import
+
+    calibrated(profile, path, base, report)

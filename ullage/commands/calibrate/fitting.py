@@ -1,0 +1,184 @@
+"""``ullage calibrate --from-runs``: fit a profile to whole runs, and show how well it predicts those and the others."""
+
+import argparse
+import fnmatch
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hwprofiles.files import check_output
+from hwprofiles.paths import number, quantities
+from hwprofiles.registry import load_profile, save_profile
+from planner.cases import Case, CaseError, Metric, load_cases, repeated_id
+from planner.fitting.from_runs import Fit, FitError, fit, fitted_paths, predictions
+from ullage.output.progress import progress_bar
+
+Errors = dict[Metric, list[float]]
+
+
+# Options that say how to fit, and those that say how to measure.
+FITS = ("profile", "fit_on", "parameters", "bounds")
+MEASURES = ("quick", "name", "device_memory", "only", "into", "device_cores", "drive_endurance", "allow_other_machine")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a fit."""
+    group = parser.add_argument_group("fitting to whole runs instead of measuring")
+    group.add_argument("--from-runs", type=Path, nargs="+", metavar="CASES", help="JSON files of cases")
+    group.add_argument("--profile", metavar="NAME", help="the profile that is fitted, and the cases' hardware")
+    group.add_argument(
+        "--fit-on",
+        nargs="+",
+        metavar="PATTERN",
+        help="ids of the cases to fit to, as in '*-dp1-*'; the others are only predicted (default: all)",
+    )
+    group.add_argument(
+        "--parameters",
+        nargs="+",
+        metavar="QUANTITY",
+        help="what to fit, as in host.dram_bytes_per_s (default: what the profile says is fitted)",
+    )
+    group.add_argument(
+        "--bounds",
+        nargs="+",
+        type=parse_bounds,
+        metavar="QUANTITY=LOW:HIGH",
+        help="bounds in the quantity's own unit (default: an eighth to eight times its present value)",
+    )
+
+
+def parse_bounds(text: str) -> tuple[str, tuple[float, float]]:
+    """Return a quantity and its bounds, from ``device.hook_s=1e-5:1e-2``.
+
+    Raises:
+        argparse.ArgumentTypeError: it has another form.
+    """
+    path, _, bounds = text.partition("=")
+    low, _, high = bounds.partition(":")
+    try:
+        return path, (float(low), float(high))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form QUANTITY=LOW:HIGH") from None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fit, write the profile, print what was fitted and the errors on both sorts of cases."""
+    if args.profile is None:
+        raise FitError("--from-runs needs --profile NAME: the profile to fit, which the cases call their hardware")
+    path: Path = args.output or Path(f"{Path(args.profile).stem}.json")
+    check_output("--output", path)
+    profile = load_profile(args.profile)
+    cases = [case for file in args.from_runs for case in load_cases(file) if case.hardware == profile.name]
+    if repeated := repeated_id(cases):
+        raise CaseError(f"case {repeated}: id is that of two cases in the files given; give each its own")
+    patterns = args.fit_on or ["*"]
+    chosen = [case for case in cases if any(fnmatch.fnmatchcase(case.id, pattern) for pattern in patterns)]
+    if not chosen:
+        raise CaseError(
+            f"no case of {profile.name} in {', '.join(map(str, args.from_runs))} matches {' '.join(patterns)}; "
+            "choose another --profile or --fit-on"
+        )
+    ids = {case.id for case in chosen}
+    others = [case for case in cases if case.id not in ids]
+    for case in others:
+        case.check()  # before any work
+    paths = args.parameters or fitted_paths(profile)
+    with progress_bar() as show:
+        result = fit(
+            profile,
+            chosen,
+            paths,
+            source=f"least squares on runs of {', '.join(file.name for file in args.from_runs)}",
+            ranges=_ranges(args.bounds or []),
+            progress=lambda count: show(f"{count} runs simulated", 0, 0),
+        )
+    groups = {"fitted": errors(result, chosen), "not fitted": errors(result, others)}
+    save_profile(result.profile, path)  # last, so that whatever stops the rest leaves nothing behind
+    if args.json:
+        from ullage.output.console import write_json  # noqa: PLC0415 - slow to import
+
+        write_json(_plain(result, chosen, groups))
+    else:
+        _print(result, chosen, groups, path)
+    return 0
+
+
+def _ranges(bounds: Sequence[tuple[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Return bounds by quantity."""
+    ranges = dict(bounds)
+    if len(ranges) < len(bounds):
+        raise FitError(f"--bounds {' '.join(path for path, _ in bounds)}: give each quantity one pair of bounds")
+    return ranges
+
+
+def errors(result: Fit, cases: Sequence[Case]) -> Errors:
+    """Return the signed relative errors of a fitted profile on cases, by metric."""
+    found: Errors = {}
+    outcomes = predictions(result.profile, cases)
+    for case in cases:
+        for metric, measured in case.measurements().items():
+            found.setdefault(metric, []).append(outcomes[case.id].values[metric] / measured - 1)
+    return found
+
+
+def _plain(result: Fit, chosen: Sequence[Case], groups: dict[str, Errors]) -> dict[str, Any]:
+    return {
+        "profile": result.profile.name,
+        "fitted_on": [case.id for case in chosen],
+        "num_simulations": result.num_simulations,
+        "rms_residual": result.rms,
+        "quantities": {
+            item.path: {
+                "start": item.start,
+                "value": item.value,
+                "bounds": [item.low, item.high],
+                "relative_standard_error": item.relative_error,
+                "at_bound": item.at_bound,
+            }
+            for item in result.fitted
+        },
+        "errors": {
+            group: {metric.value: _statistics(values) for metric, values in found.items()}
+            for group, found in groups.items()
+        },
+    }
+
+
+def _statistics(values: Sequence[float]) -> dict[str, float]:
+    sizes = [abs(value) for value in values]
+    return {"num": len(sizes), "mean": statistics.mean(sizes), "worst": max(sizes)}
+
+
+def _print(result: Fit, chosen: Sequence[Case], groups: dict[str, Errors], path: Path) -> None:
+    from ullage.analysis.provenance import unit_and_value  # noqa: PLC0415
+    from ullage.output.console import console, table  # noqa: PLC0415 - slow to import
+    from ullage.output.formatting import percent, si  # noqa: PLC0415
+
+    out = console()
+    out.print(f"{result.profile.name}: fitted to {len(chosen)} runs", markup=False)
+    for case in chosen:
+        out.print(f"  {case.id}", markup=False, soft_wrap=True)
+    out.print()
+    known = quantities(result.profile)
+    rows = table("fitted", "quantity", "before", "now", "standard error", "bounds")
+    for item in result.fitted:
+        unit, _ = unit_and_value(known[item.path])
+        stopped = " (reached)" if item.at_bound else ""
+        rows.add_row(
+            item.path,
+            si(item.start, unit),
+            si(number(known[item.path]), unit),
+            percent(item.relative_error),
+            f"{si(item.low, unit)} to {si(item.high, unit)}{stopped}",
+        )
+    out.print(rows)
+    out.print()
+    summary = table("absolute errors", "runs", "quantity", "values", "mean", "worst", num_text=2)
+    for group, found in groups.items():
+        for metric in (metric for metric in Metric if metric in found):
+            row = _statistics(found[metric])
+            summary.add_row(group, metric.value, str(row["num"]), percent(row["mean"]), percent(row["worst"]))
+    out.print(summary)
+    out.print(f"residuals of the fit: {percent(result.rms)} (root mean square)")
+    out.print(f"profile written to {path}", markup=False, soft_wrap=True)

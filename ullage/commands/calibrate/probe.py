@@ -1,0 +1,62 @@
+"""A tiny model through the whole executor: what calibration needs to know of the host's own time."""
+
+import time
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from executor.options import SessionOptions
+from executor.prepare import prepare_session
+from hwprofiles.calibrate import HostTimes
+from planner.decisions import BF16
+from planner.engines.policies import Mix, Setup, mixed
+from planner.graph import Batch, build_graph, units
+from planner.models import resolve_model, to_hf_config_dict
+from planner.models.kernels import num_kernels
+
+_TINY = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "word_embed_proj_dim": 32,
+    "ffn_hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 64,
+}
+_NUM_TOKENS = 8
+_WARM_UP = 3
+_REPEATS = 12
+
+
+def host_times(device: str) -> HostTimes:
+    """Time a model so small that computing takes no time, on ``cpu`` or ``cuda``; a GPU is not waited for."""
+    config = resolve_model("demo-llama").model_copy(update=_TINY)
+    model_units = units(build_graph(config, Batch(1, _NUM_TOKENS, BF16.weight_bytes)))
+    decisions = mixed(Setup(model_units), Mix(num_gpu=0, num_stream=0, num_keep=config.num_layers))
+    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        AutoConfig.for_model(**to_hf_config_dict(config)), dtype=torch.bfloat16
+    )
+    options = SessionOptions(device="cuda" if device == "cuda" else "cpu", num_threads=1)
+    _, optimizer = prepare_session(model, torch.optim.AdamW(model.parameters()), model_units, decisions, options)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    compute_s: list[float] = []
+    step_s: list[float] = []
+    with optimizer.session:
+        tokens = torch.zeros((1, _NUM_TOKENS), dtype=torch.int64, device=next(model.parameters()).device)
+        for _ in range(_WARM_UP + _REPEATS):
+            begin_s = time.perf_counter()
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+            compute_s.append(time.perf_counter() - begin_s)
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            scheduler.step()
+            loss.item()
+            step_s.append(time.perf_counter() - begin_s - compute_s[-1])
+    return HostTimes(
+        compute_s=tuple(compute_s[_WARM_UP:]),
+        num_kernels=sum(num_kernels(unit.forward) + num_kernels(unit.backward) for unit in model_units),
+        step_s=tuple(step_s[_WARM_UP:]),
+        num_tensors=sum(len(unit.parameters) for unit in model_units),
+    )

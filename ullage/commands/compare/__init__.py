@@ -1,0 +1,3 @@
+"""``ullage compare``."""
+
+from ullage.commands.compare.command import add_parser as add_parser

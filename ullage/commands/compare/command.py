@@ -1,0 +1,75 @@
+"""``ullage compare``: a prediction beside what was measured, and which assumption was wrong."""
+
+import argparse
+from pathlib import Path
+
+from hwprofiles.files import check_output
+from hwprofiles.registry import save_profile
+from planner.schedule.trace import chrome_trace, write_trace
+from ullage.analysis.comparison import explain_run
+from ullage.commands import Subparsers, command_parser
+from ullage.output.console import console, write_json
+from ullage.output.progress import progress_bar
+from ullage.training.runs import load_run
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of this command."""
+    parser = command_parser(
+        subparsers,
+        "compare",
+        run,
+        "Compare what a plan predicted with what a run of it measured, and say which assumption was wrong:\n"
+        "  rate   tasks of a kind took longer, or less long, than they were priced at\n"
+        "  count  planned tasks did not run, or others did\n"
+        "  order  a lane ran its tasks in another order than the schedule's\n"
+        "  stall  tasks began later than the schedule explains\n"
+        "What each explains adds up to the difference. Then phases, lanes, memory, and the quantities of the profile\n"
+        "that the run would have otherwise. Errors are predicted over measured: +10 % means that a tenth too much was\n"
+        "predicted.",
+        """
+        ullage compare out/run.json
+        ullage compare out/run.json --trace both.json.gz
+        ullage compare out/run.json --refit this-machine.json
+        ullage compare out/run.json --json
+        """,
+    )
+    parser.add_argument("run_file", type=Path, metavar="RUN", help="what `ullage execute` wrote")
+    parser.add_argument("--trace", type=Path, metavar="PATH", help="write both timelines for ui.perfetto.dev")
+    parser.add_argument(
+        "--refit", type=Path, metavar="PATH", help="write the hardware profile as the tasks of this run would have it"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, write what is asked for, print."""
+    check_output("--trace", args.trace)
+    check_output("--refit", args.refit)
+    record = load_run(args.run_file)
+    with progress_bar() as progress:
+        explained, simulation = explain_run(record, lambda done, total: progress("replaying", done, total))
+    if args.trace:
+        write_trace(args.trace, chrome_trace({"predicted": simulation.timeline, "measured": record.timeline}))
+    if args.refit:
+        save_profile(explained.refitted.profile, args.refit)
+    if args.json:
+        write_json(explained.to_json())
+        return 0
+    from ullage.commands.compare.screen import render_explained  # noqa: PLC0415 - slow to import
+
+    out = console()
+    out.print(f"{record.plan.model.name} on {record.machine}", markup=False)
+    out.print(explained.answer, markup=False, soft_wrap=True)
+    if explained.before:
+        out.print(f"before the plan was changed: {explained.before.answer}", markup=False, soft_wrap=True)
+    out.print(render_explained(explained))
+    if args.trace:
+        out.print(f"trace written to {args.trace}", markup=False, soft_wrap=True)
+    if args.refit:
+        out.print(
+            f"profile written to {args.refit}; plan with it: `ullage plan ... --hardware {args.refit}`",
+            markup=False,
+            soft_wrap=True,
+        )
+    return 0

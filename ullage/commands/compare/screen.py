@@ -1,0 +1,118 @@
+"""A comparison as tables: the answer first, then what explains most."""
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+
+from planner.fitting.attribution import Tasks
+from planner.schedule.tasks import Lane
+from ullage.analysis.comparison import NOTHING, Comparison, Explained, Row, Work, kind_words
+from ullage.output.console import table
+from ullage.output.formatting import LANE_WORDS, percent, si, signed_percent
+
+_LEAST = 1e-3  # parts of the iteration below this are left out of tables
+
+
+def render_comparison(comparison: Comparison) -> RenderableType:
+    """Return tables of phases, lanes and memory, to print with :func:`ullage.output.console.console`."""
+    count = comparison.num_iterations
+    title = f"phases (measured: mean of the {comparison.num_read} middle ones of {count} iterations)"
+    return Group(
+        _rows(title, comparison.phases),
+        "",
+        _rows("busy time of lanes", comparison.lanes),
+        "",
+        _rows("peak memory", comparison.memory),
+    )
+
+
+def render_explained(explained: Explained) -> RenderableType:
+    """Return what the difference consists of, all tables, and what a refit would change; the answer is apart."""
+    found = explained.attribution
+    spread = f"measured iterations: p10 {si(explained.p10_s, 's')}, p90 {si(explained.p90_s, 's')}"
+    parts: list[RenderableType] = [spread, ""]
+    parts += [_causes(explained), "", _tasks(explained), ""]
+    if found.stalls_s:
+        parts += [_stalls(explained), ""]
+    parts += [_rows("what binds: the critical path", explained.critical, words=True), ""]
+    parts += [render_comparison(explained.comparison), ""]
+    return Group(*parts, *_refit(explained))
+
+
+def _rows(title: str, rows: Sequence[Row], *, words: bool = False) -> RenderableType:
+    result = table(title, "", "predicted", "measured", "error")
+    for row in rows:
+        name = LANE_WORDS[Lane(row.name)] if words and row.name != NOTHING else row.name
+        values = ("-" if value is None else si(value, row.unit) for value in (row.predicted, row.measured))
+        result.add_row(name, *values, "-" if row.error is None else signed_percent(row.error))
+    return result
+
+
+def _causes(explained: Explained) -> RenderableType:
+    found = explained.attribution
+    result = table("why: what adds up to measured - predicted", "assumption", "what happened", "explains", num_text=2)
+    least_s = _LEAST * found.measured_s
+    rest_s = 0.0
+    for cause in found.causes:
+        if abs(cause.seconds) < least_s:
+            rest_s += cause.seconds
+        else:
+            result.add_row(cause.kind, explained.reason(cause), _signed(cause.seconds))
+    if rest_s:
+        result.add_row("", "what is less than a thousandth each", _signed(rest_s))
+    result.add_row("", "measured - predicted", _signed(explained.error_s))
+    return result
+
+
+def _signed(seconds: float) -> str:
+    if abs(seconds) < 1e-9:  # rounding of sums
+        return "0 s"
+    return f"{'+' if seconds >= 0 else '-'}{si(abs(seconds), 's')}"
+
+
+def _tasks(explained: Explained) -> RenderableType:
+    columns = ("tasks", "work", "predicted", "measured", "rate", "of predicted", "explains")
+    result = table("kinds of tasks, in one iteration", "", *columns)
+    for tasks in explained.attribution.tasks:
+        work = explained.work[tasks.lane, tasks.op]
+        count = f"{tasks.num_ran}" + ("" if tasks.num_ran == tasks.num_planned else f" of {tasks.num_planned}")
+        result.add_row(
+            kind_words((tasks.lane, tasks.op)),
+            count,
+            si(work.amount, work.unit) if work.unit else "-",
+            si(tasks.predicted_s, "s"),
+            si(tasks.measured_s, "s"),
+            _rate(tasks, work),
+            f"{tasks.predicted_s / tasks.measured_s:.2f}" if tasks.measured_s else "-",
+            "-" if tasks.explains_s is None else _signed(tasks.explains_s),
+        )
+    return result
+
+
+def _rate(tasks: Tasks, work: Work) -> str:
+    if not work.unit or not tasks.measured_s or tasks.num_ran != tasks.num_planned:
+        return "-"
+    return si(work.amount / tasks.measured_s, f"{work.unit}/s")
+
+
+def _stalls(explained: Explained) -> RenderableType:
+    found = explained.attribution
+    result = table("stalls: gaps on the measured critical path", "before", "per iteration", "of it")
+    shown = {kind: seconds for kind, seconds in found.stalls_s.items() if seconds >= _LEAST * found.measured_s}
+    for kind, seconds in shown.items():
+        result.add_row(kind_words(kind), si(seconds, "s"), percent(seconds / found.measured_s))
+    total_s = sum(found.stalls_s.values())
+    result.add_row("all of them", si(total_s, "s"), percent(total_s / found.measured_s))
+    return result
+
+
+def _refit(explained: Explained) -> list[RenderableType]:
+    fit = explained.refitted
+    if not explained.changes:
+        return ["the profile needs no change: its rates give the measured times of all lanes"]
+    result = table("refit: the profile that this run proposes", "quantity", "from", "to", "change")
+    for change in explained.changes:
+        values = (si(value, change.unit) if change.unit else f"{value:.3g}" for value in (change.before, change.after))
+        result.add_row(change.path, *values, signed_percent(change.after / change.before - 1))
+    told = f"with it {si(fit.predicted_s, 's')} would have been predicted; --refit PATH writes it"
+    return [result, told]

@@ -1,0 +1,3 @@
+"""``ullage execute``."""
+
+from ullage.commands.execute.command import add_parser as add_parser

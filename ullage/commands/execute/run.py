@@ -1,0 +1,351 @@
+"""``ullage execute``: a plan trained for some iterations, watched on the way, and compared with its prediction."""
+
+import contextlib
+import dataclasses
+import math
+import platform
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from executor.devices.lanes import NUM_RECORDED
+from hwprofiles.files import check_output, make_folder
+from hwprofiles.machine import check_measured_here
+from planner.models.captured import counted
+from planner.plan.document import Plan
+from planner.schedule.tasks import MemoryClass, Tier
+from planner.schedule.timeline import Timeline
+from planner.schedule.trace import chrome_trace, write_trace
+from ullage.analysis.comparison import Comparison, compare_record
+from ullage.analysis.simulation import simulate
+from ullage.cli.interruption import InterruptedTrainingError, Interruption
+from ullage.commands.compare.screen import render_comparison
+from ullage.integrations.metrics import Metrics, Prometheus, Sink, TensorBoard, tokens_per_iteration
+from ullage.output.console import console, write_json
+from ullage.output.formatting import si
+from ullage.training.checkpoints import CheckpointOptions, whereabouts
+from ullage.training.drift import DriftWatch, warning
+from ullage.training.feeds import check_knows_text, check_takes_data
+from ullage.training.levels import buffer_bytes, levels_of
+from ullage.training.options import DEFAULT_KEPT, LEAST_KEPT, ExecuteOptions
+from ullage.training.processes import Process
+from ullage.training.replanning import Replanned
+from ullage.training.runs import RunRecord, rows, save_run
+from ullage.training.text import Tokens, read_text, read_tokens
+from ullage.training.trainer import Step, Trainer, check_machine
+
+# What warms up (first touches, compiled kernels) is not measured, nor is the iteration whose memory is metered.
+_FIRST_STEADY = 3
+MIN_ITERATIONS = _FIRST_STEADY + 3
+REPLAN_AFTER = 10
+_WARMUP_ITERATIONS = 5
+_BAR = 10  # columns: a line of 80 holds the rest
+_RUN, _TRACE = "run.json", "trace.json.gz"
+_LATEST = 10  # iterations that the progress shows the median of
+
+
+def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
+    """Train a plan's model, measure every task, and compare with the prediction.
+
+    It is trained on text or tokens, or on one random batch if it was captured. Under a plan for several devices this is
+    one of the processes; the first of them measures, prints and writes.
+
+    Writes ``run.json`` (with the plan) and ``trace.json.gz`` (both timelines) into the output folder, each whole or not
+    at all, when training has ended.
+
+    Raises:
+        PlanError: the plan was made for another kind of machine, or for another number of processes.
+        ValueError: too few iterations, too few tokens or strange ones, or a captured model that is not there.
+        OSError: the data cannot be read or the results cannot be written.
+        ShortageError: training takes more of a tier than it has.
+        RankError: another rank has failed.
+        CheckpointError: checkpoints cannot be made in their folder, or that to go on from is of another model.
+        InterruptedTrainingError: a signal ended training, which is in a checkpoint.
+    """
+    _check_checkpoints(options)
+    if options.num_iterations < MIN_ITERATIONS:
+        raise ValueError(f"{options.num_iterations} iterations are too few to measure; run at least {MIN_ITERATIONS}")
+    if options.replan and options.num_iterations < REPLAN_AFTER + MIN_ITERATIONS:
+        raise ValueError(
+            f"--replan looks after {REPLAN_AFTER} iterations and measures at least {MIN_ITERATIONS} more, but there "
+            f"are {options.num_iterations}; run at least {REPLAN_AFTER + MIN_ITERATIONS}"
+        )
+    process = Process.of(plan)
+    check_machine(plan, process, options.device)
+    if not options.allow_other_machine:
+        check_measured_here(plan.hardware)
+    check_takes_data(plan, given=bool(options.text or options.tokens or options.data_position))  # before it is read
+    if options.tokens is None:
+        check_knows_text(plan)
+    data = _data(options)
+    if process.is_first:
+        make_folder("--output-dir", options.output_dir)  # before training: a bad path must not cost a run
+        for name in (_RUN, _TRACE):
+            check_output("--output-dir", options.output_dir / name)
+    sinks = _sinks(options, plan) if process.is_first else []
+    storage = options.storage_dir or options.output_dir
+    with Trainer(
+        plan,
+        data=data,
+        lr=options.lr,
+        seed=options.seed,
+        position=options.data_position,
+        storage_dir=storage,
+        compile_blocks=options.compile_blocks,
+        cores=options.cores,
+        checkpoints=_checkpoints(plan, options),
+    ) as trainer:
+        trained = _train(options, trainer, sinks)
+    if process.is_first and trained.record is not None:
+        _write(options, trained.record, trained.replanned)
+    if options.checkpoint_places:
+        _tell_of_checkpoints(options, trainer, trained)
+    return trained.record
+
+
+def _check_checkpoints(options: ExecuteOptions) -> None:
+    if not options.checkpoint_places:
+        if options.resume:
+            raise ValueError("--resume needs --checkpoint-dir PLACE, where the checkpoints are")
+        for option, numbers in (("--checkpoint-every", options.checkpoint_every), ("--keep", options.keep)):
+            if numbers:
+                given = ",".join(map(str, numbers))
+                raise ValueError(f"{option} {given} needs --checkpoint-dir PLACE, where checkpoints are made")
+    if too_few := [count for count in options.keep if count < LEAST_KEPT]:
+        raise ValueError(
+            f"--keep {too_few[0]}: one may be damaged when it is needed, so at least {LEAST_KEPT} stay; "
+            f"give --keep {LEAST_KEPT} or more"
+        )
+
+
+def _checkpoints(plan: Plan, options: ExecuteOptions) -> CheckpointOptions | None:
+    if not options.checkpoint_places:
+        return None
+    levels = levels_of(plan, options.checkpoint_places, options.checkpoint_every, options.keep or (DEFAULT_KEPT,))
+    return CheckpointOptions(levels, buffer_bytes(plan))
+
+
+def _tell_of_checkpoints(options: ExecuteOptions, trainer: Trainer, trained: "_Trained") -> None:
+    """Say where the last checkpoint is, and end as the signal wants if one has ended training."""
+    # It is the first rank that hears how checkpoints end.
+    where = whereabouts(trainer.outcomes) if trainer.process.is_first else "rank 0 says where its checkpoint is"
+    if trained.signal is not None:
+        raise InterruptedTrainingError(
+            f"interrupted after iteration {trainer.iteration}; {where}; go on with --resume", trained.signal
+        )
+    if trainer.process.is_first and not options.json:
+        console().print(where, markup=False, soft_wrap=True)
+
+
+def _data(options: ExecuteOptions) -> Tokens | None:
+    if options.tokens is None:
+        if options.token_dtype is not None:
+            raise ValueError(f"--token-dtype {options.token_dtype} is of a file of tokens; give --tokens PATH")
+        return None if options.text is None else read_text(options.text)
+    if options.text is not None:
+        raise ValueError(f"--text {options.text} and --tokens {options.tokens}: give one of them to train on")
+    return read_tokens(options.tokens, options.token_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trained:
+    record: RunRecord | None  # None after too few iterations
+    replanned: Replanned | None
+    signal: int | None  # that ended it early
+
+
+def _train(options: ExecuteOptions, trainer: Trainer, sinks: list[Sink]) -> _Trained:
+    """Train with a cosine schedule with warm-up, and change the plan on the way if that is asked for and pays.
+
+    The trainer is closed in the end; signals are heard until then.
+    """
+
+    def factor(iteration: int) -> float:
+        warm_up = min((iteration + 1) / _WARMUP_ITERATIONS, 1.0)
+        return warm_up * 0.5 * (1 + math.cos(math.pi * iteration / options.num_iterations))
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, factor)
+    trainer.stateful["scheduler"] = scheduler
+    watch = _watch(trainer.plan)
+    losses: list[float] = []
+    replanned, before, first = None, None, None
+    with (
+        _progress(options.num_iterations, trainer) as (tell, warn),
+        _interruption(options, warn) as interruption,
+        contextlib.ExitStack() as closing,
+    ):
+        if options.resume:
+            _resume(options, trainer, warn)
+        num_told = 0
+        metrics = Metrics(sinks, warn)
+        closing.callback(metrics.close)
+        for step in trainer.run(max(options.num_iterations - trainer.iteration, 0)):
+            scheduler.step()
+            losses.append(step.loss)
+            tell(step)
+            metrics.after(step, trainer)
+            if trainer.session.iteration == NUM_RECORDED:  # the session forgets them as others are recorded
+                first = trainer.session.timeline()
+            if drifts := watch.after(trainer.session, trainer.session.iteration - 1):
+                warn(warning(drifts))
+            num_told = _warn_of_checkpoints(trainer, num_told, warn)
+            if options.replan and len(losses) == REPLAN_AFTER:
+                before = _record(options, trainer, losses, trainer.session.timeline())
+                replanned = trainer.replan()
+                warn(str(replanned))
+                watch = _watch(trainer.plan)
+            if interruption is not None and trainer.session.together.mean(float(interruption.signal is not None)):
+                break  # all ranks, after the same iteration
+        record = None
+        if trainer.session.iteration >= MIN_ITERATIONS:
+            timeline = trainer.session.timeline() if first is None else first
+            record = _record(options, trainer, losses, timeline)
+        ended_by = None if interruption is None else interruption.signal
+        trainer.close(give_back=False)
+        _warn_of_checkpoints(trainer, num_told, warn, but=trainer.iteration)
+    if record is not None and replanned is not None and replanned.switched:
+        record = record.model_copy(update={"before": before})
+    return _Trained(record, replanned, ended_by)
+
+
+def _sinks(options: ExecuteOptions, plan: Plan) -> list[Sink]:
+    sinks: list[Sink] = []
+    if options.tensorboard is not None:
+        sinks.append(TensorBoard(options.tensorboard))
+    if options.metrics_file is not None:
+        sinks.append(Prometheus(options.metrics_file, plan.model.name))
+    return sinks
+
+
+def _warn_of_checkpoints(trainer: Trainer, num_told: int, warn: Callable[[str], None], but: int | None = None) -> int:
+    """Say which checkpoints have failed since so many had ended, ``but`` that of one step; return how many have now."""
+    outcomes = trainer.outcomes[num_told:]
+    for outcome in outcomes:
+        if outcome.error is not None and outcome.step != but:
+            warn(f"warning: checkpoint of step {outcome.step}: {outcome.error}")
+    return num_told + len(outcomes)
+
+
+def _interruption(
+    options: ExecuteOptions, warn: Callable[[str], None]
+) -> contextlib.AbstractContextManager[Interruption | None]:
+    """Without checkpoints there is nothing to end in order for."""
+    return Interruption(warn) if options.checkpoint_places else contextlib.nullcontext()
+
+
+def _resume(options: ExecuteOptions, trainer: Trainer, warn: Callable[[str], None]) -> None:
+    found = trainer.resume()
+    for reason in found.refused:
+        warn(f"warning: passed over: {reason}")
+    if found.path is None:
+        warn(f"no checkpoint in {' or '.join(options.checkpoint_places)}: training begins at the beginning")
+    elif found.step >= options.num_iterations:
+        raise ValueError(
+            f"{found.path} has all of {options.num_iterations} iterations already; ask for more with --iterations"
+        )
+    else:
+        warn(f"going on from {found.path}")
+
+
+def _watch(plan: Plan) -> DriftWatch:
+    simulation = simulate(plan)
+    return DriftWatch(simulation.timeline, simulation.steady)
+
+
+def _write(options: ExecuteOptions, record: RunRecord, replanned: Replanned | None) -> None:
+    save_run(record, options.output_dir / _RUN)
+    parts = {"": record} | ({" before": record.before} if record.before else {})
+    timelines: dict[str, Timeline] = {}
+    for words, part in parts.items():
+        timelines |= {f"predicted{words}": simulate(part.plan).timeline, f"measured{words}": part.timeline}
+    write_trace(options.output_dir / _TRACE, chrome_trace(timelines))
+    _report(options, record, {words: compare_record(part) for words, part in parts.items()}, replanned)
+
+
+@contextlib.contextmanager
+def _progress(num_iterations: int, trainer: Trainer) -> Iterator[tuple[Callable[[Step], None], Callable[[str], None]]]:
+    """Yield a function that tells of an iteration that has ended, and one that prints a line above the progress.
+
+    The progress shows the loss, and the seconds of an iteration (median of the latest) beside what was predicted.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
+    shown = trainer.process.is_first
+    latest_s: deque[float] = deque(maxlen=_LATEST)
+
+    def tell(step: Step) -> None:
+        words = f"loss {step.loss:.3f}"
+        if step.iteration >= _FIRST_STEADY:
+            latest_s.append(step.measured_s)
+            predicted_s = trainer.plan.prediction.iteration_s
+            measured_s = statistics.median(latest_s)
+            ratio = measured_s / predicted_s
+            words += f", {si(measured_s, 's')} ({si(predicted_s, 's')} predicted, {ratio:.2f} x)"
+        bar.update(task, completed=step.iteration + 1, description=words)
+
+    def warn(line: str) -> None:
+        if shown:
+            bar.console.print(line, soft_wrap=True)
+
+    columns = (BarColumn(bar_width=_BAR), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console(stderr=True), disable=not shown) as bar:
+        task = bar.add_task("", total=num_iterations)
+        yield tell, warn
+
+
+def _record(options: ExecuteOptions, trainer: Trainer, losses: list[float], timeline: Timeline) -> RunRecord:
+    memory = trainer.session.memory()
+    ranks = dict.fromkeys(
+        (Tier.HOST, Tier.NVME), trainer.process.per_node
+    )  # whose shares are equal, as the prediction has it
+    words = [platform.node() or "this machine", f"torch {torch.__version__}"]
+    words += ["blocks compiled" if options.compile_blocks else "", _cores(trainer), trainer.session.storage]
+    return RunRecord(
+        plan=trainer.plan,
+        machine=", ".join(filter(None, words)),
+        losses=tuple(losses),
+        start_s=rows(timeline.start_s),
+        end_s=rows(timeline.end_s),
+        steady_iterations=tuple(range(_FIRST_STEADY, timeline.num_iterations - 1)),
+        memory={tier: use.peak_bytes * ranks.get(tier, 1) for tier, use in memory.items()},
+        static_bytes={
+            tier: {kind: n * ranks.get(tier, 1) for kind, n in use.static_bytes.items()} for tier, use in memory.items()
+        },
+        device_bytes=dict(memory[Tier.GPU].dynamic_bytes_of),
+        data_position=trainer.position,
+        checkpoint_bytes=memory[Tier.HOST].static_bytes.get(MemoryClass.CHECKPOINT, 0),
+    )
+
+
+def _cores(trainer: Trainer) -> str:
+    return str(trainer.session.cores) + (" (rank 0)" if trainer.process.per_node > 1 else "")
+
+
+def _report(
+    options: ExecuteOptions, record: RunRecord, compared: Mapping[str, Comparison], replanned: Replanned | None
+) -> None:
+    losses, comparison = record.losses, compared[""]
+    if options.json:
+        told: dict[str, Any] = {} if replanned is None else {"replan": replanned.to_json()}
+        if " before" in compared:
+            told["replan"]["comparison_before"] = compared[" before"].to_json()
+        write_json({"losses": list(losses), "output_dir": str(options.output_dir), **comparison.to_json(), **told})
+        return
+    out = console()
+    plan = record.plan
+    tokens = tokens_per_iteration(plan)
+    iteration = next(row for row in comparison.phases if row.name == "iteration")
+    out.print(f"{plan.model.name}: {len(losses)} iterations, loss {losses[0]:.3f} -> {losses[-1]:.3f}", markup=False)
+    if iteration.measured:
+        out.print(f"{tokens / iteration.measured:,.0f} {counted(plan.model)}/s on {record.machine}", markup=False)
+    out.print()
+    out.print(render_comparison(comparison))
+    out.print()
+    if replanned is not None:
+        out.print(replanned.render(iteration.measured))
+        out.print()
+    out.print(f"run written to {options.output_dir / _RUN}", markup=False)
+    out.print(f"trace written to {options.output_dir / _TRACE} (open it in ui.perfetto.dev)", markup=False)

@@ -1,0 +1,61 @@
+"""``ullage explain``: why a plan is what it is, or why one unit is where it is."""
+
+import argparse
+from pathlib import Path
+
+from planner.plan.document import load_plan
+from ullage.commands import Subparsers, command_parser
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of this command."""
+    parser = command_parser(
+        subparsers,
+        "explain",
+        run,
+        "Say why a plan is what it is: what binds, what each trick is worth (switched off alone), which units are\n"
+        "where and what moving one of them costs, and at which bandwidths another constraint takes over. With UNIT:\n"
+        "all ways to treat that unit, and when it is updated. Every figure is a simulation with one thing changed;\n"
+        "the other decisions are kept, never planned again.",
+        """
+        ullage explain plan.json
+        ullage explain plan.json layers.3.mlp
+        ullage explain plan.json --all --json
+        """,
+    )
+    parser.add_argument("plan_file", type=Path, metavar="PLAN", help="what `ullage plan` wrote")
+    parser.add_argument("unit", nargs="?", metavar="UNIT", help="a unit of the model, such as layers.3.mlp")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="try to move every unit, not only the first, the middle and the last one of each group",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Explain and print."""
+    if args.unit is not None and args.all:
+        raise ValueError(f"--all and {args.unit}: --all is about all units; leave out one or the other")
+    plan = load_plan(args.plan_file)
+    from planner.explain.moves import find_unit  # noqa: PLC0415 - the simulator is slow to import: not before bad input
+    from planner.explain.trial import Bench  # noqa: PLC0415
+    from ullage.analysis.explanation import PlanExplained, UnitExplained  # noqa: PLC0415
+    from ullage.commands.explain.screen import plan_explained_screen, unit_explained_screen  # noqa: PLC0415
+    from ullage.output.console import write_json  # noqa: PLC0415
+    from ullage.output.progress import progress_bar  # noqa: PLC0415
+
+    bench = Bench(plan)
+    unit = None if args.unit is None else find_unit(bench, args.unit)
+    with progress_bar() as progress:
+        if unit is None:
+            explained = PlanExplained.of(bench, every=args.all, progress=progress)
+        else:
+            of_unit = UnitExplained.of(bench, unit, progress=progress)
+    if args.json:
+        write_json(explained.to_json() if unit is None else of_unit.to_json())
+    elif unit is None:
+        plan_explained_screen(explained)
+    else:
+        unit_explained_screen(of_unit)
+    return 0

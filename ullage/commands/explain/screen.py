@@ -1,0 +1,255 @@
+"""What `ullage explain` prints: one screen for a plan, or for one of its units."""
+
+from rich.table import Table
+
+from planner.explain.limits import Crossing, Limit
+from planner.explain.moves import SAME, Alternative, Group
+from planner.explain.trial import Bench, Trial
+from planner.schedule.tasks import Lane, Tier
+from ullage.analysis.explanation import (
+    ACTIVATIONS,
+    PARAMS,
+    TIERS,
+    PlanExplained,
+    UnitExplained,
+    change,
+    lacks_short,
+    move_words,
+    places_words,
+    treatment_words,
+)
+from ullage.commands.plan.screen import gap_line
+from ullage.output.console import console, facts, table
+from ullage.output.formatting import LANE_WORDS, binds, percent, si, signed_percent
+
+_RESOURCES = {
+    "device": "computing on the device",
+    "cores": "CPU cores",
+    "dram": "host DRAM",
+    "link_down": "the host link to the device",
+    "link_up": "the host link to the host",
+    "link": "the host link, both ways together",
+    "fabric": "the fabric",
+    "nvme_read": "reading NVMe",
+    "nvme_write": "writing NVMe",
+    "nvme": "NVMe, both ways together",
+}
+_RESTS = {
+    "work": "all work of an iteration",
+    "update": "updates between the last backward and the next forward",
+    "leave": "gradients that leave before that",
+}
+# Of what one more GB, or GB/s, is told, and from which elasticity of the bound on.
+_SOLD = ("host-link", "host-dram", "device-memory", "host-memory", "intra-node", "inter-node", "nvme")
+_WORTH_TELLING = 0.01
+
+
+def plan_explained_screen(explained: PlanExplained) -> None:
+    """Print why a plan is what it is."""
+    out = console()
+    out.print(facts(_summary(explained)))
+    for part in (_tricks(explained), _units(explained), _limits(explained)):
+        out.print()
+        out.print(part)
+
+
+def unit_explained_screen(explained: UnitExplained) -> None:
+    """Print why a unit is where it is."""
+    out, bench = console(), explained.bench
+    unit = bench.units[explained.unit]
+    own = bench.decisions.units[explained.unit]
+    update, params, activations = treatment_words(own)
+    rows = {
+        "unit": f"{explained.unit} of {bench.plan.model.name}: {unit.num_params:,} parameters in {len(own.update)} "
+        "subgroup(s) on a device",
+        "where": f"updated {update}, parameters {params}, activations {activations}",
+        "why": explained.words,
+    }
+    if when := explained.deadline:
+        held = ": its next forward waits for it" if when.critical and when.slack_s <= 0 else ""
+        rows["update"] = (
+            f"from {si(when.update_start_s, 's')} to {si(when.update_end_s, 's')} after the iteration began, on the "
+            f"device at {si(when.ready_s, 's')}"
+        )
+        rows["deadline"] = (
+            f"its next forward at {si(when.deadline_s, 's')}: {si(when.slack_s, 's')} of slack"
+            f"{', on the critical path' if when.critical else ''}{held}"
+        )
+    out.print(facts(rows))
+    out.print()
+    out.print(_alternatives(explained))
+
+
+def _summary(explained: PlanExplained) -> dict[str, str]:
+    bench = explained.bench
+    plan, own = bench.plan, bench.own
+    memory = ", ".join(
+        f"{TIERS[tier]} {percent(use.peak_bytes / use.capacity_bytes)}{' (full)' if tier in explained.full else ''}"
+        for tier, use in own.memory.items()
+    )
+    rows = {
+        "plan": f"{plan.model.name} on {plan.decisions.num_devices} device(s) of {plan.hardware.name}: "
+        f"{si(own.iteration_s, 's')} per iteration",
+        "best": gap_line(plan),
+        "binds": binds(plan.prediction.critical_s, plan.prediction.iteration_s),
+        "memory": memory,
+        "proof": _rests_on(explained.rests_on),
+    }
+    if worth := [_worth(limit) for limit in explained.limits if _tells(limit)]:
+        rows["worth"] = f"to the bound of any plan: {', '.join(worth)}"
+    if better := explained.better:
+        unit, move = better
+        seconds, share = change(bench, move.trial)
+        rows["better"] = (
+            f"{unit} {move_words(bench, unit, move.decision)} would save {si(-seconds, 's')} ({percent(-share)}) and "
+            "fits: the search did not find it"
+        )
+    return rows
+
+
+def _rests_on(weights: dict[tuple[str, str], float]) -> str:
+    """Return what the bound rests on, in words, by kind of condition."""
+    told = []
+    for kind, words in _RESTS.items():
+        shares = [f"{_by(by)} {percent(weight)}" for (other, by), weight in weights.items() if other == kind]
+        told += [f"{words}: {', '.join(shares)}"] if shares else []
+    return f"the bound rests on {'; '.join(told)}"
+
+
+def _by(key: str) -> str:
+    return _RESOURCES.get(key) or LANE_WORDS[Lane(key)] if key in {*_RESOURCES, *Lane} else key
+
+
+def _tells(limit: Limit) -> bool:
+    return limit.knob.key in _SOLD and limit.bound_elasticity < -_WORTH_TELLING
+
+
+def _worth(limit: Limit) -> str:
+    unit = "GB" if limit.unit == "bytes" else "GB/s"
+    return f"one more {unit} of {limit.knob.words} {si(-1e9 * limit.bound_s_per_unit, 's')}"
+
+
+def _tricks(explained: PlanExplained) -> Table:
+    result = table(
+        "what each trick is worth, switched off alone",
+        "trick",
+        "without it",
+        "time",
+        "slower by",
+        "",
+        "fits",
+        num_text=2,
+    )
+    result.columns[5].justify = "left"
+    for worth in explained.worths:
+        if worth.trial is None:
+            continue
+        seconds, share = _told(explained.bench, worth.trial)
+        times = (si(worth.trial.iteration_s, "s"), si(seconds, "s"), signed_percent(share))
+        result.add_row(worth.trick.words, worth.trick.without, *times, lacks_short(worth.trial))
+    if unused := [worth.trick.words for worth in explained.worths if worth.trial is None]:
+        result.caption = f"not used by this plan: {'; '.join(unused)}"
+        result.caption_justify = "left"
+    return result
+
+
+def _units(explained: PlanExplained) -> Table:
+    result = table("which units are where", "units", "update", "parameters", "activations", "cheapest move", num_text=5)
+    for group in explained.groups:
+        result.add_row(
+            group.name,
+            places_words(group.updates),
+            PARAMS[group.params],
+            ACTIVATIONS[group.activations],
+            _cheapest(explained.bench, group),
+        )
+    tried, total = sum(len(group.cheapest) for group in explained.groups), len(explained.bench.units)
+    rule = "of each group the first, the middle and the last" if tried < total else "all of them"
+    result.caption = f"moves of {tried} of {total} units were simulated, {rule}; times are those of one unit alone"
+    result.caption_justify = "left"
+    return result
+
+
+def _cheapest(bench: Bench, group: Group) -> str:
+    moves = [(unit, move) for unit, move in group.cheapest.items() if move is not None]
+    if not moves:
+        return "-"
+    unit, move = min(moves, key=lambda found: found[1].trial.order)
+    slowest = max(_told(bench, other.trial)[0] for _, other in moves)
+    least = _told(bench, move.trial)[0]
+    range_ = (
+        si(least, "s") if slowest - least < 1e-6 * bench.own.iteration_s else f"{si(least, 's')} to {si(slowest, 's')}"
+    )
+    short = "" if move.trial.fits else f", {lacks_short(move.trial)}"
+    return f"{move_words(bench, unit, move.decision)}: {range_}{short}"
+
+
+def _told(bench: Bench, trial: Trial) -> tuple[float, float]:
+    """Return by how much a trial is slower, or 0 if only rounding tells it from the plan."""
+    seconds, share = change(bench, trial)
+    return (seconds, share) if abs(share) > SAME else (0.0, 0.0)
+
+
+def _limits(explained: PlanExplained) -> Table:
+    title = f"the next constraint, where another lane than {explained.lane} would have the largest share"
+    result = table(title, "quantity", "now", "1 % more", "any plan", "less: from", "more: from")
+    for column in result.columns[4:]:
+        column.justify = "left"
+    for limit in explained.limits:
+        least = f"fits from {si(limit.fits_from * limit.value, 'B')}" if limit.fits_from is not None else ""
+        result.add_row(
+            limit.knob.words,
+            si(limit.value, _unit(limit)),
+            _one_per_cent(limit.elasticity),
+            _one_per_cent(limit.bound_elasticity),
+            least or _crossing(limit.below, limit),
+            _crossing(limit.above, limit),
+        )
+    result.caption = (
+        "1 % more: change of the iteration; any plan: of the bound for all. Decisions are kept, not planned again: "
+        "these are times of this schedule on another machine, not of the best plan for it"
+    )
+    result.caption_justify = "left"
+    return result
+
+
+def _one_per_cent(elasticity: float) -> str:
+    return f"{elasticity:+.2f} %" if abs(elasticity) >= 0.005 else "0"
+
+
+def _unit(limit: Limit) -> str:
+    names = {"bytes": "B", "params_per_s": "params/s", "flop_per_s": "FLOP/s", "bytes_per_s": "B/s", "s": "s"}
+    return names[limit.unit]
+
+
+def _crossing(crossing: Crossing | None, limit: Limit) -> str:
+    if crossing is None:
+        return "-"
+    return f"{si(crossing.value, _unit(limit))} (x{crossing.factor:.3f}) {crossing.takes_over}"
+
+
+def _alternatives(explained: UnitExplained) -> Table:
+    bench = explained.bench
+    columns = ("update", "parameters", "activations", "time", "change", "", "device", "host", "moved", "fits")
+    result = table("all ways to treat it", *columns, num_text=3)
+    result.columns[9].justify = "left"
+    order = sorted(explained.alternatives, key=lambda a: (not a.chosen, not a.trial.fits, a.trial.iteration_s))
+    for alternative in order:
+        result.add_row(*_alternative(bench, alternative), style="bold" if alternative.chosen else "")
+    result.caption = "the first one is the plan's. Each is simulated with all other decisions kept, not planned again"
+    result.caption_justify = "left"
+    return result
+
+
+def _alternative(bench: Bench, alternative: Alternative) -> tuple[str, ...]:
+    decision, trial = alternative.decision, alternative.trial
+    seconds, share = _told(bench, trial)
+    changes = [trial.peak_bytes(tier) - bench.own.peak_bytes(tier) for tier in (Tier.GPU, Tier.HOST)]
+    changes.append(trial.traffic_bytes - bench.own.traffic_bytes)
+    return (
+        *treatment_words(decision),
+        si(trial.iteration_s, "s"),
+        *(("chosen", "") if alternative.chosen else (si(seconds, "s"), signed_percent(share))),
+        *(si(number, "B") if number else "" for number in changes),
+        lacks_short(trial),
+    )

@@ -1,0 +1,78 @@
+"""``ullage hardware``: profiles, every quantity of one with its origin, and what differs or has drifted."""
+
+import argparse
+from pathlib import Path
+
+from hwprofiles.files import check_output
+from hwprofiles.registry import list_profiles, load_profile, save_profile
+from ullage.commands import Subparsers, command_parser
+
+_NUM_NAMES = {"list": (0, 0), "show": (1, 1), "diff": (2, 2), "check": (0, 1)}
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of this command."""
+    parser = command_parser(
+        subparsers,
+        "hardware",
+        run,
+        "  list   all profiles, and how much of each is measured\n"
+        "  show   every quantity of one with its unit, value, spread, origin and source\n"
+        "  diff   the quantities in which two profiles differ by more than the spread of their repetitions\n"
+        "  check  measure some quantities of this machine's profile (or another of it) again, and say what has\n"
+        "         drifted: exit code 1 if anything has\n"
+        "Of a curve (time against size) the best rate is shown; --json has all its points.",
+        """
+        ullage hardware
+        ullage hardware show a100-80
+        ullage hardware show local --json
+        ullage hardware diff local yesterday.json
+        ullage hardware check
+        """,
+    )
+    parser.add_argument("action", nargs="?", choices=tuple(_NUM_NAMES), default="list", help="what to do (list)")
+    parser.add_argument("names", nargs="*", metavar="NAME|PATH|local", help="of which profile, or profiles")
+    parser.add_argument("--output", type=Path, metavar="PATH", help="of check: write what was measured as a profile")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """List, show, compare or check."""
+    fewest, most = _NUM_NAMES[args.action]
+    if not fewest <= len(args.names) <= most:
+        wanted = {0: "no name", 1: "one name", 2: "two names"}
+        needed = wanted[most] if fewest == most else "at most one name"
+        raise ValueError(f"`ullage hardware {args.action}` needs {needed}, but {len(args.names)} were given")
+    if args.output and args.action != "check":
+        raise ValueError(f"--output {args.output}: only `ullage hardware check` writes a profile; leave it out")
+    check_output("--output", args.output)
+    from ullage.commands.hardware import screen as screens  # noqa: PLC0415 - rich is slow to import
+
+    match args.action:
+        case "list":
+            screens.listed({name: load_profile(name) for name in list_profiles()}, as_json=args.json)
+        case "show":
+            screens.shown(load_profile(args.names[0]), as_json=args.json)
+        case "diff":
+            screens.different(*map(load_profile, args.names), as_json=args.json)
+        case "check":
+            return _check(args)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from hwprofiles.calibrate import CalibrationOptions, calibrate  # noqa: PLC0415 - torch
+    from hwprofiles.machine import check_measured_here  # noqa: PLC0415
+    from ullage.commands.calibrate.command import kernels  # noqa: PLC0415
+    from ullage.commands.hardware import screen as screens  # noqa: PLC0415
+    from ullage.output.progress import seconds_bar  # noqa: PLC0415
+
+    profile = load_profile(args.names[0] if args.names else "local")
+    check_measured_here(profile, otherwise="")
+    sampled = {part: None for part in ("device", "cpu", "copies", "disk") if part != "disk" or profile.nvme}
+    options = CalibrationOptions(quick=True, only=sampled, base=profile)  # type: ignore[arg-type]
+    with seconds_bar() as progress:
+        now, _ = calibrate(options, kernels(), progress)
+    if args.output:
+        save_profile(now, args.output)
+    return 1 if screens.drifted(profile, now, as_json=args.json) else 0

@@ -1,0 +1,3 @@
+"""``ullage plan``."""
+
+from ullage.commands.plan.command import add_parser as add_parser

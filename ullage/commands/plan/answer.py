@@ -1,0 +1,116 @@
+"""What ``ullage plan`` does with its options: it plans, prints and writes, or says what would fit."""
+
+import argparse
+import atexit
+import contextlib
+import dataclasses
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterator
+
+from hwprofiles.files import write_whole
+from hwprofiles.machine import check_measured_here
+from hwprofiles.registry import LOCAL
+from planner.checkpoints.chosen import CheckpointsAsked
+from planner.plan.document import Plan
+from planner.plan.planning import InfeasibleError, Request, make_plan
+from planner.search import Candidate, no_garbage_collection
+from ullage.cli.request import request_of
+from ullage.commands.plan.failures import checkpoints_of, with_pfs
+from ullage.output.formatting import si
+
+
+@no_garbage_collection()
+def plan_command(args: argparse.Namespace) -> int:
+    """Plan, print, write.
+
+    Returns:
+        The exit code.
+    """
+    atexit.register(gc.freeze)  # Python ends by looking for cycles, among millions of objects
+    request, checkpoints = request_of(args), checkpoints_of(args)
+    if args.hardware == LOCAL and not args.allow_other_machine:
+        check_measured_here(request.hardware)
+    if args.pfs_bandwidth is not None:
+        request = dataclasses.replace(request, hardware=with_pfs(request.hardware, args.pfs_bandwidth))
+    try:
+        with _progress() as progress:
+            plan = make_plan(request, progress=progress, budget_s=args.budget)
+    except InfeasibleError as error:
+        return _refuse(request, error, as_json=args.json)
+    if checkpoints is not None:
+        plan = _protected(plan, checkpoints)
+    text = plan.to_json()
+    if args.json:
+        write_whole(args.output, text)
+        sys.stdout.write(text)
+        return 0
+    from ullage.commands.plan.screen import plan_screen  # noqa: PLC0415 - rich is slow to import, and --json does without
+
+    write_whole(args.output, text)
+    plan_screen(plan, args.output, default_hardware=args.hardware is None)
+    return 0
+
+
+def _protected(plan: Plan, asked: CheckpointsAsked) -> Plan:
+    from planner.checkpoints.choosing import protected  # noqa: PLC0415 - few ask for checkpoints
+
+    return protected(plan, asked)
+
+
+def _refuse(request: Request, error: InfeasibleError, *, as_json: bool) -> int:
+    """Say that nothing fits, and with which changes something does: each as soon as it is known."""
+    from planner.plan.remedies import what_would_fit  # noqa: PLC0415 - only here
+    from ullage.cli.main import EXIT_BAD_INPUT  # noqa: PLC0415 - it imports this module's command
+
+    _say(f"error: {error}")
+    found = []
+    with _status("looking for what would fit"):
+        for remedy in what_would_fit(request):
+            found.append({"change": remedy.words, "iteration_s": remedy.iteration_s})
+            _say(f"it fits with {remedy.words} ({si(remedy.iteration_s, 's')} per iteration before any search)")
+    if not found:
+        _say("nothing that was tried makes it fit")
+    if as_json:
+        missing_bytes = {tier.value: num_bytes for tier, num_bytes in error.missing_bytes.items()}
+        document = {
+            "fits": False,
+            "error": str(error),
+            "proven": error.proven,
+            "missing_bytes": missing_bytes,
+            "fits_with": found,
+        }
+        sys.stdout.write(json.dumps(document, indent=1) + "\n")
+    return EXIT_BAD_INPUT
+
+
+def _say(words: str) -> None:
+    sys.stderr.write(f"ullage plan: {words}\n")
+    sys.stderr.flush()  # whoever interrupts keeps it
+
+
+@contextlib.contextmanager
+def _status(words: str) -> Iterator[Callable[[str], None] | None]:
+    """Show what is being done on stderr, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from ullage.output.console import console  # noqa: PLC0415 - rich is slow to import
+
+    # What is written meanwhile to stderr appears above it.
+    with console(stderr=True).status(words) as status:
+        yield status.update
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[Candidate, int], None] | None]:
+    """Show the best so far."""
+    with _status("looking at engine policies") as update:
+
+        def show(best: Candidate, num_simulations: int) -> None:
+            assert update is not None
+            found = "nothing fits yet" if best.missing_bytes else f"best so far {best.iteration_s:.3g} s per iteration"
+            update(f"{num_simulations} schedules simulated, {found}")
+
+        yield show if update else None

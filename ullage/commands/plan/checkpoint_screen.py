@@ -1,0 +1,88 @@
+"""What `ullage plan --mtbf` prints of checkpoints."""
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from planner.checkpoints.chosen import CheckpointPlan
+from ullage.output.console import facts, table
+from ullage.output.formatting import duration, percent, si
+
+_BOUNDS = {
+    "waste": "least is lost",
+    "iteration": "one iteration",
+    "drain": "the one before is safe",
+    "endurance": "endurance of drives",
+    "overhead": "limit of overhead",
+    "lost work": "limit of lost work",
+}
+
+
+def checkpoints_screen(plan: CheckpointPlan) -> Iterator[RenderableType]:
+    """Yield the chosen levels, what is expected of them, and what other engines would do."""
+    yield _levels(plan)
+    yield facts(_expected(plan))
+    yield _engines(plan)
+
+
+def _levels(plan: CheckpointPlan) -> Table:
+    size = si(plan.size_bytes, "B")
+    result = table(
+        f"checkpoints of {size}",
+        "level",
+        "every",
+        "costs",
+        "safe after",
+        "restart",
+        "for failures",
+        "stored",
+        "because",
+    )
+    for each in plan.levels:
+        result.add_row(
+            each.level,
+            f"{each.every} it. = {duration(each.every * plan.iteration_s)}",
+            duration(each.cost_s),
+            duration(each.latency_s),
+            duration(each.restart_s),
+            f"every {duration(each.mtbf_s)}" if each.mtbf_s else "-",
+            si(each.stored_bytes, "B"),
+            _BOUNDS[each.bound],
+        )
+    result.columns[-1].justify = "left"
+    return result
+
+
+def _expected(plan: CheckpointPlan) -> dict[str, str]:
+    """Return what the plan loses with checkpoints and without, and what that rests on."""
+    asked = plan.asked.num_iterations
+    run = "a day of training" if asked is None else f"the run of {asked:,} iterations ({duration(plan.work_s)})"
+    written = ", ".join(
+        f"{si(each.written_bytes_per_day, 'B')} a day to {each.level}" for each in plan.levels if each.level != "memory"
+    )
+    unused = "; ".join(f"{level}: {why}" for level, why in plan.left_out.items())
+    return {
+        "lost": f"{percent(plan.waste)} of the time, {percent(plan.overhead)} for making checkpoints: {run} is "
+        f"expected to take {duration(plan.expected_s)}; without checkpoints {duration(plan.without_s)}",
+        "at most": f"{duration(plan.most_lost_s)} of work by one failure",
+        "takes": f"{si(plan.node_buffer_bytes, 'B')} of each host for what is not written yet; {written}",
+        **({"not used": unused} if unused else {}),
+        "assumed": "; ".join(plan.assumptions),
+    }
+
+
+def _engines(plan: CheckpointPlan) -> Table:
+    result = table("checkpoint engines, each at its best interval", "engine", "level", "every", "costs", "lost", "")
+    result.columns[-1].justify = "left"
+    levels = "+".join(each.level for each in plan.levels)
+    first = plan.levels[0]
+    result.add_row(
+        "ullage", levels, f"{first.every} it.", duration(first.cost_s), percent(plan.waste), "", style="bold"
+    )
+    for row in plan.engines:
+        if row.every is None or row.cost_s is None or row.waste is None:
+            result.add_row(row.name, "-", "-", "-", "-", (row.why_not or "").partition(", which")[0])
+        else:
+            result.add_row(row.name, row.level or "", f"{row.every} it.", duration(row.cost_s), percent(row.waste), "")
+    return result

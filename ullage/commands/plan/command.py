@@ -1,0 +1,62 @@
+"""``ullage plan``: find the fastest way to train a model on some hardware."""
+
+import argparse
+from pathlib import Path
+
+from hwprofiles.files import check_output
+from ullage.cli.arguments import positive_float
+from ullage.cli.request_options import add_request_options, check_names
+from ullage.commands import Subparsers, command_parser
+from ullage.commands.plan.failure_options import add_checkpoint_options
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of this command."""
+    parser = command_parser(
+        subparsers,
+        "plan",
+        run,
+        "Find the fastest way to train a model on some hardware: says whether it fits, how long an iteration takes,\n"
+        "what binds, and what other engines would take. Writes the plan to a file that `ullage execute` runs.\n"
+        "A model of your own is captured from package.module:function, looked for from the current directory.",
+        """
+        ullage plan --model opt-13b --gpus 8
+        ullage plan --model path/to/config.json --hardware h100 --gpus 4 --seq-len 4096 --micro-batch 2
+        ullage plan --model llama-3-70b --hardware a100-cluster --gpus 64 --global-batch 256
+        ullage plan --model mixtral-8x7b --hardware h100 --gpus 8 --expert-parallel 4 --expert-load zipf:1.2
+        ullage plan --model gpt2 --hardware local --device-memory 1.5GiB --output small.json
+        ullage plan --model opt-66b --hardware rtx4090-12ssd --storage nvme
+        ullage plan --model opt-13b --hardware h100 --optimizer lion
+        ullage plan --model my_package.models:make --input-shape 8x3x224x224 8:int64 --gpus 2
+        ullage plan --model opt-13b --gpus 8 --mtbf 6h --max-lost-work 30m
+        ullage plan --model opt-13b --gpus 8 --mtbf memory=2h,nvme=1d,pfs=30d --pfs-bandwidth 2GB
+        """,
+    )
+    add_request_options(parser, model_required=True)
+    add_checkpoint_options(parser)
+    parser.add_argument(
+        "--budget",
+        type=positive_float,
+        metavar="SECONDS",
+        help="search for so long, or until nothing better is in sight (as many schedules as take some seconds)",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("plan.json"), metavar="PATH", help="where the plan goes (plan.json)"
+    )
+    parser.add_argument(
+        "--allow-other-machine",
+        action="store_true",
+        help="plan for --hardware local also if it was measured on another machine than this one",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the plan itself, or what would fit, instead of tables"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan, print, write."""
+    check_output("--output", args.output)  # not after the search
+    check_names(args)
+    from ullage.commands.plan.answer import plan_command  # noqa: PLC0415 - imports the planner, only for what is not refused
+
+    return plan_command(args)

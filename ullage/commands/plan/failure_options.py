@@ -1,0 +1,79 @@
+"""The options of ``ullage plan`` that say which failures checkpoints are for, and what they may take.
+
+What reads them is in :mod:`ullage.commands.plan.failures`: that imports the planner, which is not needed to refuse a
+line.
+"""
+
+import argparse
+
+from planner.plan.request_terms import DEFAULT_RESTART_S, LEAST_KEPT, LEVELS, Level
+from ullage.cli.arguments import fraction, parse_bytes, positive_float, positive_int, seconds
+
+
+def mtbf(text: str) -> dict[Level, float]:
+    """Return the times between failures that ``6h`` or ``memory=2h,nvme=1d,pfs=30d`` mean, in seconds by level.
+
+    A time alone is of failures that anything durable survives: the node's drives, or what is slower.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+    """
+    if "=" not in text:
+        return {"nvme": seconds(text)}
+    found: dict[Level, float] = {}
+    for part in text.split(","):
+        name, _, time = part.partition("=")
+        level = next((level for level in LEVELS if level == name.strip()), None)
+        if level is None or level in found:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is of no level, or of one again; give a time, or some of "
+                f"{','.join(f'{level}=TIME' for level in LEVELS)}"
+            )
+        found[level] = seconds(time)
+    return found
+
+
+def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that :func:`ullage.commands.plan.failures.checkpoints_of` reads."""
+    group = parser.add_argument_group("when to make checkpoints (with --mtbf)")
+    group.add_argument(
+        "--mtbf",
+        type=mtbf,
+        metavar="TIME|LEVEL=TIME,...",
+        help="mean time between failures of the whole job, as in 6h: chooses levels and intervals of checkpoints. Or "
+        "by the fastest level that survives them: memory=2h,nvme=1d,pfs=30d (of a process; of power; of a node)",
+    )
+    group.add_argument(
+        "--max-checkpoint-overhead", type=fraction, metavar="SHARE", help="the most that they may add, as in 1%%"
+    )
+    group.add_argument("--max-lost-work", type=seconds, metavar="TIME", help="the most that one failure may lose")
+    group.add_argument(
+        "--restart",
+        type=seconds,
+        metavar="TIME",
+        help=f"from a failure until checkpoints are read ({DEFAULT_RESTART_S:g}s, assumed)",
+    )
+    group.add_argument(
+        "--keep", type=positive_int, metavar="N", help=f"checkpoints that stay at each level ({LEAST_KEPT})"
+    )
+    group.add_argument(
+        "--checkpoint-buffer",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="host memory of a rank for what is not written yet (as much as pays)",
+    )
+    group.add_argument(
+        "--drive-writes-per-day",
+        type=positive_float,
+        metavar="N",
+        help="how often the node's drives may be written over in a day, of their data sheet (as the profile says)",
+    )
+    group.add_argument(
+        "--pfs-bandwidth",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="bytes a second that each node reads and writes of a shared file system which the profile does not have",
+    )
+    group.add_argument(
+        "--iterations", type=positive_int, metavar="N", help="of the run whose expected time is printed (a day of them)"
+    )

@@ -1,0 +1,60 @@
+"""What the options of :mod:`ullage.commands.plan.failure_options` ask of checkpoints."""
+
+import argparse
+from typing import Any
+
+from hwprofiles.profile import HardwareProfile, Storage
+from hwprofiles.quantity import Curve, CurvePoint, Provenance, Quantity
+from planner.checkpoints.chosen import CheckpointsAsked
+from planner.plan.request_terms import LEAST_KEPT
+
+_UNKNOWN_CAPACITY_BYTES = 1e15
+_REQUEST_BYTES = 1e9
+
+
+def checkpoints_of(args: argparse.Namespace) -> CheckpointsAsked | None:
+    """Return what the options ask; ``None`` without ``--mtbf``.
+
+    Raises:
+        ValueError: others of them without it, or fewer than two checkpoints are to stay.
+    """
+    given: dict[str, Any] = {
+        "max_overhead": args.max_checkpoint_overhead,
+        "max_lost_s": args.max_lost_work,
+        "restart_s": args.restart,
+        "keep": args.keep,
+        "buffer_bytes": args.checkpoint_buffer,
+        "drive_writes_per_day": args.drive_writes_per_day,
+        "num_iterations": args.iterations,
+    }
+    found = {name: value for name, value in given.items() if value is not None}
+    if args.mtbf is None:
+        if found or args.pfs_bandwidth is not None:
+            raise ValueError("options of checkpoints choose nothing without --mtbf; give it, as in --mtbf 6h")
+        return None
+    if found.get("keep", LEAST_KEPT) < LEAST_KEPT:
+        raise ValueError(
+            f"--keep {args.keep}: at least {LEAST_KEPT} checkpoints stay at each level, so that one may be bad"
+        )
+    return CheckpointsAsked(mtbf_s=args.mtbf, **found)
+
+
+def with_pfs(hardware: HardwareProfile, bytes_per_s: int) -> HardwareProfile:
+    """Return a profile with a shared file system of which each node draws so much, as asked for.
+
+    Raises:
+        ValueError: it has one.
+    """
+    if hardware.pfs is not None:
+        raise ValueError(f"--pfs-bandwidth: profile {hardware.name} has a pfs already; leave the option out")
+    asked = Provenance(origin="assumed", source="asked for with --pfs-bandwidth")
+    point = CurvePoint(
+        size=_REQUEST_BYTES, **dict.fromkeys(("p10_s", "median_s", "p90_s"), _REQUEST_BYTES / bytes_per_s)
+    )
+    curve = Curve(size_unit="bytes", points=(point,), provenance=asked)
+    capacity = Quantity(
+        value=_UNKNOWN_CAPACITY_BYTES,
+        unit="bytes",
+        provenance=Provenance(origin="assumed", source="not known; as much as is needed"),
+    )
+    return hardware.model_copy(update={"pfs": Storage(capacity_bytes=capacity, read=curve, write=curve)})

@@ -1,0 +1,205 @@
+"""What `ullage plan` prints: one screen."""
+
+from pathlib import Path
+
+from rich.table import Table
+
+from planner.bounds.proof import Certificate
+from planner.costs.allocator import AllocatorUse
+from planner.costs.optimizers import OPTIMIZERS
+from planner.models.captured import CapturedModel, Model, counted
+from planner.models.parameters import num_parameters
+from planner.plan.choices import Choice
+from planner.plan.document import EngineRow, Plan
+from planner.plan.planning import describe
+from planner.plan.prediction import TierMemory
+from planner.schedule.tasks import Lane, MemoryClass, Tier
+from ullage.analysis.provenance import origin_shares
+from ullage.commands.plan.checkpoint_screen import checkpoints_screen
+from ullage.output.console import console, facts, table
+from ullage.output.formatting import binds, percent, si
+from ullage.training.processes import launch_line, ranks_per_node
+
+
+def plan_screen(plan: Plan, path: Path, *, default_hardware: bool) -> None:
+    """Print a plan.
+
+    Args:
+        plan: what to print.
+        path: where it was written.
+        default_hardware: whether the user left the choice of hardware to us.
+    """
+    out = console()
+    out.print(facts(_summary(plan, default_hardware=default_hardware)))
+    out.print()
+    out.print(memory_table(plan.prediction.memory))
+    out.print()
+    out.print(_engine_table(plan))
+    if plan.checkpoints is not None:
+        for part in checkpoints_screen(plan.checkpoints):
+            out.print()
+            out.print(part)
+    for warning in plan.prediction.warnings:
+        out.print(f"warning: {warning}", markup=False, soft_wrap=True)
+    if not plan.prediction.converged:
+        out.print("warning: the simulated iteration does not repeat itself exactly; times are of one of several")
+    out.print(f"plan written to {path}", markup=False, soft_wrap=True)
+
+
+def model_line(model: Model) -> str:
+    """Return a model's sizes and number of parameters; of a captured one what was captured, and the loss."""
+    if isinstance(model, CapturedModel):
+        num_repeated = sum(bool(segment.path) for segment in model.segments)
+        return (
+            f"{model.name}({', '.join(map(str, model.inputs))}): captured, {num_repeated} repeated blocks, "
+            f"{si(model.forward_flop, 'FLOP')} forward, the loss is {model.loss}; {model.num_params:,} parameters"
+        )
+    experts = f", {model.experts_per_token} of {model.num_experts} experts" if model.num_experts else ""
+    return (
+        f"{model.name}: {model.family}, {model.num_layers} layers, hidden {model.hidden_size}, "
+        f"MLP {model.expert_ffn_hidden_size or model.ffn_hidden_size}{experts}, {model.num_attention_heads} heads, "
+        f"{model.num_key_value_heads} key/value heads, vocabulary {model.vocab_size}; "
+        f"{num_parameters(model):,} parameters"
+    )
+
+
+def memory_table(memory: dict[Tier, TierMemory], allocator: AllocatorUse | None = None) -> Table:
+    """Return peak memory per tier by class, against capacity.
+
+    Args:
+        memory: peaks and capacities.
+        allocator: what PyTorch's caching allocator makes of the device's share, if that is known.
+    """
+    names = {Tier.GPU: "one device", Tier.HOST: "one host", Tier.NVME: "its NVMe"}
+    result = table("peak memory", "", *(names[tier] for tier in memory))
+    for memory_class in MemoryClass:
+        held = [use.by_class.get(memory_class, 0) for use in memory.values()]
+        if any(held):
+            result.add_row(memory_class.value, *(si(n, "B") if n else "" for n in held))
+    result.add_row("all", *(si(use.peak_bytes, "B") for use in memory.values()), style="bold")
+    result.add_row("capacity", *(si(use.capacity_bytes, "B") for use in memory.values()))
+    result.add_row("used", *(percent(use.peak_bytes / use.capacity_bytes) for use in memory.values()))
+    if allocator is not None:
+        rows = {
+            "allocated": si(allocator.allocated_bytes, "B"),
+            "reserved": si(allocator.reserved_bytes, "B"),
+            "fragmentation": percent(allocator.fragmentation),
+        }
+        for name, value in rows.items():
+            result.add_row(name, *(value if tier is Tier.GPU else "" for tier in memory))
+    return result
+
+
+def mfu(plan: Plan) -> float:
+    """Return model FLOP/s over the best rate that the profile has for one matrix product."""
+    best = plan.hardware.device.gemm[plan.decisions.precision.weights].best_rate_per_s()
+    return plan.prediction.model_flop_per_s / best
+
+
+def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
+    decided, seen, hardware = plan.decisions, plan.prediction, plan.hardware
+    tokens = decided.data_parallel * decided.num_micro_batches * decided.micro_batch * plan.seq_len
+    items = counted(plan.model)
+    batch = f"{plan.seq_len} tokens x {decided.micro_batch} sequences"
+    if items == "samples":
+        batch = f"{decided.micro_batch} samples"
+    origins = ", ".join(f"{100 * share:.0f} % {origin}" for origin, share in origin_shares(hardware).items())
+    chosen = " (the default; choose another with --hardware)" if default_hardware else ""
+    ranks = "device(s)" if decided.num_devices == decided.data_parallel else "data-parallel rank(s)"
+    accumulated = f" x {decided.num_micro_batches} micro-batches" if decided.num_micro_batches > 1 else ""
+    return {
+        "model": model_line(plan.model),
+        "hardware": f"{hardware.name}{chosen}: {hardware.description}. Its quantities are {origins}",
+        "batch": f"{batch}{accumulated} x {decided.data_parallel} {ranks} = {tokens:,} {items}, "
+        f"{decided.precision.weights}, {OPTIMIZERS[decided.optimizer].words}, "
+        f"{'clipped' if decided.clip else 'not clipped'}",
+        **_choice(plan),
+        "fits": _fits(seen.memory),
+        "iteration": f"{si(seen.iteration_s, 's')} = forward {si(seen.forward_s, 's')} + backward "
+        f"{si(seen.backward_s, 's')} + update {si(seen.update_s, 's')} (updates may run inside the next forward)",
+        "speed": f"{seen.tokens_per_s:,.0f} {items}/s; {si(seen.model_flop_per_s, 'FLOP/s')} of the model per device, "
+        f"{percent(mfu(plan))} of the best GEMM rate",
+        "binds": binds(seen.critical_s, seen.iteration_s),
+        "best": gap_line(plan),
+        "placement": describe(decided, plan.units()),
+        **_execution(plan),
+        **_storage(plan),
+    }
+
+
+def _choice(plan: Plan) -> dict[str, str]:
+    """Say which choice of degrees and batch sizes was made, if there was one."""
+    choices = {proof.choice for proof in plan.certificate.proofs}
+    if len(choices) == 1:
+        return {}
+    made = Choice.model_validate({name: getattr(plan.decisions, name) for name in Choice.model_fields})
+    return {"choice": f"{made.words}: the best found of {len(choices)}, all of them within the bound"}
+
+
+def _execution(plan: Plan) -> dict[str, str]:
+    """Say what of a plan our executor cannot run, or how several processes run it."""
+    decided = plan.decisions
+    stages = decided.pipeline_parallel
+    ahead = [f"{stages} pipeline stages (--pipeline-parallel 1 plans none)"] if stages > 1 else []
+    if ahead:
+        return {"execution": f"planned and simulated, not executed: {', '.join(ahead)}"}
+    if decided.num_devices == 1:
+        return {}
+    return {"execution": f"one process per device: {launch_line(decided.num_devices, ranks_per_node(plan))}"}
+
+
+def _storage(plan: Plan) -> dict[str, str]:
+    """Return what storage costs the user: drives wear."""
+    lanes = {Lane.NVME_WRITE, Lane.NVME_STATE_OUT}
+    written_bytes = sum(task.num_bytes for task in plan.schedule().tasks if task.lane in lanes)
+    return (
+        {"storage": f"{si(written_bytes, 'B')} per device and iteration are written to NVMe"} if written_bytes else {}
+    )
+
+
+_REACH = {
+    "never": "on device and host",
+    "activations": "that also offloads activations",
+    "nvme": "that also uses NVMe and offloads activations",
+}
+
+
+def gap_line(plan: Plan) -> str:
+    """Return how far from the best a plan can be at most, among what, and where that lies."""
+    certificate, iteration_s = plan.certificate, plan.prediction.iteration_s
+    return (
+        f"within {percent(certificate.gap(iteration_s))} of what any schedule {_REACH[plan.asked.storage]} can do here "
+        f"({si(certificate.bound_s, 's')}, proven): {gap_parts_words(certificate, iteration_s)}"
+    )
+
+
+def gap_parts_words(certificate: Certificate, iteration_s: float) -> str:
+    """Return the parts of the gap, in words."""
+    return ", ".join(f"{percent(part)} {name}" for name, part in certificate.gap_parts(iteration_s).items())
+
+
+def _fits(memory: dict[Tier, TierMemory]) -> str:
+    if short := [f"{si(use.missing_bytes, 'B')} of {tier} memory" for tier, use in memory.items() if use.missing_bytes]:
+        return "no, it lacks " + " and ".join(short)
+    return "yes"
+
+
+def _engine_table(plan: Plan) -> Table:
+    ours_s = plan.prediction.iteration_s
+    result = table(
+        f"engines ({plan.num_simulations} schedules simulated)", "engine", "time", "ratio", "fits", "setting"
+    )
+    result.columns[4].justify = "left"
+    result.columns[3].justify = "left"
+    result.add_row("ullage", si(ours_s, "s"), "1.00", "yes", describe(plan.decisions, plan.units()), style="bold")
+    for row in plan.engines:
+        time_s = row.iteration_s if row.fits else None
+        times = (si(time_s, "s"), f"{time_s / ours_s:.2f}") if time_s else ("-", "-")
+        result.add_row(row.name, *times, _lacks(row), row.setting)
+    return result
+
+
+def _lacks(row: EngineRow) -> str:
+    return (
+        "yes" if row.fits else ", ".join(f"lacks at least {si(n, 'B')} {tier}" for tier, n in row.missing_bytes.items())
+    )

@@ -1,0 +1,3 @@
+"""``ullage simulate``."""
+
+from ullage.commands.simulate.command import add_parser as add_parser

@@ -1,0 +1,109 @@
+"""``ullage simulate``: one iteration in detail."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from hwprofiles.files import check_output
+from planner.plan.document import load_plan
+from planner.schedule.trace import chrome_trace, write_trace
+from ullage.analysis.iteration import Iteration
+from ullage.analysis.simulation import ENGINES, OURS, Subject, planned, requested
+from ullage.cli.arguments import positive_int
+from ullage.cli.request import request_of
+from ullage.cli.request_options import add_request_options, given_options
+from ullage.commands import Subparsers, command_parser
+
+FIGURE_SUFFIXES = (".svg", ".png", ".html")
+EXIT_DOES_NOT_FIT = 1
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of this command."""
+    parser = command_parser(
+        subparsers,
+        "simulate",
+        run,
+        "Simulate one iteration of a plan, or of an engine on a machine without any plan: phases, what every lane\n"
+        "does, traffic and memory over time, the critical path, and what binds.\n"
+        "What does not fit in memory is shown all the same, and said; the exit code is then 1.",
+        """
+        ullage simulate plan.json
+        ullage simulate plan.json --engine twin-flow 0.4 --trace twin-flow.json.gz
+        ullage simulate --model opt-13b --hardware h100x4-80g --gpus 4 --engine zero-offload --figure iteration.svg
+        ullage simulate plan.json --text | less
+        """,
+    )
+    parser.add_argument("plan", type=Path, nargs="?", metavar="PLAN", help="what `ullage plan` wrote; or give --model")
+    parser.add_argument(
+        "--engine",
+        nargs="+",
+        default=[OURS],
+        metavar=("NAME", "SETTING"),
+        help=f"whose decisions: {OURS} (the plan's own, or those that `ullage plan` finds), {', '.join(ENGINES)}; the "
+        "setting is the fraction that the CPU updates (twin-flow) or the stride (interleaved), by default the best one",
+    )
+    parser.add_argument("--iterations", type=positive_int, metavar="N", help="how many (default: until they repeat)")
+    parser.add_argument(
+        "--trace", type=Path, metavar="PATH", help="write a trace for ui.perfetto.dev (.json, .json.gz)"
+    )
+    parser.add_argument(
+        "--figure",
+        type=Path,
+        metavar="PATH",
+        help=f"draw memory, traffic and busy shares over the iteration ({', '.join(FIGURE_SUFFIXES)})",
+    )
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--text", action="store_true", help="print the schedule, one line per task, and nothing else")
+    shown.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_request_options(parser, model_required=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate and print."""
+    if len(args.engine) > 2:
+        raise ValueError(f"--engine {' '.join(args.engine)}: give a name and at most one setting")
+    if args.iterations == 1:
+        raise ValueError("--iterations 1: an iteration ends where the next one begins; give at least 2")
+    if args.figure and args.figure.suffix not in FIGURE_SUFFIXES:
+        raise ValueError(f"--figure {args.figure}: the name must end in one of {', '.join(FIGURE_SUFFIXES)}")
+    check_output("--trace", args.trace)
+    check_output("--figure", args.figure)
+    subject = _subject(args)
+    if args.text:
+        sys.stdout.write(subject.schedule().to_text() + "\n")
+        return 0
+    simulation = subject.simulate(args.iterations)
+    seen = Iteration.of(subject, simulation)
+    if args.trace:
+        write_trace(args.trace, chrome_trace({"predicted": simulation.timeline}))
+    if args.figure:
+        from ullage.commands.simulate.figure import save_figure  # noqa: PLC0415 - matplotlib is slow to import, and may be missing
+
+        save_figure(seen, args.figure)
+    if args.json:
+        from ullage.output.console import write_json  # noqa: PLC0415 - the same module as the tables
+
+        write_json(seen.to_json())
+    else:
+        from ullage.commands.simulate.screen import iteration_screen  # noqa: PLC0415 - --text does without rich
+
+        iteration_screen(seen)
+        for what, path in (("trace", args.trace), ("figure", args.figure)):
+            if path:
+                sys.stdout.write(f"{what} written to {path}\n")
+    return EXIT_DOES_NOT_FIT if seen.missing else 0
+
+
+def _subject(args: argparse.Namespace) -> Subject:
+    """Return what is asked for: a plan, or an engine on a machine."""
+    given = given_options(args)
+    if args.plan is not None:
+        if given:
+            raise ValueError(
+                f"{args.plan} and {' '.join(given)}: a plan says what is trained, and where; leave out one or the other"
+            )
+        return planned(load_plan(args.plan), *args.engine)
+    if args.model is None:
+        raise ValueError("neither a plan nor --model was given; give what `ullage plan` wrote, or --model and --engine")
+    return requested(request_of(args), *args.engine)

@@ -1,0 +1,1 @@
+"""How results look: tables, JSON, numbers, colours and progress."""

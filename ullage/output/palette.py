@@ -1,0 +1,106 @@
+"""Colours of what is trained with: the same for one class of memory or work in every picture, printed or on a screen.
+
+They are Okabe and Ito's, which people with any kind of colour vision tell apart ("Color Universal Design", 2008), and
+for a dark ground the same hues, lighter.
+"""
+
+import dataclasses
+from enum import StrEnum
+from typing import Final
+
+from planner.schedule.tasks import MemoryClass, Op, Phase
+
+
+class Work(StrEnum):
+    """What a task is for, as far as colours go."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "computed again"
+    UPDATE = "update"
+    STATE = "optimizer state moves"
+    PARAMETERS = "parameters move"
+    GRADIENTS = "gradients move"
+    ACTIVATIONS = "activations move"
+    HOST = "host's own work"
+    CHECKPOINT = "checkpoint"
+
+
+_OPS = {
+    Work.FORWARD: (Op.FORWARD,),
+    Work.BACKWARD: (Op.BACKWARD,),
+    Work.RECOMPUTE: (Op.RECOMPUTE, Op.REMAKE),
+    Work.UPDATE: (Op.UPDATE,),
+    Work.STATE: (Op.LOAD, Op.STORE, Op.SWAP_IN, Op.SWAP_OUT),
+    Work.PARAMETERS: (Op.FETCH, Op.GATHER, Op.UPLOAD, Op.READ),
+    Work.GRADIENTS: (Op.SCATTER, Op.FLUSH, Op.SPILL),
+    Work.ACTIVATIONS: (Op.OFFLOAD, Op.EVICT, Op.RECALL, Op.RELOAD, Op.SEND),
+    Work.HOST: (Op.PASS, Op.CLIP, Op.ISSUE, Op.RECEIVE, Op.STEP, Op.LOOP),
+    Work.CHECKPOINT: (Op.CREATE, Op.TOUCH, Op.SNAPSHOT, Op.WRITE, Op.PROMOTE, Op.VERIFY, Op.GATE),
+}
+WORK: Final[dict[Op, Work]] = {op: work for work, ops in _OPS.items() for op in ops}
+"""What every operation is for."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Colour:
+    """One colour on a light ground and the same on a dark one, as ``#rrggbb``."""
+
+    light: str
+    dark: str
+
+
+_BLUE, _SKY = Colour("#0072b2", "#4ba3dc"), Colour("#56b4e9", "#9ad4f5")
+_GREEN, _VERMILION = Colour("#009e73", "#2fc79b"), Colour("#d55e00", "#ff8b47")
+_ORANGE, _PURPLE = Colour("#e69f00", "#f5bd3d"), Colour("#cc79a7", "#e6a3c8")
+_GREY, _OLIVE = Colour("#8c8c8c", "#a0a0a0"), Colour("#a89c00", "#e3d84f")
+
+COLOURS: Final[dict[str, Colour]] = {
+    MemoryClass.PARAMETERS: _BLUE,
+    MemoryClass.OPTIMIZER: _GREEN,
+    MemoryClass.GRADIENTS: _VERMILION,
+    MemoryClass.ACTIVATIONS: _ORANGE,
+    MemoryClass.WORKSPACE: _SKY,
+    MemoryClass.CHECKPOINT: _OLIVE,
+    Work.FORWARD: _SKY,
+    Work.BACKWARD: _PURPLE,
+    Work.RECOMPUTE: Colour("#7a5c86", "#b48fc4"),
+    Work.UPDATE: _GREEN,
+    Work.STATE: Colour("#7cc9ae", "#1d8a69"),
+    Work.PARAMETERS: _BLUE,
+    Work.GRADIENTS: _VERMILION,
+    Work.ACTIVATIONS: _ORANGE,
+    Work.HOST: _GREY,
+    Work.CHECKPOINT: _OLIVE,
+    "down": _BLUE,
+    "up": _VERMILION,
+    "device": _BLUE,
+    "cores": _VERMILION,
+    "dram": _GREEN,
+    "first": _BLUE,
+    "second": _VERMILION,
+    "third": _GREEN,
+    "fourth": _ORANGE,
+    "fifth": _PURPLE,
+    "sixth": _SKY,
+    "least": Colour("#e3f0f8", "#1c2c38"),
+    "middle": Colour("#4ba3dc", "#2f7fb3"),
+    "most": Colour("#003b5c", "#c3e6fb"),
+    "bad": Colour("#b3261e", "#ff8a80"),
+    "quiet": _GREY,
+    "ink": Colour("#1a1d21", "#e8eaed"),
+    "paper": Colour("#ffffff", "#15181c"),
+    "grid": Colour("#dfe3e8", "#30363d"),
+    "soft": Colour("#565d66", "#a3abb5"),
+    f"phase {Phase.FORWARD}": Colour("#e4ebf3", "#1d2733"),
+    f"phase {Phase.BACKWARD}": Colour("#ffffff", "#15181c"),
+    f"phase {Phase.UPDATE}": Colour("#eeeeee", "#23272c"),
+    f"phase {Phase.LOOP}": Colour("#f6f0e2", "#2c281d"),
+}
+"""Every colour by what it stands for; ``first`` to ``sixth`` are those of what has no class."""
+
+SCALE: Final = ("least", "middle", "most")
+"""Names of colours between which amounts are: one hue, whose lightness alone tells them apart."""
+
+ORDINALS: Final = ("first", "second", "third", "fourth", "fifth", "sixth")
+"""Names of colours for what has no class, in the order in which they are taken."""

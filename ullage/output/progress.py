@@ -1,0 +1,63 @@
+"""Progress of long work: a bar on stderr if that is a terminal, else nothing."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def progress_bar(*, time_left: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function of what is being done, steps done and steps in total (0: not known).
+
+    Args:
+        time_left: show how many steps are done, and how long the others will take.
+    """
+    from rich.progress import (  # noqa: PLC0415 - slow to import
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from ullage.output.console import console  # noqa: PLC0415
+
+    out = console(stderr=True)
+    columns: tuple[ProgressColumn, ...] = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    if time_left:
+        columns = (*columns, MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn())
+    with Progress(*columns, console=out, disable=not out.is_terminal, transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def show(step: str, done: int, total: int) -> None:
+            progress.update(task, description=step, completed=done, total=total or None)
+
+        yield show
+
+
+@contextlib.contextmanager
+def seconds_bar() -> Iterator[Callable[[str, float, float], None]]:
+    """Yield a function of what begins, and seconds of a budget before it and in all; the bar goes on by itself."""
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn  # noqa: PLC0415 - slow to import
+    from rich.text import Text  # noqa: PLC0415
+
+    from ullage.output.console import console  # noqa: PLC0415
+
+    class Left(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            if task.total is None:
+                return Text("")
+            beyond_s = time.monotonic() - task.fields["since_s"]
+            return Text(f"about {max(task.total - task.completed - beyond_s, 1):.0f} s left")
+
+    out = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), Left())
+    with Progress(*columns, console=out, disable=not out.is_terminal, transient=True) as progress:
+        task = progress.add_task("starting", total=None, since_s=time.monotonic())
+
+        def show(step: str, done_s: float, total_s: float) -> None:
+            progress.update(task, description=step, completed=done_s, total=total_s, since_s=time.monotonic())
+
+        yield show

@@ -1,0 +1,1 @@
+"""``prepare`` and ``Trainer``: training under a plan, its data, checkpoints, drift and record."""

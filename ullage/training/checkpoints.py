@@ -1,0 +1,161 @@
+"""A trainer's checkpoints: on which levels, what they have beside the model, and going on from them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol, final
+
+from executor.checkpoint import CheckpointError, Level, Outcome, Store, store_at
+from executor.checkpoint.places.lock import RunLock
+from executor.checkpoint.saving import Checkpoints, Resumed
+from executor.prepare import OffloadedOptimizer
+from planner.checkpoints.policy import LEAST_BUFFER_BYTES
+from planner.models import to_hf_config_dict
+from planner.models.captured import CapturedModel
+from planner.plan.document import Plan
+from ullage.training.feeds import Feed
+from ullage.training.levels import MEMORY, memory_folder
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckpointOptions:
+    """Which checkpoints a trainer makes.
+
+    Attributes:
+        levels: where, how often and how many, fastest first; one more comes to all of them at the end. The first is a
+            folder that all ranks share, or ``"memory"``, a folder in the host memory of this node that outlives the
+            process, named after user and plan.
+        buffer_bytes: host memory for what is taken and not written yet.
+        patience_s: how long the end of training waits for the last one to come to all levels.
+    """
+
+    levels: Sequence[Level]
+    buffer_bytes: int = LEAST_BUFFER_BYTES
+    patience_s: float = 600.0
+
+
+class Stateful(Protocol):
+    """Anything that goes into a checkpoint beside the model and the optimizer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state: numbers, strings, lists and dictionaries."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Take over what :meth:`state_dict` returned."""
+        ...
+
+
+@final
+class Keeper:
+    """Makes a trainer's checkpoints, and brings them back.
+
+    Args:
+        plan: the one that training begins with.
+        options: which.
+        stateful: what else goes into them, by name.
+        outcomes: where it is kept how each one ended on each level.
+        is_first: whether this is rank 0, which looks whether another run writes there.
+
+    Attributes:
+        levels: as they are given, with the folder that ``"memory"`` stands for.
+
+    Raises:
+        CheckpointError: a place cannot be used, or another run writes there.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        options: CheckpointOptions,
+        stateful: dict[str, Stateful],
+        outcomes: list[Outcome],
+        *,
+        is_first: bool,
+    ) -> None:
+        self.levels = tuple(
+            dataclasses.replace(level, place=memory_folder(plan)) if level.place == MEMORY else level
+            for level in options.levels
+        )
+        for level in self.levels:  # before training: a bad place must not cost a run
+            store = store_at(level.place)
+            if is_first and isinstance(store, Store):  # the lock that lasts is taken with the model made
+                RunLock(store.root).close()
+        self._options = options
+        self._stateful = stateful
+        self._outcomes = outcomes
+        self._saved_at = 0  # iteration whose state is known to be in a checkpoint, or was given
+        self._checkpoints: Checkpoints | None = None
+
+    def open(self, optimizer: OffloadedOptimizer) -> None:
+        """Begin to save what an optimizer trains. Raises as :class:`executor.checkpoint.saving.Checkpoints`."""
+        self._checkpoints = Checkpoints(optimizer, *self.levels, tell=self._outcomes.append)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether checkpoints can be made now."""
+        return self._checkpoints is not None
+
+    def is_due(self, iteration: int) -> bool:
+        """Return whether a checkpoint is to be made before an iteration."""
+        return bool(iteration) and iteration % self.levels[0].every == 0
+
+    def save(self, plan: Plan, iteration: int, position: int) -> None:
+        """Begin a checkpoint of the state before an iteration, unless there is one of it."""
+        assert self._checkpoints is not None
+        if self._saved_at == iteration and iteration:
+            return
+        model = plan.model
+        extra = {
+            "position": position,
+            "stateful": {name: held.state_dict() for name, held in self._stateful.items()},
+            "config": None if isinstance(model, CapturedModel) else to_hf_config_dict(model),
+            "plan": plan.digest(),
+        }
+        self._checkpoints.save(iteration, extra)
+        self._saved_at = iteration
+
+    def resume(self, feed: Feed) -> Resumed:
+        """Go on from the newest checkpoint that is whole, wherever it is. See :meth:`ullage.Trainer.resume`."""
+        assert self._checkpoints is not None
+        found = self._checkpoints.resume()
+        if found.path is None:
+            return found
+        saved = found.extra.get("stateful", {})
+        for name, held in self._stateful.items():
+            if name not in saved:
+                raise CheckpointError(
+                    f"{found.path} has no {name}; it has {', '.join(saved) or 'nothing of that kind'}"
+                )
+            held.load_state_dict(saved[name])
+        feed.position = found.extra.get("position", 0)
+        self._saved_at = found.step
+        return found
+
+    def close(self, *, waits: bool, brings_down: bool) -> None:
+        """End. Closing twice is allowed.
+
+        Args:
+            waits: until what has begun is durable on the first level; it is given up otherwise.
+            brings_down: and until the newest one has come to all levels, for as long as the options say.
+        """
+        if self._checkpoints is None:
+            return
+        if waits:
+            self._checkpoints.finish()
+        if brings_down:
+            self._checkpoints.bring_down(self._options.patience_s)
+        self._checkpoints.close()
+        self._checkpoints = None
+
+
+def whereabouts(outcomes: Sequence[Outcome]) -> str:
+    """Return in words where the last checkpoint is, and where it is not."""
+    there = [outcome for outcome in outcomes if outcome.path is not None and outcome.error is None]
+    if not there:
+        return "; ".join(["no new checkpoint", *(outcome.error for outcome in outcomes[-1:] if outcome.error)])
+    step = max(outcome.step for outcome in there)
+    found = {outcome.level: outcome for outcome in outcomes if outcome.step == step}  # the last word on each level
+    places = [str(outcome.path) for _, outcome in sorted(found.items()) if outcome.path is not None]
+    failures = [outcome.error for _, outcome in sorted(found.items()) if outcome.error is not None]
+    failures += [f"of step {o.step}: {o.error}" for o in outcomes if o.step > step and o.error is not None]
+    return "; ".join([f"checkpoint of step {step} in {' and '.join(places)}", *failures])

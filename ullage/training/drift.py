@@ -1,0 +1,99 @@
+"""Whether a run still does what was predicted of it, lane by lane, while it goes on."""
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from executor.devices.lanes import NUM_RECORDED
+from executor.session import Session
+from planner.schedule.tasks import Lane
+from planner.schedule.timeline import Timeline
+from ullage.output.formatting import LANE_WORDS, si
+
+THRESHOLD: Final = 0.25
+"""A lane has drifted if it is busy for longer, or shorter, than predicted by more than this fraction of that,"""
+MIN_SHARE: Final = 0.05
+"""and by more than this fraction of the predicted iteration: what hardly matters is no news."""
+
+_MOST_NAMED: Final = 3  # lanes in one warning
+
+# Times of all tasks are kept of the first iterations, which run.json holds, and of a few of every period after that:
+# enough to see a change, and a bounded cost in time however long training lasts.
+_PERIOD = 100
+_WINDOW = 5  # of which the first and the last may be incomplete
+_FIRST_CHECK = 7  # when warm-up and metering have left the window
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drift:
+    """A lane that does not take what was predicted.
+
+    Attributes:
+        lane: which.
+        predicted_s, measured_s: seconds that it is busy in an iteration.
+    """
+
+    lane: Lane
+    predicted_s: float
+    measured_s: float
+
+    def __str__(self) -> str:
+        ratio = f" ({self.measured_s / self.predicted_s:.2f} x)" if self.predicted_s else ""
+        return (
+            f"{LANE_WORDS[self.lane]} (lane {self.lane}) {si(self.measured_s, 's')} measured, "
+            f"{si(self.predicted_s, 's')} predicted{ratio}"
+        )
+
+
+def warning(drifts: Sequence[Drift]) -> str:
+    """Return one line about all lanes that have drifted, the one that is furthest off first."""
+    worst = sorted(drifts, key=lambda drift: -abs(drift.measured_s - drift.predicted_s))
+    named = list(map(str, worst[:_MOST_NAMED]))
+    named += [f"{len(worst) - _MOST_NAMED} more lane(s)"] if len(worst) > _MOST_NAMED else []
+    return (
+        f"warning: busy times per iteration are off their prediction: {'; '.join(named)}. Measure this machine again "
+        "and plan again: `ullage calibrate`, then `ullage plan ... --hardware local`"
+    )
+
+
+class DriftWatch:
+    """Compares lanes with their prediction now and then, and tells each that has drifted once.
+
+    Args:
+        predicted: simulated timeline.
+        steady: which of its iterations to read.
+    """
+
+    def __init__(self, predicted: Timeline, steady: int) -> None:
+        self._busy_s = predicted.busy_s(steady)
+        self._iteration_s = predicted.period_s(steady)
+        self._told: set[Lane] = set()
+
+    def after(self, session: Session, iteration: int) -> tuple[Drift, ...]:
+        """Look at a session after an iteration, if it is time to, and decide whether the next one is recorded.
+
+        Looking waits for the updates under way, which then do not overlap with the next forward: one iteration of many.
+
+        Returns:
+            Lanes that have drifted and were not told before.
+        """
+        upcoming = iteration + 1
+        session.record = upcoming < NUM_RECORDED or upcoming % _PERIOD < _WINDOW
+        if iteration != _FIRST_CHECK and (iteration < _PERIOD or iteration % _PERIOD != _WINDOW - 1):
+            return ()
+        timeline = session.timeline(iteration - _WINDOW + 1, iteration)
+        return tuple(self.drifts(timeline, range(1, _WINDOW - 1)))
+
+    def drifts(self, measured: Timeline, iterations: Sequence[int]) -> Iterator[Drift]:
+        """Yield the lanes that have drifted in these iterations, by their medians, and were not told before."""
+        seen_s = [measured.busy_s(i) for i in iterations]
+        for lane in dict.fromkeys([*self._busy_s, *(lane for busy_s in seen_s for lane in busy_s)]):
+            predicted_s = self._busy_s.get(lane, 0.0)
+            measured_s = statistics.median(busy_s.get(lane, 0.0) for busy_s in seen_s)
+            off_s = abs(measured_s - predicted_s)
+            if lane in {Lane.SNAPSHOT, Lane.GATE}:
+                continue  # checkpoints are no part of the prediction
+            if lane not in self._told and off_s > max(THRESHOLD * predicted_s, MIN_SHARE * self._iteration_s):
+                self._told.add(lane)
+                yield Drift(lane, predicted_s, measured_s)

@@ -1,0 +1,93 @@
+"""Levels of checkpoints, as they are given: by a command line, or in short."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from executor.checkpoint import CheckpointError, Level
+from executor.checkpoint.levels import DEFAULT_EVERY
+from planner.checkpoints.policy import LEAST_BUFFER_BYTES
+from planner.plan.document import Plan
+
+MEMORY: Final = "memory"
+"""Short for :func:`memory_folder`."""
+
+_MEMORY_ROOT: Final = Path("/dev/shm")  # noqa: S108 - shared memory is what is meant
+
+
+def memory_folder(plan: Plan) -> Path:
+    """Return a folder for checkpoints in the host memory of this node, which only this user can read.
+
+    What is there outlives the process, but not the node, and takes memory until it is removed.
+
+    Raises:
+        CheckpointError: it cannot be made, or is somebody else's.
+    """
+    folder = _MEMORY_ROOT / f"{_prefix()}{plan.digest()[:12]}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        owner = folder.stat().st_uid
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {error.strerror}; give a folder instead of {MEMORY}") from error
+    if owner != os.getuid():
+        raise CheckpointError(f"{folder} belongs to user {owner}; remove it, or give a folder instead of {MEMORY}")
+    return folder
+
+
+def memory_folders() -> list[Path]:
+    """Return the folders that this user has in the host memory of this node, one for each plan."""
+    return sorted(_MEMORY_ROOT.glob(f"{_prefix()}*"))
+
+
+def _prefix() -> str:
+    return f"ullage-{os.getuid()}-"
+
+
+def levels_of(plan: Plan, places: Sequence[str], every: Sequence[int], keep: Sequence[int]) -> tuple[Level, ...]:
+    """Return a level for each place.
+
+    Args:
+        plan: that is trained under.
+        places: fastest first.
+        every: iterations from one checkpoint to the next, for each place, or one for all; empty: those of the plan.
+        keep: the newest that stay, likewise.
+
+    Raises:
+        ValueError: there are more or fewer numbers than places, or more or fewer places than the plan has levels.
+    """
+    intervals_ = _each("--checkpoint-every", every, len(places)) if every else intervals(plan, places)
+    kept = _each("--keep", keep, len(places))
+    return tuple(map(Level, places, intervals_, kept))
+
+
+def intervals(plan: Plan, places: Sequence[str]) -> tuple[int, ...]:
+    """Return the iterations from one checkpoint to the next, for each place, where none are asked for: the plan's.
+
+    Raises:
+        ValueError: the places are not the levels that were planned (``ullage plan --mtbf``).
+    """
+    if plan.checkpoints is None:
+        return (DEFAULT_EVERY,) * len(places)
+    planned = [each.level for each in plan.checkpoints.levels]
+    fit = all(place != MEMORY or level == "memory" for place, level in zip(places, planned, strict=False))
+    if len(places) != len(planned) or not fit:
+        raise ValueError(
+            f"the plan makes checkpoints at {' and '.join(planned)}, but --checkpoint-dir gives "
+            f"{' and '.join(places)}; give one place for each level, fastest first, or say --checkpoint-every"
+        )
+    return tuple(each.every for each in plan.checkpoints.levels)
+
+
+def buffer_bytes(plan: Plan) -> int:
+    """Return the host memory of each rank for what is taken and not written yet: the plan's, if it has checkpoints."""
+    return LEAST_BUFFER_BYTES if plan.checkpoints is None else plan.checkpoints.buffer_bytes
+
+
+def _each(option: str, numbers: Sequence[int], count: int) -> tuple[int, ...]:
+    if len(numbers) not in {1, count}:
+        raise ValueError(
+            f"{option} {','.join(map(str, numbers))} has {len(numbers)} numbers for {count} place(s) of "
+            "--checkpoint-dir; give one for each, or one for all"
+        )
+    return tuple(numbers) if len(numbers) == count else (numbers[0],) * count

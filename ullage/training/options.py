@@ -1,0 +1,64 @@
+"""What `ullage execute` is asked."""
+
+import dataclasses
+from pathlib import Path
+from typing import Final, Literal
+
+TokenDtype = Literal["uint16", "uint32"]
+TOKEN_DTYPES: Final[tuple[TokenDtype, ...]] = ("uint16", "uint32")
+"""What the tokens of a raw file may be, little-endian."""
+LEAST_KEPT: Final = 2
+"""Checkpoints that stay at least: the newest may be damaged."""
+DEFAULT_KEPT: Final = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecuteOptions:
+    """How to run a plan.
+
+    Attributes:
+        num_iterations: how many optimizer steps.
+        text: what to train on; without it and ``tokens``, the built-in English text.
+        tokens: a file of tokens to train on instead of a text.
+        token_dtype: what its tokens are, if it does not say so itself.
+        data_position: where to begin; see :class:`ullage.training.text.TokenStream`.
+        seed: of the weights and of the order of the data.
+        lr: learning rate.
+        output_dir: where results go; made if it does not exist.
+        storage_dir: where what the plan keeps on NVMe is while it trains; ``None``: in ``output_dir``.
+        compile_blocks: whether ``torch.compile`` fuses kernels of the repeated blocks.
+        cores: what this machine's ranks divide, ``auto`` or ``free``; see :class:`ullage.training.trainer.Settings`.
+        replan: plan again after some iterations, by what was measured, and change to a faster plan.
+        checkpoint_places: where checkpoints go, fastest first; empty: none are made. See :mod:`ullage.training.levels`.
+        checkpoint_every: iterations from one to the next, for each place or all.
+        keep: the newest checkpoints that stay, at least :data:`LEAST_KEPT`, for each place or all; empty: so many as
+            :data:`DEFAULT_KEPT`.
+        resume: go on from the newest checkpoint that is in any place, if there is one.
+        tensorboard: a folder for TensorBoard's event files.
+        metrics_file: a file in Prometheus' text format.
+        allow_other_machine: run a plan for a profile that was measured on another machine.
+        json: print JSON instead of tables.
+        device: ``host`` (threads), ``cuda``, or ``auto``: what the plan was made for.
+    """
+
+    num_iterations: int = 30
+    text: Path | None = None
+    tokens: Path | None = None
+    token_dtype: TokenDtype | None = None
+    data_position: int = 0
+    seed: int = 0
+    lr: float = 1e-3
+    output_dir: Path = Path("out")
+    storage_dir: Path | None = None
+    compile_blocks: bool = False
+    cores: tuple[int, ...] | Literal["auto", "free"] = "auto"
+    replan: bool = False
+    checkpoint_places: tuple[str, ...] = ()
+    checkpoint_every: tuple[int, ...] = ()
+    keep: tuple[int, ...] = ()
+    resume: bool = False
+    tensorboard: Path | None = None
+    metrics_file: Path | None = None
+    allow_other_machine: bool = False
+    json: bool = False
+    device: Literal["auto", "host", "cuda"] = "auto"

@@ -1,0 +1,142 @@
+"""Planning again while training goes on: with a profile fitted to what was measured, for the same request."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+from rich.console import Group, RenderableType
+
+from planner.fitting.refit import Refit, refit
+from planner.plan.document import Plan
+from planner.plan.planning import InfeasibleError, describe, make_plan
+from planner.schedule.tasks import Tier
+from planner.schedule.timeline import Timeline
+from ullage.analysis.simulation import request_of
+from ullage.output.console import table
+from ullage.output.formatting import si
+
+MARGIN: Final = 0.05
+"""A plan is changed on the way only if the next is predicted faster by more than this: predictions err too."""
+_WARM_UP: Final = 3  # iterations of a session whose times are those of first touches, compiling, and metering
+_MOST_READ: Final = 20  # the latest iterations
+_NOTHING: Final = "null"
+
+
+@dataclasses.dataclass(frozen=True)
+class Replanned:
+    """What came of planning again.
+
+    Attributes:
+        before: the plan that was executed.
+        after: the best one found on the fitted profile; ``None`` if the search found none that can be executed.
+        refit: that profile, and what it predicts and was measured of ``before``.
+        switched: whether ``after`` is executed now.
+        file_bytes: of the file that the state passed through.
+    """
+
+    before: Plan
+    after: Plan | None
+    refit: Refit
+    switched: bool = False
+    file_bytes: int = 0
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether the new plan is predicted faster by more than :data:`MARGIN`, both on the fitted profile."""
+        return self.after is not None and self.after.prediction.iteration_s < (1 - MARGIN) * self.refit.predicted_s
+
+    @property
+    def host_bytes(self) -> int:
+        """Most host memory that any of the plans executed takes: nothing is added to it by changing them."""
+        plans = [self.before, *([self.after] if self.switched and self.after else [])]
+        uses = [use for plan in plans if (use := plan.prediction.memory.get(Tier.HOST))]
+        return max((use.peak_bytes for use in uses), default=0)
+
+    def __str__(self) -> str:
+        """Return what was done, and why, in one line."""
+        now = f"{si(self.refit.predicted_s, 's')} per iteration on what was measured"
+        if self.after is None:
+            return f"planned again: {now}; no other plan was found that can be executed, so it stays"
+        change = self.after.prediction.iteration_s / self.refit.predicted_s - 1
+        found = f"planned again: {now}, {si(self.after.prediction.iteration_s, 's')} by a new plan ({change:+.1%})"
+        if not self.switched:
+            return f"{found}; not by more than {MARGIN:.0%} faster, so the plan stays"
+        return (
+            f"{found}; changed to it: the state passed through a file of {si(self.file_bytes, 'B')}, and the host held "
+            f"at most the {si(self.host_bytes, 'B')} of one plan"
+        )
+
+    def render(self, measured_s: float | None) -> RenderableType:
+        """Return both plans, predicted and measured, to print with :func:`ullage.output.console.console`.
+
+        Args:
+            measured_s: what an iteration took in the end.
+        """
+        rows = table("planned again", "plan", "decides", "predicted", "on what was measured", "measured", num_text=2)
+        seconds = (self.before.prediction.iteration_s, self.refit.predicted_s, self.refit.measured_s)
+        rows.add_row("first", _decided(self.before), *(si(value, "s") for value in seconds))
+        if self.after is not None:
+            measured = si(measured_s, "s") if self.switched and measured_s else "-"
+            rows.add_row("new", _decided(self.after), "-", si(self.after.prediction.iteration_s, "s"), measured)
+        return Group(rows, str(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data: seconds, bytes, and what each plan decides in words."""
+
+        def plain(plan: Plan) -> dict[str, Any]:
+            return {"decided": _decided(plan), "predicted_s": plan.prediction.iteration_s}
+
+        return {
+            "words": str(self),
+            "switched": self.switched,
+            "margin": MARGIN,
+            "slower": self.refit.slower,
+            "before": plain(self.before)
+            | {"predicted_again_s": self.refit.predicted_s, "measured_s": self.refit.measured_s},
+            "after": plain(self.after) if self.after else None,
+            "file_bytes": self.file_bytes,
+            "host_bytes": self.host_bytes,
+        }
+
+
+def _decided(plan: Plan) -> str:
+    return describe(plan.decisions, plan.units())
+
+
+def replan(
+    plan: Plan, measured: Timeline, made_by_first: Callable[[Callable[[], str]], str] = lambda make: make()
+) -> Replanned:
+    """Fit a plan's profile to what was measured of it, and plan again; nothing is changed so far.
+
+    Args:
+        plan: what was executed.
+        measured: a session of it, from its first iteration on; of several ranks the mean of all.
+        made_by_first: gives all ranks the text that one of them makes: on another machine the same search may come to
+            another plan, and ranks with different plans would wait for each other.
+
+    Raises:
+        ValueError: too few iterations have been measured as a whole.
+    """
+    found = refit(plan.hardware, plan.units(), plan.decisions, measured, _steady(measured))
+    text = made_by_first(lambda: _planned_again(plan, found))
+    return Replanned(plan, None if text == _NOTHING else Plan.model_validate_json(text), found)
+
+
+def _planned_again(plan: Plan, found: Refit) -> str:
+    try:
+        after = make_plan(dataclasses.replace(request_of(plan), storage=plan.asked.storage, hardware=found.profile))
+    except InfeasibleError:  # what is executed fits, so it was only not found
+        return _NOTHING
+    return after.to_json() if after.decisions.executable else _NOTHING
+
+
+def _steady(measured: Timeline) -> Sequence[int]:
+    """Return the latest iterations that were measured as a whole, with their successors."""
+    whole = [not bool(np.isnan(end_s).any()) for end_s in measured.end_s]
+    steady = [i for i in range(_WARM_UP, measured.num_iterations - 1) if whole[i] and whole[i + 1]]
+    if not steady:
+        raise ValueError(
+            f"{measured.num_iterations} recorded iterations are too few to plan again by; train {_WARM_UP + 2} first"
+        )
+    return steady[-_MOST_READ:]

@@ -1,0 +1,101 @@
+"""The record of an execution: what was measured, beside the plan that was executed. ``run.json``."""
+
+import json
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from hwprofiles.complaints import complaint
+from hwprofiles.files import read_json, write_whole
+from planner.decisions import Frozen
+from planner.plan.document import Plan
+from planner.schedule.tasks import MemoryClass, Tier
+from planner.schedule.timeline import Timeline
+
+SCHEMA_VERSION: Final = 1
+
+
+class RunError(ValueError):
+    """A run file that cannot be used, and what to do about it."""
+
+
+class RunRecord(Frozen):
+    """One execution of a plan.
+
+    Attributes:
+        plan: what was executed.
+        machine: what it ran on, in words.
+        losses: mean loss of each iteration.
+        start_s, end_s: seconds of each task of each recorded iteration (the first 200 at most); ``None`` where it has
+            not run.
+        steady_iterations: recorded iterations to be measured: not the first ones, and complete.
+        memory: measured peak bytes by tier; of the host only what the program allocated itself.
+        data_position: sequences passed in the data's order by all ranks together, with those that were skipped: what
+            ``--data-position`` takes to go on in the same data with the same seed and length of sequences.
+        before: what was executed until the plan was changed on the way, if it was: the rest is of the plan after that,
+            but for the losses, which are those of all iterations.
+        static_bytes: of ``memory``, what was taken once, by class.
+        device_bytes: most bytes of device memory that came and went beside that while each compute task was under way,
+            by the task's index, in one metered iteration; empty where that was not recorded.
+        checkpoint_bytes: host memory for checkpoints; if there is any, tasks that take state for them are recorded too.
+    """
+
+    schema_version: Literal[1] = 1
+    plan: Plan
+    machine: str
+    losses: tuple[float, ...]
+    start_s: tuple[tuple[float | None, ...], ...]
+    end_s: tuple[tuple[float | None, ...], ...]
+    steady_iterations: tuple[int, ...] = Field(min_length=1)
+    memory: dict[Tier, int]
+    data_position: int
+    before: "RunRecord | None" = None
+    static_bytes: dict[Tier, dict[MemoryClass, int]] = Field(default_factory=dict)
+    device_bytes: dict[int, int] = Field(default_factory=dict)
+    checkpoint_bytes: int = 0
+
+    @property
+    def timeline(self) -> Timeline:
+        """The measured timeline."""
+        start_s, end_s = (np.array(rows, np.float64) for rows in (self.start_s, self.end_s))
+        return Timeline(self.plan.schedule(takes_snapshots=self.checkpoint_bytes > 0), start_s, end_s)
+
+
+def rows(seconds: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> tuple[tuple[float | None, ...], ...]:
+    """Return times as a run file holds them: nanoseconds are enough, and NaN is ``None``."""
+    return tuple(tuple(None if np.isnan(x) else round(float(x), 9) for x in row) for row in seconds)
+
+
+def save_run(run: RunRecord, path: Path) -> None:
+    """Write a run file whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_whole(path, json.dumps(run.model_dump(mode="json"), separators=(",", ":"), allow_nan=False) + "\n")
+
+
+def load_run(path: Path) -> RunRecord:
+    """Read and check a run file.
+
+    Raises:
+        RunError: it is missing, not a run, or of another schema version.
+    """
+    data = read_json(path, RunError, "`ullage execute` writes run files")
+    fields = data if isinstance(data, dict) else {}
+    for field, kind in (("decisions", "a plan; execute it first with `ullage execute`"), ("host_link", "a profile")):
+        if field in fields:
+            raise RunError(f"{path} is {kind}, not a run; give the run.json that `ullage execute` wrote")
+    version = fields.get("schema_version")
+    if "start_s" not in fields:
+        raise RunError(f"{path} is not a run; give the run.json that `ullage execute` wrote")
+    if version != SCHEMA_VERSION:
+        raise RunError(
+            f"{path} has schema_version {version}, but this program reads {SCHEMA_VERSION}; execute the plan again"
+        )
+    try:
+        return RunRecord.model_validate(data)
+    except ValidationError as error:
+        raise RunError(f"{path}: {complaint(error, 'run')}") from error

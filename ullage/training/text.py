@@ -1,0 +1,128 @@
+"""What is trained on: text, one token per byte, or mapped files of tokens, never read whole, in a resumable order."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hwprofiles.files import check_regular
+from ullage.training.options import TOKEN_DTYPES, TokenDtype
+
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
+"""Token numbers in one dimension; may be a memory map."""
+
+
+NUM_BYTES = 256
+"""Tokens of text, which has one per byte."""
+
+
+class TokenStream:
+    """Deterministic batches of tokens.
+
+    Sequences are the consecutive, non-overlapping windows of the tokens, visited in a random order that depends on the
+    seed alone and is drawn anew for every pass; what is left behind the last whole window is not used. Of the tokens
+    only what a batch needs is read; the order takes 8 bytes per window.
+
+    Args:
+        tokens: what to train on.
+        seq_len: tokens per sequence.
+        seed: of the order.
+        vocab_size: tokens that the model knows; ``None``: they are not checked.
+
+    Attributes:
+        position: sequences already given since the first pass began, whoever got them; setting it resumes. It means
+            the same sequence for the same tokens, ``seq_len`` and seed alone.
+
+    Raises:
+        ValueError: the tokens are no unsigned integers in one dimension, or fewer than one sequence needs.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int, seed: int = 0, vocab_size: int | None = None) -> None:
+        if tokens.ndim != 1 or tokens.dtype.kind != "u":
+            raise ValueError(f"tokens are {tokens.dtype}{list(tokens.shape)}; give unsigned integers in one dimension")
+        self._num_windows = len(tokens) // seq_len
+        if not self._num_windows:
+            raise ValueError(f"there are {len(tokens)} tokens, but one sequence needs {seq_len}; give more of them")
+        self._windows = tokens[: self._num_windows * seq_len].reshape(self._num_windows, seq_len)
+        self._seed = seed
+        self._vocab_size = vocab_size
+        self._order: tuple[int, npt.NDArray[np.int64]] | None = None  # of one pass
+        self.position = 0
+
+    def next(self, num_sequences: int) -> torch.Tensor:
+        """Return the next sequences as int64[num_sequences, seq_len].
+
+        Raises:
+            ValueError: the model does not know one of the tokens.
+        """
+        rows = [self._row(self.position + i) for i in range(num_sequences)]
+        found = self._windows[rows].astype(np.int64)
+        if self._vocab_size is not None and (most := int(found.max())) >= self._vocab_size:
+            raise ValueError(
+                f"token {most} is in the sequences from position {self.position} on, but the model knows tokens 0 to "
+                f"{self._vocab_size - 1}; give the tokens of its own tokenizer, in the type that they were written in"
+            )
+        self.position += num_sequences
+        return torch.from_numpy(found)
+
+    def _row(self, position: int) -> int:
+        epoch, offset = divmod(position, self._num_windows)
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(self._num_windows)
+        return int(self._order[1][offset])
+
+
+def read_text(path: Path | None) -> Tokens:
+    """Return a text, one token per byte: a file's, or the topics of Python's own documentation (0.5 MB of English).
+
+    Raises:
+        ValueError: the file is empty, or no regular one.
+        OSError: it cannot be read.
+    """
+    if path is not None:
+        return _mapped(path, np.dtype(np.uint8))
+    from pydoc_data import topics  # noqa: PLC0415 - half a megabyte that only training needs
+
+    return np.frombuffer("\n\n".join(text for _, text in sorted(topics.topics.items())).encode(), np.uint8)
+
+
+def read_tokens(path: Path, dtype: TokenDtype | None = None) -> Tokens:
+    """Map a file of tokens: ``.npy`` with unsigned integers, or any other as a raw array.
+
+    Args:
+        path: the file.
+        dtype: of a raw file's tokens, little-endian; a ``.npy`` file says its own.
+
+    Raises:
+        ValueError: the file is empty, is not what its name says, or is raw and has no type or another size.
+        OSError: it cannot be read.
+    """
+    if path.suffix != ".npy":
+        if dtype is None:
+            raise ValueError(f"{path} does not say what its tokens are; give --token-dtype {' or '.join(TOKEN_DTYPES)}")
+        return _mapped(path, np.dtype(dtype).newbyteorder("<"))
+    if dtype is not None:
+        raise ValueError(f"{path} says itself what its tokens are; leave --token-dtype {dtype} out")
+    check_regular(path)
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is not a whole .npy file ({error}); write it with numpy.save") from error
+    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind != "u":
+        raise ValueError(
+            f"{path} holds {getattr(tokens, 'dtype', 'several arrays')}{list(getattr(tokens, 'shape', ()))}; save "
+            "unsigned integers in one dimension, as in numpy.save(path, tokens.astype(numpy.uint16))"
+        )
+    return tokens
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> Tokens:
+    num_bytes = check_regular(path)
+    if not num_bytes or num_bytes % dtype.itemsize:
+        raise ValueError(
+            f"{path} has {num_bytes} bytes, which are no {dtype.itemsize}-byte tokens ({dtype.name}); give a whole "
+            "file, and the type that it was written in"
+        )
+    return np.memmap(path, dtype, mode="r")

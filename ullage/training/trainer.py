@@ -1,0 +1,446 @@
+"""Training as planned: ``prepare`` for a loop of your own, ``Trainer`` for one that is there."""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, Literal, Self, TypedDict, Unpack, final
+
+import torch
+from torch import nn
+
+from executor.checkpoint import Outcome
+from executor.checkpoint.levels import check_levels
+from executor.checkpoint.saving import Resumed
+from executor.devices.cores import Choice
+from executor.module.guards import check_kinds
+from executor.optimizer.table import stock_of
+from executor.options import SessionOptions
+from executor.prepare import OffloadedOptimizer, Way, prepare_session
+from executor.session import Session
+from hwprofiles.allocator import keep_freed_memory
+from planner.costs.optimizers import Optimizer
+from planner.plan.document import Plan, PlanError
+from planner.schedule.tasks import Tier
+from ullage.capture.module import DTYPES
+from ullage.training.checkpoints import CheckpointOptions, Keeper, Stateful
+from ullage.training.feeds import Feed, batch_shapes, feed_of
+from ullage.training.processes import Process, ranks_per_node
+from ullage.training.replanning import Replanned, replan
+from ullage.training.shortage import ShortageError, check_device, explaining
+from ullage.training.text import Tokens
+
+METERED: Final = 1
+"""The iteration of a session whose memory is metered, which takes longer."""
+_NUM_METERED: Final = 3  # iterations of several ranks, where the first ones were too much
+MAX_GRADIENT_NORM: Final = 1.0
+# What a trainer's own optimizer has beside its learning rate.
+_HYPER_PARAMETERS: dict[Optimizer, dict[str, Any]] = {
+    "adamw": {"betas": (0.9, 0.95), "weight_decay": 0.1},
+    "sgd": {"momentum": 0.9},
+    "adagrad": {},
+    "lion": {"betas": (0.95, 0.98), "weight_decay": 0.1},
+}
+
+
+class Settings(TypedDict, total=False):
+    """How a plan is executed here; all may be left out.
+
+    Attributes:
+        storage_dir: folder on the planned drives, if the plan keeps anything on NVMe.
+        compile_blocks: whether ``torch.compile`` fuses kernels of the repeated blocks (attention, MLP, norms, each by
+            itself) when they first run, which takes a while; not of those whose activations leave. Rounding, and what
+            dropout draws, are then those of the compiled kernels; times are predicted without.
+        cores: of this machine, which its ranks divide; left out, those that are open to the process. Threads are bound
+            if there are several ranks or cores are named, and left alone if this is ``"free"``: see
+            [Note: Shares of cores] in :mod:`executor.devices.cores`.
+        checkpoint_buffer_bytes: host memory for what is taken for checkpoints and not written yet; without it none can
+            be made, see :class:`ullage.Checkpoints`.
+    """
+
+    storage_dir: Path | None
+    compile_blocks: bool
+    cores: Choice
+    checkpoint_buffer_bytes: int
+
+
+def prepare(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, **settings: Unpack[Settings]
+) -> tuple[nn.Module, OffloadedOptimizer]:
+    """Put a model and its optimizer under a plan; keep your own training loop, with the returned optimizer.
+
+    Args:
+        model: an unmodified module whose parameters are those the plan was made for (a ``transformers`` model of the
+            planned configuration, say). It takes the planned type; under a bf16 plan the values of a float32 model
+            live on as its master copy.
+        optimizer: the planned one (``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Adagrad`` or :class:`ullage.Lion`) over
+            its parameters or some of them, in any groups; LR schedulers may be built on it or on the result. What is
+            not in it, or frozen, stays as it is, though the plan has room for its state and gradient.
+        plan: made for the machine this runs on.
+        settings: see :class:`Settings`.
+
+    Returns:
+        The model and the optimizer to use from now on; ``optimizer.session`` executes the plan. Under a plan of n
+        micro-batches every n of them, forward and backward, have one ``step()``; the first n - 1 may be ``with
+        model.no_sync():``, as of ``DistributedDataParallel``, and then they are counted.
+
+    A plan for several devices is executed by one process for each, which ``torchrun`` starts: see
+    :func:`executor.prepare.prepare_session`.
+
+    Raises:
+        TypeError: an argument is of another kind.
+        ValueError: the plan cannot be executed here, or the model is not the planned one.
+        DeviceMemoryError: less memory is free than planned.
+        RankError: another rank has failed.
+
+    A model whose weights are of another type than the plan's is converted, with a warning. The first batch that is
+    larger than planned is warned of too.
+
+    A block that cannot be compiled raises :class:`executor.module.compilation.CompileError` when it first runs.
+    """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"the plan is {type(plan).__name__}; give what ullage.plan or ullage.load_plan returns")
+    check_kinds(model, optimizer)
+    _tell_of_types(model, plan)
+    return _prepare(model, optimizer, plan, settings)
+
+
+def _tell_of_types(model: nn.Module, plan: Plan) -> None:
+    planned = DTYPES[plan.decisions.precision.weights]
+    if others := sorted({str(parameter.dtype) for parameter in model.parameters()} - {str(planned)}):
+        masters = "; the float32 master copies begin with the values given" if planned is torch.bfloat16 else ""
+        warnings.warn(
+            f"the model's weights are {', '.join(others)}, and become {planned} as the plan has it{masters}; convert "
+            "the model before prepare(), or plan with another --precision",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _prepare(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, settings: Settings
+) -> tuple[nn.Module, OffloadedOptimizer]:
+    return prepare_session(model, optimizer, plan.units(), plan.decisions, _session_options(plan, settings))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One iteration of training.
+
+    Attributes:
+        iteration: counted from 0.
+        loss: the mean over its micro-batches and all ranks.
+        measured_s: wall seconds since it began; updates that it left under way are in the next one's.
+    """
+
+    iteration: int
+    loss: float
+    measured_s: float
+
+
+@final
+class Trainer:
+    """Trains a plan's model on tokens, one iteration after another; what is done between them is the caller's.
+
+    An iterator over :class:`Step`: each is made when it is asked for, with gradients clipped to a norm of 1 if the plan
+    clips. Under a plan for several devices each of its processes (``torchrun``) has one, and they iterate together.
+    Leaving the ``with`` block waits for all updates and gives the model back as an ordinary one.
+
+    Args:
+        plan: made for this machine.
+        model: an unmodified module with the planned parameters; left out, the planned one with random weights. It is
+            called as ``model(input_ids=..., labels=...)`` if it is planned from sizes, else with its captured inputs.
+        optimizer: the planned one over the model's parameters; left out, one with usual settings.
+        data: tokens as unsigned integers in one dimension (see :func:`ullage.training.text.read_tokens`; a memory map
+            is never read whole); left out, the built-in English text. A captured model has one random batch instead.
+        lr: learning rate of the optimizer that is made here.
+        seed: of the weights that are made here, and of the order of the data.
+        position: sequences to leave out at the beginning: another run's ``position``, to go on where it stopped.
+        checkpoints: where, when and how many; left out, none are made.
+        settings: see :class:`Settings`.
+
+    Attributes:
+        plan, model, optimizer: what is trained, and how. LR schedulers may be built on the optimizer.
+        process: this process among those of the plan.
+        stateful: what else goes into checkpoints, by name: anything with ``state_dict()``, of plain numbers and lists,
+            and ``load_state_dict()``. LR schedulers belong here.
+        outcomes: how the checkpoints of this process have ended so far, on every level.
+        keeper: makes them; ``None``: nobody does.
+
+    Raises:
+        PlanError: the plan was made for another kind of machine, or for another number of processes.
+        ValueError: too few tokens, or no ordinary ones; an optimizer without its model; or the model, or optimizer, is
+            not the planned one.
+        ShortageError: memory ran out, here or later.
+        RankError: another rank has failed.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        data: Tokens | None = None,
+        *,
+        lr: float = 1e-3,
+        seed: int = 0,
+        position: int = 0,
+        checkpoints: CheckpointOptions | None = None,
+        **settings: Unpack[Settings],
+    ) -> None:
+        if optimizer is not None and model is None:
+            raise ValueError("an optimizer was given without the model that it is for; give both, or neither")
+        self.plan = plan
+        self.process = Process.of(plan)
+        check_machine(plan, self.process)
+        self.stateful: dict[str, Stateful] = {}
+        self.outcomes: list[Outcome] = []
+        self.keeper: Keeper | None = None
+        if checkpoints is not None:
+            check_levels(checkpoints.levels)
+            self.keeper = Keeper(plan, checkpoints, self.stateful, self.outcomes, is_first=self.process.is_first)
+            settings = {"checkpoint_buffer_bytes": checkpoints.buffer_bytes, **settings}
+        self._settings = settings
+        self._feed = feed_of(plan, data, seed, position, self.process.data_rank)
+        self._iteration = self._num_to_meter = 0
+        if model is not None:
+            _tell_of_types(model, plan)
+        with explaining(plan):
+            model, optimizer = _make(plan, model, optimizer, self._feed, self.process, lr=lr, seed=seed)
+            self.model, self.optimizer = _prepare(model, optimizer, plan, settings)
+        if self.keeper is not None:
+            with contextlib.ExitStack() as failing:
+                failing.push(self.session)  # which tells the other ranks of a failure
+                self.keeper.open(self.optimizer)
+                failing.pop_all()
+        if self.process.data_rank:  # ranks that share layers must drop out the same
+            torch.manual_seed(seed + self.process.data_rank)  # of what is left to chance in training (dropout)
+
+    @property
+    def session(self) -> Session:
+        """What executes the plan."""
+        return self.optimizer.session
+
+    @property
+    def position(self) -> int:
+        """Sequences of the data's order that have been passed, by all ranks together; see :class:`TokenStream`."""
+        return self._feed.position
+
+    def __iter__(self) -> Iterator[Step]:
+        while True:
+            yield self._step()
+
+    def run(self, num_iterations: int) -> Iterator[Step]:
+        """Train for so many iterations more, and yield each as it ends."""
+        return itertools.islice(self, num_iterations)
+
+    @property
+    def iteration(self) -> int:
+        """Iterations that have been made, those before a checkpoint that training went on from included."""
+        return self._iteration
+
+    def resume(self) -> Resumed:
+        """Go on from the newest checkpoint that is whole, if there is one; before the first iteration.
+
+        Weights, optimizer state, step counts, rates, what is :attr:`stateful`, random numbers and the place in the data
+        are what they were, whatever plan and number of ranks they were made under. All ranks do so together.
+
+        Raises:
+            ValueError: the trainer makes no checkpoints.
+            CheckpointError: it is of another model or optimizer.
+        """
+        if self.keeper is None or not self.keeper.is_open:
+            raise ValueError("there is no place of checkpoints to go on from; give the trainer checkpoints=")
+        found = self.keeper.resume(self._feed)
+        self._iteration = found.step
+        return found
+
+    def save(self) -> None:
+        """Begin a checkpoint of the present state; it is taken during the next iteration, or when training ends.
+
+        Raises:
+            ValueError: the trainer makes no checkpoints.
+        """
+        if self.keeper is None or not self.keeper.is_open:
+            raise ValueError("there is no place for checkpoints; give the trainer checkpoints=")
+        self.keeper.save(self.plan, self._iteration, self.position)
+
+    def replan(self) -> Replanned:
+        """Plan again by what was measured, and change to the new plan if it is faster; between two iterations.
+
+        Everything that training has goes on: weights, optimizer state, schedulers, chance, and the place in the data.
+        State passes through a file in ``storage_dir`` (or the system's folder for temporary files), one for each node,
+        so that never more than the memory of one plan is taken. Losses and weights are those of training that was never
+        changed; of more than two ranks to the order of sums over them, which the plan's ZeRO stage decides. All ranks
+        do so together, by the mean of their times.
+
+        Returns:
+            What was found and done; in words, as a string.
+
+        Raises:
+            ValueError: too few iterations were recorded as a whole.
+            StorageError: there is no room for the file; nothing has changed then.
+            ShortageError: the new plan did not find its memory; training can go on as before.
+        """
+        found = replan(self.plan, self.session.mean_timeline(), self.session.together.text_of_first)
+        if found.after is None or not self.session.together.of_first(int(found.is_faster)):
+            return found
+        way = Way(found.after.units(), found.after.decisions, _session_options(found.after, self._settings))
+        if self.keeper is not None:
+            self.keeper.close(waits=True, brings_down=False)
+        with explaining(found.after):
+            file_bytes = self.optimizer.change(way, way.options.storage_dir or Path(tempfile.gettempdir()))
+        self.plan = found.after
+        if self.keeper is not None:
+            self.keeper.open(self.optimizer)
+        return dataclasses.replace(found, switched=True, file_bytes=file_bytes)
+
+    def close(self, *, give_back: bool = True) -> None:
+        """End training. See :meth:`executor.session.Session.close`.
+
+        If checkpoints are made, one of the last iteration is, and is waited for until it has come to all levels, for as
+        long as the options say, or until Ctrl-C; see :attr:`outcomes`.
+        """
+        if self.keeper is not None and self.keeper.is_open:
+            has_state = not self.session.failed
+            if has_state:
+                self.save()
+            self.keeper.close(waits=has_state, brings_down=has_state)
+        self.session.close(give_back=give_back)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self.close()
+            return
+        if self.keeper is not None:
+            self.keeper.close(waits=False, brings_down=False)
+        self.session.__exit__(kind, error, traceback)
+
+    def _step(self) -> Step:
+        if self.keeper is not None and self.keeper.is_due(self._iteration):
+            self.save()  # not right behind the iteration: schedulers have been stepped since
+        begin_s = time.perf_counter()
+        iteration, session = self._iteration, self.session
+        if session.iteration == METERED:
+            self._num_to_meter = 1 if self.plan.decisions.num_devices == 1 else _NUM_METERED
+        metered = self._num_to_meter > 0
+        with explaining(self.plan, session.memory):
+            with session.metered() if metered else contextlib.nullcontext():
+                total = self._compute()
+            if metered:
+                self._check_device()
+            loss = session.together.mean(float(total))
+        if not math.isfinite(loss):
+            # Schedulers keep the rate that they were given.
+            rate = max(group.get("initial_lr", group["lr"]) for group in self.optimizer.param_groups)
+            raise ValueError(f"the loss is {loss} in iteration {iteration}; use a smaller --lr than {rate:g}")
+        self._iteration += 1
+        return Step(iteration, loss, time.perf_counter() - begin_s)
+
+    def _check_device(self) -> None:
+        """Check what the device has held, and meter the next iteration too if it was too much, but not for ever.
+
+        Threads of gloo may give a tensor up milliseconds after its sum is there, if others have the cores.
+        """
+        self._num_to_meter -= 1
+        try:
+            check_device(self.plan, self.session.memory()[Tier.GPU])
+        except ShortageError:
+            if not self._num_to_meter:
+                raise
+        else:
+            self._num_to_meter = 0
+
+    def _compute(self) -> torch.Tensor:
+        """Run one iteration; return this rank's mean loss."""
+        decisions = self.plan.decisions
+        device = next(self.model.parameters()).device
+        total = torch.zeros((), device=device)
+        for _ in range(decisions.num_micro_batches):
+            loss = self._feed.loss(self.model, device) / decisions.num_micro_batches
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        if decisions.clip:
+            self.optimizer.clip_grad_norm_(MAX_GRADIENT_NORM)
+        self.optimizer.step()
+        return total
+
+
+def check_machine(plan: Plan, process: Process, device: Literal["auto", "host", "cuda"] = "auto") -> None:
+    """Check that this machine is of the kind that a plan was made for.
+
+    Raises:
+        PlanError: it is not, or has too little of it, or ``device`` asks for another kind.
+    """
+    kind = plan.hardware.device.kind
+    wanted = {"auto": kind, "host": "host", "cuda": "gpu"}[device]
+    if wanted != kind:
+        raise PlanError(
+            f"the plan was made for a {kind} device ({plan.hardware.name}), but --device asks for {device}; "
+            "plan for that machine: `ullage calibrate`, then `ullage plan --hardware local`"
+        )
+    if kind == "gpu" and not torch.cuda.is_available():
+        raise PlanError(
+            f"the plan was made for {plan.hardware.name}, but this machine has no GPU that PyTorch can use; "
+            "run `ullage calibrate` here and plan with --hardware local"
+        )
+    if kind == "gpu" and (count := torch.cuda.device_count()) <= process.local_rank:
+        raise PlanError(
+            f"the plan is for {process.per_node} devices on a node, but this machine has {count}; plan with --gpus "
+            f"{count}, or for a profile of this machine"
+        )
+    wanted_cores = plan.hardware.device.num_cores * process.per_node
+    if kind == "host" and (cores := len(os.sched_getaffinity(0))) < wanted_cores:
+        raise PlanError(
+            f"the plan computes on {wanted_cores} cores, but this process may use {cores}; "
+            "run `ullage calibrate` here and plan with --hardware local"
+        )
+
+
+def _session_options(plan: Plan, settings: Settings) -> SessionOptions:
+    hardware, per_node = plan.hardware, ranks_per_node(plan)
+    return SessionOptions(
+        device="cuda" if hardware.device.kind == "gpu" else "cpu",
+        num_threads=max(hardware.host.num_optimizer_cores // per_node, 1),
+        gpu_capacity_bytes=int(hardware.device.memory_bytes.value),
+        host_capacity_bytes=int(hardware.host.memory_bytes.value) // per_node,
+        storage_dir=settings.get("storage_dir"),
+        compile_backend="inductor" if settings.get("compile_blocks") else None,
+        cores=settings.get("cores", "auto"),
+        checkpoint_buffer_bytes=settings.get("checkpoint_buffer_bytes", 0),
+        record=True,
+        batch=batch_shapes(plan),
+    )
+
+
+def _make(
+    plan: Plan,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    feed: Feed,
+    process: Process,
+    *,
+    lr: float,
+    seed: int,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Make what is not given of the planned model, with random weights, and its optimizer."""
+    if plan.hardware.device.kind == "host":
+        torch.set_num_threads(plan.hardware.device.num_cores)
+        keep_freed_memory()
+    else:
+        torch.cuda.set_device(process.local_rank)
+    torch.manual_seed(seed)
+    model = (feed.model() if model is None else model).train()
+    if optimizer is None:
+        name = plan.decisions.optimizer
+        optimizer = stock_of(name)(model.parameters(), lr=lr, **_HYPER_PARAMETERS[name])
+    return model, optimizer

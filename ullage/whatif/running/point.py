@@ -1,0 +1,159 @@
+"""One point of a study: what determines it, and what planning it finds. A function of its own settings alone."""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import importlib.resources
+import json
+from typing import Any, Final, Literal
+
+from hwprofiles import __version__
+from planner.checkpoints.choosing import choose_checkpoints
+from planner.checkpoints.chosen import CheckpointsAsked
+from planner.checkpoints.trial import Trial
+from planner.plan.choices import Choice
+from planner.plan.document import Plan
+from planner.plan.planning import Found, InfeasibleError, Request, describe, find
+from planner.plan.prediction import Workload
+from planner.schedule.tasks import Lane
+from ullage.whatif.study import SCHEMA_VERSION, Checkpoints, Figures, Peak, Result
+
+# Libraries whose results plans follow from.
+_LIBRARIES: Final = ("highspy", "numba", "numpy", "scipy")
+_PACKAGES: Final = ("hwprofiles", "planner")
+
+
+Effort = Literal["plan", "certify", "fit"]
+"""How much is done for a point: what `ullage plan` finds; that with a proof of how near to the best it is; or only
+whether it fits, with the first plan that does."""
+
+
+def digest_of(request: Request, effort: Effort, checkpoints: CheckpointsAsked | None = None) -> str:
+    """Return a SHA-256 of all that a point's result follows from: what is asked, the program and its libraries."""
+    parts = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    plain = {
+        name: value.model_dump(mode="json") if hasattr(value, "model_dump") else value for name, value in parts.items()
+    }
+    failures = checkpoints.model_dump(mode="json") if checkpoints else None
+    program = {"schema": SCHEMA_VERSION, "program": program_digest()}
+    return _sha256({"request": plain, "effort": effort, "failures": failures, **program})
+
+
+@functools.cache
+def program_digest() -> str:
+    """Return a SHA-256 of the program's version, of its code that plans, and of the versions of its libraries."""
+    code = hashlib.sha256()
+    for package in _PACKAGES:
+        with importlib.resources.as_file(importlib.resources.files(package)) as home:
+            for path in sorted(home.rglob("*.py")):
+                code.update(str(path.relative_to(home)).encode() + b"\0" + path.read_bytes())
+    libraries = {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    return _sha256({"version": __version__, "code": code.hexdigest(), "libraries": libraries})
+
+
+def plan_point(request: Request, effort: Effort, checkpoints: CheckpointsAsked | None = None) -> Result:
+    """Plan anew, and return the figures, or why there are none.
+
+    Whatever goes wrong is a result too, so that a study goes on.
+
+    Args:
+        request: what is trained, and where.
+        effort: how much is done for it.
+        checkpoints: choose when to make them, for these failures; not where only ``fit`` is asked.
+    """
+    try:
+        if checkpoints is None or effort == "fit":
+            found, chosen = find(request, max_simulations=1 if effort == "fit" else None), None
+        else:
+            found, chosen = _with_checkpoints(request, checkpoints)
+        figures = _figures(request, found, certify=effort == "certify")
+        return Result(status="fits", figures=figures.model_copy(update={"checkpoints": chosen}))
+    except InfeasibleError as error:
+        return Result(
+            status="lacks-memory", reason=_line(error), missing_bytes=error.missing_bytes, proven=error.proven
+        )
+    except ValueError as error:
+        return Result(status="refused", reason=_line(error))
+    except MemoryError:  # says nothing about the point: next time there may be enough
+        raise
+    except Exception as error:  # noqa: BLE001 - a bug of ours costs this point, not the study
+        return Result(status="failed", reason=f"{type(error).__name__}: {_line(error)}")
+
+
+def _figures(request: Request, found: Found, *, certify: bool) -> Figures:
+    seen, decided = found.prediction, found.decisions
+    certificate = found.certificate() if certify else None
+    critical_s = sum(seen.critical_s.values())
+    num_devices, per_node = decided.num_devices, request.hardware.devices_per_node
+    choice = Choice.model_validate({name: getattr(decided, name) for name in Choice.model_fields})
+    return Figures(
+        iteration_s=seen.iteration_s,
+        forward_s=seen.forward_s,
+        backward_s=seen.backward_s,
+        update_s=seen.update_s,
+        loop_s=seen.loop_s,
+        tokens_per_iteration=Workload(found.own.setup.units, request.seq_len).tokens(decided),
+        tokens_per_s=seen.tokens_per_s,
+        model_flop_per_s=seen.model_flop_per_s,
+        num_devices=num_devices,
+        num_nodes=-(-num_devices // per_node),
+        bound_by=Lane(next(iter(seen.critical_s))),
+        critical_shares={Lane(lane): seconds / critical_s for lane, seconds in seen.critical_s.items()},
+        busy_shares={Lane(lane): seconds / seen.iteration_s for lane, seconds in seen.busy_s.items()},
+        memory={
+            tier: Peak(peak_bytes=use.peak_bytes, capacity_bytes=use.capacity_bytes)
+            for tier, use in seen.memory.items()
+        },
+        choice=choice.words,
+        placement=describe(decided, found.own.setup.units),
+        engines={row.name: row.iteration_s if row.fits else None for row in found.engines},
+        bound_s=certificate.bound_s if certificate else None,
+        gap=certificate.gap(seen.iteration_s) if certificate else None,
+        warnings=seen.warnings,
+        num_simulations=found.num_simulations,
+    )
+
+
+_tried: dict[str, tuple[Found, Plan, Trial]] = {}
+"""The last request that checkpoints were chosen for: studies ask for the same at several rates of failures in a row."""
+
+
+def _with_checkpoints(request: Request, asked: CheckpointsAsked) -> tuple[Found, Checkpoints]:
+    """Return what was found and when to make checkpoints of it; what one choice simulated serves the next.
+
+    Raises:
+        ValueError: nothing survives the failures within the limits, or nothing is left of the time.
+    """
+    if (key := digest_of(request, "plan")) not in _tried:
+        found = find(request)
+        # All of a plan but the proof of how near to the best it is: that takes as long as finding it.
+        unproven: dict[str, Any] = {
+            "model": request.model,
+            "seq_len": request.seq_len,
+            "expert_load": request.expert_load,
+            "hardware": request.hardware,
+            "decisions": found.decisions,
+            "prediction": found.prediction,
+        }
+        plan = Plan.model_construct(**unproven)
+        _tried.clear()
+        _tried[key] = found, plan, Trial(plan)
+    found, plan, trial = _tried[key]
+    chosen = choose_checkpoints(plan, asked, trial)
+    if chosen.waste >= 1:
+        raise ValueError("failures take all the time, whatever checkpoints are made; give a longer mtbf")
+    return found, Checkpoints(
+        every={level.level: level.every for level in chosen.levels},
+        waste=chosen.waste,
+        overhead=chosen.overhead,
+        most_lost_s=chosen.most_lost_s,
+    )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _sha256(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":"), default=str).encode()).hexdigest()

@@ -1,0 +1,130 @@
+"""Running a study: what is not done yet is planned, kept, and put together."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+from hwprofiles import __version__
+from ullage.whatif.design import Case, Space
+from ullage.whatif.money import charged
+from ullage.whatif.prices import Prices
+from ullage.whatif.running.point import Effort
+from ullage.whatif.running.store import Store
+from ullage.whatif.running.workers import Runner, Task
+from ullage.whatif.study import Point, Result, Study
+
+Tell = Callable[[str, int, int], None]
+
+
+class InterruptedStudyError(KeyboardInterrupt):
+    """A study was interrupted; what is done is kept, and the message says how to go on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """What points are planned with.
+
+    Attributes:
+        store: where results are kept.
+        runner: plans points.
+        tell: is told what is being done, how many points are done, and how many there are.
+    """
+
+    store: Store
+    runner: Runner
+    tell: Tell = lambda *_: None
+
+    def results(self, cases: Iterable[Case], effort: Effort, what: str = "planning") -> list[Result]:
+        """Return the results of points; those that are in the store are not planned again.
+
+        Raises:
+            InterruptedStudyError: by Ctrl-C, with everything done until then in the store.
+            OSError: the store cannot be written.
+        """
+        wanted = list(cases)
+        todo: dict[str, Task] = {
+            case.key: (case.key, case.request, case.checkpoints)
+            for case in sorted(wanted, key=_alike)
+            if case.request and self.store.get(case.key) is None
+        }
+        keys = {case.key for case in wanted if case.request}
+        done = len(keys) - len(todo)
+        self.tell(what, done, len(keys))
+        if todo:
+            try:
+                for key, result in self.runner(todo.values(), effort):
+                    self.store.put(key, result)
+                    done += 1
+                    self.tell(what, done, len(keys))
+            except KeyboardInterrupt:
+                self.store.look_again()
+                done = sum(self.store.get(key) is not None for key in keys)
+                raise InterruptedStudyError(
+                    f"interrupted; {done} of {len(keys)} points are kept in {self.store.path}, and the same command "
+                    "goes on from there"
+                ) from None
+        return [self._result(case) for case in wanted]
+
+    def points(self, cases: Iterable[Case], effort: Effort, what: str = "planning") -> list[Point]:
+        """Return points with their results; see :meth:`results`."""
+        planned = list(cases)
+        return [
+            Point(
+                settings=case.settings,
+                varied=case.varied,
+                hardware=case.hardware,
+                model=case.model,
+                key=case.key,
+                result=result,
+            )
+            for case, result in zip(planned, self.results(planned, effort, what), strict=True)
+        ]
+
+    def _result(self, case: Case) -> Result:
+        result = case.refused or self.store.get(case.key)
+        assert result is not None, "all are planned by now"
+        return result
+
+
+def _alike(case: Case) -> tuple[str | float, ...]:
+    """Return a sort key: searches that differ only in rates come by the same schedules, which are remembered."""
+    request = case.request
+    if request is None:
+        return ()
+    machine = request.hardware
+    sizes = (machine.device.memory_bytes.value, machine.host.memory_bytes.value, machine.host.num_cores)
+    return (case.model, request.num_devices, request.seq_len, *sizes)
+
+
+def run_study(space: Space, prices: Prices | None, bench: Bench) -> Study:
+    """Plan all points of a study and charge them.
+
+    Raises:
+        InterruptedStudyError: see :meth:`Bench.results`.
+        OSError: the store cannot be written.
+    """
+    asked = space.asked
+    cases = list(tracked(space.cases(), len(space), bench.tell))
+    points, notes = charged(bench.points(cases, space.effort), prices, asked)
+    return Study(
+        program_version=__version__,
+        asked=asked,
+        axes=space.axes,
+        prices=prices,
+        points=tuple(points),
+        complete=True,
+        notes=(*notes, *_warnings(points)),
+    )
+
+
+def tracked(cases: Iterable[Case], total: int, tell: Tell) -> Iterator[Case]:
+    """Yield points while telling how many there are so far: putting machines together takes time too."""
+    for done, case in enumerate(cases):
+        tell("preparing", done, total)
+        yield case
+
+
+def _warnings(points: Iterable[Point]) -> list[str]:
+    """Return the warnings of all points, each once, with the number of points it is about."""
+    counts = Counter(warning for point in points if point.figures for warning in point.figures.warnings)
+    return [f"{warning} ({count} point(s))" for warning, count in counts.items()]

@@ -1,0 +1,103 @@
+"""Planning many points at once: processes of this machine that live as long as the study."""
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
+from typing import Final
+
+from planner.checkpoints.chosen import CheckpointsAsked
+from planner.plan.planning import Request
+from ullage.whatif.running.point import Effort, plan_point
+from ullage.whatif.study import Result
+
+Task = tuple[str, Request, CheckpointsAsked | None]
+"""The key of a point, what is asked for, and the failures that checkpoints are chosen for, if any."""
+
+Runner = Callable[[Iterable[Task], Effort], Iterator[tuple[str, Result]]]
+"""Takes points, and how much is done for each; yields results by key as they come."""
+
+AHEAD: Final = 2
+"""Points handed out beyond those that are being planned: enough that nobody waits, few enough to stop at once."""
+
+# Libraries that would start threads of their own: a worker is one thread, and there are as many as cores.
+_ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
+def num_usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def in_this_process(tasks: Iterable[Task], effort: Effort) -> Iterator[tuple[str, Result]]:
+    """Plan one point after the other, here."""
+    for key, request, checkpoints in tasks:
+        yield key, plan_point(request, effort, checkpoints)
+
+
+def in_processes(num_workers: int) -> Runner:
+    """Return what plans points in so many processes.
+
+    An interruption, or no longer asking for results, ends the processes at once; points under way are lost.
+    """
+
+    def run(tasks: Iterable[Task], effort: Effort) -> Iterator[tuple[str, Result]]:
+        with _one_thread_each():
+            pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _begin_worker)
+            todo, running = iter(tasks), dict[Future[Result], str]()
+            try:
+                while True:
+                    for key, request, checkpoints in itertools.islice(todo, num_workers + AHEAD - len(running)):
+                        running[pool.submit(plan_point, request, effort, checkpoints)] = key
+                    if not running:
+                        break
+                    for future in wait(running, return_when=FIRST_COMPLETED).done:
+                        yield running.pop(future), future.result()
+            except BrokenProcessPool as error:
+                raise MemoryError(
+                    "a worker was killed, most likely because memory ran out; the same command with fewer --workers "
+                    "goes on from what is done"
+                ) from error
+            finally:
+                _end(pool)
+
+    return run
+
+
+def _end(pool: ProcessPoolExecutor) -> None:
+    for process in list((pool._processes or {}).values()):
+        process.terminate()
+    pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    """Leave Ctrl-C to the parent, and end when it does, however it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def outlive_nobody() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=outlive_nobody, daemon=True).start()
+
+
+@contextlib.contextmanager
+def _one_thread_each() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in _ONE_THREAD}
+    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
