@@ -27,10 +27,10 @@ from executor.checkpoint import (
     Wanted,
     boxes,
     layout,
-    opening,
-    reader,
     ring_of,
 )
+from executor.checkpoint.format import files as opening
+from executor.checkpoint.format import reader
 from executor.memory.direct_io import BLOCK_BYTES, go_direct
 
 SIZES = {"a": 70_000, "b": 3, "c": 1024 * 33, "d": 1}  # values; "c" begins in the middle of a block

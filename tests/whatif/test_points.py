@@ -7,8 +7,9 @@ import pytest
 from planner.checkpoints.choosing import choose_checkpoints
 from planner.plan.planning import make_plan
 from ullage.whatif.design import Space
+from ullage.whatif.running import point
 from ullage.whatif.running.point import digest_of, plan_point
-from ullage.whatif.running.runner import Bench, InterruptedStudyError, point, run_study
+from ullage.whatif.running.runner import Bench, InterruptedStudyError, run_study
 from ullage.whatif.running.store import Store
 from ullage.whatif.running.workers import in_processes, in_this_process
 from ullage.whatif.study import Asked, Study, StudyError, load_study

@@ -16,7 +16,7 @@ def check_packages() -> None:
     Raises:
         IntruderError: one is missing or resolves elsewhere; names it and says what to do.
     """
-    home = Path(__file__).resolve().parent.parent
+    home = Path(__file__).resolve().parents[2]
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
         if spec is None:
