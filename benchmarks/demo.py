@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.origin import origin, write_result
-from ullage.cli.main import main as ullage
+from ullage.main import main as ullage
 
 RESULTS = Path(__file__).parent / "results"
 

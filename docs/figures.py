@@ -14,10 +14,10 @@ from planner.plan.planning import Request
 from planner.schedule.tasks import Lane
 from planner.schedule.timeline import Timeline
 from ullage.analysis.iteration import Iteration
+from ullage.analysis.runs import load_run
 from ullage.analysis.simulation import requested, simulate
 from ullage.commands.simulate.figure import save_figure
 from ullage.output.palette import COLOURS, ORDINALS, WORK, Work
-from ullage.training.runs import load_run
 
 HERE = Path(__file__).parent
 RUN = HERE.parent / "benchmarks" / "results" / "demo_run.json"

@@ -12,7 +12,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from ullage.cli.main import main
+from ullage.main import main
 
 HERE = Path(__file__).parent
 RUN = HERE.parent / "benchmarks" / "results" / "demo_run.json"

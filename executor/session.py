@@ -15,19 +15,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from executor.actions import Actions, ParameterUpdate
-from executor.checkpoint.snapshots import Snapshots
+from executor.agreement import Together
 from executor.checks import check_decisions, check_groups, check_units
 from executor.devices.backend import Meter
 from executor.devices.cores import take
 from executor.devices.lanes import LaneMachine
-from executor.distributed.agreement import Together
-from executor.distributed.exchange import Exchange
 from executor.distributed.experts import split_experts
 from executor.distributed.mesh import Mesh
 from executor.distributed.ranks import Ranks
 from executor.distributed.shards import Share, shares_of
 from executor.distributed.tensor_parallel import share_layers
+from executor.gradients import GradientError
+from executor.listener import in_backward
 from executor.memory.activations import OffloadedActivations
 from executor.memory.arenas import Arena, MeasuredMemory
 from executor.memory.pieces import Piece
@@ -37,16 +36,17 @@ from executor.memory.views import apart
 from executor.module.accumulation import Accumulation
 from executor.module.batches import bind_batches
 from executor.module.binding import bind, bind_state_dict, outside
-from executor.module.gradients import GradientError
 from executor.module.guards import LEFT_HALF_WAY, OWN_CHECKPOINTING, bind_guards
-from executor.module.listener import in_backward
 from executor.module.user_gradients import UserGradients
 from executor.module.visibility import Sight
-from executor.module.weights import Weights
 from executor.optimizer import WorkerTeam
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions, backend_of
 from executor.progress import Progress
+from executor.tasks.actions import Actions, ParameterUpdate
+from executor.tasks.exchange import Exchange
+from executor.tasks.snapshots import Snapshots
+from executor.tasks.weights import Weights
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.lowering import lower

@@ -6,8 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from planner.costs.optimizers import OPTIMIZERS, Optimizer
 from planner.graph import Degrees, Unit
+from planner.optimizers import OPTIMIZERS, Optimizer
 
 Activations = Literal["keep", "recompute", "offload", "offload-nvme"]
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from executor.checkpoint import Level as Level
-    from executor.checkpoint.restoring import restore as restore
-    from executor.checkpoint.saving import Checkpoints as Checkpoints
     from executor.optimizer.reference import Lion as Lion
+    from executor.restoring import restore as restore
+    from executor.saving import Checkpoints as Checkpoints
     from hwprofiles.registry import load_profile as load_profile
     from planner.models.registry import resolve_model as resolve_model
     from planner.plan.document import Plan as Plan
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _ORIGINS = {
     "CheckpointOptions": ("ullage.training.checkpoints", "CheckpointOptions"),
-    "Checkpoints": ("executor.checkpoint.saving", "Checkpoints"),
+    "Checkpoints": ("executor.saving", "Checkpoints"),
     "Level": ("executor.checkpoint", "Level"),
     "Lion": ("executor.optimizer.reference", "Lion"),
     "Plan": ("planner.plan.document", "Plan"),
@@ -39,7 +39,7 @@ _ORIGINS = {
     "plan": ("planner.plan.planning", "make_plan"),
     "prepare": ("ullage.training.trainer", "prepare"),
     "resolve_model": ("planner.models.registry", "resolve_model"),
-    "restore": ("executor.checkpoint.restoring", "restore"),
+    "restore": ("executor.restoring", "restore"),
     "simulate": ("ullage.analysis.simulation", "simulate"),
 }
 

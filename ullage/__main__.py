@@ -2,6 +2,6 @@
 
 import sys
 
-from ullage.cli.main import main
+from ullage.main import main
 
 sys.exit(main())

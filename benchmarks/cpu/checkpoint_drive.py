@@ -25,10 +25,10 @@ from benchmarks.cpu.saving import Training, plan_for
 from benchmarks.origin import origin, write_result
 from benchmarks.peers.jobs import Cell, Job
 from executor.checkpoint import Checkpoint
-from executor.checkpoint.flusher import CHUNK_BYTES, NUM_WRITERS
+from executor.checkpoint.files.flusher import CHUNK_BYTES, NUM_WRITERS
+from executor.checkpoint.files.system_calls import Files, write_all
 from executor.checkpoint.format.reader import NUM_READERS
-from executor.checkpoint.places.system_calls import Files, write_all
-from executor.memory.direct_io import go_direct, pages
+from executor.direct_io import go_direct, pages
 from planner.plan.planning import default_precision
 
 OUTPUT = Path(__file__).parents[1] / "results" / "cpu_checkpoint_drive.json"

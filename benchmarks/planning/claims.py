@@ -38,15 +38,15 @@ from hwprofiles.quantity import Curve
 from hwprofiles.registry import load_profile
 from planner.cases import Metric
 from planner.cases.training import TrainingCase
-from planner.costs.optimizers import OPTIMIZERS
 from planner.decisions import Decisions
 from planner.engines.policies import gpu_only, interleaved, twin_flow, zero_offload, zero_offload_blocking
 from planner.models import resolve_model
 from planner.models.registry import model_from_case
+from planner.optimizers import OPTIMIZERS
 from planner.plan.planning import Request, prepare
-from planner.plan.prediction import Prediction
 from planner.schedule.tasks import Tier
 from planner.search import Candidate, Scorer, search
+from planner.simulate.prediction import Prediction
 
 HERE = Path(__file__).parents[1]
 OUTPUT = HERE / "results" / "planning_claims.json"

@@ -18,7 +18,7 @@ from hwprofiles.files import write_whole
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
 from planner.plan.planning import InfeasibleError, Request, make_plan
-from planner.plan.verification import verify
+from planner.verification import verify
 
 MODELS = (
     "opt-1.3b",

@@ -40,10 +40,10 @@ from planner.engines.policies import Setup, gpu_only
 from planner.graph import Batch, build_graph, units
 from planner.lowering import lower
 from planner.models import ModelConfig, from_hf_config, resolve_model, to_hf_config_dict
-from planner.plan.prediction import TierMemory, memory_peaks
 from planner.schedule.tasks import MemoryClass, Tier
 from planner.simulate.machine import run_until_steady
-from ullage.cli.main import main as ullage
+from planner.simulate.prediction import TierMemory, memory_peaks
+from ullage.main import main as ullage
 
 OUTPUT = Path(__file__).parents[1] / "results" / "planning_memory.json"
 MACHINE = "epyc-turin-2c"

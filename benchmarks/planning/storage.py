@@ -14,8 +14,8 @@ from hwprofiles.files import write_whole
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
 from planner.plan.planning import InfeasibleError, Request, describe, make_plan
-from planner.plan.request_terms import Storage
-from planner.plan.verification import verify
+from planner.terms import Storage
+from planner.verification import verify
 
 # Model, machine with one device, sequences of 2048 tokens.
 CASES = (

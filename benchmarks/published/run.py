@@ -19,7 +19,7 @@ from hwprofiles.paths import number, quantities, replace
 from hwprofiles.quantity import Provenance
 from hwprofiles.registry import load_profile, save_profile
 from planner.fitting.from_runs import fitted_paths
-from ullage.cli.main import main as ullage
+from ullage.main import main as ullage
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

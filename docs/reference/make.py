@@ -19,9 +19,8 @@ from pydantic.fields import FieldInfo
 
 from hwprofiles.profile import HardwareProfile
 from planner.plan.document import Plan
-from ullage.cli.main import build_parser
-from ullage.commands import SUMMARIES
-from ullage.training.runs import RunRecord
+from ullage.analysis.runs import RunRecord
+from ullage.commands import SUMMARIES, build_parser
 from ullage.whatif.prices import Prices
 from ullage.whatif.study import Study
 

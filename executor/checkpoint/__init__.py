@@ -1,7 +1,9 @@
 """Checkpoints: files whose layout is known beforehand, written past the page cache, acknowledged only when durable."""
 
 from executor.checkpoint.engine import CheckpointEngine, Member, Outcome, Slice
-from executor.checkpoint.flusher import Flusher, ring_of
+from executor.checkpoint.files.flusher import Flusher, ring_of
+from executor.checkpoint.files.system_calls import CheckpointError, DamagedError, Files
+from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format.layout import Entry, Layout, boxes, layout
 from executor.checkpoint.format.manifest import Manifest, Part, tensors_of
 from executor.checkpoint.format.reader import Checkpoint, Wanted
@@ -9,9 +11,7 @@ from executor.checkpoint.levels import Level, Levels
 from executor.checkpoint.places.locating import checkpoint_at, store_at
 from executor.checkpoint.places.retention import Found
 from executor.checkpoint.places.store import Store
-from executor.checkpoint.places.system_calls import CheckpointError, DamagedError, Files
 from executor.checkpoint.promotion import promote
-from executor.checkpoint.writer import ShardWriter
 
 __all__ = [
     "Checkpoint",

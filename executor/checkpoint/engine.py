@@ -27,15 +27,15 @@ from typing import Any, Final, Protocol, final
 
 import numpy as np
 
-from executor.checkpoint.flusher import Flusher, Loan, yield_cores
-from executor.checkpoint.format.files import Folder
+from executor.checkpoint.files.flusher import Flusher, Loan, yield_cores
+from executor.checkpoint.files.opening import Folder
+from executor.checkpoint.files.patience import SLOWEST_BYTES_PER_S, InTime, no_answer
+from executor.checkpoint.files.system_calls import CheckpointError
+from executor.checkpoint.files.writer import CopyChunk, ShardWriter
 from executor.checkpoint.format.layout import ITEM_BYTES, Box, Entry, boxes, layout
 from executor.checkpoint.format.manifest import Manifest, Part, TensorRecord, tensors_of
 from executor.checkpoint.keeper import Keeper
-from executor.checkpoint.patience import SLOWEST_BYTES_PER_S, InTime, no_answer
 from executor.checkpoint.places.store import Draft, JoinedDraft, Store
-from executor.checkpoint.places.system_calls import CheckpointError
-from executor.checkpoint.writer import CopyChunk, ShardWriter
 
 MODEL_FOLDER: Final = "model"
 OPTIMIZER_FOLDER: Final = "optimizer"

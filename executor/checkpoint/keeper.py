@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 from typing import Final, final
 
-from executor.checkpoint.flusher import yield_cores
-from executor.checkpoint.format.files import Folder
+from executor.checkpoint.files.flusher import yield_cores
+from executor.checkpoint.files.opening import Folder
+from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.places.retention import LEAST_KEPT, AbstractStore
-from executor.checkpoint.places.system_calls import CheckpointError
 
 READING_SHARE: Final = 1 / 8
 """Of the thread's time that it reads, at most; the planner counts on that."""

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Final, final
 
 from executor.checkpoint.engine import Outcome
+from executor.checkpoint.files.lock import RunLock
+from executor.checkpoint.files.system_calls import Files
 from executor.checkpoint.places.locating import check_reachable, check_room, is_remote, store_at
-from executor.checkpoint.places.lock import RunLock
 from executor.checkpoint.places.retention import LEAST_KEPT, AbstractStore
 from executor.checkpoint.places.store import Store
-from executor.checkpoint.places.system_calls import Files
 from executor.checkpoint.promotion import Offer, Promoter
 
 DEFAULT_EVERY: Final = 100

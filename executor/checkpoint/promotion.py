@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from typing import Final, final
 
 from executor.checkpoint.engine import Outcome
-from executor.checkpoint.flusher import Buffer, yield_cores
-from executor.checkpoint.format.files import Folder
+from executor.checkpoint.files.flusher import Buffer, yield_cores
+from executor.checkpoint.files.opening import Folder
+from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.format.manifest import FileRecord
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.places.retention import AbstractStore, in_use, step_of
-from executor.checkpoint.places.system_calls import CheckpointError
 
 _END_S: Final = 10.0  # for a thread to notice that it shall end; a place that hangs is not waited for
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from executor.memory.direct_io import pages
-from executor.memory.meter import MemoryMeter
+from executor.devices.meter import MemoryMeter
+from executor.direct_io import pages
 from executor.optimizer import WorkerTeam
 from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16
 from executor.optimizer.table import Rule

@@ -15,7 +15,7 @@ from typing import Final, Self
 import torch
 
 from executor.devices.backend import Moment, as_array, sum_of_squares
-from executor.memory.direct_io import pages
+from executor.direct_io import pages
 from executor.optimizer.table import Rule
 from executor.optimizer.workers import WorkerTeam
 from planner.schedule.tasks import Lane

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from typing import Final, Self, final
 
-from executor.checkpoint.flusher import yield_cores
+from executor.checkpoint.files.flusher import yield_cores
 from executor.devices.backend import Backend, HostBackend, Moment
 from executor.distributed.watchdog import LANE_THREAD, RankError
 from planner.schedule.tasks import Lane, Op, Schedule, Task

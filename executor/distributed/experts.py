@@ -21,7 +21,7 @@ from executor.distributed.groups import Group
 from executor.distributed.products import grouped_product
 from executor.distributed.shards import BindingError, Share
 from executor.distributed.tensor_parallel import Undo, replace_forward
-from executor.module.listener import Marks, in_backward
+from executor.listener import Marks, in_backward
 from planner.graph import Unit
 
 

@@ -1,7 +1,7 @@
 """Products that no operator of torch is, as operators: one to all that look at what a model runs.
 
 What a product makes may leave the device and come back ([Note: Kept products] in
-:mod:`executor.module.recompute_cache`), which goes by operators. Inside of these nobody looks: of a product whose parts
+:mod:`executor.memory.recompute_cache`), which goes by operators. Inside of these nobody looks: of a product whose parts
 ranks add up only the sum is kept, so that nothing is added up again in backward, and of products of experts the one
 block that holds them all.
 """

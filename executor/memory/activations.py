@@ -1,6 +1,6 @@
 """Activations that leave the device between forward and backward: to the host, or by way of it to NVMe.
 
-What leaves, and how it is used when it is back, says [Note: Kept products] in :mod:`executor.module.recompute_cache`.
+What leaves, and how it is used when it is back, says [Note: Kept products] in :mod:`executor.memory.recompute_cache`.
 
 [Note: Room] A unit has exactly the room that the plan counts. What a model's products make beyond that (a device whose
 attention is not fused hands on all scores) stays, and is made again: the least of it that makes the rest fit, and the
@@ -16,11 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.devices.backend import Backend
+from executor.direct_io import BLOCK_BYTES, in_blocks
+from executor.listener import Marks
 from executor.memory.arenas import Arena
-from executor.memory.direct_io import BLOCK_BYTES, in_blocks
 from executor.memory.nvme_files import RecordFile, as_bytes, folder_of
-from executor.module.listener import Marks
-from executor.module.recompute_cache import Keeping, Leaving, Taking, Visit, changed
+from executor.memory.recompute_cache import Keeping, Leaving, Taking, Visit, changed
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
 from planner.lowering.activations import OffloadRooms

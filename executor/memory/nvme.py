@@ -13,8 +13,8 @@ from typing import Self, final
 
 import torch
 
+from executor.direct_io import BLOCK_BYTES, in_blocks
 from executor.memory.arenas import Arena
-from executor.memory.direct_io import BLOCK_BYTES, in_blocks
 from executor.memory.nvme_files import RecordFile, as_bytes, folder_of
 from planner.decisions import Decisions, Place
 from planner.graph import Unit

@@ -22,7 +22,7 @@ from typing import Final, Literal, final
 
 import torch
 
-from executor.memory.direct_io import BLOCK_BYTES, NO_ROOM, go_direct, in_blocks
+from executor.direct_io import BLOCK_BYTES, NO_ROOM, go_direct, in_blocks
 
 _CHUNK_BYTES: Final = 8 << 20  # one request; smaller ones are slower, and Linux cuts off what is beyond 2 GiB
 _VERSIONS: Final = {1: "", 2: "two versions of "}

@@ -20,10 +20,10 @@ from executor.memory.arenas import ALIGNMENT_BYTES, Arena
 from executor.memory.nvme import StoredState
 from executor.memory.pieces import Part, Piece, pieces_of
 from executor.memory.units import Moments, ParameterState, StateSlot, UnitState
-from planner.costs.optimizers import OPTIMIZERS
 from planner.decisions import SECTOR_PARAMS, Decisions, Place
 from planner.graph import Unit
 from planner.lowering import slots
+from planner.optimizers import OPTIMIZERS
 from planner.schedule.tasks import MemoryClass, Tier
 
 _SECTOR_BYTES = 4 * SECTOR_PARAMS

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from executor.distributed.shards import BindingError
+from executor.listener import Marks, in_backward, made_by_computing
 from executor.memory.activations import OffloadedActivations, SegmentOffload
 from executor.module.guards import OWN_CHECKPOINTING
-from executor.module.listener import Marks, in_backward, made_by_computing
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
 from planner.schedule.loop import OutOfOrderError

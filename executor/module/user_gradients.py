@@ -8,8 +8,8 @@ from typing import final
 
 import torch
 
+from executor.gradients import GradientError, OffloadedGradient
 from executor.memory.units import ParameterState
-from executor.module.gradients import GradientError, OffloadedGradient
 from executor.module.guarded_parameters import unguarded
 from planner.decisions import Decisions
 

@@ -1,7 +1,7 @@
 """The optimizers that can be executed: one entry each, and nothing about any of them elsewhere.
 
 A new one needs a kernel like those beside this file, an entry here, and, if it keeps other state than those that are
-planned for, a row in :mod:`planner.costs.optimizers`.
+planned for, a row in :mod:`planner.optimizers`.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ from executor.optimizer import (
     sgd_step,
 )
 from executor.optimizer.reference import Lion
-from planner.costs.optimizers import OPTIMIZERS, Optimizer
+from planner.optimizers import OPTIMIZERS, Optimizer
 
 Params = AdamWParams | SgdParams | AdagradParams | LionParams
 Group = Mapping[str, Any]

@@ -17,12 +17,12 @@ from planner.bounds.order import order_bound_s
 from planner.bounds.program import LinearProgram, bound
 from planner.bounds.proof import Certificate, Proof
 from planner.bounds.solver import solve
-from planner.bounds.space import NEVER_S, OVERRUN, Space
+from planner.choices.choice import Choice
+from planner.choices.space import NEVER_S, OVERRUN, Space
+from planner.choices.variants import Variant
 from planner.costs.model import CostModel
 from planner.decisions import Decisions
 from planner.lowering import lower
-from planner.plan.choices import Choice
-from planner.plan.variants import Variant
 from planner.schedule.tasks import Lane, Op
 
 # Schedules that take longer than this many times a plan are of no interest; the limit keeps numbers near one.

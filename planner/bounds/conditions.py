@@ -34,9 +34,9 @@ from planner.bounds.memory import Memory
 from planner.bounds.pipelines import pipelined
 from planner.bounds.placement import AGAIN, Placement
 from planner.bounds.program import LinearProgram
-from planner.bounds.space import NEVER_S, OVERRUN, ROOM, Space
 from planner.bounds.windows import Windows
 from planner.bounds.work import Work
+from planner.choices.space import NEVER_S, OVERRUN, ROOM, Space
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place
 from planner.graph import Unit

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 from planner.bounds.placement import AGAIN, Placement
 from planner.bounds.program import Sum
-from planner.bounds.space import RING, ROOM
 from planner.bounds.storage import STATE_BUFFERS, offloaded
+from planner.choices.space import RING, ROOM
 from planner.decisions import Place
 from planner.graph import Unit
 from planner.lowering.workspace import least_workspace_bytes
-from planner.plan.prediction import capacities
 from planner.schedule.tasks import Tier
+from planner.simulate.prediction import capacities
 
 STATE_SLOT = "state slot"
 

@@ -10,13 +10,13 @@ segments are recomputed. Two consequences of the rules, for every stage s of p:
 """
 
 from planner.bounds.program import LinearProgram, Sum
-from planner.bounds.space import OVERRUN, ROOM, TIME, Space
+from planner.choices.space import OVERRUN, ROOM, TIME, Space
 from planner.costs.model import CostModel
 from planner.graph import Unit
 from planner.lowering.pipeline import deal
 from planner.models.kernels import Kernels, num_kernels
-from planner.plan.prediction import capacities
 from planner.schedule.tasks import Lane, Tier
+from planner.simulate.prediction import capacities
 
 Stage = list[list[Unit]]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from planner.bounds.loads import Load, Loads
 from planner.bounds.program import LinearProgram, Sum
-from planner.bounds.space import ROOM, TIME, Space
+from planner.choices.space import ROOM, TIME, Space
 from planner.costs.model import CostModel, Resource
 from planner.decisions import Place
 from planner.graph import Unit, segments

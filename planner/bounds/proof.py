@@ -5,8 +5,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from planner.choices.choice import Choice
 from planner.decisions import Frozen
-from planner.plan.choices import Choice
 
 
 class Proof(Frozen):

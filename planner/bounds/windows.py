@@ -8,13 +8,13 @@ from planner.bounds.loads import Key, Load, word
 from planner.bounds.memory import STATE_SLOT, Memory
 from planner.bounds.placement import AGAIN, Placement
 from planner.bounds.program import Sum
-from planner.bounds.space import TIME
 from planner.bounds.storage import STATE_BUFFERS
+from planner.choices.space import TIME
 from planner.costs.model import Resource
 from planner.decisions import Place
 from planner.graph import Unit
-from planner.plan.prediction import capacities
 from planner.schedule.tasks import Lane, Op, Tier
+from planner.simulate.prediction import capacities
 
 # Windows end at so many units, and begin at so many, evenly spaced: each is a row.
 _NUM_ENDS, _NUM_BEGINNINGS = 24, 8

@@ -5,7 +5,7 @@ from collections import defaultdict
 from planner.bounds.loads import Load, word
 from planner.bounds.placement import AGAIN, Placement
 from planner.bounds.program import Sum
-from planner.bounds.space import TIME
+from planner.choices.space import TIME
 from planner.costs.model import Resource
 from planner.decisions import Place
 from planner.graph import Unit

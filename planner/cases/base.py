@@ -11,8 +11,8 @@ from pydantic import ConfigDict, Field
 
 from hwprofiles.profile import HardwareProfile
 from planner.decisions import Frozen
-from planner.plan.prediction import TierMemory
 from planner.schedule.tasks import Tier
+from planner.simulate.prediction import TierMemory
 
 # Whatever a run counts or measures, in whatever unit, lies well within: beyond, products would no longer be numbers.
 Number = Annotated[int, Field(ge=1, le=10**15)]

@@ -13,9 +13,9 @@ from planner.engines.policies import Setup, ratel
 from planner.graph import Batch, build_graph, units
 from planner.lowering import lower
 from planner.models.registry import model_from_case
-from planner.plan.prediction import always_held, capacities, memory_peaks
 from planner.schedule.tasks import Tier
 from planner.simulate.machine import Simulation, run_until_steady
+from planner.simulate.prediction import always_held, capacities, memory_peaks
 
 # The published data give names only. These are the layers, heads and hidden sizes that GPT-like models of such names
 # usually have (GPT-3's, arXiv 2005.14165, table 2.1, and its like): assumed, as are vocabulary and length below.

@@ -17,9 +17,9 @@ from planner.models.config import ModelConfig
 from planner.models.parameters import num_parameters
 from planner.models.registry import DEFAULT_POSITIONS, model_from_case
 from planner.models.sharding import share
-from planner.plan.prediction import memory_peaks
 from planner.schedule.tasks import Tier
 from planner.simulate.machine import run_until_steady
+from planner.simulate.prediction import memory_peaks
 
 # Of one iteration: more would take minutes to simulate, and say nothing new.
 _MAX_PASSES = 100_000

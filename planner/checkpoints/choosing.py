@@ -11,22 +11,22 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 
-from planner.checkpoints.chosen import (
-    Bound,
-    CheckpointLevel,
-    CheckpointPlan,
-    CheckpointsAsked,
-    EngineCheckpoints,
-)
 from planner.checkpoints.costs import hash_bytes_per_s
 from planner.checkpoints.interval import Protection
 from planner.checkpoints.nesting import ContradictionError, Limits, Nested, nest, outcome
 from planner.checkpoints.policy import CHUNK_BYTES, LEAST_BUFFER_BYTES, MORE_THAN_KEPT, POLICIES
 from planner.checkpoints.stores import storage_of
 from planner.checkpoints.trial import OURS, Measured, Trial
+from planner.plan.checkpoints import (
+    Bound,
+    CheckpointLevel,
+    CheckpointPlan,
+    CheckpointsAsked,
+    EngineCheckpoints,
+)
 from planner.plan.document import Plan
-from planner.plan.request_terms import LEVELS, Level
 from planner.schedule.tasks import Tier
+from planner.terms import LEVELS, Level
 
 _DAY_S = 86400.0
 _NOT_WORTH_MEMORY = 1e-4  # of the time

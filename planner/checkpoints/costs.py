@@ -15,8 +15,8 @@ from planner.checkpoints.lowering import Run
 from planner.checkpoints.policy import HASH_BYTES_PER_S, CheckpointPolicy
 from planner.checkpoints.stores import Traffic, storage_of, store_of
 from planner.costs.model import CostModel, Price, Resource
-from planner.plan.request_terms import Level
 from planner.schedule.tasks import Lane, Op, Task
+from planner.terms import Level
 
 # What is hashed and written from memory is read by a core, and by the drive.
 _HASHED_PASSES = 2

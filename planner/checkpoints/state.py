@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from planner.checkpoints.policy import CheckpointPolicy
-from planner.costs.optimizers import OPTIMIZERS, Optimizer
+from planner.optimizers import OPTIMIZERS, Optimizer
 from planner.schedule.tasks import Lane, Op, Schedule, Tier
 
 _COARSE_CHUNKS = 400

@@ -6,7 +6,7 @@ from typing import final
 
 from hwprofiles.profile import Storage
 from planner.costs.model import CostModel, Resource
-from planner.plan.request_terms import Level
+from planner.terms import Level
 
 Uses = tuple[tuple[Resource, float], ...]
 

@@ -15,10 +15,10 @@ from planner.checkpoints.stores import store_of
 from planner.costs.model import CostModel
 from planner.lowering import stages
 from planner.plan.document import Plan
-from planner.plan.prediction import capacities
-from planner.plan.request_terms import Level
 from planner.schedule.tasks import Lane, Tier
 from planner.simulate.machine import run
+from planner.simulate.prediction import capacities
+from planner.terms import Level
 
 OURS: Final = "ullage"
 

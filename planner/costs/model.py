@@ -14,11 +14,11 @@ from hwprofiles.profile import Dtype, HardwareProfile
 from hwprofiles.quantity import Curve, Quantity
 from planner.costs.fabrics import Fabrics
 from planner.costs.layout import Layout
-from planner.costs.optimizers import MEASURED, OPTIMIZERS, Optimizer
 from planner.decisions import Decisions, Precision
 from planner.graph import Attention, Degrees, Elementwise, Gemm, Kernel, Unit
 from planner.lowering import stages
 from planner.models.kernels import Collective, flop, num_kernels
+from planner.optimizers import MEASURED, OPTIMIZERS, Optimizer
 from planner.schedule.tasks import Lane, Op, Schedule, Work, kind_of
 
 _WORTH_A_WARNING_S = 1e-3

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from planner.costs.optimizers import OPTIMIZERS, Optimizer
 from planner.decisions import (
     BF16,
     Activations,
@@ -24,7 +23,8 @@ from planner.decisions import (
     subgroups,
 )
 from planner.graph import Degrees, Unit
-from planner.plan.request_terms import Storage
+from planner.optimizers import OPTIMIZERS, Optimizer
+from planner.terms import Storage
 
 # The fractions and strides that are tried when a policy leaves them to its user.
 TWIN_FLOW_FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

@@ -23,12 +23,12 @@ from planner.bounds.conditions import conditions
 from planner.bounds.program import LinearProgram
 from planner.bounds.proof import Proof
 from planner.bounds.solver import solve
+from planner.choices.variants import variant
 from planner.costs.scalable import Knob, scaled
 from planner.costs.scalable import knobs as knobs_of
 from planner.explain.trial import Bench, bounding_lane
-from planner.plan.variants import variant
-from planner.plan.verification import job_of
 from planner.schedule.tasks import Lane, Tier
+from planner.verification import job_of
 
 # Quantities are scaled this far each way in search of a crossing, and two factors so near to one another bracket one.
 _FARTHEST = 16.0

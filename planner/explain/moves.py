@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from planner.decisions import Decisions, Place, UnitDecision
 from planner.explain.trial import Bench, Trial
-from planner.schedule.critical_path import critical_steps
 from planner.schedule.tasks import Lane, Op, Tier
+from planner.simulate.critical_path import critical_steps
 
 # Two times that differ by less than this fraction are the same.
 SAME = 1e-6

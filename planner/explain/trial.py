@@ -11,11 +11,11 @@ from planner.engines.policies import Setup
 from planner.graph import Unit
 from planner.lowering import lower
 from planner.plan.document import Plan
-from planner.plan.prediction import TierMemory, memory_peaks
-from planner.schedule.critical_path import critical_path
 from planner.schedule.tasks import Lane, Schedule, Tier
 from planner.search import traffic_bytes
+from planner.simulate.critical_path import critical_path
 from planner.simulate.machine import Simulation, run_until_steady
+from planner.simulate.prediction import TierMemory, memory_peaks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,9 +29,9 @@ from typing import Final, Literal
 
 import numpy as np
 
-from planner.schedule.critical_path import critical_steps
 from planner.schedule.tasks import Lane, Op, Schedule, Task
 from planner.schedule.timeline import Timeline
+from planner.simulate.critical_path import critical_steps
 from planner.simulate.machine import Simulation
 from planner.simulate.replays import Replays, Seconds
 

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from planner.bounds.certificate import computing_s
 from planner.bounds.conditions import conditions
 from planner.bounds.solver import solve
-from planner.bounds.space import NEVER_S
-from planner.plan.prediction import Workload
-from planner.plan.variants import Variant
+from planner.choices.space import NEVER_S
+from planner.choices.variants import Variant
 from planner.search import (
     Candidate,
     Outcome,
@@ -26,6 +25,7 @@ from planner.search import (
     smallest,
 )
 from planner.search.pipelines import search_pipeline
+from planner.simulate.prediction import Workload
 
 # How many choices are searched at most, looked at before that, and asked how fast they can be at best.
 _MOST_SEARCHES, _MOST_LOOKS, _MOST_BOUNDS = 2, 10, 32

@@ -11,14 +11,14 @@ from hwprofiles.complaints import complaint
 from hwprofiles.files import read_json
 from hwprofiles.profile import HardwareProfile
 from planner.bounds.proof import Certificate
-from planner.checkpoints.chosen import CheckpointPlan
+from planner.choices.choice import Asked, batch_of
 from planner.decisions import Decisions, Frozen
 from planner.graph import Unit, build_graph, units
 from planner.lowering import lower
 from planner.models.captured import ModelField
-from planner.plan.choices import Asked, batch_of
-from planner.plan.prediction import Prediction, TierMemory
+from planner.plan.checkpoints import CheckpointPlan
 from planner.schedule.tasks import Schedule, Tier
+from planner.simulate.prediction import Prediction, TierMemory
 
 SCHEMA_VERSION: Final = 7
 

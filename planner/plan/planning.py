@@ -9,20 +9,20 @@ from hwprofiles import __version__
 from hwprofiles.profile import Device, HardwareProfile
 from planner.bounds.certificate import certify, infeasible
 from planner.bounds.proof import Certificate, Proof
+from planner.choices.choice import MOST_MICRO_BATCHES, Asked
+from planner.choices.variants import Job, Variant, variants
 from planner.costs.model import CostModel
-from planner.costs.optimizers import Optimizer
 from planner.decisions import BF16, FP32, Decisions, Place, Precision
 from planner.engines.policies import Setup
 from planner.graph import Unit
 from planner.models.captured import Model
-from planner.plan.choices import MOST_MICRO_BATCHES, Asked
+from planner.optimizers import Optimizer
 from planner.plan.competition import closest, compete
 from planner.plan.document import EngineRow, Plan
-from planner.plan.prediction import Prediction, Workload, capacities
-from planner.plan.request_terms import Storage
-from planner.plan.variants import Job, Variant, variants
 from planner.schedule.tasks import Tier
 from planner.search import Candidate, Progress, Scorer, no_garbage_collection
+from planner.simulate.prediction import Prediction, Workload, capacities
+from planner.terms import Storage
 
 # What can be done when a tier is too small, cheapest first.
 _REMEDIES = {
@@ -71,7 +71,7 @@ def default_precision(device: Device) -> Precision:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What the user asks for; what is ``None`` is left open, see :class:`planner.plan.choices.Asked`.
+    """What the user asks for; what is ``None`` is left open, see :class:`planner.choices.choice.Asked`.
 
     Attributes:
         model: sizes of the model, or a captured one.

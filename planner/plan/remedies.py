@@ -10,7 +10,7 @@ from planner.bounds.certificate import infeasible
 from planner.models.captured import CapturedModel
 from planner.plan.competition import first_fit
 from planner.plan.planning import InfeasibleError, Request, find
-from planner.plan.request_terms import DEFAULT_MICRO_BATCH, Storage
+from planner.terms import DEFAULT_MICRO_BATCH, Storage
 
 # What is sold: memory of one device, and of one host.
 _DEVICE_GB = (16, 24, 32, 40, 48, 80, 96, 141, 192, 288)

@@ -9,10 +9,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import get_args
 
-from planner.bounds.space import NEVER_S
+from planner.choices.space import NEVER_S
 from planner.decisions import Decisions, GradientPath, HostUpdate
 from planner.engines.policies import POLICIES, Mix, Setup, mixed, ratel, zero_infinity
-from planner.plan.request_terms import Storage
 from planner.search.descent import descend
 from planner.search.mixtures import first_look, smallest, starting_points
 from planner.search.moves import polish
@@ -27,6 +26,7 @@ from planner.search.scoring import (
     no_garbage_collection,
     traffic_bytes,
 )
+from planner.terms import Storage
 
 # A plan may be this much slower than the fastest found if it moves fewer bytes; how many simulations to look for one.
 _TIDY_SLOWER = 5e-3

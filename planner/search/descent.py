@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 from planner.engines.policies import Mix, Setup, mixed, pieces
-from planner.plan.prediction import capacities
 from planner.schedule.tasks import Lane, Tier
 from planner.search.scoring import ENDLESS, Candidate, Key, Scorer
+from planner.simulate.prediction import capacities
 
 # How far memory is filled.
 FULL = 0.995

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from planner.bounds.conditions import conditions
 from planner.bounds.program import Boxes
 from planner.bounds.solver import Solver
-from planner.bounds.space import NEVER_S, RING, ROOM, Space
+from planner.choices.space import NEVER_S, RING, ROOM, Space
 from planner.decisions import Decisions, Place
 from planner.engines.policies import Mix, Setup, mixed, pieces
 from planner.schedule.tasks import Tier

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
 from planner.costs.model import CostModel
-from planner.costs.optimizers import OPTIMIZERS
 from planner.decisions import Decisions
 from planner.lowering import lower
-from planner.plan.prediction import Prediction, Workload, always_held, capacities, needs_bytes, predict
+from planner.optimizers import OPTIMIZERS
 from planner.schedule.tasks import Arrays, Lane, Schedule, Tier
 from planner.simulate.machine import run_until_steady
+from planner.simulate.prediction import Prediction, Workload, always_held, capacities, needs_bytes, predict
 
 Progress = Callable[["Candidate", int], None]
 Key = Callable[["Candidate"], tuple[float, ...]]

@@ -19,8 +19,8 @@ from planner.decisions import FP32, Decisions
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models.captured import CapturedModel
 from planner.plan.planning import InfeasibleError, Request, make_plan
-from planner.plan.request_terms import Storage
 from planner.schedule.tasks import Tier
+from planner.terms import Storage
 from ullage.capture import capture_module
 from ullage.capture.recording import CaptureError
 

@@ -9,8 +9,8 @@ import pytest
 from saving import CountingFiles, FailingFiles, entries, save, step_of, values
 
 from executor.checkpoint import CheckpointError, Files, Flusher, Store, ring_of
+from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format import layout
-from executor.checkpoint.writer import ShardWriter
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EINTR, errno.EACCES)
 

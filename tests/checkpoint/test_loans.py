@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.checkpoint import CheckpointError, Entry, Files, Flusher, ShardWriter, boxes, ring_of
-from executor.checkpoint.flusher import checksum
+from executor.checkpoint.files.flusher import checksum
 from executor.checkpoint.format import layout
-from executor.memory.direct_io import BLOCK_BYTES
+from executor.direct_io import BLOCK_BYTES
 
 CHUNK_BYTES, SECTOR_BYTES = BLOCK_BYTES, 512
 NUM_CHUNKS = 8  # after that which has the header
@@ -227,7 +227,7 @@ def test_a_chunk_waits_for_all_that_is_being_copied_into_it(tmp_path, monkeypatc
         writer = writer_of(flusher, tmp_path, len(runs) * len(runs[0]) // 4)
         before = np.concatenate(runs)
         loans = [writer.lend(run) for run in runs]
-        monkeypatch.setattr("executor.checkpoint.flusher.np.copyto", copies)
+        monkeypatch.setattr("executor.checkpoint.files.flusher.np.copyto", copies)
         haste = {"in_haste": True}
         settling = [threading.Thread(target=flusher.settle, args=(loans[i],), kwargs=haste) for i in range(num_copied)]
         for i, thread in enumerate(settling):

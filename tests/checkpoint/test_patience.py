@@ -6,7 +6,7 @@ import time
 import pytest
 
 from executor.checkpoint import CheckpointError
-from executor.checkpoint.patience import InTime
+from executor.checkpoint.files.patience import InTime
 
 PATIENCE_S = 0.1
 

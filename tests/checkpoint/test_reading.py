@@ -29,9 +29,9 @@ from executor.checkpoint import (
     layout,
     ring_of,
 )
-from executor.checkpoint.format import files as opening
+from executor.checkpoint.files import opening
 from executor.checkpoint.format import reader
-from executor.memory.direct_io import BLOCK_BYTES, go_direct
+from executor.direct_io import BLOCK_BYTES, go_direct
 
 SIZES = {"a": 70_000, "b": 3, "c": 1024 * 33, "d": 1}  # values; "c" begins in the middle of a block
 ORDER = [("x.safetensors", ("a", "b", "c")), ("y.safetensors", ("d",))]

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from executor.checkpoint import CheckpointError, Level, Levels
-from executor.checkpoint.places.lock import LOCK_NAME, RunLock
+from executor.checkpoint.files.lock import LOCK_NAME, RunLock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from executor.checkpoint.places.lock import RunLock
+from executor.checkpoint.files.lock import RunLock
 held = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)

@@ -5,7 +5,7 @@ import pytest
 from safetensors import safe_open
 from saving import part_of, save, step_of
 
-import executor.checkpoint.writer
+import executor.checkpoint.files.writer
 from executor.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -59,7 +59,9 @@ def test_what_another_plan_had_besides_goes(tmp_path):
 
 
 def test_no_reader_takes_a_file_that_is_written_over_for_the_old_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(executor.checkpoint.writer, "alignment_bytes", lambda _fd, **_: 1)  # which tries with zeros
+    monkeypatch.setattr(
+        executor.checkpoint.files.writer, "alignment_bytes", lambda _fd, **_: 1
+    )  # which tries with zeros
     store = Store(tmp_path / "store")
     retire(store, 1, 2, 3)
     draft = store.begin(4, ("model", "optimizer"))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from plans import mixed, plans
 from training import Task, assert_same, batches, decide, grouped, planned, prepare, reference, train, uniform
 
-from executor.module.gradients import GradientError
+from executor.gradients import GradientError
 from planner.schedule.loop import OutOfOrderError
 
 

@@ -22,10 +22,10 @@ from training import (
 )
 
 from executor.devices.backend import HostBackend
+from executor.memory import recompute_cache as kept
 from executor.memory.activations import OffloadedActivations, SegmentOffload
 from executor.memory.arenas import Arena
-from executor.module import recompute_cache as kept
-from executor.module.recompute_cache import ActivationError
+from executor.memory.recompute_cache import ActivationError
 from executor.prepare import prepare_session
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
@@ -33,9 +33,9 @@ from planner.decisions import Decisions, Place, UnitDecision
 from planner.graph import Batch, build_graph, units
 from planner.lowering import lower
 from planner.models import from_hf_config
-from planner.plan.prediction import memory_peaks
 from planner.schedule.tasks import Op, Tier
 from planner.simulate.machine import run_until_steady
+from planner.simulate.prediction import memory_peaks
 
 FAMILIES = ["gpt2", "llama", "qwen3", "mixtral", "opt"]
 DTYPES = [torch.bfloat16, torch.float32]

@@ -11,10 +11,10 @@ from plans import plans
 from training import ReferenceOptimizer, Task, batches, decide, make_model, make_optimizer, prepare, uniform, weights
 
 from executor.checkpoint import Checkpoint
-from executor.checkpoint.restoring import restore
-from executor.checkpoint.saving import Checkpoints, Level
 from executor.memory.arenas import Arena, DeviceMemoryError
 from executor.module.binding import BindingError
+from executor.restoring import restore
+from executor.saving import Checkpoints, Level
 
 ACTIONS = ["step", "evaluate", "read", "save", "load", "drop", "rate"]
 TASK = Task("llama", torch.bfloat16, iterations=10, schedule=False)

@@ -19,8 +19,8 @@ from training import (
 
 from executor.devices.lanes import LaneError
 from executor.distributed.shards import BindingError
+from executor.gradients import GradientError
 from executor.memory.arenas import Arena, DeviceMemoryError
-from executor.module.gradients import GradientError
 from executor.options import SessionOptions, backend_of
 from executor.prepare import prepare_session
 from planner.decisions import HostUpdate

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import Task, batches, decide, make_model, make_optimizer, model_units, prepare, session_options, uniform
 
-from executor.module.gradients import GradientError
+from executor.gradients import GradientError
 from executor.prepare import prepare_session
 from planner.schedule.loop import OutOfOrderError
 

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from test_numerics import plans
 from training import Task, assert_same, batches, decide, delay, grouped, prepare, reference, uniform
 
-import executor.checkpoint.snapshots
+import executor.tasks.snapshots
 import planner.lowering
 from executor.checkpoint import Checkpoint, DamagedError, Files, Flusher, Level, Wanted
 from executor.checkpoint.engine import CheckpointEngine
-from executor.checkpoint.saving import Checkpoints
-from executor.checkpoint.snapshots import Snapshots
+from executor.saving import Checkpoints
+from executor.tasks.snapshots import Snapshots
 from planner.decisions import Place
 from planner.schedule.tasks import Op
 
@@ -129,7 +129,7 @@ def poisoned(rng, most_s):
         patch.setattr(Flusher, "_flush", flush)
         patch.setattr(Flusher, "_free_memory", poisoned_free)
         patch.setattr(Snapshots, "copy", slow)
-        patch.setattr(executor.checkpoint.snapshots, "CHUNK_BYTES", 4096)
+        patch.setattr(executor.tasks.snapshots, "CHUNK_BYTES", 4096)
         yield
 
 

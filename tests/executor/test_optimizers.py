@@ -27,7 +27,7 @@ from training import (
 
 from executor.optimizer.table import ENTRIES, entry_of, stock_of
 from executor.prepare import prepare_session
-from planner.costs.optimizers import OPTIMIZERS as PLANNED
+from planner.optimizers import OPTIMIZERS as PLANNED
 from planner.schedule.tasks import MemoryClass, Tier
 
 OTHERS = [name for name in OPTIMIZERS if name != "adamw"]

@@ -37,8 +37,8 @@ from executor.devices.cores import divide, in_order, open_cores
 from executor.devices.lanes import LaneError
 from executor.distributed.ranks import Ranks
 from executor.distributed.watchdog import RankError
+from executor.gradients import GradientError
 from executor.memory.arenas import DeviceMemoryError
-from executor.module.gradients import GradientError
 
 ROOT = Path(__file__).parents[2]
 STAGES = {

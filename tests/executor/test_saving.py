@@ -15,11 +15,11 @@ from test_numerics import mixed, plans
 from together import resumed, saved
 from training import Task, assert_same, batches, decide, delay, grouped, prepare, reference, uniform, units_of
 
-import executor.checkpoint.snapshots
+import executor.tasks.snapshots
 from executor.checkpoint import Checkpoint, CheckpointError, Files, Level, ShardWriter, Store, Wanted
 from executor.checkpoint.format import reader
-from executor.checkpoint.restoring import restore
-from executor.checkpoint.saving import Checkpoints
+from executor.restoring import restore
+from executor.saving import Checkpoints
 from planner.decisions import Place
 from planner.lowering.snapshots import snapshots
 from planner.schedule.tasks import MemoryClass, Op, Tier
@@ -30,7 +30,7 @@ ROOM = 4 * 4096
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    monkeypatch.setattr(executor.checkpoint.snapshots, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(executor.tasks.snapshots, "CHUNK_BYTES", 4096)
 
 
 def run(task, decisions, folder, *, start=0, stop=None, every=1, delays=None, files=None, options=None):
@@ -252,7 +252,7 @@ def resumed_here(task, decisions, folder, monkeypatch):
         state = optimizer.state_dict()["state"]
         weights = {n: w.clone() for n, w in session.full_parameters().items()}
     monkeypatch.undo()
-    monkeypatch.setattr(executor.checkpoint.snapshots, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(executor.tasks.snapshots, "CHUNK_BYTES", 4096)
     return found, (state, weights), sum(read)
 
 
@@ -297,7 +297,7 @@ def test_what_is_damaged_is_passed_over_and_everything_is_read_once(tmp_path, mo
     shutil.rmtree(folder / "step-00000002")
     with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*step-00000004.*; .*exp_avg_sq.*begin again"):
         resumed_here(task, decisions, folder, monkeypatch)
-    monkeypatch.setattr(executor.checkpoint.snapshots, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(executor.tasks.snapshots, "CHUNK_BYTES", 4096)
     assert resumed_here(task, decisions, tmp_path / "none", monkeypatch)[0].path is None
 
 

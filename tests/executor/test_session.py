@@ -30,8 +30,8 @@ from training import (
     uniform,
 )
 
-from executor.memory.meter import MemoryMeter
-from executor.module.gradients import GradientError
+from executor.devices.meter import MemoryMeter
+from executor.gradients import GradientError
 from executor.prepare import prepare_session
 from planner.decisions import Place
 from planner.schedule.tasks import Lane, Op, Tier

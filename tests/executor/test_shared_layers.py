@@ -30,7 +30,7 @@ from training import CONFIGS, Task, decide, make_model, uniform, weights
 from executor.distributed.mesh import Mesh
 from executor.distributed.shards import BindingError, assemble, shares_of
 from executor.distributed.watchdog import RankError
-from executor.module.gradients import GradientError
+from executor.gradients import GradientError
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place, Precision, UnitDecision
@@ -38,9 +38,9 @@ from planner.graph import Batch, Degrees, build_graph, units
 from planner.lowering import lower
 from planner.models import from_hf_config
 from planner.models.config import ModelConfigError
-from planner.plan.prediction import memory_peaks
 from planner.schedule.tasks import Tier
 from planner.simulate.machine import run_until_steady
+from planner.simulate.prediction import memory_peaks
 
 SHARED = {
     "gpt2-shared": (2, 1),

@@ -15,10 +15,10 @@ from test_numerics import mixed
 from training import Task, assert_same, decide, prepare, reference, train, uniform
 
 import executor.checkpoint.engine
-import executor.checkpoint.snapshots
 import executor.devices.lanes
+import executor.tasks.snapshots
 from executor.checkpoint import Files, Level, Store
-from executor.checkpoint.saving import Checkpoints
+from executor.saving import Checkpoints
 
 PATIENCE_S = 0.2
 BOUND_S = 30.0
@@ -60,7 +60,7 @@ def files(request):
 @pytest.mark.parametrize("files", OPERATIONS, indirect=True, ids=OPERATIONS)
 def test_training_does_without_a_drive_that_hangs(files, tmp_path, monkeypatch):
     """The first checkpoint is made, the drive hangs from the second on, and ends with training."""
-    monkeypatch.setattr(executor.checkpoint.snapshots, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(executor.tasks.snapshots, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(executor.checkpoint.engine, "_END_S", PATIENCE_S)
     task = Task("gpt2")
     outcomes, seen = [], []

@@ -26,7 +26,7 @@ from training import (
 )
 
 from executor.devices.lanes import LaneError
-from executor.memory.direct_io import BLOCK_BYTES, in_blocks
+from executor.direct_io import BLOCK_BYTES, in_blocks
 from executor.memory.nvme_files import RecordFile, StorageError
 from planner.schedule.tasks import MemoryClass, Op, Tier
 

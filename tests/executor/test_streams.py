@@ -22,13 +22,13 @@ from virtual import NoVirtualGpuError, install
 from virtual.races import Races
 from virtual.watch import watched
 
-import executor.checkpoint.snapshots
-from executor.actions import Actions
+import executor.tasks.snapshots
 from executor.checkpoint import Checkpoint, Level
-from executor.checkpoint.restoring import restore
-from executor.checkpoint.saving import Checkpoints
 from executor.devices.cuda import CudaBackend
 from executor.devices.lanes import LaneMachine
+from executor.restoring import restore
+from executor.saving import Checkpoints
+from executor.tasks.actions import Actions
 from planner.schedule.tasks import Lane, Tier
 from ullage.training.feeds import brought
 
@@ -83,7 +83,7 @@ def test_no_plan_depends_on_when_streams_run(plan):
 )
 def test_between_steps_everything_has_ended(place, update_start, tmp_path, monkeypatch):
     """Evaluation, both state_dicts, checkpoints and going back to one: on the caller's stream, which no task names."""
-    monkeypatch.setattr(executor.checkpoint.snapshots, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(executor.tasks.snapshots, "CHUNK_BYTES", 4096)
     task = Task("llama", iterations=3, max_norm=0.5 if update_start == "step" else None)
     decisions = decide(
         task,

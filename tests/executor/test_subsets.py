@@ -23,7 +23,7 @@ from training import (
     uniform,
 )
 
-from executor.memory.direct_io import in_blocks
+from executor.direct_io import in_blocks
 from executor.prepare import prepare_session
 from planner.schedule.tasks import Op
 

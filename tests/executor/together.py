@@ -38,13 +38,13 @@ from virtual import install
 from virtual.watch import watched
 
 from executor.checkpoint import Checkpoint, DamagedError, Level
-from executor.checkpoint.restoring import restore
-from executor.checkpoint.saving import Checkpoints
 from executor.distributed.ranks import Ranks
 from executor.distributed.watchdog import RankError
 from executor.memory.arenas import DeviceMemoryError
 from executor.memory.nvme_files import StorageError
 from executor.prepare import Way, prepare_session
+from executor.restoring import restore
+from executor.saving import Checkpoints
 from planner.decisions import Decisions
 from planner.graph import Batch, build_graph, units
 from planner.models import from_hf_config

@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from planner.costs.model import Price, Resource
-from planner.costs.optimizers import OPTIMIZERS
 from planner.decisions import Activations, Decisions, GradientPath, HostUpdate, Place, Precision, UnitDecision
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
 from planner.models import resolve_model
+from planner.optimizers import OPTIMIZERS
 from planner.schedule.tasks import Schedule
 from planner.search import Setup
 from planner.search.pipelines import staged

@@ -17,17 +17,17 @@ from planner.bounds.memory import Memory
 from planner.bounds.placement import Placement
 from planner.bounds.program import LinearProgram, bound
 from planner.bounds.solver import Solver, solve
-from planner.bounds.space import NEVER_S, ROOM, Space
 from planner.bounds.windows import Windows
 from planner.bounds.work import Work
+from planner.choices.space import NEVER_S, ROOM, Space
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place
 from planner.graph import Unit
 from planner.lowering import lower
-from planner.plan.prediction import memory_peaks
-from planner.plan.request_terms import Storage
 from planner.schedule.tasks import Tier
 from planner.simulate.machine import run_until_steady
+from planner.simulate.prediction import memory_peaks
+from planner.terms import Storage
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -17,9 +17,9 @@ from planner.costs.model import CostModel
 from planner.decisions import Decisions, GradientPath, Place
 from planner.engines.policies import ratel
 from planner.lowering import lower
-from planner.plan.prediction import memory_peaks
 from planner.schedule.tasks import Op, Tier
 from planner.simulate.machine import run_until_steady
+from planner.simulate.prediction import memory_peaks
 
 PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "published"
 MACHINES = {"h100x4-80g": load_profile("h100x4-80g"), "round": machine(nvme_drives=None)}

@@ -12,17 +12,17 @@ from cases import small_units
 from machines import machine
 
 from planner.bounds.certificate import CertificateError, certify, check, infeasible
+from planner.choices.choice import Choice
+from planner.choices.variants import Variant
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place, UnitDecision
 from planner.engines.policies import Setup, pieces
 from planner.models import resolve_model
-from planner.plan.choices import Choice
 from planner.plan.document import Plan, PlanError, load_plan
 from planner.plan.planning import InfeasibleError, Request, make_plan
-from planner.plan.prediction import Workload
-from planner.plan.variants import Variant
-from planner.plan.verification import verify
 from planner.search import Scorer, search
+from planner.simulate.prediction import Workload
+from planner.verification import verify
 
 
 @pytest.fixture(scope="module")

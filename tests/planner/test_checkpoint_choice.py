@@ -15,16 +15,16 @@ from hwprofiles.quantity import CurvePoint
 from hwprofiles.registry import load_profile
 from planner.bounds.certificate import CertificateError
 from planner.checkpoints.choosing import CheckpointsError, choose_checkpoints, protected
-from planner.checkpoints.chosen import CheckpointPlan, CheckpointsAsked
 from planner.checkpoints.interval import Protection
 from planner.checkpoints.nesting import Limits, nest
 from planner.checkpoints.policy import HASH_BYTES_PER_S, LEAST_BUFFER_BYTES, POLICIES, policy
 from planner.checkpoints.trial import Trial
 from planner.models.registry import resolve_model
+from planner.plan.checkpoints import CheckpointPlan, CheckpointsAsked
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
-from planner.plan.request_terms import LEVELS
-from planner.plan.verification import verify
+from planner.terms import LEVELS
+from planner.verification import verify
 
 HOUR, DAY = 3600.0, 86400.0
 KINDS = {"memory": 2 * HOUR, "nvme": DAY, "pfs": 30 * DAY}

@@ -15,6 +15,8 @@ from planner.bounds.certificate import CertificateError, certify, check, computi
 from planner.bounds.conditions import conditions, decided
 from planner.bounds.program import bound
 from planner.bounds.solver import solve
+from planner.choices.choice import Asked, Choice
+from planner.choices.variants import Variant
 from planner.costs.model import CostModel
 from planner.decisions import BF16
 from planner.engines.policies import Setup
@@ -23,14 +25,12 @@ from planner.lowering import lower
 from planner.models import resolve_model
 from planner.models.kernels import Collective
 from planner.models.patterns import Degrees, Pattern
-from planner.plan.choices import Asked, Choice
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
-from planner.plan.prediction import Workload
-from planner.plan.variants import Variant
-from planner.plan.verification import verify
 from planner.search import Scorer, search
 from planner.search.pipelines import search_pipeline, staged
+from planner.simulate.prediction import Workload
+from planner.verification import verify
 
 OPT, MIXTRAL = resolve_model("opt-125m"), resolve_model("mixtral-8x7b")
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hwprofiles.registry import load_profile
-from planner.costs.optimizers import OPTIMIZERS
 from planner.engines.policies import gpu_only
 from planner.models import resolve_model
+from planner.optimizers import OPTIMIZERS
 from planner.plan.planning import Request, prepare
 from planner.schedule.tasks import Tier
 from planner.search import Scorer, search

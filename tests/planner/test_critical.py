@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from planner.costs.model import Price, Resource
-from planner.schedule.critical_path import critical_path, critical_steps, parts, slowed
 from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task
+from planner.simulate.critical_path import critical_path, critical_steps, parts, slowed
 from planner.simulate.machine import run
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

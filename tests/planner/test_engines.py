@@ -33,10 +33,10 @@ from planner.engines.policies import (
 from planner.lowering import lower
 from planner.models import resolve_model
 from planner.plan.planning import Request, _infeasible, prepare
-from planner.plan.prediction import memory_peaks
 from planner.schedule.tasks import Op, Tier
 from planner.search import Scorer
 from planner.simulate.machine import run_until_steady
+from planner.simulate.prediction import memory_peaks
 
 UNITS = small_units("demo-llama")
 

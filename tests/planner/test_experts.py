@@ -19,8 +19,8 @@ from planner.models import experts as expert_rules
 from planner.models.kernels import flop
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
-from planner.plan.verification import verify
 from planner.schedule.tasks import Lane, MemoryClass, Op
+from planner.verification import verify
 
 TINY = resolve_model(str(Path(__file__).parents[1] / "data" / "tiny-moe.json"))
 UNVISITED = ((0.5, 0.25, 0.25, 0, 0, 0, 0, 0),)

@@ -14,6 +14,7 @@ from machines import machine
 from hwprofiles.paths import number, quantities, replace
 from hwprofiles.quantity import Provenance
 from planner.bounds.certificate import certify
+from planner.choices.variants import variants
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, GradientPath, HostUpdate, Place
 from planner.explain.limits import binding_proof, bound_rests_on, full_tiers, knobs, limits
@@ -34,11 +35,10 @@ from planner.lowering import lower
 from planner.models import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
-from planner.plan.prediction import Prediction, Workload
-from planner.plan.variants import variants
-from planner.plan.verification import job_of
 from planner.schedule.tasks import Op, Tier
 from planner.search import Scorer
+from planner.simulate.prediction import Prediction, Workload
+from planner.verification import job_of
 
 # A trick may turn out this much slower than doing without: plans are tidied within half a per cent.
 TOLERANCE = 5e-3

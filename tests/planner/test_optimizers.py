@@ -8,14 +8,14 @@ from machines import machine
 from test_bounds import check
 
 from planner.costs.model import CostModel
-from planner.costs.optimizers import OPTIMIZERS
 from planner.decisions import BF16, Place, Precision
 from planner.lowering import lower
 from planner.models import resolve_model
+from planner.optimizers import OPTIMIZERS
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
-from planner.plan.verification import job_of, verify
 from planner.schedule.tasks import Lane, MemoryClass, Op, Schedule, Tier
+from planner.verification import job_of, verify
 
 ONE_BUFFER = ("sgd", "adagrad", "lion")
 

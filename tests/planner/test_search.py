@@ -15,14 +15,14 @@ from planner.engines.policies import Mix, mixed
 from planner.lowering import lower
 from planner.models import resolve_model
 from planner.plan.planning import Request, make_plan, prepare
-from planner.plan.prediction import always_held, capacities
-from planner.schedule.critical_path import critical_path
 from planner.schedule.tasks import Schedule
 from planner.search import Candidate, Outcome, Scorer, scoring, search
 from planner.search.descent import descend
 from planner.search.mixtures import _rounded
 from planner.search.scoring import ENDLESS
+from planner.simulate.critical_path import critical_path
 from planner.simulate.machine import run_until_steady
+from planner.simulate.prediction import always_held, capacities
 
 
 def find(request: Request, max_simulations: int = 80) -> tuple[Outcome, Scorer]:

@@ -20,10 +20,10 @@ from planner.models import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import InfeasibleError, Request, make_plan, prepare
 from planner.plan.remedies import what_would_fit
-from planner.plan.request_terms import Storage
-from planner.plan.verification import verify
 from planner.search import Scorer, search
 from planner.search.moves import neighbours
+from planner.terms import Storage
+from planner.verification import verify
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 STORAGE: tuple[Storage, ...] = ("never", "activations", "nvme")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from planner.plan.document import Plan, load_plan
-from ullage.cli.main import main
+from ullage.main import main
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))  # objects.py
 sys.path.insert(0, str(Path(__file__).parent))  # report_objects.py

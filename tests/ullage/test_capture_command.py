@@ -19,7 +19,7 @@ from planner.plan.document import load_plan
 from planner.plan.planning import Request, make_plan
 from ullage.capture import capture_module
 from ullage.cli.arguments import input_shape
-from ullage.cli.main import main
+from ullage.main import main
 
 SOURCE = """
 import torch
@@ -116,7 +116,7 @@ def test_a_plan_stands_alone(package: str, tmp_path: Path, capsys: pytest.Captur
     assert f"{plan.model.num_params:,} parameters" in shown
     assert len(plan.model.blocks) == 3
     (tmp_path / "elsewhere").mkdir()
-    program = "import sys; sys.modules['torch'] = None; from ullage.cli.main import main; sys.exit(main())"
+    program = "import sys; sys.modules['torch'] = None; from ullage.main import main; sys.exit(main())"
     for command in ("verify", "simulate"):
         arguments = [sys.executable, "-c", program, command, "../plan.json", "--json"]
         done = subprocess.run(arguments, cwd=tmp_path / "elsewhere", capture_output=True, text=True, check=False)

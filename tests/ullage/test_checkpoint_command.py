@@ -24,11 +24,11 @@ from planner.decisions import FP32
 from planner.models import resolve_model
 from planner.plan.document import load_plan
 from planner.plan.planning import Request, make_plan
-from ullage.cli.main import main
+from ullage.main import main
 from ullage.training.levels import memory_folder
 
 # With an object store that processes share.
-START = "import sys, objects; from ullage.cli.main import main; sys.exit(main())"
+START = "import sys, objects; from ullage.main import main; sys.exit(main())"
 OBJECTS = Path(objects.__file__).parent
 NUM_ITERATIONS = 40
 
@@ -119,10 +119,10 @@ def test_a_run_that_is_ended_goes_on_as_if_it_had_not_been(
 
 
 HANGS = """
-import sys, threading, objects, executor.checkpoint.saving, executor.checkpoint.engine
+import sys, threading, objects, executor.saving, executor.checkpoint.engine
 from executor.checkpoint import CheckpointEngine, Files
-from ullage.cli.main import main
-executor.checkpoint.saving._PATIENCE_S = executor.checkpoint.engine._END_S = 0.5
+from ullage.main import main
+executor.saving._PATIENCE_S = executor.checkpoint.engine._END_S = 0.5
 executor.checkpoint.engine.SLOWEST_BYTES_PER_S = 1e9
 CheckpointEngine.__init__.__kwdefaults__["patience_s"] = 0.5
 plain, done = Files.sync, []

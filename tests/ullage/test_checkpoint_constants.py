@@ -1,6 +1,6 @@
 """What planner and executor cannot import from each other, and have to agree on."""
 
-from executor.checkpoint.flusher import CHUNK_BYTES, NUM_WRITERS
+from executor.checkpoint.files.flusher import CHUNK_BYTES, NUM_WRITERS
 from executor.checkpoint.format.reader import NUM_READERS
 from executor.checkpoint.keeper import READING_SHARE
 from executor.checkpoint.levels import MORE_THAN_KEPT

@@ -12,8 +12,8 @@ import pytest
 
 import ullage
 from hwprofiles.registry import canonical_json, load_profile
-from ullage.cli.main import build_parser, main
-from ullage.commands import SUMMARIES
+from ullage.commands import SUMMARIES, build_parser
+from ullage.main import main
 
 REQUEST = {
     "--model",

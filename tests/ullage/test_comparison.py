@@ -12,12 +12,12 @@ from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task, Tier
 from planner.schedule.timeline import Timeline
 from planner.simulate.machine import Simulation, run
 from ullage.analysis.comparison import Row, compare, explain_run
+from ullage.analysis.runs import RunRecord, load_run, rows, save_run
 from ullage.analysis.simulation import simulate
-from ullage.cli.main import main
 from ullage.commands.compare.screen import render_comparison
+from ullage.main import main
 from ullage.output.console import console
 from ullage.output.formatting import si
-from ullage.training.runs import RunRecord, load_run, rows, save_run
 
 SCHEDULE = Schedule(
     (

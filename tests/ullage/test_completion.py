@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from ullage.cli.main import main
 from ullage.commands import SUMMARIES
+from ullage.main import main
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
-from ullage.cli.main import main
 from ullage.integrations.deepspeed.config import known_keys, load_config
 from ullage.integrations.deepspeed.exporting import exported
 from ullage.integrations.deepspeed.importing import imported
+from ullage.main import main
 
 SETUP = Setup(units(build_graph(resolve_model("opt-1.3b"), Batch(2, 512))), data_parallel=4)
 MODEL = ["--model", "opt-1.3b", "--seq-len", "512"]

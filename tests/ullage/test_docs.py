@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import ullage
-from ullage.cli.main import build_parser, main
-from ullage.commands import SUMMARIES
+from ullage.commands import SUMMARIES, build_parser
+from ullage.main import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -18,10 +18,10 @@ from planner.models import resolve_model
 from planner.plan.document import load_plan
 from planner.plan.planning import Request, make_plan
 from planner.schedule.tasks import MemoryClass, Tier
+from ullage.analysis.runs import load_run
 from ullage.cli.arguments import parse_bytes
-from ullage.cli.main import main
+from ullage.main import main
 from ullage.output.formatting import si
-from ullage.training.runs import load_run
 
 COMMAND = [sys.executable, "-m", "ullage", "execute"]
 

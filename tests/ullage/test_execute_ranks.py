@@ -22,11 +22,11 @@ from planner.models import resolve_model
 from planner.plan.document import load_plan
 from planner.plan.planning import Request, make_plan, prepare
 from planner.search import Scorer
+from ullage.analysis.runs import load_run
 from ullage.analysis.simulation import request_of
-from ullage.cli.main import main
+from ullage.main import main
 from ullage.training.levels import memory_folder
 from ullage.training.processes import launch_line
-from ullage.training.runs import load_run
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 

@@ -9,9 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from planner.schedule.tasks import Tier
-from ullage.cli.main import main
+from ullage.analysis.runs import load_run
 from ullage.integrations.metrics import Metrics, Prometheus, Sample
-from ullage.training.runs import load_run
+from ullage.main import main
 
 SAMPLE = Sample(6, 2.5, 1e-3, 0.5, 0.4, 256.0, {Tier.GPU: 10}, 2, 1)
 

@@ -12,9 +12,9 @@ import special_files
 from report_objects import slower_run
 
 from planner.plan.document import Plan
-from ullage.cli.main import build_parser, main
-from ullage.commands import SUMMARIES
-from ullage.training.runs import save_run
+from ullage.analysis.runs import save_run
+from ullage.commands import SUMMARIES, build_parser
+from ullage.main import main
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from planner.plan.document import load_plan
-from ullage.cli.main import main
+from ullage.main import main
 
 MOE = Path(__file__).parents[1] / "data" / "tiny-moe.json"
 

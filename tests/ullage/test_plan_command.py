@@ -15,9 +15,9 @@ from planner.models.parameters import num_parameters
 from planner.plan.document import load_plan
 from planner.plan.remedies import Remedy
 from ullage.analysis.provenance import origin_shares
-from ullage.cli.main import main
-from ullage.commands.plan.screen import mfu
+from ullage.main import main
 from ullage.output.formatting import duration
+from ullage.output.plans import mfu
 from ullage.training.levels import MEMORY, buffer_bytes, intervals, levels_of
 
 

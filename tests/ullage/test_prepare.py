@@ -14,7 +14,7 @@ from planner.decisions import FP32
 from planner.models import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
-from ullage.cli.main import main
+from ullage.main import main
 from ullage.training.feeds import feed_of
 from ullage.training.text import TokenStream
 

@@ -14,11 +14,11 @@ from planner.models import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan, prepare
 from planner.search import Scorer
+from ullage.analysis.runs import load_run
 from ullage.analysis.simulation import simulate
-from ullage.cli.main import main
+from ullage.main import main
 from ullage.training.checkpoints import CheckpointOptions
 from ullage.training.replanning import MARGIN, Replanned, replan
-from ullage.training.runs import load_run
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from report_objects import SLOWER, Page, page_of, part_of, slower_run, study
 
 from planner.schedule.tasks import MemoryClass, Op, Tier
-from ullage.cli.main import main
+from ullage.analysis.runs import save_run
+from ullage.main import main
 from ullage.output.palette import COLOURS, WORK, Work
 from ullage.report import over_time, side_by_side
 from ullage.report.charts import Axis, Band, Chart, Gantt, Level, Mark, Part, Row, Table, Trace
 from ullage.report.interactive import figure, theme
 from ullage.report.page import render
 from ullage.report.static import save_figures
-from ullage.training.runs import save_run
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \"'`{{7*7}}<b>$\\frac"
 SECTIONS = ["peaks", "timeline", "memory", "traffic", "resources", "roofline", "engines", "tricks", "offloading"]
@@ -339,7 +339,7 @@ def test_bad_outputs_are_one_line(plan_path, tmp_path, capsys):
 
 
 def test_without_the_extra_the_remedy_is_named(plan_path, tmp_path):
-    code = "import sys; sys.modules['plotly'] = None; from ullage.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; sys.modules['plotly'] = None; from ullage.main import main; sys.exit(main(sys.argv[1:]))"
     arguments = [sys.executable, "-c", code, "report", str(plan_path), "--output", str(tmp_path / "r.html")]
     found = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert found.returncode == 2

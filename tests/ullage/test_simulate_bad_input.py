@@ -8,7 +8,7 @@ import pytest
 from planner.costs.model import CostModel, Resource
 from planner.plan.document import load_plan
 from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task
-from ullage.cli.main import main
+from ullage.main import main
 
 
 def tampered(plan_path: Path, folder: Path, **values: float) -> Path:

@@ -10,14 +10,14 @@ import pytest
 from hwprofiles.registry import load_profile, save_profile
 from planner.costs.model import CostModel
 from planner.engines.policies import POLICIES, STORAGE_POLICIES
-from planner.plan.prediction import predict
 from planner.schedule.tasks import MemoryClass, Tier
 from planner.schedule.timeline import MemoryUse
+from planner.simulate.prediction import predict
 from ullage.analysis.iteration import Iteration, most_held
 from ullage.analysis.simulation import engine_decisions, planned, simulate
-from ullage.cli.main import main
 from ullage.commands.simulate.figure import draw
 from ullage.commands.simulate.screen import iteration_screen
+from ullage.main import main
 
 
 def shown(capsys, *arguments) -> dict:
@@ -231,7 +231,7 @@ def test_a_figure_shows_what_was_simulated(plan):
 
 def test_a_figure_without_matplotlib_names_the_remedy(plan_path, tmp_path):
     code = (
-        "import sys; sys.modules['matplotlib'] = None\nfrom ullage.cli.main import main\n"
+        "import sys; sys.modules['matplotlib'] = None\nfrom ullage.main import main\n"
         f"sys.exit(main(['simulate', {str(plan_path)!r}, '--figure', {str(tmp_path / 'f.svg')!r}]))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

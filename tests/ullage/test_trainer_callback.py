@@ -9,8 +9,8 @@ import transformers
 
 import ullage
 from planner.plan.document import Plan, PlanError, load_plan
-from ullage.cli.main import main
 from ullage.integrations.trainer_callback import UllageCallback
+from ullage.main import main
 
 
 @pytest.fixture(scope="module")

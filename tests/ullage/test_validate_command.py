@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from ullage.cli.main import main
+from ullage.main import main
 
 CASES = Path(__file__).parent / "data" / "published_cases.json"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from planner.plan.document import Plan
-from ullage.cli.main import main
+from ullage.main import main
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import json
 import pyarrow.parquet
 import pytest
 
-from ullage.cli.main import main
+from ullage.main import main
 from ullage.whatif.study import load_study
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from ullage.cli.main import main
+from ullage.main import main
 
 pytest.importorskip("ray")
 

@@ -15,14 +15,14 @@ from planner.costs.model import CostModel
 from planner.fitting.attribution import Attribution, Cause, TaskKind, attribute, kind_of, middle
 from planner.fitting.refit import Refit, refit
 from planner.models.kernels import flop
-from planner.schedule.critical_path import critical_path
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.schedule.timeline import Timeline
+from planner.simulate.critical_path import critical_path
 from planner.simulate.machine import Simulation
 from ullage.analysis.provenance import unit_and_value
+from ullage.analysis.runs import RunRecord
 from ullage.analysis.simulation import simulate
 from ullage.output.formatting import LANE_WORDS, si
-from ullage.training.runs import RunRecord
 
 CLOSE = 0.01
 """A prediction that is off by less than this part of the measured iteration has held."""

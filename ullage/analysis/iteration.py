@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.costs.allocator import AllocatorUse, replay
-from planner.plan.prediction import TierMemory, capacities, memory_peaks
-from planner.schedule.critical_path import Part, Step, critical_path, critical_steps, parts, slowed
 from planner.schedule.series import Series, busy, traffic
 from planner.schedule.tasks import Lane, Phase, Tier
 from planner.schedule.timeline import MemoryUse, Phases, Stretch, memory_use
+from planner.simulate.critical_path import Part, Step, critical_path, critical_steps, parts, slowed
 from planner.simulate.machine import Simulation
+from planner.simulate.prediction import TierMemory, capacities, memory_peaks
 from ullage.analysis.simulation import Subject
 from ullage.output.formatting import LANE_WORDS, percent, si
 

@@ -11,10 +11,10 @@ from planner.lowering import lower
 from planner.models.captured import Model
 from planner.plan.document import Plan
 from planner.plan.planning import Request, prepare
-from planner.plan.prediction import Workload
 from planner.schedule.tasks import Lane, Schedule
 from planner.search import Scorer, search
 from planner.simulate.machine import Simulation, run, run_until_steady
+from planner.simulate.prediction import Workload
 
 OURS = "ullage"
 ENGINES = POLICIES | STORAGE_POLICIES

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from executor.module.listener import made_by_computing
+from executor.listener import made_by_computing
 from planner.models.kernels import Kernels, flop
 from ullage.capture.fakes import Fakes
 from ullage.capture.kernels import kernels_of

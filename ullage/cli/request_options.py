@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 from typing import Final, get_args
 
-from planner.costs.optimizers import OPTIMIZERS
-from planner.plan.request_terms import DEFAULT_MICRO_BATCH, Storage
+from planner.optimizers import OPTIMIZERS
+from planner.terms import DEFAULT_MICRO_BATCH, Storage
 from ullage.cli.arguments import input_shape, parse_bytes, positive_int
 
 DEFAULT_HARDWARE: Final = "a100-80"

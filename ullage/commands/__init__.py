@@ -1,8 +1,15 @@
-"""The subcommands, one a file. Each has ``add_parser(subparsers)`` and ``run(args) -> exit code``."""
+"""The subcommands: one file each, or one folder where a command has screens of its own.
+
+Each has ``add_parser(subparsers)``. Its ``run(args)`` returns an exit code.
+"""
 
 import argparse
+import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
+
+from hwprofiles import __version__
+from ullage.cli.exit_codes import BAD_INPUT
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -29,6 +36,32 @@ SUMMARIES = {
     "completion": "print what completes these commands in a shell",
 }
 """The commands and what each does, in the order of the help text."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
+
+
+def build_parser(*commands: str) -> argparse.ArgumentParser:
+    """Return the parser; only these commands are imported and have their options, the others only their summaries."""
+    parser = _Parser(
+        prog="ullage",
+        description="Plan, simulate and execute the training of models that are too big for the GPUs at hand.",
+        epilog=(
+            "exit codes: 0 fine, 1 a check failed, 2 bad input, 130 interrupted by Ctrl-C (SIGINT), 143 by SIGTERM. "
+            "ULLAGE_TRACEBACK=1 shows where an error comes from."
+        ),
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"ullage {__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, summary in SUMMARIES.items():
+        if name in commands:
+            importlib.import_module(f"ullage.commands.{name.replace('-', '_')}").add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
+    return parser
 
 
 def command_parser(

@@ -5,17 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from executor.checkpoint import Checkpoint, CheckpointError, checkpoint_at, store_at
-from executor.checkpoint.format.files import Folder, modified
+from executor.checkpoint.files.opening import Folder, modified
 from executor.checkpoint.format.manifest import MANIFEST_NAME
 from executor.checkpoint.places.locating import located
 from executor.checkpoint.places.retention import LEAST_KEPT, parse_name
 from ullage.cli.arguments import positive_int
+from ullage.cli.exit_codes import CHECK_FAILED
 from ullage.commands import Subparsers, command_parser
 from ullage.output.console import console, write_json
 from ullage.output.formatting import si
 from ullage.training.levels import MEMORY, memory_folders
-
-EXIT_FAILED = 1
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -114,7 +113,7 @@ def _verify(args: argparse.Namespace) -> int:
             _say(f"{last['path']}: {'whole' if last['holds'] else last['why']}")
     if args.json:
         write_json(results)
-    return 0 if all(result["holds"] for result in results) else EXIT_FAILED
+    return 0 if all(result["holds"] for result in results) else CHECK_FAILED
 
 
 def _export(args: argparse.Namespace) -> int:

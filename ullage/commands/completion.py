@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from hwprofiles.registry import list_profiles
 from planner.models.registry import list_models
-from ullage.commands import SUMMARIES, Subparsers, command_parser
+from ullage.commands import SUMMARIES, Subparsers, build_parser, command_parser
 
 SHELLS: Final = ("bash", "zsh", "fish")
 
@@ -36,8 +36,6 @@ def run(args: argparse.Namespace) -> int:
         raise ModuleNotFoundError(
             "completion is made by shtab; pip install 'ullage[completion]'", name="shtab"
         ) from error
-    from ullage.cli.main import build_parser  # noqa: PLC0415 - which imports the commands
-
     parser = build_parser(*SUMMARIES)
     commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     names = {"model": tuple(list_models()), "hardware": (*list_profiles(), "local")}

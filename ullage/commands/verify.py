@@ -5,13 +5,12 @@ from pathlib import Path
 
 from planner.bounds.certificate import CertificateError
 from planner.plan.document import load_plan
-from planner.plan.verification import verify
+from planner.verification import verify
+from ullage.cli.exit_codes import CHECK_FAILED
 from ullage.commands import Subparsers, command_parser
-from ullage.commands.plan.screen import gap_parts_words
 from ullage.output.console import console, facts, write_json
 from ullage.output.formatting import percent, si
-
-EXIT_FAILED = 1
+from ullage.output.plans import gap_parts_words
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
             write_json({"holds": False, "why": str(error)})
         else:
             console().print(f"does not hold: {error}", markup=False, soft_wrap=True)
-        return EXIT_FAILED
+        return CHECK_FAILED
     if args.json:
         write_json(
             {

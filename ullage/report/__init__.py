@@ -7,6 +7,7 @@ from hwprofiles.files import read_json
 from planner.explain.trial import Bench
 from planner.plan.document import Plan, PlanError, load_plan
 from ullage.analysis.comparison import explain_run
+from ullage.analysis.runs import RunRecord, load_run
 from ullage.report.charts import Fact, Part, Table
 from ullage.report.measured import comparison_section
 from ullage.report.over_time import gantt_section, memory_section, resources_section, traffic_section
@@ -16,7 +17,6 @@ from ullage.report.saving import checkpoints_section
 from ullage.report.study import study_part
 from ullage.report.summary import memory_by_tier, plan_summary
 from ullage.report.views import View
-from ullage.training.runs import RunRecord, load_run
 from ullage.whatif.study import Study, load_study
 
 Progress = Callable[[str, int, int], None]

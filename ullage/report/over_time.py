@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from planner.costs.model import CostModel, Resource
-from planner.plan.prediction import capacities
 from planner.schedule.series import Series
 from planner.schedule.tasks import Lane, MemoryClass, Tier
 from planner.schedule.timeline import MemoryUse
+from planner.simulate.prediction import capacities
+from ullage.analysis.runs import RunRecord
 from ullage.output.formatting import percent, si
 from ullage.report.charts import Axis, Chart, Gantt, Level, Mark, Row, Section, Trace
 from ullage.report.views import View
-from ullage.training.runs import RunRecord
 
 _TIME = Axis("time since the iteration began", "s")
 _TIERS = {Tier.GPU: "one device", Tier.HOST: "one host", Tier.NVME: "the drives of one node"}

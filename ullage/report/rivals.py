@@ -8,9 +8,9 @@ from planner.explain.tricks import worths
 from planner.plan.document import EngineRow, Plan
 from planner.schedule.tasks import Tier
 from ullage.analysis.explanation import change, lacks
+from ullage.analysis.runs import RunRecord
 from ullage.output.formatting import percent, si, signed_percent
 from ullage.report.charts import Axis, Chart, Level, Mark, Section, Table, Trace
-from ullage.training.runs import RunRecord
 
 Progress = Callable[[str, int, int], None]
 

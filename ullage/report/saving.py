@@ -1,6 +1,6 @@
 """Checkpoints, as a plan has them."""
 
-from planner.checkpoints.chosen import CheckpointPlan
+from planner.plan.checkpoints import CheckpointPlan
 from ullage.output.formatting import duration, percent, si
 from ullage.report.charts import Axis, Chart, Mark, Section, Table, Trace
 

@@ -1,16 +1,16 @@
 """The first screen: the answer, for whoever asked and for whoever pays."""
 
-from planner.costs.optimizers import OPTIMIZERS
 from planner.models.captured import counted
+from planner.optimizers import OPTIMIZERS
 from planner.plan.document import Plan
 from planner.plan.planning import describe
-from planner.plan.prediction import TierMemory
 from planner.schedule.tasks import Tier
+from planner.simulate.prediction import TierMemory
 from ullage.analysis.provenance import origin_shares
-from ullage.commands.plan.screen import gap_line, mfu, model_line
+from ullage.analysis.runs import RunRecord
 from ullage.output.formatting import binds, duration, percent, si, signed_percent
+from ullage.output.plans import gap_line, mfu, model_line
 from ullage.report.charts import Axis, Chart, Fact, Level, Mark, Section, Summary, Table, Trace
-from ullage.training.runs import RunRecord
 
 _BILLION = 1e9
 _TIERS = {Tier.GPU: "one device", Tier.HOST: "one host", Tier.NVME: "drives of a node"}

@@ -11,10 +11,10 @@ from planner.schedule.series import Series, amounts, busy, traffic
 from planner.schedule.tasks import Lane, Tier
 from planner.schedule.timeline import MemoryUse, Timeline, memory_use
 from planner.simulate.machine import Simulation
+from ullage.analysis.runs import RunRecord
 from ullage.output.formatting import si
 from ullage.output.palette import WORK
 from ullage.report.charts import Band, Row
-from ullage.training.runs import RunRecord
 
 _MIN_NAMED = 0.06  # of the period: a narrower stretch has no room for its name
 

@@ -17,15 +17,15 @@ from torch import nn
 
 from executor.checkpoint import Outcome
 from executor.checkpoint.levels import check_levels
-from executor.checkpoint.saving import Resumed
 from executor.devices.cores import Choice
 from executor.module.guards import check_kinds
 from executor.optimizer.table import stock_of
 from executor.options import SessionOptions
 from executor.prepare import OffloadedOptimizer, Way, prepare_session
+from executor.saving import Resumed
 from executor.session import Session
 from hwprofiles.allocator import keep_freed_memory
-from planner.costs.optimizers import Optimizer
+from planner.optimizers import Optimizer
 from planner.plan.document import Plan, PlanError
 from planner.schedule.tasks import Tier
 from ullage.capture.module import DTYPES

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from hwprofiles.registry import load_profile
-from planner.checkpoints.chosen import CheckpointsAsked
 from planner.decisions import Precision
+from planner.plan.checkpoints import CheckpointsAsked
 from planner.plan.planning import Request, default_precision
+from ullage.cli.failures import checkpoints_of, with_pfs
 from ullage.cli.request import request_of, trained
 from ullage.cli.request_options import DEFAULT_HARDWARE
-from ullage.commands.plan.failures import checkpoints_of, with_pfs
 from ullage.whatif.fields import (
     SUBGROUP_PARAMS,
     Field,

@@ -14,8 +14,8 @@ from pydantic import Field, ValidationError
 from hwprofiles.complaints import complaint
 from hwprofiles.files import read_json
 from planner.decisions import Frozen
-from planner.plan.request_terms import Level
 from planner.schedule.tasks import Lane, Tier
+from planner.terms import Level
 from ullage.whatif.prices import Prices
 
 SCHEMA_VERSION: Final = 1
@@ -115,7 +115,7 @@ class Figures(Frozen):
     """What the plan of a point is predicted to take, or what was tried and lacks memory.
 
     Attributes:
-        iteration_s, forward_s, backward_s, update_s, loop_s: see :class:`planner.plan.prediction.Prediction`.
+        iteration_s, forward_s, backward_s, update_s, loop_s: see :class:`planner.simulate.prediction.Prediction`.
         tokens_per_iteration, tokens_per_s: over all devices.
         model_flop_per_s: per device, without recomputation.
         num_devices, num_nodes: what is used.

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Final, Literal
 
-from executor.memory.direct_io import in_blocks
+from executor.direct_io import in_blocks
 
 Dtype = Literal["F64", "F32", "BF16", "F16", "I64", "U8"]
 

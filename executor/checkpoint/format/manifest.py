@@ -10,9 +10,9 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
 from executor.checkpoint.format.layout import ITEM_BYTES, Dtype, Layout
-from executor.checkpoint.places.system_calls import CheckpointError, DamagedError
-from executor.memory.direct_io import BLOCK_BYTES
+from executor.direct_io import BLOCK_BYTES
 
 MANIFEST_NAME: Final = "manifest.json"
 VERSION: Final = 1

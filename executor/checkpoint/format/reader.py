@@ -20,12 +20,12 @@ from typing import Final, Self, final
 import numpy as np
 import xxhash
 
-from executor.checkpoint.flusher import Buffer
-from executor.checkpoint.format.files import Folder, Opened, fill, open_file, read_whole
+from executor.checkpoint.files.flusher import Buffer
+from executor.checkpoint.files.opening import Folder, Opened, fill, open_file, read_whole
+from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
 from executor.checkpoint.format.layout import ITEM_BYTES
 from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest
-from executor.checkpoint.places.system_calls import CheckpointError, DamagedError
-from executor.memory.direct_io import BLOCK_BYTES, in_blocks, pages
+from executor.direct_io import BLOCK_BYTES, in_blocks, pages
 
 NUM_READERS: Final = 12
 """Threads that read: while some hash or copy, enough others keep the drive busy. Each has a buffer of one chunk."""

@@ -6,13 +6,13 @@ import urllib.parse
 from pathlib import Path
 from typing import Final
 
-from executor.checkpoint.format.files import Folder
+from executor.checkpoint.files.opening import Folder
+from executor.checkpoint.files.system_calls import CheckpointError, Files
+from executor.checkpoint.files.urls import UrlPath
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.places.remote import RemoteStore
 from executor.checkpoint.places.retention import LEAST_KEPT, AbstractStore, parse_name
 from executor.checkpoint.places.store import Store
-from executor.checkpoint.places.system_calls import CheckpointError, Files
-from executor.checkpoint.places.urls import UrlPath
 from hwprofiles.machine import available_memory_bytes
 
 _MEMORY: Final = frozenset({"tmpfs", "ramfs"})

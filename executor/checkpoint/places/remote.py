@@ -12,12 +12,12 @@ import secrets
 from collections.abc import Iterator
 from typing import Final, final
 
-from executor.checkpoint.flusher import Buffer
-from executor.checkpoint.format.files import Folder
+from executor.checkpoint.files.flusher import Buffer
+from executor.checkpoint.files.opening import Folder
+from executor.checkpoint.files.system_calls import CheckpointError
+from executor.checkpoint.files.urls import UrlPath, reaching
 from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest
 from executor.checkpoint.places.retention import AbstractStore, checkpoint_name, parse_name
-from executor.checkpoint.places.system_calls import CheckpointError
-from executor.checkpoint.places.urls import UrlPath, reaching
 
 _PART_BYTES: Final = 64 << 20  # of a request
 _MOST_PARTS: Final = 9_000  # of a file; S3 takes 10,000

@@ -9,11 +9,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
-from executor.checkpoint.flusher import Buffer
-from executor.checkpoint.format.files import Folder
+from executor.checkpoint.files.flusher import Buffer
+from executor.checkpoint.files.opening import Folder
+from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
 from executor.checkpoint.format.manifest import FileRecord, Manifest
 from executor.checkpoint.format.reader import Checkpoint
-from executor.checkpoint.places.system_calls import CheckpointError, DamagedError
 
 LEAST_KEPT: Final = 2
 """Checkpoints that retention leaves at least: each read again and found whole."""

@@ -26,13 +26,13 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from executor.checkpoint.flusher import Buffer, Flusher, ring_of
-from executor.checkpoint.format.files import Folder
+from executor.checkpoint.files.flusher import Buffer, Flusher, ring_of
+from executor.checkpoint.files.opening import Folder
+from executor.checkpoint.files.system_calls import CheckpointError, Files, remove_tree, write_all
+from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format.layout import Layout
 from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest, Part
 from executor.checkpoint.places.retention import AbstractStore, checkpoint_name, in_use, is_whole, parse_name
-from executor.checkpoint.places.system_calls import CheckpointError, Files, remove_tree, write_all
-from executor.checkpoint.writer import ShardWriter
 from hwprofiles.files import write_whole
 
 _NUM_BUFFERS: Final = 3  # of a copy: one is read, one hashed and one written

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-import executor.actions
 import executor.devices.backend
 import executor.distributed.groups
 import executor.session
+import executor.tasks.actions
 from executor.devices.backend import as_array
 from executor.devices.cuda import CudaBackend
 from executor.devices.lanes import LaneMachine
@@ -151,7 +151,7 @@ def watched(blind=None):
         patch.setattr(RecordFile, "read", watched_read)
         patch.setattr(RecordFile, "write", watched_write)
         patch.setattr(executor.devices.backend, "as_array", watched_array)
-        patch.setattr(executor.actions, "as_array", watched_array)
+        patch.setattr(executor.tasks.actions, "as_array", watched_array)
         patch.setattr(executor.session, "backend_of", lambda _options: _Backend(races, blind))
         extension.observe(races)
         try:

@@ -7,10 +7,10 @@ from hwprofiles.files import check_output
 from hwprofiles.registry import save_profile
 from planner.schedule.trace import chrome_trace, write_trace
 from ullage.analysis.comparison import explain_run
+from ullage.analysis.runs import load_run
 from ullage.commands import Subparsers, command_parser
 from ullage.output.console import console, write_json
 from ullage.output.progress import progress_bar
-from ullage.training.runs import load_run
 
 
 def add_parser(subparsers: Subparsers) -> None:

@@ -20,6 +20,7 @@ from planner.schedule.tasks import MemoryClass, Tier
 from planner.schedule.timeline import Timeline
 from planner.schedule.trace import chrome_trace, write_trace
 from ullage.analysis.comparison import Comparison, compare_record
+from ullage.analysis.runs import RunRecord, rows, save_run
 from ullage.analysis.simulation import simulate
 from ullage.cli.interruption import InterruptedTrainingError, Interruption
 from ullage.commands.compare.screen import render_comparison
@@ -33,7 +34,6 @@ from ullage.training.levels import buffer_bytes, levels_of
 from ullage.training.options import DEFAULT_KEPT, LEAST_KEPT, ExecuteOptions
 from ullage.training.processes import Process
 from ullage.training.replanning import Replanned
-from ullage.training.runs import RunRecord, rows, save_run
 from ullage.training.text import Tokens, read_text, read_tokens
 from ullage.training.trainer import Step, Trainer, check_machine
 

@@ -18,9 +18,9 @@ from ullage.analysis.explanation import (
     places_words,
     treatment_words,
 )
-from ullage.commands.plan.screen import gap_line
 from ullage.output.console import console, facts, table
 from ullage.output.formatting import LANE_WORDS, binds, percent, si, signed_percent
+from ullage.output.plans import gap_line
 
 _RESOURCES = {
     "device": "computing on the device",

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from hwprofiles.files import write_whole
 from hwprofiles.machine import check_measured_here
 from hwprofiles.registry import LOCAL
-from planner.checkpoints.chosen import CheckpointsAsked
+from planner.plan.checkpoints import CheckpointsAsked
 from planner.plan.document import Plan
 from planner.plan.planning import InfeasibleError, Request, make_plan
 from planner.search import Candidate, no_garbage_collection
+from ullage.cli.exit_codes import BAD_INPUT
+from ullage.cli.failures import checkpoints_of, with_pfs
 from ullage.cli.request import request_of
-from ullage.commands.plan.failures import checkpoints_of, with_pfs
 from ullage.output.formatting import si
 
 
@@ -62,7 +63,6 @@ def _protected(plan: Plan, asked: CheckpointsAsked) -> Plan:
 def _refuse(request: Request, error: InfeasibleError, *, as_json: bool) -> int:
     """Say that nothing fits, and with which changes something does: each as soon as it is known."""
     from planner.plan.remedies import what_would_fit  # noqa: PLC0415 - only here
-    from ullage.cli.main import EXIT_BAD_INPUT  # noqa: PLC0415 - it imports this module's command
 
     _say(f"error: {error}")
     found = []
@@ -82,7 +82,7 @@ def _refuse(request: Request, error: InfeasibleError, *, as_json: bool) -> int:
             "fits_with": found,
         }
         sys.stdout.write(json.dumps(document, indent=1) + "\n")
-    return EXIT_BAD_INPUT
+    return BAD_INPUT
 
 
 def _say(words: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.table import Table
 
-from planner.checkpoints.chosen import CheckpointPlan
+from planner.plan.checkpoints import CheckpointPlan
 from ullage.output.console import facts, table
 from ullage.output.formatting import duration, percent, si
 

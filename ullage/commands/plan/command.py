@@ -5,9 +5,9 @@ from pathlib import Path
 
 from hwprofiles.files import check_output
 from ullage.cli.arguments import positive_float
+from ullage.cli.failure_options import add_checkpoint_options
 from ullage.cli.request_options import add_request_options, check_names
 from ullage.commands import Subparsers, command_parser
-from ullage.commands.plan.failure_options import add_checkpoint_options
 
 
 def add_parser(subparsers: Subparsers) -> None:

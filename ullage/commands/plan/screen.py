@@ -4,20 +4,19 @@ from pathlib import Path
 
 from rich.table import Table
 
-from planner.bounds.proof import Certificate
+from planner.choices.choice import Choice
 from planner.costs.allocator import AllocatorUse
-from planner.costs.optimizers import OPTIMIZERS
-from planner.models.captured import CapturedModel, Model, counted
-from planner.models.parameters import num_parameters
-from planner.plan.choices import Choice
+from planner.models.captured import counted
+from planner.optimizers import OPTIMIZERS
 from planner.plan.document import EngineRow, Plan
 from planner.plan.planning import describe
-from planner.plan.prediction import TierMemory
 from planner.schedule.tasks import Lane, MemoryClass, Tier
+from planner.simulate.prediction import TierMemory
 from ullage.analysis.provenance import origin_shares
 from ullage.commands.plan.checkpoint_screen import checkpoints_screen
 from ullage.output.console import console, facts, table
 from ullage.output.formatting import binds, percent, si
+from ullage.output.plans import gap_line, mfu, model_line
 from ullage.training.processes import launch_line, ranks_per_node
 
 
@@ -46,23 +45,6 @@ def plan_screen(plan: Plan, path: Path, *, default_hardware: bool) -> None:
     out.print(f"plan written to {path}", markup=False, soft_wrap=True)
 
 
-def model_line(model: Model) -> str:
-    """Return a model's sizes and number of parameters; of a captured one what was captured, and the loss."""
-    if isinstance(model, CapturedModel):
-        num_repeated = sum(bool(segment.path) for segment in model.segments)
-        return (
-            f"{model.name}({', '.join(map(str, model.inputs))}): captured, {num_repeated} repeated blocks, "
-            f"{si(model.forward_flop, 'FLOP')} forward, the loss is {model.loss}; {model.num_params:,} parameters"
-        )
-    experts = f", {model.experts_per_token} of {model.num_experts} experts" if model.num_experts else ""
-    return (
-        f"{model.name}: {model.family}, {model.num_layers} layers, hidden {model.hidden_size}, "
-        f"MLP {model.expert_ffn_hidden_size or model.ffn_hidden_size}{experts}, {model.num_attention_heads} heads, "
-        f"{model.num_key_value_heads} key/value heads, vocabulary {model.vocab_size}; "
-        f"{num_parameters(model):,} parameters"
-    )
-
-
 def memory_table(memory: dict[Tier, TierMemory], allocator: AllocatorUse | None = None) -> Table:
     """Return peak memory per tier by class, against capacity.
 
@@ -88,12 +70,6 @@ def memory_table(memory: dict[Tier, TierMemory], allocator: AllocatorUse | None 
         for name, value in rows.items():
             result.add_row(name, *(value if tier is Tier.GPU else "" for tier in memory))
     return result
-
-
-def mfu(plan: Plan) -> float:
-    """Return model FLOP/s over the best rate that the profile has for one matrix product."""
-    best = plan.hardware.device.gemm[plan.decisions.precision.weights].best_rate_per_s()
-    return plan.prediction.model_flop_per_s / best
 
 
 def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
@@ -155,27 +131,6 @@ def _storage(plan: Plan) -> dict[str, str]:
     return (
         {"storage": f"{si(written_bytes, 'B')} per device and iteration are written to NVMe"} if written_bytes else {}
     )
-
-
-_REACH = {
-    "never": "on device and host",
-    "activations": "that also offloads activations",
-    "nvme": "that also uses NVMe and offloads activations",
-}
-
-
-def gap_line(plan: Plan) -> str:
-    """Return how far from the best a plan can be at most, among what, and where that lies."""
-    certificate, iteration_s = plan.certificate, plan.prediction.iteration_s
-    return (
-        f"within {percent(certificate.gap(iteration_s))} of what any schedule {_REACH[plan.asked.storage]} can do here "
-        f"({si(certificate.bound_s, 's')}, proven): {gap_parts_words(certificate, iteration_s)}"
-    )
-
-
-def gap_parts_words(certificate: Certificate, iteration_s: float) -> str:
-    """Return the parts of the gap, in words."""
-    return ", ".join(f"{percent(part)} {name}" for name, part in certificate.gap_parts(iteration_s).items())
 
 
 def _fits(memory: dict[Tier, TierMemory]) -> str:

@@ -10,12 +10,12 @@ from planner.schedule.trace import chrome_trace, write_trace
 from ullage.analysis.iteration import Iteration
 from ullage.analysis.simulation import ENGINES, OURS, Subject, planned, requested
 from ullage.cli.arguments import positive_int
+from ullage.cli.exit_codes import CHECK_FAILED
 from ullage.cli.request import request_of
 from ullage.cli.request_options import add_request_options, given_options
 from ullage.commands import Subparsers, command_parser
 
 FIGURE_SUFFIXES = (".svg", ".png", ".html")
-EXIT_DOES_NOT_FIT = 1
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         for what, path in (("trace", args.trace), ("figure", args.figure)):
             if path:
                 sys.stdout.write(f"{what} written to {path}\n")
-    return EXIT_DOES_NOT_FIT if seen.missing else 0
+    return CHECK_FAILED if seen.missing else 0
 
 
 def _subject(args: argparse.Namespace) -> Subject:

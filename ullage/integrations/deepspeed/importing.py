@@ -5,15 +5,15 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from hwprofiles.profile import HardwareProfile
-from planner.costs.optimizers import Optimizer
 from planner.decisions import BF16, Precision
 from planner.engines.deepspeed import DeepSpeed, configured
 from planner.engines.policies import MAX_LIVE_PARAMS, MAX_REUSE_PARAMS, PREFETCH_BUCKET_PARAMS, REDUCE_BUCKET_PARAMS
+from planner.optimizers import Optimizer
 from planner.plan.document import Plan
 from planner.plan.planning import InfeasibleError, Request, make_plan, prepare
-from planner.plan.request_terms import DEFAULT_MICRO_BATCH
 from planner.schedule.tasks import Tier
 from planner.search import Scorer
+from planner.terms import DEFAULT_MICRO_BATCH
 from ullage.analysis.iteration import Iteration
 from ullage.analysis.simulation import Subject, planned
 from ullage.integrations.deepspeed.config import AUTO, Config, DeepSpeedConfigError, Offload, left_out, unknown_keys

@@ -10,13 +10,13 @@ from typing import Any, Final, Literal
 
 from hwprofiles import __version__
 from planner.checkpoints.choosing import choose_checkpoints
-from planner.checkpoints.chosen import CheckpointsAsked
 from planner.checkpoints.trial import Trial
-from planner.plan.choices import Choice
+from planner.choices.choice import Choice
+from planner.plan.checkpoints import CheckpointsAsked
 from planner.plan.document import Plan
 from planner.plan.planning import Found, InfeasibleError, Request, describe, find
-from planner.plan.prediction import Workload
 from planner.schedule.tasks import Lane
+from planner.simulate.prediction import Workload
 from ullage.whatif.study import SCHEMA_VERSION, Checkpoints, Figures, Peak, Result
 
 # Libraries whose results plans follow from.

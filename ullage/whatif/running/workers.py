@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from typing import Final
 
-from planner.checkpoints.chosen import CheckpointsAsked
+from planner.plan.checkpoints import CheckpointsAsked
 from planner.plan.planning import Request
 from ullage.whatif.running.point import Effort, plan_point
 from ullage.whatif.study import Result

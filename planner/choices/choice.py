@@ -18,7 +18,7 @@ from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfigError
 from planner.models.parameters import layer_shapes
 from planner.models.sharding import share
-from planner.plan.request_terms import DEFAULT_MICRO_BATCH, Storage
+from planner.terms import DEFAULT_MICRO_BATCH, Storage
 
 MOST_MICRO_BATCHES = 4096  # of an iteration: a schedule has tasks for each of them
 # Parameters of experts that make a unit worth moving by itself; more units of a layer would make schedules long.

@@ -15,9 +15,9 @@ import torch
 
 from executor.devices.backend import Backend
 from executor.distributed.ranks import Ranks
+from executor.gradients import GradientError
 from executor.memory.state import ModelState
 from executor.memory.units import Arrived, ParameterState, Pile, UnitState
-from executor.module.gradients import GradientError
 from planner.decisions import Decisions
 from planner.schedule.tasks import Op, Schedule, Task
 

@@ -5,8 +5,8 @@ from typing import Self
 
 from planner.decisions import Decisions
 from planner.graph import Unit
-from planner.plan.request_terms import Storage
 from planner.schedule.tasks import Tier
+from planner.terms import Storage
 
 TIME = "iteration_s"
 OVERRUN = "overrun"

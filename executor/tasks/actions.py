@@ -7,15 +7,15 @@ from typing import Final, NamedTuple, final
 import numpy as np
 import torch
 
-from executor.checkpoint.snapshots import Snapshots
 from executor.devices.backend import Backend, as_array, update_on_host
-from executor.distributed.exchange import Exchange
 from executor.memory.activations import OffloadedActivations
 from executor.memory.pieces import Piece
 from executor.memory.state import ModelState
 from executor.memory.units import Arrived, ParameterState, StateSlot, UnitState
 from executor.optimizer import WorkerTeam
 from executor.optimizer.table import Rule
+from executor.tasks.exchange import Exchange
+from executor.tasks.snapshots import Snapshots
 from planner.decisions import Decisions, Place
 from planner.schedule.tasks import Lane, Op, Task
 

@@ -1,12 +1,12 @@
-"""What the options of :mod:`ullage.commands.plan.failure_options` ask of checkpoints."""
+"""What the options of :mod:`ullage.cli.failure_options` ask of checkpoints."""
 
 import argparse
 from typing import Any
 
 from hwprofiles.profile import HardwareProfile, Storage
 from hwprofiles.quantity import Curve, CurvePoint, Provenance, Quantity
-from planner.checkpoints.chosen import CheckpointsAsked
-from planner.plan.request_terms import LEAST_KEPT
+from planner.plan.checkpoints import CheckpointsAsked
+from planner.terms import LEAST_KEPT
 
 _UNKNOWN_CAPACITY_BYTES = 1e15
 _REQUEST_BYTES = 1e9

@@ -17,11 +17,11 @@ from executor.checkpoint import (
     Levels,
     Outcome,
 )
-from executor.checkpoint.format.files import Folder
+from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.places.retention import candidates, parse_name
-from executor.checkpoint.restoring import restore
-from executor.checkpoint.rng_state import rng_state
 from executor.prepare import OffloadedOptimizer
+from executor.restoring import restore
+from executor.rng_state import rng_state
 
 _PATIENCE_S = 60.0
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from planner.bounds.certificate import CertificateError, check
 from planner.checkpoints.choosing import CheckpointsError, choose_checkpoints
+from planner.choices.variants import Job, Variant, variants
 from planner.costs.model import CostModel
 from planner.decisions import Decisions
 from planner.plan.document import Plan
-from planner.plan.prediction import Prediction, Workload, predict
-from planner.plan.variants import Job, Variant, variants
 from planner.simulate.machine import run_until_steady
+from planner.simulate.prediction import Prediction, Workload, predict
 
 # Simulating is deterministic on one machine; elsewhere the last digits of sums may differ.
 _RELATIVE = 1e-9

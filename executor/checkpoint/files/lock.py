@@ -15,7 +15,7 @@ import platform
 from pathlib import Path
 from typing import Final, final
 
-from executor.checkpoint.places.system_calls import CheckpointError
+from executor.checkpoint.files.system_calls import CheckpointError
 
 LOCK_NAME: Final = "run.lock"
 

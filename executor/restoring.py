@@ -17,12 +17,12 @@ import torch
 
 from executor.checkpoint import Checkpoint, CheckpointError, Wanted
 from executor.checkpoint.engine import MASTER
-from executor.checkpoint.flusher import Buffer
-from executor.checkpoint.rng_state import set_rng_state
+from executor.checkpoint.files.flusher import Buffer
 from executor.distributed.shards import assemble, whole_name
 from executor.memory.pieces import Piece
 from executor.memory.units import ParameterState, UnitState
 from executor.prepare import OffloadedOptimizer
+from executor.rng_state import set_rng_state
 from planner.decisions import Place
 
 STAGED_BYTES: Final = 256 << 20

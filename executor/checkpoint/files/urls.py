@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, Final, Self, final
 
-from executor.checkpoint.places.system_calls import CheckpointError
+from executor.checkpoint.files.system_calls import CheckpointError
 
 
 @contextlib.contextmanager

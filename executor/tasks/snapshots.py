@@ -6,7 +6,7 @@ from typing import Any, final
 import torch
 
 from executor.checkpoint.engine import MASTER, CheckpointEngine, Key, Slice, files_of
-from executor.checkpoint.flusher import CHUNK_BYTES, Buffer
+from executor.checkpoint.files.flusher import CHUNK_BYTES, Buffer
 from executor.devices.backend import Backend
 from executor.memory.arenas import Arena
 from executor.memory.nvme import StoredValues

@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol, final
 
-from executor.checkpoint.places.system_calls import CheckpointError
-from executor.checkpoint.places.urls import UrlFile, UrlPath
-from executor.memory.direct_io import BLOCK_BYTES, alignment_bytes, in_blocks
+from executor.checkpoint.files.system_calls import CheckpointError
+from executor.checkpoint.files.urls import UrlFile, UrlPath
+from executor.direct_io import BLOCK_BYTES, alignment_bytes, in_blocks
 
 Folder = Path | UrlPath
 """Where a checkpoint is: in a folder, or at a URL."""

@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from executor.module.gradients import OffloadedGradient
-from executor.module.listener import in_backward
+from executor.gradients import OffloadedGradient
+from executor.listener import in_backward
 
 
 @final

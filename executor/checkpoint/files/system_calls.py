@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from executor.memory.direct_io import BLOCK_BYTES
+from executor.direct_io import BLOCK_BYTES
 
 _LARGEST_WRITE_BYTES: Final = 1 << 30  # Linux cuts off what is beyond 2 GiB
 

@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from executor.checkpoint.patience import no_answer
-from executor.checkpoint.places.system_calls import CheckpointError, Files, write_all
-from executor.memory.direct_io import BLOCK_BYTES, in_blocks, pages
+from executor.checkpoint.files.patience import no_answer
+from executor.checkpoint.files.system_calls import CheckpointError, Files, write_all
+from executor.direct_io import BLOCK_BYTES, in_blocks, pages
 
 CHUNK_BYTES: Final = 4 << 20
 """Bytes of one write: smaller ones are slower past the page cache, and larger ones only take memory."""

@@ -1,22 +1,17 @@
 """The command line: parses, calls one command, and turns what goes wrong into one line and an exit code."""
 
-import argparse
 import contextlib
-import importlib
 import io
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
-from hwprofiles import __version__
+from ullage.cli.exit_codes import BAD_INPUT, BROKEN_PIPE, SIGNALLED
 from ullage.cli.installation import IntruderError, check_packages
 from ullage.cli.interruption import whole_interrupt
-from ullage.commands import SUMMARIES
+from ullage.commands import SUMMARIES, build_parser
 
-EXIT_BAD_INPUT = 2
-EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 # What only some commands need.
 _EXTRAS = {
     "torch",
@@ -31,32 +26,6 @@ _EXTRAS = {
     "plotly",
     "jinja2",
 }
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {message}; see `{self.prog} --help`\n")
-
-
-def build_parser(*commands: str) -> argparse.ArgumentParser:
-    """Return the parser; only these commands are imported and have their options, the others only their summaries."""
-    parser = _Parser(
-        prog="ullage",
-        description="Plan, simulate and execute the training of models that are too big for the GPUs at hand.",
-        epilog=(
-            "exit codes: 0 fine, 1 a check failed, 2 bad input, 130 interrupted by Ctrl-C (SIGINT), 143 by SIGTERM. "
-            "ULLAGE_TRACEBACK=1 shows where an error comes from."
-        ),
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"ullage {__version__}")
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, summary in SUMMARIES.items():
-        if name in commands:
-            importlib.import_module(f"ullage.commands.{name.replace('-', '_')}").add_parser(subparsers)
-        else:
-            subparsers.add_parser(name, help=summary)
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,7 +73,7 @@ def _interrupted(prog: str, error: KeyboardInterrupt) -> int:
     # Python remembers that an import was interrupted, and would end by the signal; running any text makes it forget.
     exec("")  # noqa: S102
     number: int = getattr(error, "signal", signal.SIGINT)
-    return _fail(prog, str(error) or "interrupted", 128 + number)
+    return _fail(prog, str(error) or "interrupted", SIGNALLED + number)
 
 
 def _broken_pipe(prog: str, error: BrokenPipeError) -> int:
@@ -113,7 +82,7 @@ def _broken_pipe(prog: str, error: BrokenPipeError) -> int:
     # Python flushes stdout once more at exit: let that go nowhere.
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return EXIT_BROKEN_PIPE
+    return BROKEN_PIPE
 
 
 def _bad_input(prog: str, error: Exception) -> int:
@@ -124,7 +93,7 @@ def _bad_input(prog: str, error: Exception) -> int:
         message = f"{error.filename}: {error.strerror}"
     elif isinstance(error, ModuleNotFoundError) and "pip install" not in message:
         message += "; pip install 'ullage[execute]'"
-    return _fail(prog, f"error: {message}", EXIT_BAD_INPUT)
+    return _fail(prog, f"error: {message}", BAD_INPUT)
 
 
 def _fail(prog: str, message: str, code: int) -> int:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from planner.decisions import Frozen
-from planner.plan.request_terms import DEFAULT_RESTART_S, LEAST_KEPT, Level
+from planner.terms import DEFAULT_RESTART_S, LEAST_KEPT, Level
 
 Amount = Annotated[float, Field(gt=0)]
 Bound = Literal["waste", "iteration", "drain", "endurance", "overhead", "lost work"]

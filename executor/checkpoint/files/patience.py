@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, TypeVar, final
 
-from executor.checkpoint.places.system_calls import CheckpointError
+from executor.checkpoint.files.system_calls import CheckpointError
 
 SLOWEST_BYTES_PER_S: Final = 10e6
 """A drive that is slower than this, all in all, is taken for one that does not answer."""

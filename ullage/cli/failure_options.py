@@ -1,12 +1,12 @@
 """The options of ``ullage plan`` that say which failures checkpoints are for, and what they may take.
 
-What reads them is in :mod:`ullage.commands.plan.failures`: that imports the planner, which is not needed to refuse a
+What reads them is in :mod:`ullage.cli.failures`: that imports the planner, which is not needed to refuse a
 line.
 """
 
 import argparse
 
-from planner.plan.request_terms import DEFAULT_RESTART_S, LEAST_KEPT, LEVELS, Level
+from planner.terms import DEFAULT_RESTART_S, LEAST_KEPT, LEVELS, Level
 from ullage.cli.arguments import fraction, parse_bytes, positive_float, positive_int, seconds
 
 
@@ -34,7 +34,7 @@ def mtbf(text: str) -> dict[Level, float]:
 
 
 def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that :func:`ullage.commands.plan.failures.checkpoints_of` reads."""
+    """Add the options that :func:`ullage.cli.failures.checkpoints_of` reads."""
     group = parser.add_argument_group("when to make checkpoints (with --mtbf)")
     group.add_argument(
         "--mtbf",

@@ -8,11 +8,11 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from executor.checkpoint.flusher import Buffer, Chunk, Flusher, Loan, Pending
+from executor.checkpoint.files.flusher import Buffer, Chunk, Flusher, Loan, Pending
+from executor.checkpoint.files.system_calls import CheckpointError, write_all
 from executor.checkpoint.format.layout import Layout
 from executor.checkpoint.format.manifest import FileRecord
-from executor.checkpoint.places.system_calls import CheckpointError, write_all
-from executor.memory.direct_io import BLOCK_BYTES, NO_ROOM, alignment_bytes, in_blocks
+from executor.direct_io import BLOCK_BYTES, NO_ROOM, alignment_bytes, in_blocks
 
 CopyChunk = Callable[[Buffer, Any], None]
 """Copies bytes into a part of a buffer."""
@@ -25,7 +25,8 @@ class ShardWriter:
     """A file that is being written.
 
     Values are given in the order of the layout. What has been given may change at once: it is in a buffer, or written.
-    What has been lent may change when the loan has been settled ([Note: Loans] in :mod:`executor.checkpoint.flusher`).
+    What has been lent may change when the loan has been settled ([Note: Loans] in
+    :mod:`executor.checkpoint.files.flusher`).
 
     Args:
         flusher: writes.

@@ -4,15 +4,15 @@ import dataclasses
 import functools
 
 from hwprofiles.profile import HardwareProfile
-from planner.bounds.space import Space
+from planner.choices.choice import Asked, Choice, batch_of
+from planner.choices.space import Space
 from planner.costs.model import CostModel
-from planner.costs.optimizers import Optimizer
 from planner.decisions import Decisions, Precision
 from planner.engines.policies import Setup
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models.captured import Model
-from planner.plan.choices import Asked, Choice, batch_of
-from planner.plan.request_terms import Storage
+from planner.optimizers import Optimizer
+from planner.terms import Storage
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,11 +5,11 @@ from typing import final
 
 import torch
 
-from executor.actions import Actions
 from executor.distributed.ranks import Ranks
 from executor.distributed.shards import whole_of
 from executor.memory.state import ModelState
 from executor.memory.units import ParameterState, UnitState
+from executor.tasks.actions import Actions
 
 _NEVER = -1
 

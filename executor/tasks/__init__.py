@@ -1,0 +1,1 @@
+"""What the tasks of a schedule do: copies, collectives, updates and snapshots."""

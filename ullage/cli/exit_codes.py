@@ -1,0 +1,9 @@
+"""How commands end, beside 0: all is fine."""
+
+from typing import Final
+
+CHECK_FAILED: Final = 1
+BAD_INPUT: Final = 2
+SIGNALLED: Final = 128
+"""Plus the number of the signal."""
+BROKEN_PIPE: Final = 141  # 128 + SIGPIPE
