@@ -86,7 +86,7 @@ class Processes:
         for pipe in self._pipes[:size]:
             pipe.send((size, f"call {self._num_calls}", function, arguments))
 
-    def results(self, size: int, timeout_s: float = 120.0) -> list:
+    def results(self, size: int, timeout_s: float = 600.0) -> list:
         """Return what the first processes returned or raised, and what remains of one that is gone."""
         found = []
         for pipe in self._pipes[:size]:
@@ -102,7 +102,7 @@ class Processes:
                 found.append(error)
         return found
 
-    def call(self, size: int, function, *arguments, timeout_s: float = 120.0) -> list:
+    def call(self, size: int, function, *arguments, timeout_s: float = 600.0) -> list:
         """Return what every rank returned; raise what one raised."""
         self.begin(size, function, *arguments)
         found = self.results(size, timeout_s)
@@ -500,21 +500,21 @@ def compiled(rank: int, _size: int, task: Task, decisions: Decisions, backend: s
     """Train with compiled blocks; return what ``trained`` does, and how many graphs there were after each step."""
     from torch._dynamo.utils import counters  # noqa: PLC0415 - takes seconds, in every process
 
-    warnings.simplefilter("default")  # Dynamo warns of what it does itself
-    torch._dynamo.reset()
-    counters.clear()
-    model, optimizer = prepare(task, decisions, compile_backend=backend)
-    graphs = []
-    with optimizer.session as session:
-        seen = train(
-            task,
-            model,
-            optimizer,
-            rank=rank // decisions.tensor_parallel,
-            before_step=lambda _: graphs.append(counters["stats"]["unique_graphs"]),
-        )
-        final = {n: w.clone() for n, w in session.full_parameters().items()}
-    warnings.simplefilter("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # Dynamo warns of what it does itself
+        torch._dynamo.reset()
+        counters.clear()
+        model, optimizer = prepare(task, decisions, compile_backend=backend)
+        graphs = []
+        with optimizer.session as session:
+            seen = train(
+                task,
+                model,
+                optimizer,
+                rank=rank // decisions.tensor_parallel,
+                before_step=lambda _: graphs.append(counters["stats"]["unique_graphs"]),
+            )
+            final = {n: w.clone() for n, w in session.full_parameters().items()}
     return seen, {n: w.view(torch.uint8).numpy() for n, w in final.items()}, graphs
 
 
