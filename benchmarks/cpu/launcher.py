@@ -224,7 +224,9 @@ def goals_of(results: list[dict[str, Any]]) -> dict[str, bool]:
         met[f"{name}: us_per_unit_and_pass <= {GOALS['us_per_unit_and_pass']:g}"] = (
             most_us <= GOALS["us_per_unit_and_pass"]
         )
-        met[f"{name}: over_fsdp2 <= {GOALS['over_fsdp2']:g}"] = max(r["over_fsdp2"] for r in rows) <= GOALS["over_fsdp2"]
+        met[f"{name}: over_fsdp2 <= {GOALS['over_fsdp2']:g}"] = (
+            max(r["over_fsdp2"] for r in rows) <= GOALS["over_fsdp2"]
+        )
     return met
 
 
