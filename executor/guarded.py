@@ -36,7 +36,7 @@ _ATTRIBUTES: Final = frozenset({"data", "real", "imag"})
 _HARMLESS: Final = frozenset({"requires_grad_", "retain_grad_"})
 _NAME: Final = "name_in_model"
 # Writes nothing, and what it returns has memory of its own.
-_READ_GRADIENT: Final = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_READ_GRADIENT: Final = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class Guarded(torch.Tensor):
@@ -121,7 +121,7 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     name = getattr(func, "__name__", "")
     first = args[0] if args else next(iter(kwargs.values()), None)
     if name == "__set__":  # of an attribute; module.to() sets what is there again if that is no change
-        if func.__self__.__name__ in _ATTRIBUTES and args[1] is not first:  # type: ignore[attr-defined]
+        if func.__self__.__name__ in _ATTRIBUTES and args[1] is not first:  # type: ignore[union-attr]
             yield first
     elif name in _OPERATORS or kwargs.get("inplace") or (_IN_PLACE.fullmatch(name) and name not in _HARMLESS):
         yield first

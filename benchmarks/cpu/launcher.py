@@ -110,7 +110,7 @@ def planned(num_units: int, name: str) -> Variant:
     if len(found) != num_units:
         raise AssertionError(f"the chain has {len(found)} units, not {num_units}")
     params, place = PLANS[name]
-    decided = UnitDecision(params=params, activations="keep", update=(place,))  # type: ignore[arg-type]
+    decided = UnitDecision(params=params, activations="keep", update=(place,))
     decisions = Decisions(
         policy="launcher",
         precision=FP32,

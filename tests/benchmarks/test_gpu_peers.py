@@ -118,13 +118,31 @@ def test_what_was_executed_is_kept(tmp_path: Path) -> None:
     environment |= {"PYTHON": sys.executable, "WHEELS": str(tmp_path / "none"), "BATCH": "--seq-len 64"}
     command = ["bash", str(ROOT / "benchmarks" / "gpu" / "run.sh")]
     subprocess.run(command, env=os.environ | environment, check=True, capture_output=True, timeout=300)
-    assert "ended with 0" in (results / "stages.txt").read_text()
+    assert json.loads((results / "stages" / "execute-tiny.json").read_text())["code"] == 0
     kept = {path.name for path in (results / "tiny").iterdir()}
     assert kept == {"plan.json", "run.json", "trace.json.gz", "summary.json"}
     with gzip.open(results / "tiny" / "trace.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
     processes = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {name.split()[0] for name in processes} == {"predicted", "measured"}
+
+
+def test_a_stage_that_fails_or_takes_too_long_stops_no_other(tmp_path: Path) -> None:
+    python = tmp_path / "python"  # the real one, but for two stages
+    python.write_text(
+        '#!/bin/sh\ncase "$*" in "-m pytest"*) echo broken; exit 3 ;; "-m ullage calibrate"*) exec sleep 60 ;; esac\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    environment = {"OUT": str(tmp_path / "out"), "STAGES": "tests calibrate peers", "BUDGET_S": "9"}
+    environment |= {"PYTHON": str(python), "WHEELS": str(tmp_path / "none")}
+    command = ["bash", str(ROOT / "benchmarks" / "gpu" / "run.sh")]
+    subprocess.run(command, env=os.environ | environment, check=False, capture_output=True, timeout=60)
+    found = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out" / "stages").iterdir()}
+    assert found["tests"]["code"] == 3
+    assert found["tests"]["output_tail"] == ["broken"]
+    assert found["calibrate"]["code"] == 124
+    assert found["peers"]["code"] is None
 
 
 def test_where_calibration_left_nothing_plans_are_for_this_machine() -> None:
