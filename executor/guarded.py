@@ -121,7 +121,7 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     name = getattr(func, "__name__", "")
     first = args[0] if args else next(iter(kwargs.values()), None)
     if name == "__set__":  # of an attribute; module.to() sets what is there again if that is no change
-        if func.__self__.__name__ in _ATTRIBUTES and args[1] is not first:  # type: ignore[union-attr]
+        if func.__self__.__name__ in _ATTRIBUTES and args[1] is not first:  # type: ignore[attr-defined]
             yield first
     elif name in _OPERATORS or kwargs.get("inplace") or (_IN_PLACE.fullmatch(name) and name not in _HARMLESS):
         yield first
