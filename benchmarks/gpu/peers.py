@@ -3,16 +3,17 @@
     python benchmarks/gpu/peers.py --quick --budget 550                      one setting per peer, one process each
     python benchmarks/gpu/peers.py --models llama-3.2-3b --cells large long  tuned, three processes each
 
-Cells are trained one after another, the most important first: 8k tokens per step, where peers have to be beaten; 64k,
-where training in memory has to be matched; the largest model that trains at all, which may use all of the device, since
-no host of 128 GiB holds it; then the rest of four models by six batches. What --budget leaves no time for is not begun,
-and named.
+Cells are trained one after another, the most important first: 8k tokens per step, without clipping and with it, where
+peers have to be beaten; 64k, where training in memory has to be matched; the largest model that trains at all, which
+may use all of the device, since no host of 128 GiB holds it; then the rest of four models by six batches. What --budget
+leaves no time for is not begun, and named.
 
 Peers are installed by ``pip install --target PEERS -r benchmarks/requirements-peers.txt``; one that is not there is a
 row that says so. The device's memory is bounded for all but the ceiling, by PyTorch's allocator, as soon as the
 engine is made, so that what an engine keeps on it is paid for. Where the model does not fit at all, its rows say so.
 Losses are held to training in memory; where that does not fit the device, to those of other engines, and a row that
-nobody else can be set beside says that it is not checked.
+nobody else can be set beside says that it is not checked. Every row states the types of master copy, moments and
+gradients that it keeps, and whether gradients are clipped; only rows with equal master copies and moments are compared.
 """
 
 import argparse
@@ -38,7 +39,7 @@ SHAPES = {
 }
 _LARGEST = "llama-2-13b"
 MODELS = ("llama-3.2-3b", "llama-2-7b", "llama-3.1-8b", _LARGEST)
-FIRST = (("llama-2-7b", "large"), ("llama-3.2-3b", "tokens-64k"), (_LARGEST, "small"))
+FIRST = (("llama-2-7b", "large"), ("llama-2-7b", "long"), ("llama-3.2-3b", "tokens-64k"), (_LARGEST, "small"))
 
 
 def chosen(models: Sequence[str] | None, shapes: Sequence[str] | None) -> tuple[tuple[str, str], ...]:

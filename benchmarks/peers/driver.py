@@ -281,9 +281,15 @@ def table(cells: dict[str, Any], rows: Sequence[str]) -> str:
                     f"{found['tokens_per_s']:9.0f} tokens/s {found['iteration_s']:8.3f} s "
                     f"{found['peak_rss_bytes'] / 1e9:6.2f} GB  start {found['start_up_s']:5.1f} s"
                 ) + (f"  MFU {100 * found['mfu']:4.1f} %" if "mfu" in found else "")
-                lines.append(f"  {row:16} {figures}  {found['status']} {found['why']}")
+                lines.append(f"  {row:16} {figures}  {_state(found['state'])}  {found['status']} {found['why']}")
             else:
                 lines.append(f"  {row:16} {found['status']}: {found['why']}")
         lines += [f"  {key}: {cell[key]:.3f}" for key in cell if key.startswith("ours_over")]
         lines += [f"  {key}: {cell[key]:.3f}" for key in ("prediction_error", "replayed_over_measured") if key in cell]
     return "\n".join(lines)
+
+
+def _state(state: dict[str, Any]) -> str:
+    """Return the types of master copy, moments and gradients, and whether gradients are clipped."""
+    types = "/".join(state[name] or "?" for name in ("master", "moments", "gradients"))
+    return f"state {types} {'clipped' if state['clipping'] else 'not clipped'}"

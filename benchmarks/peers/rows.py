@@ -3,7 +3,38 @@
 import dataclasses
 from typing import Any, Literal
 
+from benchmarks.peers.jobs import Cell
+
 Kind = Literal["ours", "peer", "ceiling", "other mathematics"]
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Types of what an engine keeps between passes. Rows are compared where master copy and moments have equal types.
+
+    Attributes:
+        master: the copy of the weights that is updated.
+        moments: of the optimizer.
+        gradients: as they wait for the update; ``weights``: in the type that forward computes in. ``None``: not known.
+    """
+
+    master: Literal["fp32", "bf16"] = "fp32"
+    moments: Literal["fp32", "bf16"] = "fp32"
+    gradients: Literal["fp32", "bf16", "weights"] | None = "fp32"
+
+    def of(self, cell: Cell) -> dict[str, Any]:
+        """Return it for a cell, with whether gradients are clipped."""
+        gradients = cell.dtype if self.gradients == "weights" else self.gradients
+        return {
+            "master": self.master,
+            "moments": self.moments,
+            "gradients": gradients,
+            "clipping": cell.max_norm > 0,
+        }
+
+    def equals(self, other: "State") -> bool:
+        """Return whether what is updated has the same types."""
+        return (self.master, self.moments) == (other.master, other.moments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,12 +46,14 @@ class Row:
         engine: see :data:`benchmarks.peers.engines.ENGINES`.
         kind: ``peer`` rows compete for the best; ``ceiling`` is no offloading; what trains with other mathematics is
             shown, but competes with nobody.
+        state: what it keeps.
         cpu, cuda: settings to try on that kind of device, the likeliest first; none: it is not tried unless named.
     """
 
     name: str
     engine: str
     kind: Kind = "peer"
+    state: State = State()
     cpu: tuple[dict[str, Any], ...] = ({},)
     cuda: tuple[dict[str, Any], ...] = ({},)
 
@@ -37,8 +70,8 @@ _ZENFLOW = {"topk_ratio": 0.1, "update_interval": 4, "select_interval": 1000, "s
 _SMALLER = 2 * 10**7  # subgroups of 1e8 would leave a small model in one piece, and Twin-Flow nothing to split
 _LARGER = 4 * 10**8
 ROWS: tuple[Row, ...] = (
-    Row("ours", "ours", "ours"),
-    Row("in-memory", "in_memory", "ceiling", cpu=({}, _ONE_THREAD, _SPIN)),
+    Row("ours", "ours", "ours", State(gradients="weights")),
+    Row("in-memory", "in_memory", "ceiling", State(gradients="weights"), cpu=({}, _ONE_THREAD, _SPIN)),
     Row(
         "zero-2-offload",
         "zero2",
@@ -85,6 +118,7 @@ ROWS: tuple[Row, ...] = (
         "zenflow",
         "zenflow",
         "other mathematics",
+        State(gradients=None),
         cpu=(),
         cuda=({"zenflow": _ZENFLOW}, {"zenflow": _ZENFLOW | {"overlap_step": True}}),
     ),

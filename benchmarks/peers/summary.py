@@ -96,7 +96,7 @@ def row_summary(cell: Cell, row: Row, outcomes: Sequence[Outcome], references: S
     status, why = verdict(outcomes, references, cell)
     if row.kind == "other mathematics" and status == "failed":
         status = "other mathematics"
-    result: dict[str, Any] = {"status": status, "why": why, "kind": row.kind}
+    result: dict[str, Any] = {"status": status, "why": why, "kind": row.kind, "state": row.state.of(cell)}
     whole = [outcome for outcome in outcomes if outcome.error is None]
     if not whole:
         return result
@@ -162,9 +162,11 @@ def cell_summary(
         if peak_flop_per_s is not None and "tokens_per_s" in found:
             found["mfu"] = result["model_flop_per_token"] * found["tokens_per_s"] / peak_flop_per_s
     counted = {name: row for name, row in table.items() if row["status"] == "ok"}
-    ours = next((row.name for row in rows if row.kind == "ours" and row.name in counted), None)
-    if ours is None:
+    own = next((row for row in rows if row.kind == "ours" and row.name in counted), None)
+    if own is None:
         return result
+    ours, equal = own.name, {row.name for row in rows if row.state.equals(own.state)}
+    counted = {name: row for name, row in counted.items() if name in equal}
     peers = {name: row["iteration_s"] for name, row in counted.items() if row["kind"] == "peer"}
     if peers:
         best = min(peers, key=peers.__getitem__)

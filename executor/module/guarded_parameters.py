@@ -35,6 +35,8 @@ _IN_PLACE: Final = re.compile(r".*[^_]_")
 _ATTRIBUTES: Final = frozenset({"data", "real", "imag"})
 _HARMLESS: Final = frozenset({"requires_grad_", "retain_grad_"})
 _NAME: Final = "name_in_model"
+# Writes nothing, and what it returns has memory of its own.
+_READ_GRADIENT: Final = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class Guarded(torch.Tensor):
@@ -53,6 +55,9 @@ class Guarded(torch.Tensor):
         Raises:
             ValueError: it does.
         """
+        if func == _READ_GRADIENT:  # clipping reads it four times for each parameter
+            with unguarded():
+                return func(*args)
         kwargs = kwargs or {}
         written = [t for t in tree_leaves(list(_written(func, args, kwargs))) if isinstance(t, Guarded)]
         if written:

@@ -15,7 +15,7 @@ from benchmarks.peers import driver
 from benchmarks.peers.driver import Comparison, Settings, table
 from benchmarks.peers.jobs import Cell, Job, Outcome
 from benchmarks.peers.processes import Clock, Runner
-from benchmarks.peers.rows import ROWS, Row, rows_for
+from benchmarks.peers.rows import ROWS, Row, State, rows_for
 from benchmarks.peers.summary import IN_MEMORY, TOLERANCES, Reference, cell_summary, paired_ratio, verdict
 from benchmarks.peers.worker import run
 from benchmarks.peers.zero import configuration
@@ -121,6 +121,28 @@ def test_without_a_reference_engines_are_held_to_one_another(
         assert summary["rows"]["ours"]["checked_against"]
 
 
+def test_only_rows_of_equal_state_are_compared() -> None:
+    lower = dataclasses.replace(PEER, name="lower", state=State(master="bf16", moments="bf16", gradients="bf16"))
+    rows = (OURS, PEER, lower, dataclasses.replace(CEILING, state=lower.state))
+    ran = {OURS.name: [outcome(2)], PEER.name: [outcome(3)], "lower": [outcome(1)], CEILING.name: [outcome(1)]}
+    summary = cell_summary(CELL, rows, ran, Reference(IN_MEMORY, outcome(1).losses))
+    assert summary["best_peer"] == PEER.name
+    assert "ours_over_in_memory" not in summary
+    assert summary["rows"]["lower"]["status"] == "ok"
+    assert summary["rows"]["lower"]["state"]["master"] == "bf16"
+    assert "state bf16/bf16/bf16" in table({"cell": summary}, [row.name for row in rows])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_every_row_states_what_it_keeps(dtype: str) -> None:
+    cell = dataclasses.replace(CELL, dtype=dtype, max_norm=1.0)
+    states = {row.name: row.state.of(cell) for row in ROWS}
+    assert all(state["clipping"] for state in states.values())
+    assert {(state["master"], state["moments"]) for state in states.values()} == {("fp32", "fp32")}
+    assert states["ours"]["gradients"] == dtype
+    assert states["fsdp2"]["gradients"] == "fp32"
+
+
 def test_other_mathematics_is_no_witness() -> None:
     zen = Row("zen", "zenflow", "other mathematics")
     summary = cell_summary(CELL, (OURS, zen), {"ours": [outcome(1)], "zen": [outcome(1)]}, None)
@@ -210,10 +232,11 @@ def test_grid_of_a_gpu() -> None:
     assert {(1, 2048, 1), (4, 2048, 1), (8, 2048, 1), (2, 4096, 1), (1, 2048, 8)} <= batches
     assert {cell.max_norm for cell in cells} == {0.0, 1.0}
     # First what has to be beaten, then what has to be matched, then what others cannot do, with all of the device.
-    assert [(cell.model, cell.num_tokens) for cell in cells[:3]] == [
-        ("llama-2-7b", 8192),
-        ("llama-3.2-3b", 65536),
-        ("llama-2-13b", 2048),
+    assert [(cell.model, cell.num_tokens, cell.max_norm) for cell in cells[:4]] == [
+        ("llama-2-7b", 8192, 0.0),
+        ("llama-2-7b", 8192, 1.0),
+        ("llama-3.2-3b", 65536, 0.0),
+        ("llama-2-13b", 2048, 1.0),
     ]
     assert {cell.model for cell in cells if cell.device_memory_bytes is None} == {"llama-2-13b"}
     assert cell_of("llama-2-13b", "small", 30, 0).device_memory_bytes == 30

@@ -6,6 +6,7 @@ import functools
 import gc
 import io
 import pickle
+import sys
 import weakref
 
 import pytest
@@ -396,3 +397,17 @@ def test_weights_of_a_closed_session_are_tensors_of_their_own(family, choose, dt
     backward(model)
     make_optimizer(task, model).step()
     assert all(weight.isfinite().all() for weight in model.parameters())
+
+
+def test_clipping_calls_little_python_for_each_parameter(started) -> None:
+    model, optimizer = started
+    parameters = list(model.parameters())
+    calls = []
+    backward(model)
+    sys.setprofile(lambda _frame, event, _argument: calls.append(event) if event == "call" else None)
+    try:
+        torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    finally:
+        sys.setprofile(None)
+    optimizer.step()
+    assert len(calls) < 120 * len(parameters)

@@ -77,6 +77,7 @@ FLAGS = {
     "models": {"name", "--json"},
     "hardware": {"action", "names", "--output", "--json"},
     "completion": {"shell"},
+    "doctor": {"--json"},
     "launch": {"plan", "--with"},
     "import-deepspeed": {*REQUEST, "config", "--output", "--json"},
     "export-deepspeed": {"plan", "--output", "--nvme-path"},

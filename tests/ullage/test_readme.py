@@ -210,6 +210,26 @@ def figures() -> dict[str, str]:
         **storage_figures(),
         **study_figures(),
         **calibration_figures(),
+        **launcher_figures(),
+    }
+
+
+def launcher_figures() -> dict[str, str]:
+    """Return what the README says of the host time that plans add."""
+    found = result("cpu_launcher.json")
+    rows = [chain["rows"] for chain in found["results"]]
+
+    def span(name: str, phase: str) -> str:
+        values = [row[name]["added_us_per_unit"][phase] for row in rows]
+        return f"{min(values):.0f} to {max(values):.0f}"
+
+    plans = ("resident", "updated", "fetched")
+    added = "; ".join(f"{span(name, 'forward')} and {span(name, 'backward')}" for name in plans)
+    ratios = [row[name]["over_fsdp2"] for row in rows for name in plans]
+    return {
+        "launcher": f"{added} µs (goal: 25, {'met' if all(found['goals'].values()) else 'missed'}); "
+        f"{min(ratios):.2f} to {max(ratios):.2f} of what FSDP2 adds | "
+        f"[cpu_launcher.json](benchmarks/results/cpu_launcher.json), `{found['command']}` |"
     }
 
 

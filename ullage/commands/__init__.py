@@ -17,6 +17,7 @@ else:
     Subparsers = object
 
 SUMMARIES = {
+    "doctor": "say what this machine has, and what is wrong with it",
     "calibrate": "measure what this machine can do",
     "plan": "find the fastest way to train a model on some hardware",
     "whatif": "say what it would take: other machines, models, batches, and their cost",

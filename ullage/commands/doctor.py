@@ -1,0 +1,64 @@
+"""``ullage doctor``: what this machine has to train with, and the first thing that is wrong with it."""
+
+import argparse
+from typing import Any
+
+from ullage.commands import Subparsers, command_parser
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the parser of this command."""
+    parser = command_parser(
+        subparsers,
+        "doctor",
+        run,
+        "Show versions, cores, memory and GPUs of this machine, and the first thing that is wrong with its remedy.\n"
+        "Exit code 1 if anything is wrong. A machine without a GPU is fine: its cores stand in for one.",
+        """
+        ullage doctor
+        ullage doctor --json
+        """,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine the machine."""
+    from ullage.analysis.doctor import examine  # noqa: PLC0415
+    from ullage.output.console import console, facts, write_json  # noqa: PLC0415 - rich is slow to import
+
+    found = examine()
+    if args.json:
+        write_json(found)
+    else:
+        console().print(facts(_rows(found)))
+    return 1 if found["failure"] else 0
+
+
+def _rows(found: dict[str, Any]) -> dict[str, str]:
+    from ullage.output.formatting import si  # noqa: PLC0415
+
+    def size(count: int | None) -> str:
+        return "unknown" if count is None else si(count, "B")
+
+    cuda = f"CUDA {found['cuda']}" if found["cuda"] else "without CUDA"
+    lockable = "unlimited" if found["lockable_bytes"] is None else size(found["lockable_bytes"])
+    free, total = size(found["available_memory_bytes"]), size(found["memory_bytes"])
+    pages = (
+        f"transparent {found['transparent_hugepages'] or 'unknown'}, {found['num_free_hugepages']} reserved are free"
+    )
+    rows = {
+        "versions": f"ullage {found['ullage']}, Python {found['python']}, torch {found['torch']} ({cuda})",
+        "CPU": f"{found['cpu']}, {found['num_cores']} cores, {found['num_numa_nodes'] or 'unknown'} NUMA nodes",
+        "host memory": f"{free} free of {total}; may be locked: {lockable}",
+        "huge pages": pages,
+    }
+    for number, gpu in enumerate(found["gpus"]):
+        link = f"PCIe {gpu['pcie_generation']} (at most {gpu['pcie_generation_max']})"
+        lanes = f"x{gpu['pcie_width']} (at most x{gpu['pcie_width_max']})"
+        memory = f"{size(gpu['free_bytes'])} free of {size(gpu['memory_bytes'])}"
+        rows[f"GPU {number}"] = f"{gpu['name']}, driver {gpu['driver']}, {memory}, {link} {lanes}"
+    if not found["gpus"]:
+        rows["GPU 0"] = "no GPU: nvidia-smi is not there, or knows of none"
+    failure = found["failure"]
+    return rows | {"first failure": f"{failure['what']}; {failure['remedy']}" if failure else "none"}
