@@ -256,5 +256,29 @@ def test_every_row_of_a_table_is_tied() -> None:
     assert [row for row in shown if row not in tied and row not in heads and not set(row) <= set("|-: ")] == []
 
 
+def test_methods_say_what_was_measured() -> None:
+    saved, drive, engines = (result(f"cpu_checkpoint{name}.json") for name in ("", "_drive", "_engines"))
+    sizes = [f"{model['num_bytes'] / 1e6:.0f}" for model in engines["models"].values()]
+    peer_results = result("cpu_peers.json")
+    (model,) = {cell["model"] for cell in peer_results["cells"].values()}
+    said = " ".join(PAGE.split())
+    for words in (
+        f"A checkpoint of {saved['num_bytes'] / 1e6:.0f} MB",
+        f"A checkpoint of {drive['checkpoint_bytes'] / 1e9:.1f} GB",
+        f"{', '.join(sizes[:-1])} and {sizes[-1]} MB of state",
+        f"{model.removeprefix('llama-').removesuffix('m')} million parameters",
+        {3: "There are three processes per row."}[peer_results["num_rounds"]],
+    ):
+        assert words in said
+
+
+def test_commands_are_those_that_made_the_files() -> None:
+    made = {
+        path.name: json.loads(path.read_text(encoding="utf-8")).get("command", "") for path in RESULTS.glob("*.json")
+    }
+    for name, command in made.items():
+        assert command.partition(" --peers")[0] in PAGE, name
+
+
 def test_every_result_file_is_on_the_page() -> None:
     assert [path.name for path in sorted(RESULTS.glob("*.json")) if path.name not in PAGE] == []
