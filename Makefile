@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT := out
 
-.PHONY: demo test test-planning test-executing test-commands fuzz torture bench clean
+.PHONY: demo test test-planning test-executing test-commands fuzz torture bench docs clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11") if sys.version_info < (3, 11) else None'
@@ -54,6 +54,11 @@ bench: $(VENV)/ready
 	$(BIN)/python benchmarks/simulator/run.py
 	$(BIN)/python benchmarks/cpu/adamw.py
 	$(BIN)/python benchmarks/cpu/peers.py
+
+# The site of the documentation, in out/site; warnings are errors.
+docs: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:
 	rm -rf $(VENV) $(OUT) .mypy_cache .ruff_cache .pytest_cache .hypothesis
