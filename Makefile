@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT := out
 
-.PHONY: demo test test-planning test-executing test-commands fuzz torture bench docs clean
+.PHONY: demo test test-all test-planning test-executing test-commands fuzz torture bench docs clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11") if sys.version_info < (3, 11) else None'
@@ -39,16 +39,20 @@ test-executing:
 test-commands:
 	$(BIN)/python -m pytest tests $(PLANNING:%=--ignore=%) $(EXECUTING:%=--ignore=%) --ignore=$(TIMED)
 
+# Everything that tests can try; `make test` tries a part of every property and every table (tests/amount.py).
+test-all:
+	ULLAGE_TESTS=all $(MAKE) --no-print-directory test
+
 # Property tests only, with examples that were never tried before.
 ROUNDS ?= 10
 fuzz: $(VENV)/ready
 	for round in $$(seq $(ROUNDS)); do \
-		$(BIN)/python -m pytest -q -m hypothesis --hypothesis-profile=fuzz || exit 1; \
+		ULLAGE_TESTS=all $(BIN)/python -m pytest -q -m hypothesis --hypothesis-profile=fuzz || exit 1; \
 	done
 
 # Checkpoints: every kill point, every lost write, every failing operation. Ranks: every optimizer for long.
 torture: $(VENV)/ready
-	$(BIN)/python -m pytest -q -m torture
+	ULLAGE_TESTS=all $(BIN)/python -m pytest -q -m torture
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/simulator/run.py

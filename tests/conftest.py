@@ -1,17 +1,26 @@
-"""For all tests: their examples, the same everywhere in ``make test`` and new in ``make fuzz``, and Ctrl-C."""
+"""For all tests: their examples (the same everywhere in ``make test``, new ones in ``make fuzz``), and Ctrl-C."""
 
 import signal
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # special_files.py
+sys.path.insert(0, str(Path(__file__).parent))  # amount.py, special_files.py
+
+from amount import divided, examples
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs have it, and what they start
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A change is judged by the same examples on every machine; what nobody thought of is looked for at leisure.
-settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("same", derandomize=True, deadline=None, max_examples=examples(100))
 settings.register_profile("fuzz", derandomize=False, deadline=None, print_blob=True)
 settings.load_profile("same")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to ``make test-all`` what is marked so."""
+    items[:], left = divided(items)
+    config.hook.pytest_deselected(items=left)

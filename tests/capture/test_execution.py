@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from own_models import OWN, batch
@@ -83,10 +84,11 @@ def decided(draw: st.DrawFn, found: tuple[Unit, ...], dtype: str) -> Decisions:
     )
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OWN)
 @given(data=st.data())
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 def test_training_is_the_same_bit_for_bit(name: str, dtype: str, data: st.DataObject) -> None:
     found = units_of(name, dtype)
     decisions = data.draw(decided(found, dtype))

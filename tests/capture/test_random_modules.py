@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from random_modules import BATCH, INPUT, LENGTH, WIDTH, Random, Recipe, Stream, recipes
@@ -91,7 +92,7 @@ def train(model: torch.nn.Module, optimizer) -> list[float]:
 
 
 @given(recipe=recipes(), data=st.data())
-@settings(max_examples=40, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(40), phases=[Phase.explicit, Phase.generate])
 def test_training_under_any_decisions_is_that_in_memory(recipe: Recipe, data: st.DataObject) -> None:
     found = units_of(captured(recipe))
     trained_as_in_memory(recipe, found, data.draw(decided(found, "fp32")))

@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from amount import examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
@@ -52,7 +53,7 @@ def test_the_usual_loop_trains_to_the_same_bits(sizes, each):
     assert_same(trained_as_by_ddp(task, mixed, each=each), reference(task))
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(15), deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(plans().filter(lambda plan: min(plan[0].group_sizes) < plan[0].num_micro_batches), st.integers(0, 99))
 def test_a_short_group_trains_as_in_memory(plan, seed):
     """A loop whose data end before a group is full makes its step all the same, with what is there."""

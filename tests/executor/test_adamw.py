@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
@@ -127,7 +128,7 @@ def test_every_operation_is_the_plain_float32_one(grad_dtype, bf16, step, grad_s
         assert np.array_equal(ours[3], torch_narrow(ours[0]))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     step=st.integers(1, 10_000),
@@ -202,7 +203,7 @@ def test_grad_scale_is_a_scaled_gradient():
     assert bits_equal(stepped(state, PARAMS, 5, 0.3), stepped(scaled, PARAMS, 5))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     num_params=st.integers(1, 700),
     cuts=st.lists(st.integers(0, 700), max_size=6),

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plans import plans
@@ -102,7 +103,7 @@ def plan_of(params: str, place: str):
     return TASK, decide(TASK, uniform(params, place))
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @example(plan_of("host", "cpu"), ["save", "step", "evaluate", "load", "evaluate"])
 @example(plan_of("nvme", "nvme"), ["save", "step", "read", "load", "read"])
 @given(plans(dtype=torch.bfloat16, schedule=False, iterations=10), st.lists(st.sampled_from(ACTIONS), max_size=8))
@@ -166,7 +167,7 @@ def leave_in(training: InMemory, task: Task, moment: str, number: int) -> None:
     raise LeftError
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @example(plan_of("nvme", "nvme"), "backward", 3)
 @given(
     plans(),
@@ -194,7 +195,7 @@ def test_a_loop_that_is_left_in_the_middle_has_the_weights_of_the_last_step(plan
         assert all(values.isnan().all() for values in left.values())
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @example(plan_of("nvme", "nvme"), 3)
 @given(plans(), st.integers(0, 30))
 def test_a_plan_that_cannot_begin_leaves_the_model_as_it_was(plan, number):

@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import mixed
@@ -51,7 +52,7 @@ def changed(task, first, second, tmp_path, after=1):
         optimizer.session.close()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     ways=st.tuples(st.sampled_from(WAYS), st.sampled_from(WAYS)),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),

@@ -146,6 +146,7 @@ def test_evaluation_sees_the_trained_weights():
     assert_same((seen, final), in_memory(task, PLAIN, mixed))
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("family", "degrees"),
     [

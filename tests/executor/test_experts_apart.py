@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
@@ -38,7 +39,7 @@ from planner.models import from_hf_config
 FAMILIES = ["mixtral-shared", "qwen3-moe-shared"]
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(8), deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(st.data(), st.sampled_from([2, 4]))
 def test_experts_apart_give_the_bits_of_the_whole(data, expert_units):
     """Every unit is placed by itself, by any plan; the arithmetic is that of the whole."""
@@ -55,6 +56,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(("degrees", "zero_stage", "choose"), EXPERTS.values(), ids=EXPERTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_step_has_the_gradients_of_all_tokens(processes, degrees, zero_stage, choose, dtype):
@@ -79,7 +81,7 @@ def in_the_simplest_way(processes, task):
     return processes.call(2, trained, task, decisions)
 
 
-@settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(5), deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(plans(sizes=[2], families=FAMILIES, degrees={"expert_parallel": 2, "expert_units": 2}), st.integers(0, 99))
 def test_any_plan_of_one_degree_gives_the_same_bits(processes, plan, seed):
     task, decisions = plan

@@ -14,6 +14,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_numerics import plans
@@ -203,7 +204,7 @@ def differing(folder, state):
     return [name for name, values in found.items() if not torch.equal(values, state[name])]
 
 
-@settings(max_examples=4)
+@settings(max_examples=examples(4))
 @given(plan=plans(), seed=st.integers(0, 99))
 def test_what_is_taken_is_at_rest_until_it_may_change(plan, seed, tmp_path_factory):
     task, decisions = plan
@@ -243,6 +244,7 @@ TOO_EARLY = (planner.lowering, "snapshots", before_updates)
 SNAPSHOTS = frozenset({Op.SNAPSHOT})
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("places", "broken", "late"),
     [

@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from amount import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numba import types
@@ -81,7 +82,7 @@ def wide(state, grad_scale):
 # --- float64 oracles ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     size=sizes,
     seed=seeds,
@@ -113,7 +114,7 @@ def test_sgd_stays_within_the_derived_bounds(size, seed, scale, lr, decay, momen
     assert (np.abs(ours[0] - (p - lr * direction)) <= UNIT * (2 * np.abs(p) + 13 * lr * size_d)).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     size=sizes, seed=seeds, scale=scales, lr=rates, decay=decays, lr_decay=st.floats(0, 1), step=st.integers(1, 10_000)
 )
@@ -139,7 +140,7 @@ def test_adagrad_stays_within_the_derived_bounds(size, seed, scale, lr, decay, l
     assert (np.abs(ours[0] - (p - rate * g / root)) <= error).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     size=sizes,
     seed=seeds,
@@ -163,7 +164,7 @@ def test_lion_stays_within_the_derived_bounds(size, seed, scale, lr, decay, beta
     assert (error <= UNIT * (4 * np.abs(p) + 3 * lr))[sure].all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(size=sizes, seed=seeds, scale=scales, lr=rates, decay=st.floats(0.01, 0.5), step=st.integers(1, 1000))
 def test_adam_is_adamw_on_a_gradient_that_decays(size, seed, scale, lr, decay, step):
     """Exactly: the sum is made first, in float32."""
@@ -219,7 +220,7 @@ EXACT = {
 }
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.sampled_from(sorted(EXACT)), powers, powers, st.one_of(st.just(0.0), powers), seeds, sizes)
 def test_the_bits_are_torchs_where_products_are_exact(name, lr, momentum, decay, seed, size):
     """See [Note: Same bits as torch]; our own Lion rounds each operation, so that any factors do."""
@@ -227,7 +228,7 @@ def test_the_bits_are_torchs_where_products_are_exact(name, lr, momentum, decay,
     assert all(np.array_equal(a, b) for a, b in zip(theirs, ours, strict=True))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(rates, st.floats(0, 1), st.sampled_from([0.0, 0.3]), seeds, sizes)
 def test_adagrads_sums_are_torchs_where_squares_are_exact(lr, lr_decay, initial, seed, size):
     """Weights differ by rounding: torch's root may be that of a vector library, which is off by a unit."""
@@ -251,7 +252,7 @@ AWKWARD = {
 }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.sampled_from(sorted(AWKWARD)), seeds, sizes)
 @example("lion", 0, 300)
 def test_zeros_denormals_infinities_and_nan_go_through_as_in_torch(name, seed, size):
@@ -279,7 +280,7 @@ def test_lion_does_not_hide_a_gradient_that_is_not_finite(bad):
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("grad_dtype", ["uint16", "float32"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(data=st.data())
 def test_any_cut_and_team_give_the_same_bits(name, grad_dtype, data):
     kernel, num_buffers, params = KERNELS[name]

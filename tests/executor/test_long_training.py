@@ -6,6 +6,7 @@ With clipping, a learning rate that changes at every step, groups of other decay
 import dataclasses
 
 import pytest
+from amount import examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
@@ -27,6 +28,7 @@ def of(optimizer, plan):
     return dataclasses.replace(task, optimizer=optimizer), decisions.model_copy(update={"optimizer": planned_as})
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @settings(max_examples=1, deadline=None, phases=[Phase.generate])
 @given(data=st.data())
@@ -37,7 +39,7 @@ def test_one_rank(optimizer, data):
 
 @pytest.mark.torture
 @pytest.mark.parametrize("family", ["gpt2", "llama-tied", "qwen3", "mixtral"])
-@settings(max_examples=4, deadline=None, phases=[Phase.generate])
+@settings(max_examples=examples(4), deadline=None, phases=[Phase.generate])
 @given(data=st.data())
 def test_models_of_several_layers(family, data):
     """Others have one layer and few words, as they are many."""
@@ -46,6 +48,7 @@ def test_models_of_several_layers(family, data):
     assert_same(planned(task, decisions), reference(task))
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("optimizer", OF_THE_TABLE)
 @settings(max_examples=1, deadline=None, phases=[Phase.generate])
 @given(data=st.data())
@@ -54,6 +57,7 @@ def test_two_ranks(processes, optimizer, data):
     assert_same_bits(processes.call(2, trained, task, decisions), reference_of_ranks(task, 2, decisions))
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("all_long", [False, pytest.param(True, marks=pytest.mark.torture)], ids=["some", "all"])
 @pytest.mark.parametrize("optimizer", OF_THE_TABLE)
 @settings(max_examples=1, deadline=None, phases=[Phase.generate])

@@ -13,6 +13,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import training
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,7 +57,7 @@ def lane_threads():
     return [t for t in threading.enumerate() if t.name.startswith("lane ")]
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(schedules(), st.lists(st.integers(0, 2), min_size=12, max_size=12))
 def test_a_task_starts_when_its_lane_is_free_and_what_it_comes_after_has_ended(schedule, durations_ms):
     def perform(task, _iteration):

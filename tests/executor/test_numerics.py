@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import ACTIVATIONS, mixed, plans
@@ -41,7 +42,7 @@ def test_every_placement_gives_the_same_bits(params, place, dtype, num_micro_bat
     assert_same(planned(task, decide(task, uniform(params, place, activations))), reference(task))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(plans(), st.integers(0, 99))
 def test_any_plan_gives_the_same_bits_on_lanes_of_any_speed(plan, seed):
     task, decisions = plan

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_numerics import PLACEMENTS, mixed, plans
@@ -42,7 +43,7 @@ def test_every_placement_gives_the_same_bits(optimizer, params, place, dtype):
     assert_same(planned(task, decide(task, uniform(params, place))), reference(task))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(plans(), st.integers(0, 99), st.sampled_from(OTHERS))
 def test_any_plan_gives_the_same_bits_on_lanes_of_any_speed(plan, seed, optimizer):
     task, decisions = plan

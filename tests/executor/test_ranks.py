@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
@@ -55,6 +56,7 @@ STAGES = {
 }
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize(("zero_stage", "choose"), STAGES.values(), ids=STAGES)
 def test_two_ranks_give_the_bits_of_one_process(processes, zero_stage, choose, num_micro_batches):
@@ -123,14 +125,14 @@ def test_a_plan_for_other_ranks_is_refused(processes, tmp_path):
         processes.call(2, changed, task, ways, tmp_path)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(25), deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(plans(sizes=[2]), st.integers(0, 99))
 def test_any_plan_for_two_gives_the_same_bits_on_lanes_of_any_speed(processes, plan, seed):
     task, decisions = plan
     assert_same_bits(processes.call(2, trained, task, decisions, seed), reference(task, 2, decisions))
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(12), deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(plans(sizes=[3, 4]), st.integers(0, 99))
 def test_any_plan_for_more_agrees_within_rounding(processes, plan, seed):
     """How gloo's ring orders a sum depends on where it cuts it.
@@ -174,6 +176,7 @@ def test_one_rank_alone_is_as_before(processes):
     assert_same_bits(processes.call(1, trained, task, decisions), reference(task, 1, decisions))
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     ("zero_stage", "choose"), [STAGES[k] for k in ("0, everything", "1, streamed", "2, cpu", "3, everything")]
 )
@@ -245,6 +248,7 @@ TASK = Task("gpt2", iterations=50)
 SHARED = decide(TASK, mixed, data_parallel=3, zero_stage=3)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("moment", "kind", "message"),
     [
@@ -290,6 +294,7 @@ def test_a_killed_rank_ends_all(processes):
         assert re.search(r"rank 1 \(process \d+\) has ended without a word", str(error)), error
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(("size", "zero_stage"), [(2, 0), (2, 3), (3, 1), (4, 2)])
 def test_any_number_of_ranks_goes_on_from_what_any_number_has_saved(processes, size, zero_stage, tmp_path):
     task = Task("llama", iterations=2)
@@ -325,6 +330,7 @@ APART = {
 }
 
 
+@pytest.mark.part(3)
 # Under stage 1 weights are whole on each rank once all have made them so: one may evaluate more often than others.
 @pytest.mark.parametrize(
     ("deed", "zero_stage"),
@@ -370,6 +376,7 @@ def test_ranks_that_share_layers_draw_alike_after_those_that_did_not(processes, 
     assert first == second
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_what_one_rank_cannot_open_is_passed_over_by_all(processes, zero_stage, tmp_path):
     task = Task("gpt2", iterations=3)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -72,7 +73,7 @@ def flat(seen):
     return list(itertools.chain.from_iterable(seen.values()))
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(plan=plans(), other=plans(), seed=st.integers(0, 99), start=st.integers(1, 3), data=st.data())
 def test_a_checkpoint_at_every_iteration_leaves_no_trace_and_any_plan_goes_on_from_each(
     plan, other, seed, start, data, tmp_path_factory
@@ -135,6 +136,7 @@ def resident(unit, count):
     return "gpu", "keep", [Place.GPU if (len(unit.name) + i) % 2 else Place.CPU for i in range(count)]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("degrees", RANKS.values(), ids=RANKS)
 def test_what_ranks_share_goes_on_on_any_ranks(processes, degrees, tmp_path):
     """All state is the same, whoever has which part of it; so is training, on ranks of the same degrees."""

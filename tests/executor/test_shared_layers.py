@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from amount import examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
@@ -55,6 +56,7 @@ SHARED = {
 """Every family, with ranks that share layers and ranks that share the data."""
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(("family", "ranks"), SHARED.items(), ids=SHARED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_step_has_the_gradients_of_the_whole_model(processes, family, ranks, dtype):
@@ -72,7 +74,7 @@ def in_the_simplest_way(processes, task, tensor_parallel):
     return processes.call(tensor_parallel, trained, task, decisions)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(6), deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(plans(families=["gpt2-shared", "llama-shared"], degrees={"tensor_parallel": 2}), st.integers(0, 99))
 def test_any_plan_of_one_degree_gives_the_same_bits(processes, plan, seed):
     """Clipping, groups, schedules, accumulation, recomputation; and as without shares, but for rounding."""

@@ -12,6 +12,7 @@ from collections import Counter
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import given, settings
 from plans import mixed, plans
 from together import reference as of_processes
@@ -59,7 +60,7 @@ def watched_training(task, decisions, blind=None):
     return races
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(plan=plans(families=FAMILIES))
 def test_no_plan_depends_on_when_streams_run(plan):
     races = watched_training(*plan)
@@ -67,6 +68,7 @@ def test_no_plan_depends_on_when_streams_run(plan):
     assert not races.pageable, "copies from or to memory that is not registered wait for the device"
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("update_start", ["step", "backward"])
 @pytest.mark.parametrize(
     "place",
@@ -227,6 +229,7 @@ DEGREES = {
 }
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("update_start", ["step", "backward"])
 @pytest.mark.parametrize(("family", "degrees"), DEGREES.values(), ids=DEGREES)
 def test_ranks_do_not_depend_on_when_streams_run(processes, family, degrees, update_start):

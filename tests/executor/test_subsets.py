@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_numerics import PLACEMENTS, mixed
@@ -67,6 +68,7 @@ def compare(task: Task, choose, trained, make_groups, make=OPTIMIZERS["adamw"], 
         assert_same((run(model, ours), session.full_parameters()), expected)
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad", "lion"])
@@ -110,7 +112,7 @@ def test_a_tied_weight_is_one_parameter_frozen_or_not(family, place, trains_tied
     compare(Task(family), uniform("gpu", place), trained, lambda model: [{"params": list(model.parameters())}])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(data=st.data())
 def test_any_groups_over_any_subset_give_the_same_bits(data):
     names = [name for name, _ in make_model(Task("gpt2")).named_parameters()]

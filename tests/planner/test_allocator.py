@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from amount import examples
 from cases import Case, cases, random_prices
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -82,7 +83,7 @@ def test_a_full_device_gets_its_idle_segments_back() -> None:
 SIZES = st.one_of(st.integers(0, 3000), st.integers(0, 3 * MIB), st.integers(9 * MIB, 90 * MIB))
 
 
-@settings(SLOW, max_examples=200)
+@settings(SLOW, max_examples=examples(200))
 @given(st.lists(st.tuples(SIZES, st.integers(0, 5)), max_size=60), st.sampled_from([PLENTY, 64 * MIB]))
 def test_what_is_reserved_holds_what_is_allocated_holds_what_is_requested(
     history: list[tuple[int, int]], capacity_bytes: int
@@ -108,7 +109,7 @@ def test_what_is_reserved_holds_what_is_allocated_holds_what_is_requested(
     assert allocator.reserved_bytes == 0
 
 
-@settings(SLOW, max_examples=50)
+@settings(SLOW, max_examples=examples(50))
 @given(cases(), st.integers(0, 2**32 - 1))
 def test_a_replay_asks_for_what_the_schedule_holds(case: Case, seed: int) -> None:
     simulated = run(case.schedule, *random_prices(case.schedule, seed), 3)

@@ -5,6 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
+from amount import examples
 from cases import Case, cases, random_prices
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from planner.simulate.machine import Simulation, run
 from planner.simulate.steady import find_cycle
 
 SLOW = settings(
-    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    deadline=None, max_examples=examples(30), suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
 FREE = dict.fromkeys(Resource, 1.0)
 NUM, READ = 10, (6, 7, 8)

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -132,7 +133,7 @@ def test_the_same_plan_has_the_same_checkpoints_and_they_are_verified():
         verify(plan.model_copy(update={"checkpoints": longer}))
 
 
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=examples(6))
 @given(
     st.dictionaries(st.sampled_from(LEVELS), st.floats(0.5, 1000.0), min_size=1),
     st.sampled_from([None, 0.002, 0.02]),

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from amount import examples
 from cases import cases, decide, pipelines, random_prices, small_units
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -248,7 +249,7 @@ def test_training_goes_on_at_the_weight_of_the_policy():
 # --- on top of a lowered iteration
 
 
-@settings(SLOW, max_examples=50, suppress_health_check=list(HealthCheck))
+@settings(SLOW, max_examples=examples(50), suppress_health_check=list(HealthCheck))
 @given(
     st.one_of(cases(), pipelines()),
     engines,
@@ -319,7 +320,7 @@ def test_stages_of_a_pipeline_save_beside_each_other():
     assert memory_use(timeline, 0)[Tier.HOST].peak_bytes == policy("deepspeed").chunk_bytes  # of each rank
 
 
-@settings(SLOW, max_examples=50, suppress_health_check=list(HealthCheck))
+@settings(SLOW, max_examples=examples(50), suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_a_run_without_checkpoints_is_the_iterations_one_after_another(case):
     made = with_checkpoints(
@@ -331,7 +332,7 @@ def test_a_run_without_checkpoints_is_the_iterations_one_after_another(case):
     assert np.array_equal(unrolled.end_s[0], plain.end_s.ravel())
 
 
-@settings(SLOW, max_examples=50, suppress_health_check=list(HealthCheck))
+@settings(SLOW, max_examples=examples(50), suppress_health_check=list(HealthCheck))
 @given(cases(), st.integers(0, 2**32 - 1))
 def test_predicted_gates_are_those_that_are_executed(case, seed):
     """With room for everything and instant writes a piece waits for its own copy: to the moment as in the schedule."""

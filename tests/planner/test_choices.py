@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+from amount import examples
 from cases import small_units
 from hazards import ordered_by_rules, violations
 from hypothesis import given, settings
@@ -43,7 +44,7 @@ OPT, MIXTRAL = resolve_model("opt-125m"), resolve_model("mixtral-8x7b")
     st.sampled_from([None, 1, 2]),
     st.sampled_from([None, 1, 2]),
 )
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_choices_are_what_was_asked_for(model, num_devices, per_node, batch, tensor, micro_batch) -> None:
     if num_devices % (tensor or 1):
         with pytest.raises(ValueError, match="must divide the"):

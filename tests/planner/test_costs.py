@@ -1,6 +1,7 @@
 """Prices: calculated by hand on round numbers, monotone in sizes, and never more than a machine has."""
 
 import pytest
+from amount import examples
 from cases import MODELS, Case, cases, small_units
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -194,7 +195,7 @@ LANES = {
 }
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     st.sampled_from(list_profiles()),
     st.sampled_from(list(LANES)),
@@ -232,7 +233,7 @@ def test_a_task_alone_always_runs_at_full_speed(name: str) -> None:
                     assert overloads(cost, cost.prices(schedule)) == []
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 @given(cases(), st.sampled_from(["gpu", "host"]), st.sampled_from([0, 0.5, 1]), st.booleans())
 def test_any_schedule_runs_on_any_kind_of_machine(case: Case, kind: str, cores: float, via_host_link: bool) -> None:
     profile = machine(kind=kind, devices_per_node=4, num_cores_per_copy=cores, via_host_link=via_host_link)
@@ -247,7 +248,7 @@ def test_any_schedule_runs_on_any_kind_of_machine(case: Case, kind: str, cores: 
             assert links in ([], [pytest.approx(each.num_bytes)])
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(30), suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_a_price_does_not_depend_on_what_was_priced_before(case: Case) -> None:
     ranks = case.decisions.data_parallel

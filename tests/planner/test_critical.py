@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from amount import examples
 from cases import Case, cases, random_prices
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from planner.simulate.machine import run
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-@settings(SLOW, max_examples=100)
+@settings(SLOW, max_examples=examples(100))
 @given(cases(), st.integers(0, 2**32 - 1))
 def test_steps_tile_the_iteration_and_each_waited_for_the_one_before(case: Case, seed: int) -> None:
     prices, capacities = random_prices(case.schedule, seed)
@@ -41,7 +42,7 @@ def test_steps_tile_the_iteration_and_each_waited_for_the_one_before(case: Case,
             assert (before.iteration, before.task) in waited
 
 
-@settings(SLOW, max_examples=100)
+@settings(SLOW, max_examples=examples(100))
 @given(cases(), st.integers(0, 2**32 - 1))
 def test_what_sharing_costs_is_the_rest(case: Case, seed: int) -> None:
     prices, capacities = random_prices(case.schedule, seed)

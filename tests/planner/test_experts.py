@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from amount import examples
 from hazards import ordered_by_rules, violations
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,7 +97,7 @@ def test_groups_of_a_layout() -> None:
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=8, max_size=8).filter(lambda row: sum(row) > 0.1), st.integers(1, 5000))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_visits_in_proportion_to_shares(row: list[float], total: int) -> None:
     shares = tuple(share / sum(row) for share in row)
     counts = expert_rules.whole(shares, total)
@@ -162,7 +163,7 @@ def shared_decisions(draw: st.DrawFn) -> tuple[tuple[Unit, ...], Decisions]:
 
 
 @given(shared_decisions())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_schedules_of_shared_experts_are_safe_and_hold_what_they_should(case) -> None:
     found, decisions = case
     schedule = lower(found, decisions, asynchronous=True)

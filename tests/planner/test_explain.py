@@ -6,6 +6,7 @@ import itertools
 import math
 
 import pytest
+from amount import examples
 from cases import decisions as random_decisions
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,7 +88,7 @@ def test_the_plan_is_simulated_as_it_was_predicted(name: str) -> None:
 
 
 @given(st.data())
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_alternatives_are_what_simulating_them_says(data: st.DataObject) -> None:
     explained = bench(data.draw(st.sampled_from(NAMES)))
     unit = data.draw(st.sampled_from(list(explained.units)))
@@ -239,7 +240,7 @@ def test_tricks_of_placement_off_place_as_they_say() -> None:
 
 
 @given(st.data())
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_anything_that_can_be_decided_can_be_explained(data: st.DataObject) -> None:
     """Every switch and every move of random decisions is itself a decision that can be lowered."""
     explained = bench("two")
@@ -313,6 +314,7 @@ def test_a_capacity_binds_where_the_plan_no_longer_fits() -> None:
     assert [tier for tier, _ in full_tiers(explained)] == [Tier.GPU]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", ["one", "two"])
 def test_the_bound_changes_with_the_machine_as_its_multipliers_say(name: str) -> None:
     """Against bounds that are solved anew: where the bound has a corner, the derivative lies between its sides."""

@@ -1,6 +1,7 @@
 """The one loop: it issues every task once, in order, and only as far as the caller has come."""
 
 import pytest
+from amount import examples
 from cases import Case, cases, decide, small_units
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ def small_schedule() -> Schedule:
     return lower(units, decide(units, recompute=True, num_micro_batches=2), asynchronous=True)
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(50), suppress_health_check=[HealthCheck.too_slow])
 @given(cases(), st.data())
 def test_every_task_once_in_order_wherever_the_caller_stops(case: Case, data: st.DataObject) -> None:
     recorder = Recorder()

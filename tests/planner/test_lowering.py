@@ -5,6 +5,7 @@ import itertools
 from collections import Counter
 
 import pytest
+from amount import examples
 from cases import MODELS, Case, cases, decide, random_prices, small_units
 from hazards import NUM_ITERATIONS, ordered_by_rules, ordered_in, violations
 from hypothesis import HealthCheck, assume, given, settings
@@ -25,14 +26,14 @@ ALL_POLICIES = POLICIES | STORAGE_POLICIES
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-@settings(SLOW, max_examples=250)
+@settings(SLOW, max_examples=examples(250))
 @given(cases())
 def test_safe_under_any_timing(case: Case) -> None:
     schedule = case.schedule
     assert violations(schedule, case.units, case.decisions, ordered_by_rules(schedule)) == []
 
 
-@settings(SLOW, max_examples=50)
+@settings(SLOW, max_examples=examples(50))
 @given(cases(), st.integers(0, 2**32 - 1))
 def test_safe_in_simulated_time(case: Case, seed: int) -> None:
     """The simulator keeps the rules from which safety follows, whatever tasks take and share."""
@@ -40,7 +41,7 @@ def test_safe_in_simulated_time(case: Case, seed: int) -> None:
     assert violations(case.schedule, case.units, case.decisions, ordered_in(timeline)) == []
 
 
-@settings(SLOW, max_examples=20)
+@settings(SLOW, max_examples=examples(20))
 @given(st.sampled_from(MODELS), st.sampled_from(sorted(ALL_POLICIES)), st.sampled_from([1, 4]), st.integers(1, 2))
 def test_every_engine_policy_is_safe(model: str, policy: str, ranks: int, num_micro_batches: int) -> None:
     units = small_units(model)
@@ -184,7 +185,7 @@ def test_a_missing_task_is_noticed(change: dict[str, Op], message: str) -> None:
     assert any(message in line for line in violations(broken, DENSE, decisions, ordered_by_rules(broken)))
 
 
-@settings(SLOW, max_examples=60)
+@settings(SLOW, max_examples=examples(60))
 @given(cases())
 def test_the_callers_tasks_come_in_the_order_of_training(case: Case) -> None:
     """Forward, then backward in reverse, each segment recomputed as a whole just before; then the norm."""
@@ -204,7 +205,7 @@ def test_the_callers_tasks_come_in_the_order_of_training(case: Case) -> None:
     assert [(t.op, t.unit) for t in case.schedule.tasks if t.op in callers] == expected
 
 
-@settings(SLOW, max_examples=100)
+@settings(SLOW, max_examples=examples(100))
 @given(cases())
 def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     decisions, moved, updated = case.decisions, Counter(), Counter()
@@ -251,7 +252,7 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     assert moved[Op.EVICT] == moved[Op.RECALL] == sum(evicted)
 
 
-@settings(SLOW, max_examples=60)
+@settings(SLOW, max_examples=examples(60))
 @given(cases(), st.integers(0, 2**32 - 1))
 def test_no_more_is_on_its_way_than_there_are_slots(case: Case, seed: int) -> None:
     """Whatever tasks take: buffers of one kind that are held at once are never more than their slots."""
@@ -290,7 +291,7 @@ def test_no_more_is_on_its_way_than_there_are_slots(case: Case, seed: int) -> No
         assert most <= limit, (begin, end)
 
 
-@settings(SLOW, max_examples=60)
+@settings(SLOW, max_examples=examples(60))
 @given(cases(), st.integers(0, 2**32 - 1))
 def test_the_host_takes_memory_for_no_more_gradients_than_may_be_on_their_way(case: Case, seed: int) -> None:
     """A device runs behind the host, which takes memory for gradients as it issues the backward that makes them."""
@@ -349,7 +350,7 @@ def test_tied_weights_are_fetched_for_the_head() -> None:
     assert {t.unit for t in schedule.tasks[: head.index] if t.op is Op.FETCH} >= {"embed", "head"}
 
 
-@settings(SLOW, max_examples=60)
+@settings(SLOW, max_examples=examples(60))
 @given(cases(), st.integers(0, 2**32 - 1))
 def test_memory_is_never_negative_and_covers_what_is_always_held(case: Case, seed: int) -> None:
     timeline = run(case.schedule, *random_prices(case.schedule, seed), NUM_ITERATIONS)
@@ -491,7 +492,7 @@ def test_decisions_that_contradict_each_other_are_refused(options: dict, message
         lower(DENSE, decide(DENSE, **options), asynchronous=False)
 
 
-@settings(SLOW, max_examples=30)
+@settings(SLOW, max_examples=examples(30))
 @given(st.data())
 def test_mixes_are_valid(data: st.DataObject) -> None:
     model, ranks = data.draw(st.sampled_from(MODELS)), data.draw(st.sampled_from([1, 4]))

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from amount import examples
 from cases import Case, cases, decide, random_prices, small_units
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -29,7 +30,7 @@ def _alone(prices: list[Price]) -> list[Price]:
     return [dataclasses.replace(price, uses=()) for price in prices]
 
 
-@settings(SLOW, max_examples=50)
+@settings(SLOW, max_examples=examples(50))
 @given(cases(), st.integers(0, 2**32 - 1), st.integers(1, 4))
 def test_agreement_without_sharing(case: Case, seed: int, num_iterations: int) -> None:
     """Durations read off a timeline and fed back give the same timeline."""
@@ -41,7 +42,7 @@ def test_agreement_without_sharing(case: Case, seed: int, num_iterations: int) -
     assert again.makespan_s() == pytest.approx(first.makespan_s())
 
 
-@settings(SLOW, max_examples=25)
+@settings(SLOW, max_examples=examples(25))
 @given(cases(), st.integers(0, 2**32 - 1))
 def test_agreement_with_sharing_for_one_iteration(case: Case, seed: int) -> None:
     """In one iteration a task has one duration, shared or not, so the durations say all."""

@@ -71,6 +71,7 @@ def check(name: str, dtype: str, activations: str, vocab: int, count: int, batch
     assert predicted == pytest.approx(measured, rel=0.03 if name == "mixtral" else 0.015)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     ("vocab", "count"), [(512, 2), (8192, 1)]
 )  # with few words a layer decides, with many the loss
@@ -95,6 +96,7 @@ def test_gradients_that_are_added_to_others_take_room_of_their_own(name: str) ->
     check(name, "fp32", "keep", 32768, 2, (1, 32))
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     # In bf16 the CPU's attention takes blocks inside its kernel that decide in so small an OPT.
@@ -105,6 +107,7 @@ def test_norms_and_products_decide_where_layers_are_narrow(name: str, dtype: str
     check(name, dtype, "keep", 64, 1, (2, 256))
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("residual", [True, False], ids=["with a residual", "alone"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_workspace_of_a_norm_is_what_pytorch_allocates(dtype: torch.dtype, residual: bool) -> None:

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -175,7 +176,7 @@ SCALARS = (
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(

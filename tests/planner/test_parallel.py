@@ -5,6 +5,7 @@ import itertools
 from collections import Counter, defaultdict
 
 import pytest
+from amount import examples
 from cases import decide
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,7 +53,7 @@ def divided(model_units: tuple[Unit, ...]) -> dict[str, tuple[int, int, int]]:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @given(st.sampled_from(["gpt2", "opt-125m", "demo-llama"]), st.sampled_from([2, 4]))
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=examples(12))
 def test_shares_of_all_ranks_add_up_to_the_whole(kernels: str, name: str, ranks: int) -> None:
     config = resolve_model(name)
     if config.num_key_value_heads % ranks:
@@ -147,7 +148,7 @@ def pipelined(
 
 
 @given(st.integers(2, 6), st.integers(1, 12))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 def test_bubble_of_equal_stages_is_that_of_the_textbook(num_stages: int, num_micro_batches: int) -> None:
     """Forward 1 s, backward 2 s, all else free: the bubble is (p - 1) / m of the work, exactly."""
     _, _, schedule = pipelined(num_stages, num_micro_batches)

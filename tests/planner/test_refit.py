@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +49,7 @@ def refitted(name: str, truth: HardwareProfile) -> tuple[Refit, Simulation]:
 
 
 @pytest.mark.parametrize("name", MACHINES)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=examples(5), deadline=None)
 @given(factors=st.tuples(*[st.floats(0.4, 1.6)] * 3, *[st.floats(0.4, 1.0)] * 2))
 def test_a_run_is_predicted_by_what_was_fitted_to_it(name: str, factors: tuple[float, ...]) -> None:
     """Every class of tasks takes as long, and so does the iteration, whatever rates were wrong.

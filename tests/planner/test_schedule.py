@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from amount import examples
 from cases import Case, cases, decide, small_units
 from hypothesis import HealthCheck, given, settings
 
@@ -27,7 +28,7 @@ def buffer(**fields: object) -> Buffer:
     return Buffer(**{**kind, **fields})  # type: ignore[arg-type]
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(50), suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_json_and_text(case: Case) -> None:
     schedule = case.schedule
@@ -106,7 +107,7 @@ def test_broken_buffers_are_named(fields: dict[str, int], message: str) -> None:
         Schedule((task(0),), (buffer(**fields),))
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(50), suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_arrays_that_are_lowered_say_the_same_as_tasks(case: Case) -> None:
     """A search simulates the arrays, an executor runs the tasks."""
@@ -126,7 +127,7 @@ def test_arrays_that_are_lowered_say_the_same_as_tasks(case: Case) -> None:
             assert one.tolist() == other.tolist(), field.name
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(50), suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_work_that_is_listed_once_has_one_price(case: Case) -> None:
     profile = load_profile("h100x4-56core-nvme")

@@ -5,6 +5,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+from amount import examples
 from cases import Case, cases, random_prices
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ def flows(draw: st.DrawFn) -> list[Flow]:
     return [Flow(min(a, b) / 4, max(a, b) / 4, rate) for a, b, rate in pairs]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(flows())
 def test_a_series_is_what_a_sampler_finds(listed: list[Flow]) -> None:
     found = series(listed, 8.0)
@@ -44,7 +45,7 @@ def test_a_series_is_what_a_sampler_finds(listed: list[Flow]) -> None:
         assert found.means(num_columns).sum() * 8.0 / num_columns == pytest.approx(area, rel=1e-9, abs=1e-6)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(flows(), st.floats(0.01, 12.0))
 def test_a_moving_mean_goes_around_and_has_the_same_area(listed: list[Flow], window_s: float) -> None:
     found = series(listed, 8.0)
@@ -56,7 +57,7 @@ def test_a_moving_mean_goes_around_and_has_the_same_area(listed: list[Flow], win
     assert means == pytest.approx(found.moving_means(at_s + 8.0, window_s), rel=1e-6, abs=1e-6 * (found.peak + 1))
 
 
-@settings(SLOW, max_examples=50)
+@settings(SLOW, max_examples=examples(50))
 @given(cases(), st.integers(0, 2**32 - 1))
 def test_traffic_of_an_iteration_is_the_bytes_of_its_tasks(case: Case, seed: int) -> None:
     simulated = run(case.schedule, *random_prices(case.schedule, seed), 3)
@@ -73,7 +74,7 @@ def test_traffic_of_an_iteration_is_the_bytes_of_its_tasks(case: Case, seed: int
         assert found[link].values.min() >= 0
 
 
-@settings(SLOW, max_examples=50)
+@settings(SLOW, max_examples=examples(50))
 @given(cases(), st.integers(0, 2**32 - 1))
 def test_a_processor_is_busy_or_not(case: Case, seed: int) -> None:
     simulated = run(case.schedule, *random_prices(case.schedule, seed), 3)

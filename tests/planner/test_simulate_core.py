@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,14 +43,14 @@ def assert_same(actual: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarra
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=atol)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(systems())
 def test_kernel_equals_exact_reference(system: FluidSystem) -> None:
     simulation = simulate(system)
     assert_same((simulation.start_s, simulation.end_s), simulate_reference(system, Fraction))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(systems())
 def test_reference_in_floats_equals_itself_in_fractions(system: FluidSystem) -> None:
     assert_same(simulate_reference(system), simulate_reference(system, Fraction))
@@ -80,7 +81,7 @@ def many_tasks(num_tasks: int, num_lanes: int, seed: int) -> FluidSystem:
     return FluidSystem.build(tasks, [1.0, [1.0, 1.5], 0.7, [2.0, 1.8, 1.5], 3.0])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(systems())
 def test_rules_hold(system: FluidSystem) -> None:
     """FIFO, predecessors and full speed as the limit, read off the result without any simulator."""
@@ -100,7 +101,7 @@ def test_rules_hold(system: FluidSystem) -> None:
         assert amount <= system.capacity[r].max() * (simulation.makespan_s + slack_s)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(systems(), st.sampled_from([(1, 2), (0, 1), (3, 100)]))
 def test_idle_lanes_and_resources_change_nothing(system: FluidSystem, numbers: tuple[int, int]) -> None:
     """Tasks on lanes 0, 1, 2 take what they take on lanes 3, 103, 203, with resources spread out likewise."""
@@ -116,7 +117,7 @@ def test_idle_lanes_and_resources_change_nothing(system: FluidSystem, numbers: t
     assert simulate(spread).end_s.tobytes() == simulate(system).end_s.tobytes()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(systems())
 def test_no_work_is_lost_and_no_capacity_is_left_idle(system: FluidSystem) -> None:
     """Work-conserving over time: between two moments, speeds are those of progressive filling of who is running.
@@ -133,7 +134,7 @@ def test_no_work_is_lost_and_no_capacity_is_left_idle(system: FluidSystem) -> No
     np.testing.assert_allclose(done_s, system.duration_s, rtol=1e-6, atol=1e-9 * (1 + simulation.makespan_s))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(systems())
 def test_same_input_same_bits(system: FluidSystem) -> None:
     first, second = simulate(system), simulate(system)

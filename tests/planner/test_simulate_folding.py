@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
+from amount import examples
 from cases import decide, small_units
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -82,7 +83,7 @@ def ranks(draw: st.DrawFn) -> tuple[list[FluidTask], list[Capacity], int, dict[i
     return tasks, capacity, num_ranks, {r: draw(st.sampled_from(groups)) for r in range(num_resources)}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(ranks())
 def test_a_representative_takes_what_every_rank_takes(case) -> None:
     """With resources of each rank alone, of some ranks together or of all, and capacities that depend on users."""
@@ -135,7 +136,7 @@ def whole(profile: HardwareProfile, cost: CostModel) -> tuple[list[Capacity], di
     return [rows[r][0] for r in Resource], {r: rows[r][1] for r in Resource}
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(["a100x8-nvlink", "polaris-a100-40g"]),
     st.sampled_from([2, 4]),

@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +33,7 @@ def solve(uses: list[dict[int, float]], capacity: list[list[float]], weights: li
     return solve_speeds(FluidSystem.build(tasks, capacity), range(len(tasks)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(running())
 def test_solvers_agree(case: Running) -> None:
     uses, capacity, weights = case
@@ -44,7 +45,7 @@ def test_solvers_agree(case: Running) -> None:
     np.testing.assert_allclose(max_min_speeds(uses, capacity, weights), expected, rtol=NEAR, atol=1e-12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(running())
 def test_no_resource_is_overfull_and_every_slow_task_has_a_bottleneck(case: Running) -> None:
     """Feasible; work-conserving; and max-min fair.
@@ -84,7 +85,7 @@ def test_the_criterion_refuses_other_speeds() -> None:
             check_fair(uses, capacity, weights, np.array(wrong))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(running(), st.sampled_from([0.25, 3.0, 1e3]))
 def test_only_ratios_of_weights_matter(case: Running, factor: float) -> None:
     uses, capacity, weights = case

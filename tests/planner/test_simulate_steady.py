@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +44,7 @@ def other(index: int, lane: Lane, **options) -> Task:
     return Task(index, lane, Op.PASS, Phase.UPDATE, **options)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.floats(0.1, 10.0), st.floats(0.1, 10.0), st.booleans())
 def test_two_lanes_in_turn_or_at_once(a_s: float, b_s: float, waits: bool) -> None:
     """Forward, then an update that the next forward waits for, or that only waits for its lane."""
@@ -73,7 +74,7 @@ def relay(num_hops: int) -> list[Task]:
     return tasks
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 4).flatmap(lambda n: st.lists(st.floats(1.0, 1.9), min_size=2 * n, max_size=2 * n)))
 def test_work_that_comes_back_after_several_iterations(durations_s: list[float]) -> None:
     """The mean period is the mean time of a hop: no lane is as slow as the way through two of them."""
@@ -104,7 +105,7 @@ BACKLOG = [
 ]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.floats(0.1, 1.9) | st.floats(2.05, 4.0))
 def test_a_backlog_that_takes_a_while_to_be_felt(copy_s: float) -> None:
     """For some iterations the period is that of computing, 2 s; but it cannot stay below what the copies take."""
@@ -125,7 +126,7 @@ def timeline_of(periods_s: Sequence[float]) -> Timeline:
     return Timeline(Schedule((forward(0, Lane.COMPUTE),)), begin_s, begin_s + 0.5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.integers(1, 8).flatmap(lambda n: st.lists(st.sampled_from([1.0, 1.5, 2.0]), min_size=n, max_size=n)),
     st.lists(st.sampled_from([0.7, 3.0, 5.0]), unique=True),

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
+from amount import examples
 from cases import MODELS, small_units
 from hazards import ordered_by_rules, violations
 from hypothesis import HealthCheck, given, settings
@@ -62,7 +63,7 @@ def mixes(draw: st.DrawFn) -> tuple[Setup, Mix]:
     return setup, mix
 
 
-@settings(SLOW, max_examples=40)
+@settings(SLOW, max_examples=examples(40))
 @given(mixes())
 def test_mixes_with_storage_are_valid(drawn: tuple[Setup, Mix]) -> None:
     setup, mix = drawn
@@ -72,7 +73,7 @@ def test_mixes_with_storage_are_valid(drawn: tuple[Setup, Mix]) -> None:
     assert violations(schedule, setup.units, decisions, ordered_by_rules(schedule)) == []
 
 
-@settings(SLOW, max_examples=10)
+@settings(SLOW, max_examples=examples(10))
 @given(mixes(), st.sampled_from(STORAGE))
 def test_single_moves_are_valid_and_stay_within_what_may_be_used(drawn: tuple[Setup, Mix], storage: Storage) -> None:
     setup = dataclasses.replace(drawn[0], storage=storage)

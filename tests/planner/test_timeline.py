@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from amount import examples
 from cases import Case, cases, random_prices
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ def timeline(tasks: tuple[Task, ...], spans: list[list[tuple[float, float]]], bu
     return Timeline.from_spans(Schedule(tasks, tuple(buffers)), flat, len(spans))
 
 
-@settings(SLOW, max_examples=50)
+@settings(SLOW, max_examples=examples(50))
 @given(cases(), st.integers(0, 2**32 - 1))
 def test_phases_add_up_to_the_period(case: Case, seed: int) -> None:
     simulated = run(case.schedule, *random_prices(case.schedule, seed), 3)
@@ -88,7 +89,7 @@ def held(draw: st.DrawFn) -> Timeline:
     return timeline(tasks, spans, buffers)
 
 
-@settings(SLOW, max_examples=200)
+@settings(SLOW, max_examples=examples(200))
 @given(held())
 def test_memory_is_what_a_sampler_finds(two: Timeline) -> None:
     """Every copy of every buffer that a steady run of many iterations holds at a moment is counted one by one."""
@@ -130,7 +131,7 @@ def test_a_slot_handed_over_is_not_held_twice() -> None:
     assert peak_bytes(held_once, 0) == {Tier.GPU: 100}
 
 
-@settings(SLOW, max_examples=30)
+@settings(SLOW, max_examples=examples(30))
 @given(cases(), st.integers(0, 2**32 - 1))
 def test_memory_of_a_schedule_returns_to_where_it_began(case: Case, seed: int) -> None:
     simulated = run(case.schedule, *random_prices(case.schedule, seed), 3)

@@ -7,6 +7,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -232,7 +233,7 @@ def test_memory_that_is_carried_over_is_held_into_the_next_iteration():
     assert held == [(1e6, 10), (3e6, 10)]  # what is freed at 3 s is taken again at once
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.integers(0, 10_000))
 def test_a_run_that_stopped_midway_can_be_traced(simulations, stop):
     timeline, _ = simulations["interleaved"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from amount import examples
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -95,7 +96,7 @@ def values(case: Case) -> dict[Metric, float] | None:
     return dict(outcome.values)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(trained())
 def test_more_micro_batches_never_take_less(data):
     few = values(TrainingCase.model_validate(data))
@@ -110,7 +111,7 @@ def test_more_micro_batches_never_take_less(data):
             assert many[phase] > few[phase] > 0
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(saved())
 def test_rarer_checkpoints_never_take_longer(data):
     data["iterations"], data["measured"] = 24, {"end_to_end_s": 1.0}
@@ -124,6 +125,7 @@ def test_rarer_checkpoints_never_take_longer(data):
     assert rarely[Metric.END_TO_END] * rounding >= plain_s
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("model", list(MODEL_SIZES)[::3])
 def test_more_drives_never_train_slower(model):
     rates = []

@@ -96,7 +96,8 @@ def memory(plan_path: Path) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.part(2)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_run_that_is_ended_goes_on_as_if_it_had_not_been(
     number: signal.Signals, whole: Path, plan_path: Path, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,7 +70,7 @@ def test_iterations_must_have_been_measured(iterations):
         compare(steady(some), some, iterations, {}, {})
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.floats(1e-9, 1e9), st.floats(1e-9, 1e9))
 def test_error_is_positive_if_too_much_was_predicted(predicted, measured):
     error = Row("x", predicted, measured, "s").error

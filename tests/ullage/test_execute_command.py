@@ -70,6 +70,7 @@ def test_a_run_has_its_first_iterations_however_long_it_was(
     assert json.loads(capsys.readouterr().out)["losses"] == list(run.losses)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(("optimizer", "lr"), [("sgd", "0.1"), ("adagrad", "1e-2"), ("lion", "1e-3")])
 def test_every_optimizer_is_planned_and_executed(
     optimizer: str, lr: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -218,6 +219,7 @@ def smaller(plan: Path, path: Path, device_memory_bytes: float) -> Path:
     return path
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     ("device_memory_bytes", "what"),
     [(12e6, "more of the gpu than is free"), (0.97, "at its peak, but has")],

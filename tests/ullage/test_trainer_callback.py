@@ -87,6 +87,7 @@ def test_training_in_a_trainer_is_training_in_memory(plan: Plan, tiny_model: Pat
         assert torch.equal(weight, final[1][name]), name
 
 
+@pytest.mark.part(3)
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     ("arguments", "message"),

@@ -1,0 +1,30 @@
+"""How much tests try: ``make test`` a part of what ``make test-all`` tries, of every property and every table.
+
+``examples`` says it of a property, the marker ``part`` of a table: of a test with ``@pytest.mark.part(3)`` one case in
+three is run by ``make test``.
+"""
+
+import os
+from collections import Counter
+from typing import Final
+
+import pytest
+
+ALL: Final = os.environ.get("ULLAGE_TESTS") == "all"
+_FEWEST: Final = 5
+
+
+def examples(number: int) -> int:
+    """Return how many examples of a property are tried, if ``number`` are tried in ``make test-all``."""
+    return number if ALL else max(min(number, _FEWEST), number // 4)
+
+
+def divided(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return which tests are run, and which are left to ``make test-all``."""
+    run, left, seen = [], [], Counter[str]()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        every = next((mark.args[0] for mark in item.iter_markers("part")), 1)
+        (left if seen[test] % every and not ALL else run).append(item)
+        seen[test] += 1
+    return run, left
