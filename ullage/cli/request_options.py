@@ -22,6 +22,7 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
     group = parser.add_argument_group("what is trained, on which machine")
     group.add_argument(
         "--model",
+        "-m",
         required=model_required,
         help="name (see `ullage models`), hub id, path of a config.json, or package.module:function that returns any "
         "nn.Module, which is then captured without its memory; frozen parameters have room for state and gradients too",
@@ -36,7 +37,7 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         "dimension is the micro-batch. The loss is the output if it is a scalar, its .loss if it has one, the only "
         "scalar in it, or else the mean of its first floating tensor",
     )
-    group.add_argument("--gpus", type=positive_int, metavar="N", help="devices to train on (default: 1)")
+    group.add_argument("--gpus", "-n", type=positive_int, metavar="N", help="devices to train on (default: 1)")
     group.add_argument(
         "--hardware",
         metavar="NAME|PATH|local",

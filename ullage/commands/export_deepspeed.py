@@ -25,7 +25,9 @@ def add_parser(subparsers: Subparsers) -> None:
         """,
     )
     parser.add_argument("plan", type=Path, metavar="PLAN", help="what `ullage plan` wrote")
-    parser.add_argument("--output", type=Path, metavar="PATH", help="where the configuration goes (default: printed)")
+    parser.add_argument(
+        "--output", "-o", type=Path, metavar="PATH", help="where the configuration goes (default: printed)"
+    )
     parser.add_argument(
         "--nvme-path", default="/local_nvme", metavar="DIR", help="a folder on the drives of the machine (/local_nvme)"
     )

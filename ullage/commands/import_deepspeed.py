@@ -38,7 +38,7 @@ def add_parser(subparsers: Subparsers) -> None:
         """,
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a ds_config.json")
-    parser.add_argument("--output", type=Path, metavar="PATH", help="write the plan there (default: nowhere)")
+    parser.add_argument("--output", "-o", type=Path, metavar="PATH", help="write the plan there (default: nowhere)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_request_options(parser, model_required=True)
 

@@ -33,7 +33,9 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="FILE",
         help="what `ullage plan`, `ullage execute` or `ullage whatif` wrote",
     )
-    parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="PATH", help="default: %(default)s")
+    parser.add_argument(
+        "--output", "-o", type=Path, default=Path("report.html"), metavar="PATH", help="default: %(default)s"
+    )
     parser.add_argument("--figures", type=Path, metavar="DIR", help="write each figure as SVG and PNG too")
     parser.add_argument("--open", action="store_true", help="open the report in the browser")
     parser.add_argument("--json", action="store_true", help="print as JSON what was written, and what is in it")

@@ -83,7 +83,12 @@ def add_parser(subparsers: Subparsers) -> None:
         help="plan on a Ray cluster: that at ADDRESS, or a new one on this machine with --workers; ullage[ray]",
     )
     running.add_argument(
-        "--output", type=Path, default=Path("study.json"), metavar="PATH", help="where the study goes (study.json)"
+        "--output",
+        "-o",
+        type=Path,
+        default=Path("study.json"),
+        metavar="PATH",
+        help="where the study goes (study.json)",
     )
     running.add_argument("--table", type=Path, metavar="PATH", help="a row for each point, as .csv or .parquet")
     running.add_argument("--json", action="store_true", help="print the study itself instead of tables")

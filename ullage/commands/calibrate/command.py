@@ -47,7 +47,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--name", metavar="NAME", help="name of the profile (default: from the host's name)")
     parser.add_argument(
-        "--output", type=Path, metavar="PATH", help=f"where the profile goes (default: {local_profile_path()})"
+        "--output", "-o", type=Path, metavar="PATH", help=f"where the profile goes (default: {local_profile_path()})"
     )
     parser.add_argument(
         "--device-memory", type=parse_bytes, metavar="SIZE", help="memory that training may use on each device"

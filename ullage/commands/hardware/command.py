@@ -32,7 +32,9 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("action", nargs="?", choices=tuple(_NUM_NAMES), default="list", help="what to do (list)")
     parser.add_argument("names", nargs="*", metavar="NAME|PATH|local", help="of which profile, or profiles")
-    parser.add_argument("--output", type=Path, metavar="PATH", help="of check: write what was measured as a profile")
+    parser.add_argument(
+        "--output", "-o", type=Path, metavar="PATH", help="of check: write what was measured as a profile"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 

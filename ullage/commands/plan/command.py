@@ -41,7 +41,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="search for so long, or until nothing better is in sight (as many schedules as take some seconds)",
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("plan.json"), metavar="PATH", help="where the plan goes (plan.json)"
+        "--output", "-o", type=Path, default=Path("plan.json"), metavar="PATH", help="where the plan goes (plan.json)"
     )
     parser.add_argument(
         "--allow-other-machine",
