@@ -10,23 +10,21 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ullage
-from planner.decisions import FP32
-from planner.models import ModelConfig, to_hf_config_dict
 
 NUM_ITERATIONS = 8
 
 
 def main(hardware: str) -> None:
     """Plan, prepare and train a small GPT-2 on random tokens."""
-    config: ModelConfig = ullage.resolve_model("gpt2").model_copy(update={"num_layers": 3, "vocab_size": 512})
+    config = AutoConfig.for_model("gpt2", n_layer=3, vocab_size=512, use_cache=False)
+    config.save_pretrained("tiny-gpt2")  # a folder of yours has a config.json already
     machine = ullage.load_profile(hardware).with_device_memory(70_000_000)
-    # Any processor is fast in fp32; with a GPU take BF16, and dtype=torch.bfloat16 below.
-    request = ullage.Request(config, machine, seq_len=64, micro_batch=2, precision=FP32)
-    plan = ullage.plan(request)
+    # Any processor is fast in fp32; with a GPU take bf16, and dtype=torch.bfloat16 below.
+    plan = ullage.plan("tiny-gpt2/config.json", hardware=machine, seq_len=64, micro_batch=2, precision="fp32")
     print(f"predicted: {plan.prediction.iteration_s * 1e3:.1f} ms per iteration")
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config_dict(config)), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_ITERATIONS)
     model, optimizer = ullage.prepare(model, optimizer, plan)

@@ -68,8 +68,7 @@ def main(hardware: str) -> None:
     machine = ullage.load_profile(hardware).with_device_memory(16_000_000)
     captured = ullage.capture_module(make, ["8x3x64x64", "8:int64"], as_on_gpu=machine.device.kind == "gpu")
     print(f"captured: {captured.num_params:,} parameters, {captured.forward_flop / 1e9:.2f} GFLOP forward")
-    request = ullage.Request(captured, machine, seq_len=captured.seq_len, micro_batch=captured.micro_batch)
-    plan = ullage.plan(request)
+    plan = ullage.plan(captured, hardware=machine)
     print(f"predicted: {plan.prediction.iteration_s * 1e3:.1f} ms per iteration")
 
     torch.manual_seed(0)

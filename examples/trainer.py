@@ -9,18 +9,16 @@ from pathlib import Path
 import numpy as np
 
 import ullage
-from planner.decisions import FP32
-from planner.models import ModelConfig
 
 NUM_ITERATIONS = 12
 
 
 def main(hardware: str) -> None:
     """Plan a small Llama, write some tokens, and train on them."""
-    config: ModelConfig = ullage.resolve_model("demo-llama").model_copy(update={"num_layers": 3})
+    config = ullage.resolve_model("demo-llama").model_copy(update={"num_layers": 3})
     machine = ullage.load_profile(hardware).with_device_memory(70_000_000)
-    # Any processor is fast in fp32; with a GPU take BF16.
-    plan = ullage.plan(ullage.Request(config, machine, seq_len=64, micro_batch=2, precision=FP32))
+    # Any processor is fast in fp32; with a GPU take bf16.
+    plan = ullage.plan(config, hardware=machine, seq_len=64, micro_batch=2, precision="fp32")
     print(f"predicted: {plan.prediction.iteration_s * 1e3:.1f} ms per iteration")
 
     path = Path("tokens.npy")

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from planner.plan.document import Plan as Plan
     from planner.plan.document import load_plan as load_plan
     from planner.plan.planning import Request as Request
-    from planner.plan.planning import make_plan as plan
     from ullage.analysis.simulation import simulate as simulate
     from ullage.capture import capture_module as capture_module
+    from ullage.planning import plan as plan
     from ullage.training.checkpoints import CheckpointOptions as CheckpointOptions
     from ullage.training.levels import memory_folder as memory_folder
     from ullage.training.trainer import Trainer as Trainer
@@ -36,7 +36,7 @@ _ORIGINS = {
     "load_plan": ("planner.plan.document", "load_plan"),
     "load_profile": ("hwprofiles.registry", "load_profile"),
     "memory_folder": ("ullage.training.levels", "memory_folder"),
-    "plan": ("planner.plan.planning", "make_plan"),
+    "plan": ("ullage.planning", "plan"),
     "prepare": ("ullage.training.trainer", "prepare"),
     "resolve_model": ("planner.models.registry", "resolve_model"),
     "restore": ("executor.restoring", "restore"),

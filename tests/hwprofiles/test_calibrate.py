@@ -59,7 +59,7 @@ def test_elementwise_kernels_are_measured_in_both_types(calibrated: Calibrated) 
     assert device.elementwise_fp32 is not None
     for curve, dtype in ((device.elementwise, "bf16"), (device.elementwise_fp32, "fp32")):
         assert f"mean of {dtype} add" in curve.provenance.source
-    assert len(device.elementwise_fp32.points) == len(device.elementwise.points)
+        assert len(curve.points) >= 3  # how many more depends on how steady the machine is
 
 
 def provenances(model: BaseModel) -> Iterator[Provenance]:

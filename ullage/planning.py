@@ -1,0 +1,66 @@
+"""``ullage.plan``: a plan from names or objects, with the defaults of the command line."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+from hwprofiles.profile import HardwareProfile
+from hwprofiles.registry import load_profile
+from planner.decisions import Precision
+from planner.models.captured import CapturedModel, Model
+from planner.models.registry import resolve_model
+from planner.plan.document import Plan
+from planner.plan.planning import Request, default_precision, make_plan
+from ullage.cli.request_options import DEFAULT_HARDWARE, DEFAULT_SEQ_LEN
+
+# Of a request, what has a word of its own here, or none.
+_OWN = {"model", "hardware", "num_devices", "precision"}
+_OPTIONS = {field.name for field in dataclasses.fields(Request)} - _OWN
+
+
+def plan(
+    model: str | Path | Model | Request,
+    *,
+    hardware: str | HardwareProfile | None = None,
+    gpus: int | None = None,
+    precision: Literal["bf16", "fp32"] | None = None,
+    budget_s: float | None = None,
+    **options: Any,
+) -> Plan:
+    """Find the fastest way to train a model on a machine, and prove how far from the best it can be.
+
+    Args:
+        model: a name (``"opt-13b"``), the path of a ``config.json``, sizes, or what ``ullage.capture_module`` returned;
+            or a whole :class:`Request`, which stands for all other arguments but ``budget_s``.
+        hardware: name or path of a profile, ``"local"`` for this machine's own, or a profile; ``"a100-80"`` if left
+            out.
+        gpus: devices to train on, over as many nodes as they fill; one if left out.
+        precision: of weights and gradients. Left out, it is that of a captured model; of others bf16, or fp32 on a
+            device that multiplies it more than twice as fast.
+        budget_s: search for so many seconds, or until nothing better is in sight; by default as many schedules are
+            tried as take some seconds.
+        options: other fields of :class:`Request`, such as ``seq_len``, ``micro_batch``, ``num_micro_batches``,
+            ``global_batch``, ``tensor_parallel``, ``optimizer``, ``clip`` and ``storage``.
+
+    Raises:
+        InfeasibleError: nothing that was tried fits in memory; says what lacks how much, and what would help.
+        ValueError: no such model, machine or option, or the machine cannot do what is asked for.
+    """
+    if isinstance(model, Request):
+        given = [name for name, value in (("hardware", hardware), ("gpus", gpus), ("precision", precision)) if value]
+        if given or options:
+            names = ", ".join([*given, *options])
+            raise ValueError(f"{names} beside a Request; put them into the request, or give the model by itself")
+        return make_plan(model, budget_s=budget_s)
+    if unknown := sorted(set(options) - _OPTIONS):
+        raise ValueError(f"plan() has no option {unknown[0]}; use one of {', '.join(sorted(_OPTIONS))}")
+    machine = hardware if isinstance(hardware, HardwareProfile) else load_profile(hardware or DEFAULT_HARDWARE)
+    sizes = resolve_model(str(model)) if isinstance(model, str | Path) else model
+    if isinstance(sizes, CapturedModel):
+        options = {"seq_len": sizes.seq_len, "micro_batch": sizes.micro_batch, **options}
+        precision = precision or sizes.dtype
+    else:
+        options = {"seq_len": min(DEFAULT_SEQ_LEN, sizes.max_positions), **options}
+    weights = Precision(weights=precision) if precision else default_precision(machine.device)
+    request = Request(sizes, machine, num_devices=gpus or 1, precision=weights, **options)
+    return make_plan(request, budget_s=budget_s)
