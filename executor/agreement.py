@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from executor.checkpoint.engine import Member
+from executor.checkpoint.source import Member
 from executor.distributed.ranks import Ranks
 from executor.distributed.shards import Share, whole_of
 from executor.memory.handover import Handover

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from executor.checkpoint import Checkpoint, CheckpointError, Wanted
-from executor.checkpoint.engine import MASTER
 from executor.checkpoint.files.flusher import Buffer
+from executor.checkpoint.source import MASTER
 from executor.distributed.shards import assemble, whole_name
 from executor.memory.pieces import Piece
 from executor.memory.units import ParameterState, UnitState

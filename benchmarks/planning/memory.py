@@ -36,7 +36,8 @@ from benchmarks.origin import origin, write_result
 from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
 from planner.decisions import Precision
-from planner.engines.policies import Setup, gpu_only
+from planner.engines.policies import gpu_only
+from planner.engines.setup import Setup
 from planner.graph import Batch, build_graph, units
 from planner.lowering import lower
 from planner.models import ModelConfig, from_hf_config, resolve_model, to_hf_config_dict

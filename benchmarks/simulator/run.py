@@ -33,7 +33,7 @@ from planner.engines.policies import zero_offload
 from planner.lowering import lower
 from planner.models import resolve_model
 from planner.plan.planning import Request, prepare
-from planner.schedule.tasks import Schedule
+from planner.schedule.schedule import Schedule
 from planner.simulate import FluidSystem, FluidTask, simulate, simulate_reference
 from planner.simulate.machine import SimulatedMachine
 from planner.simulate.machine import run as simulate_iterations

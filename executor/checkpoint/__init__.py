@@ -1,6 +1,6 @@
 """Checkpoints: files whose layout is known beforehand, written past the page cache, acknowledged only when durable."""
 
-from executor.checkpoint.engine import CheckpointEngine, Member, Outcome, Slice
+from executor.checkpoint.engine import CheckpointEngine, Outcome
 from executor.checkpoint.files.flusher import Flusher, ring_of
 from executor.checkpoint.files.system_calls import CheckpointError, DamagedError, Files
 from executor.checkpoint.files.writer import ShardWriter
@@ -12,6 +12,7 @@ from executor.checkpoint.places.locating import checkpoint_at, store_at
 from executor.checkpoint.places.retention import Found
 from executor.checkpoint.places.store import Store
 from executor.checkpoint.promotion import promote
+from executor.checkpoint.source import Member, Slice
 
 __all__ = [
     "Checkpoint",

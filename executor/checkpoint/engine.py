@@ -21,9 +21,9 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import numpy as np
 
@@ -31,80 +31,25 @@ from executor.checkpoint.files.flusher import Flusher, Loan, yield_cores
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.patience import SLOWEST_BYTES_PER_S, InTime, no_answer
 from executor.checkpoint.files.system_calls import CheckpointError
-from executor.checkpoint.files.writer import CopyChunk, ShardWriter
-from executor.checkpoint.format.layout import ITEM_BYTES, Box, Entry, boxes, layout
+from executor.checkpoint.files.writer import ShardWriter
+from executor.checkpoint.format.layout import layout
 from executor.checkpoint.format.manifest import Manifest, Part, TensorRecord, tensors_of
 from executor.checkpoint.keeper import Keeper
 from executor.checkpoint.places.store import Draft, JoinedDraft, Store
-
-MODEL_FOLDER: Final = "model"
-OPTIMIZER_FOLDER: Final = "optimizer"
-MASTER: Final = "master"
-"""The first tensor of every piece's state: the weights, in float32."""
+from executor.checkpoint.source import (
+    _VALUE_BYTES,
+    MODEL_FOLDER,
+    OPTIMIZER_FOLDER,
+    Key,
+    Member,
+    Source,
+    _boxes_of,
+    _path,
+    _runs,
+    files_of,
+)
 
 _END_S: Final = 10.0  # for threads to end once all that they had has; what hangs is not waited for
-_VALUE_BYTES: Final = ITEM_BYTES["F32"]
-
-Key = tuple[str, int]
-"""A piece: name of its unit, and index within the rank's shard."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Slice:
-    """What a piece has of a parameter.
-
-    Attributes:
-        name: of the parameter.
-        shape: of all of it.
-        start, stop: the range, in values of the flat parameter.
-        offset: where it begins in the piece, in values.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    offset: int
-
-
-class Source(Protocol):
-    """Where state is."""
-
-    @property
-    def slices(self) -> Mapping[Key, Sequence[Slice]]:
-        """What each of the rank's pieces has, in the order in which they are taken."""
-        ...
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Names of the tensors that each piece has, :data:`MASTER` first."""
-        ...
-
-    def tensors(self, key: Key) -> Sequence[Any]:
-        """Return them, at rest: flat float32 tensors as bytes, which are sliced and given to ``copy``.
-
-        Those that are arrays are lent.
-        """
-        ...
-
-    @property
-    def copy(self) -> CopyChunk:
-        """Copies from such a slice into bytes of a buffer, and returns when that is done."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Member:
-    """Which of the ranks this is.
-
-    Attributes:
-        rank, size: among all.
-        nonce: of this run, the same on all ranks.
-    """
-
-    rank: int = 0
-    size: int = 1
-    nonce: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -412,52 +357,3 @@ class _Capture:
     writers: dict[str, ShardWriter] = dataclasses.field(default_factory=dict)
     error: OSError | None = None
     blocked_s: float = 0.0
-
-
-def _path(state: str, rank: int, index: int) -> str:
-    """Return the file of the boxes of a rank that are so many behind their parameter's first."""
-    more = f"-{index}" if index else ""
-    if state == MASTER:
-        return f"{MODEL_FOLDER}/model-{rank:05d}{more}.safetensors"
-    return f"{OPTIMIZER_FOLDER}/{state}-{rank:05d}{more}.safetensors"
-
-
-def files_of(source: Source, rank: int) -> dict[str, list[Entry]]:
-    """Return what each of a rank's files has. Each takes a buffer of its own, and one more is needed to go on."""
-    found: dict[str, list[Entry]] = {}
-    shapes = {piece.name: piece.shape for pieces in source.slices.values() for piece in pieces}
-    for state in source.keys:
-        for name, held in _boxes_of(source).items():
-            for index, box in enumerate(held):
-                entry = Entry(name if state == MASTER else f"{state}.{name}", "F32", shapes[name], box)
-                found.setdefault(_path(state, rank, index), []).append(entry)
-    return found
-
-
-def _boxes_of(source: Source) -> dict[str, tuple[Box, ...]]:
-    """Return the boxes of what the rank has of each parameter, in order."""
-    ranges: dict[str, tuple[tuple[int, ...], int, int]] = {}
-    for pieces in source.slices.values():
-        for piece in pieces:
-            shape, start, stop = ranges.get(piece.name, (piece.shape, piece.start, piece.start))
-            assert stop == piece.start, f"what is taken of {piece.name} comes in order"
-            ranges[piece.name] = shape, start, piece.stop
-    return {name: tuple(boxes(*held)) for name, held in ranges.items()}
-
-
-def _runs(slices: Sequence[Slice], held: Mapping[str, Sequence[Box]]) -> list[tuple[int, int, int]]:
-    """Return what goes into files as it lies in a piece: index of the file, start and stop in values of the piece.
-
-    Parameters that follow each other in the piece do so in the file, and are one run: whole chunks of it can be lent.
-    """
-    runs: list[tuple[int, int, int]] = []
-    for piece in slices:
-        for index, box in enumerate(held[piece.name]):
-            start, stop = max(piece.start, box.start), min(piece.stop, box.stop)
-            if start >= stop:
-                continue
-            begin, end = piece.offset - piece.start + start, piece.offset - piece.start + stop
-            if runs and (runs[-1][0], runs[-1][2]) == (index, begin):
-                begin = runs.pop()[1]
-            runs.append((index, begin, end))
-    return runs

@@ -18,7 +18,8 @@ from typing import Final, Self, final
 from executor.checkpoint.files.flusher import yield_cores
 from executor.devices.backend import Backend, HostBackend, Moment
 from executor.distributed.watchdog import LANE_THREAD, RankError
-from planner.schedule.tasks import Lane, Op, Schedule, Task
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, Op, Task
 from planner.schedule.timeline import Span, Timeline
 
 CALLER_LANES: Final = frozenset({Lane.COMPUTE, Lane.LAUNCH})

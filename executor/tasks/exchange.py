@@ -19,7 +19,8 @@ from executor.gradients import GradientError
 from executor.memory.state import ModelState
 from executor.memory.units import Arrived, ParameterState, Pile, UnitState
 from planner.decisions import Decisions
-from planner.schedule.tasks import Op, Schedule, Task
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Op, Task
 
 
 @final

@@ -5,8 +5,9 @@ from typing import Any, final
 
 import torch
 
-from executor.checkpoint.engine import MASTER, CheckpointEngine, Key, Slice, files_of
+from executor.checkpoint.engine import CheckpointEngine
 from executor.checkpoint.files.flusher import CHUNK_BYTES, Buffer
+from executor.checkpoint.source import MASTER, Key, Slice, files_of
 from executor.devices.backend import Backend
 from executor.memory.arenas import Arena
 from executor.memory.nvme import StoredValues
@@ -14,7 +15,8 @@ from executor.memory.state import ModelState
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions
 from planner.decisions import Place
-from planner.schedule.tasks import Lane, MemoryClass, Op, Schedule
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, MemoryClass, Op
 
 
 @final
@@ -80,7 +82,7 @@ class Snapshots:
             self.engine.take_rest()
 
     def tensors(self, key: Key) -> Sequence[torch.Tensor | Buffer | StoredValues]:
-        """See :class:`executor.checkpoint.engine.Source`."""
+        """See :class:`executor.checkpoint.source.Source`."""
         unit, stored = self._state.units[key[0]], self._state.stored
         piece = unit.pieces[key[1]]
         if piece.place is Place.NVME:
@@ -93,7 +95,7 @@ class Snapshots:
         return [tensor.numpy() for tensor in tensors]
 
     def copy(self, buffer: Buffer, values: Any) -> None:
-        """See :class:`executor.checkpoint.engine.Source`."""
+        """See :class:`executor.checkpoint.source.Source`."""
         if isinstance(values, StoredValues):
             values.read(torch.from_numpy(buffer), self._scratch)
             return

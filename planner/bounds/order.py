@@ -10,7 +10,7 @@ import dataclasses
 from collections import defaultdict
 
 from planner.costs.model import CostModel, Resource
-from planner.schedule.tasks import Schedule
+from planner.schedule.schedule import Schedule
 from planner.simulate.machine import Simulation, run
 from planner.simulate.steady import find_cycle
 

@@ -19,7 +19,8 @@ from planner.checkpoints.reading import RunTimes, times
 from planner.checkpoints.state import Shard, coarse
 from planner.costs.model import CostModel, Price, Resource
 from planner.decisions import BF16
-from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task, Tier
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.simulate.machine import run
 
 _GB = 1e9

@@ -9,7 +9,8 @@ from pydantic import Field
 from hwprofiles.profile import HardwareProfile
 from planner.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict, shortages
 from planner.costs.model import CostModel, total_flop
-from planner.engines.policies import Setup, ratel
+from planner.engines.policies import ratel
+from planner.engines.setup import Setup
 from planner.graph import Batch, build_graph, units
 from planner.lowering import lower
 from planner.models.registry import model_from_case

@@ -10,7 +10,8 @@ from hwprofiles.profile import HardwareProfile
 from planner.cases.base import Amount, Case, CaseError, Metric, Number, Outcome, Strict, shortages
 from planner.costs.model import CostModel
 from planner.decisions import BF16, Decisions, GradientPath
-from planner.engines.policies import Setup, gpu_only, interleaved, twin_flow, zero_infinity, zero_offload
+from planner.engines.policies import gpu_only, interleaved, twin_flow, zero_infinity, zero_offload
+from planner.engines.setup import Setup
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
 from planner.models.config import ModelConfig

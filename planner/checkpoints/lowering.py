@@ -19,7 +19,8 @@ from collections.abc import Iterable, Sequence
 
 from planner.checkpoints.policy import BlocksUntil, CheckpointPolicy, Gate, Staging
 from planner.checkpoints.state import Shard
-from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, Tier
 
 _TASKS_PER_CHUNK = 3  # memory is touched, copied to, written: no engine does more
 # A clone in host memory is read once and written once.

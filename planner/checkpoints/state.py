@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping
 
 from planner.checkpoints.policy import CheckpointPolicy
 from planner.optimizers import OPTIMIZERS, Optimizer
-from planner.schedule.tasks import Lane, Op, Schedule, Tier
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, Op, Tier
 
 _COARSE_CHUNKS = 400
 # Where what changes a piece is not its update: it is stored back, or written.

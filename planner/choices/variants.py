@@ -8,7 +8,7 @@ from planner.choices.choice import Asked, Choice, batch_of
 from planner.choices.space import Space
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Precision
-from planner.engines.policies import Setup
+from planner.engines.setup import Setup
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models.captured import Model
 from planner.optimizers import Optimizer

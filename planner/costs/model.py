@@ -19,7 +19,9 @@ from planner.graph import Attention, Degrees, Elementwise, Gemm, Kernel, Unit
 from planner.lowering import stages
 from planner.models.kernels import Collective, flop, num_kernels
 from planner.optimizers import MEASURED, OPTIMIZERS, Optimizer
-from planner.schedule.tasks import Lane, Op, Schedule, Work, kind_of
+from planner.schedule.arrays import kind_of
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, Op, Work
 
 _WORTH_A_WARNING_S = 1e-3
 # Outputs along each side of what one multiprocessor computes at a time.

@@ -11,13 +11,13 @@ from planner.engines.policies import (
     NUM_REDUCE_BUFFERS,
     PREFETCH_BUCKET_PARAMS,
     REDUCE_BUCKET_PARAMS,
-    Setup,
     gpu_only,
     num_live_segments,
     twin_flow,
     zero_infinity,
     zero_offload,
 )
+from planner.engines.setup import Setup
 
 Device = Literal["none", "cpu", "nvme"]
 

@@ -8,107 +8,23 @@ import dataclasses
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from planner.decisions import (
-    BF16,
     Activations,
     Decisions,
     GradientPath,
     HostUpdate,
     Place,
-    Precision,
     UnitDecision,
-    subgroups,
 )
-from planner.graph import Degrees, Unit
-from planner.optimizers import OPTIMIZERS, Optimizer
-from planner.terms import Storage
+from planner.engines.setup import Mix, Setup, pieces
+from planner.optimizers import OPTIMIZERS
 
 # The fractions and strides that are tried when a policy leaves them to its user.
 TWIN_FLOW_FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 INTERLEAVED_STRIDES = (2, 3, 4, 5, 6, 8, 10)
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """What the user asks for, the same for every engine.
-
-    Attributes:
-        units: the model's units for this micro-batch, in forward order.
-        data_parallel: ranks that each work on tokens of their own.
-        micro_batch: sequences per forward on each device.
-        num_micro_batches: forwards per iteration.
-        precision: types of weights and gradients.
-        optimizer: what updates the parameters.
-        clip: clip gradients by their global norm.
-        subgroup_params: parameters in one subgroup.
-        tensor_parallel, pipeline_parallel, expert_parallel, expert_units: see :class:`planner.decisions.Decisions`.
-        storage: what our own policy may use beside device and host.
-    """
-
-    units: tuple[Unit, ...]
-    data_parallel: int = 1
-    micro_batch: int = 1
-    num_micro_batches: int = 1
-    precision: Precision = BF16
-    optimizer: Optimizer = "adamw"
-    clip: bool = True
-    subgroup_params: int = 100_000_000
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    expert_parallel: int = 1
-    expert_units: int = 1
-    storage: Storage = "never"
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """What all decisions for it have in common."""
-        common = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del common["units"], common["storage"]
-        return common
-
-    @functools.cached_property
-    def known_mixes(self) -> "dict[Mix, Decisions]":
-        """What :func:`mixed` has made so far."""
-        return {}
-
-    @functools.cached_property
-    def degrees(self) -> Degrees:
-        """How many ranks share what."""
-        return Degrees(self.data_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
-
-    @functools.cached_property
-    def movable(self) -> Mapping[str, int]:
-        """How many subgroups of each unit a mix places, by name: none of those that are very small."""
-        large = max(unit.num_params for unit in self.units) * _SMALL
-        return {unit.name: len(pieces(self, unit)) if unit.num_params > large else 0 for unit in self.units}
-
-    @functools.cached_property
-    def tied(self) -> frozenset[str]:
-        """The units with a shared weight, which keep their parameters on the device."""
-        sharing = [unit for unit in self.units if unit.shared_units]
-        return frozenset(name for unit in sharing for name in (*unit.shared_units, unit.name))
-
-    @functools.cached_property
-    def swappable(self) -> tuple[str, ...]:
-        """The segments whose activations can be recomputed or offloaded, in forward order."""
-        return tuple(dict.fromkeys(unit.segment for unit in self.units if unit.recompute))
-
-    @functools.cached_property
-    def in_turn(self) -> tuple[Unit, ...]:
-        """The units in forward order, but a layer's experts by how much they compute."""
-        groups = itertools.groupby(self.units, key=lambda unit: (unit.segment, ".experts." in unit.name))
-        return tuple(
-            unit
-            for _, group in groups
-            for unit in sorted(group, key=lambda u: -u.forward_flop * (".experts." in u.name))
-        )
-
-    def replicas(self, unit: Unit) -> int:
-        """Return how many ranks have the same part of a unit."""
-        return self.data_parallel // unit.parts(self.degrees)
 
 
 def gpu_only(setup: Setup) -> Iterator[Decisions]:
@@ -230,46 +146,6 @@ def ratel(setup: Setup, counts: Sequence[int] | None = None, num_on_host: int | 
         yield streamed.model_copy(update={"units": units})
 
 
-@dataclasses.dataclass(frozen=True)
-class Mix:
-    """A point of the family that our own policy searches (all counts from 0).
-
-    Attributes:
-        num_gpu, num_stream: of :attr:`Setup.movable` subgroups, those updated on the device, resident or streamed; the
-            rest is updated on the CPU.
-        num_nvme: subgroups among that rest whose state is on NVMe.
-        num_keep: segments, from the last on, whose activations are kept.
-        num_offload, num_evict: segments among the others whose activations are offloaded, and go on to NVMe.
-        num_host: units whose parameters are fetched for every use.
-        spread: 1 if these are evenly spaced among those that may be fetched, 0 if they are the last ones.
-        num_on_nvme: of these, from the last on, those whose parameters are on NVMe, and so their state.
-        num_slots: slots per ring of parameters.
-        num_state_slots: slots that streamed state passes through.
-        num_gradient_slots: units that backward may run ahead of gradients leaving.
-        num_stay: units with streamed subgroups, from the first on, whose gradients for them stay on the device.
-        num_nvme_slots: host buffers that state from NVMe passes through.
-        spill: 1 if gradients that are updated from there wait there too.
-        zero_stage: what is sharded over devices.
-    """
-
-    num_gpu: int
-    num_stream: int
-    num_keep: int
-    num_host: int = 0
-    spread: int = 1
-    num_slots: int = 2
-    num_state_slots: int = 2
-    num_gradient_slots: int = 2
-    num_stay: int = 0
-    zero_stage: int = 0
-    num_nvme: int = 0
-    num_on_nvme: int = 0
-    num_offload: int = 0
-    num_evict: int = 0
-    num_nvme_slots: int = 3
-    spill: int = 0
-
-
 def mixed(setup: Setup, mix: Mix) -> Decisions:
     """Our policy at one point: updates wherever rates and memory allow, each gating only its unit's next forward.
 
@@ -347,11 +223,6 @@ def _mixed(setup: Setup, mix: Mix) -> Decisions:
     )
 
 
-def pieces(setup: Setup, unit: Unit) -> tuple[int, ...]:
-    """Return the subgroup sizes of a unit on one rank of a sharded optimizer."""
-    return subgroups(-(-unit.num_params // setup.replicas(unit)), setup.subgroup_params)
-
-
 def num_subgroups(setup: Setup) -> int:
     """Return how many subgroups one rank's parameters make, cut across units."""
     return -(-sum(sum(pieces(setup, unit)) for unit in setup.units) // setup.subgroup_params)
@@ -385,8 +256,6 @@ def _evenly(total: int, count: int) -> list[bool]:
 
 _decided = functools.lru_cache(4096)(UnitDecision)  # most units are decided alike, in all mixtures of a search
 _ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute")
-# Units of at most this share of the largest one's parameters are very small.
-_SMALL = 1e-2
 _AFTER_BACKWARD = {"overlap_next_forward": False}
 # DeepSpeed's default ``reduce_bucket_size``: gradients are copied into one buffer of so many before they are reduced,
 # and ``reduce_scatter_coalesced`` makes its flat input from that (``runtime/comm/coalesced_collectives.py``).

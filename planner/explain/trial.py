@@ -7,11 +7,12 @@ from typing import Any
 from hwprofiles.profile import HardwareProfile
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place, UnitDecision
-from planner.engines.policies import Setup
+from planner.engines.setup import Setup
 from planner.graph import Unit
 from planner.lowering import lower
 from planner.plan.document import Plan
-from planner.schedule.tasks import Lane, Schedule, Tier
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, Tier
 from planner.search import traffic_bytes
 from planner.simulate.critical_path import critical_path
 from planner.simulate.machine import Simulation, run_until_steady

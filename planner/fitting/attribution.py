@@ -29,7 +29,8 @@ from typing import Final, Literal
 
 import numpy as np
 
-from planner.schedule.tasks import Lane, Op, Schedule, Task
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, Op, Task
 from planner.schedule.timeline import Timeline
 from planner.simulate.critical_path import critical_steps
 from planner.simulate.machine import Simulation

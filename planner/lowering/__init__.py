@@ -17,7 +17,7 @@ from planner.lowering.pipeline import stage_decisions, stages
 from planner.lowering.program import Program
 from planner.lowering.snapshots import snapshots
 from planner.lowering.updates import updates
-from planner.schedule.tasks import Schedule
+from planner.schedule.schedule import Schedule
 
 PASSES: tuple[Callable[[Program], None], ...] = (compute, parameters, activations, gradients, updates, launch, memory)
 

@@ -17,7 +17,9 @@ import numpy as np
 from planner.decisions import Activations, Decisions
 from planner.graph import Unit
 from planner.lowering.amounts import Amounts, AmountsOf
-from planner.schedule.tasks import Arrays, Buffer, Held, Lane, MemoryClass, Op, Phase, Rows, Schedule, Task, Tier
+from planner.schedule.arrays import Arrays, Held, Rows
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, Tier
 
 Keys = tuple[int, ...]
 ALWAYS = -1

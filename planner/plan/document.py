@@ -17,7 +17,8 @@ from planner.graph import Unit, build_graph, units
 from planner.lowering import lower
 from planner.models.captured import ModelField
 from planner.plan.checkpoints import CheckpointPlan
-from planner.schedule.tasks import Schedule, Tier
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Tier
 from planner.simulate.prediction import Prediction, TierMemory
 
 SCHEMA_VERSION: Final = 7

@@ -13,7 +13,7 @@ from planner.choices.choice import MOST_MICRO_BATCHES, Asked
 from planner.choices.variants import Job, Variant, variants
 from planner.costs.model import CostModel
 from planner.decisions import BF16, FP32, Decisions, Place, Precision
-from planner.engines.policies import Setup
+from planner.engines.setup import Setup
 from planner.graph import Unit
 from planner.models.captured import Model
 from planner.optimizers import Optimizer

@@ -7,7 +7,8 @@ Semantics] in :mod:`planner.schedule.tasks` decides everything else, and each ma
 
 from typing import Final, Protocol
 
-from planner.schedule.tasks import Op, Schedule, Task
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Op, Task
 
 REACHED: Final = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.REMAKE, Op.BACKWARD, Op.CLIP})
 """What the caller computes by itself, and tells the loop of."""

@@ -9,19 +9,8 @@ from typing import Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from planner.schedule.tasks import (
-    LANES,
-    MEMORY_CLASSES,
-    TIERS,
-    Buffer,
-    Ints,
-    Lane,
-    MemoryClass,
-    Op,
-    Phase,
-    Schedule,
-    Tier,
-)
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import LANES, MEMORY_CLASSES, TIERS, Buffer, Ints, Lane, MemoryClass, Op, Phase, Tier
 
 Seconds = npt.NDArray[np.float64]
 

@@ -11,7 +11,8 @@ from typing import get_args
 
 from planner.choices.space import NEVER_S
 from planner.decisions import Decisions, GradientPath, HostUpdate
-from planner.engines.policies import POLICIES, Mix, Setup, mixed, ratel, zero_infinity
+from planner.engines.policies import POLICIES, mixed, ratel, zero_infinity
+from planner.engines.setup import Mix, Setup
 from planner.search.descent import descend
 from planner.search.mixtures import first_look, smallest, starting_points
 from planner.search.moves import polish

@@ -5,7 +5,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
-from planner.engines.policies import Mix, Setup, mixed, pieces
+from planner.engines.policies import mixed
+from planner.engines.setup import Mix, Setup, pieces
 from planner.schedule.tasks import Lane, Tier
 from planner.search.scoring import ENDLESS, Candidate, Key, Scorer
 from planner.simulate.prediction import capacities

@@ -10,7 +10,8 @@ from planner.bounds.program import Boxes
 from planner.bounds.solver import Solver
 from planner.choices.space import NEVER_S, RING, ROOM, Space
 from planner.decisions import Decisions, Place
-from planner.engines.policies import Mix, Setup, mixed, pieces
+from planner.engines.policies import mixed
+from planner.engines.setup import Mix, Setup, pieces
 from planner.schedule.tasks import Tier
 from planner.search.descent import FULL, LARGE_STEP, SMALL_STEP, most_alike, repaired
 from planner.search.scoring import Candidate, Scorer, best_of

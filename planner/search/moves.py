@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from planner.decisions import Activations, Decisions, Place, UnitDecision
-from planner.engines.policies import Setup
+from planner.engines.setup import Setup
 from planner.search.scoring import Candidate, Scorer
 
 

@@ -7,7 +7,7 @@ in flight there, and the more of its layers can keep theirs.
 from collections.abc import Callable, Iterator
 
 from planner.decisions import Decisions, Place, UnitDecision
-from planner.engines.policies import Setup
+from planner.engines.setup import Setup
 from planner.lowering.pipeline import deal
 from planner.search import Candidate, Outcome, Scorer
 

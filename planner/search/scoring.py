@@ -12,7 +12,9 @@ from planner.costs.model import CostModel
 from planner.decisions import Decisions
 from planner.lowering import lower
 from planner.optimizers import OPTIMIZERS
-from planner.schedule.tasks import Arrays, Lane, Schedule, Tier
+from planner.schedule.arrays import Arrays
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, Tier
 from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import Prediction, Workload, always_held, capacities, needs_bytes, predict
 

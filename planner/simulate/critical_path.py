@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.costs.model import Price, Resource
-from planner.schedule.tasks import Lane, Op, Phase, Schedule
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, Op, Phase
 from planner.schedule.timeline import Timeline
 
 _Key = tuple[int, int]  # iteration, task

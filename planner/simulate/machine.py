@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from planner.costs.model import CostModel, Price, Resource
-from planner.schedule.tasks import LANES, Phase, Schedule, Task
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import LANES, Phase, Task
 from planner.schedule.timeline import Phases, Timeline
 from planner.simulate.kernel import simulate
 from planner.simulate.steady import find_cycle

@@ -5,7 +5,8 @@ import dataclasses
 from planner.costs.model import CostModel, total_flop
 from planner.decisions import Decisions, Frozen
 from planner.graph import Unit
-from planner.schedule.tasks import TIERS, MemoryClass, Schedule, Tier
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import TIERS, MemoryClass, Tier
 from planner.schedule.timeline import Timeline, memory_use, peak_bytes
 from planner.simulate.critical_path import critical_path
 from planner.simulate.machine import Simulation

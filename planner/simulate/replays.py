@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.costs.model import Price, Resource
-from planner.schedule.tasks import Schedule
+from planner.schedule.schedule import Schedule
 from planner.schedule.timeline import Timeline
 from planner.simulate.kernel import simulate
 from planner.simulate.machine import SimulatedMachine

@@ -23,7 +23,8 @@ from executor.devices.lanes import CALLER_LANES, NUM_RECORDED, HostMachine, Lane
 from planner.decisions import Place
 from planner.lowering import lower
 from planner.schedule.loop import Loop
-from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, Op, Phase, Task
 from planner.simulate.kernel import simulate
 from planner.simulate.system import FluidSystem, FluidTask
 

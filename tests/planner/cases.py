@@ -13,7 +13,7 @@ from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower
 from planner.models import resolve_model
 from planner.optimizers import OPTIMIZERS
-from planner.schedule.tasks import Schedule
+from planner.schedule.schedule import Schedule
 from planner.search import Setup
 from planner.search.pipelines import staged
 

@@ -17,7 +17,8 @@ from planner.graph import Unit, segments
 from planner.lowering import slots
 from planner.lowering.activations import OffloadRooms
 from planner.lowering.storage import SpillRooms
-from planner.schedule.tasks import Lane, Op, Schedule, Task
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, Op, Task
 from planner.schedule.timeline import Timeline
 
 Node = tuple[int, int]  # iteration, task

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from planner.costs.allocator import AllocatorUse, CachingAllocator, replay, rounded_bytes, segment_bytes
-from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, Tier
 from planner.schedule.timeline import Timeline, memory_use
 from planner.simulate.machine import run
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from planner.costs.model import Price, Resource
 from planner.fitting.attribution import Attribution, attribute, kind_of, middle, shapley
-from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, Op, Phase, Task
 from planner.schedule.timeline import Timeline
 from planner.simulate.machine import Simulation, run
 from planner.simulate.steady import find_cycle

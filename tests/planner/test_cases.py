@@ -12,7 +12,7 @@ from hwprofiles.registry import load_profile
 from planner.cases import CaseError, Metric, load_cases
 from planner.cases.training import TrainingCase, decide, setup_of
 from planner.decisions import GradientPath, HostUpdate, Place
-from planner.engines.policies import pieces
+from planner.engines.setup import pieces
 from planner.graph import Attention
 from planner.lowering import lower
 from planner.schedule.tasks import Op

@@ -16,7 +16,7 @@ from planner.choices.choice import Choice
 from planner.choices.variants import Variant
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, Place, UnitDecision
-from planner.engines.policies import Setup, pieces
+from planner.engines.setup import Setup, pieces
 from planner.models import resolve_model
 from planner.plan.document import Plan, PlanError, load_plan
 from planner.plan.planning import InfeasibleError, Request, make_plan

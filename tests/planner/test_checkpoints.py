@@ -20,7 +20,8 @@ from planner.checkpoints.state import Shard, bytes_by_stage, state_of
 from planner.costs.model import CostModel, Price, Resource
 from planner.decisions import BF16, Place
 from planner.lowering import lower
-from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Task, Tier
 from planner.schedule.timeline import Timeline, memory_use
 from planner.simulate.machine import run
 

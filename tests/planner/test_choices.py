@@ -20,7 +20,7 @@ from planner.choices.choice import Asked, Choice
 from planner.choices.variants import Variant
 from planner.costs.model import CostModel
 from planner.decisions import BF16
-from planner.engines.policies import Setup
+from planner.engines.setup import Setup
 from planner.graph import Unit
 from planner.lowering import lower
 from planner.models import resolve_model

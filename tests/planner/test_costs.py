@@ -12,7 +12,8 @@ from hwprofiles.registry import list_profiles, load_profile
 from planner.costs.model import CostModel, Price, Resource, total_flop
 from planner.costs.scalable import knobs, scaled
 from planner.decisions import BF16, Precision
-from planner.engines.policies import POLICIES, Setup
+from planner.engines.policies import POLICIES
+from planner.engines.setup import Setup
 from planner.graph import Attention, Elementwise, Gemm
 from planner.lowering import lower
 from planner.schedule.tasks import Lane, Op, Phase, Task

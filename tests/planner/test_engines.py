@@ -20,16 +20,14 @@ from planner.decisions import (
 from planner.engines.policies import (
     POLICIES,
     STORAGE_POLICIES,
-    Mix,
-    Setup,
     gpu_only,
     interleaved,
     mixed,
-    pieces,
     ratel,
     twin_flow,
     zero_infinity,
 )
+from planner.engines.setup import Mix, Setup, pieces
 from planner.lowering import lower
 from planner.models import resolve_model
 from planner.plan.planning import Request, _infeasible, prepare

@@ -12,7 +12,8 @@ from machines import machine
 from planner.costs.layout import Layout
 from planner.costs.model import CostModel
 from planner.decisions import BF16, Decisions, Place, UnitDecision
-from planner.engines.policies import Mix, Setup, mixed
+from planner.engines.policies import mixed
+from planner.engines.setup import Mix, Setup
 from planner.graph import Batch, Collective, Unit, build_graph, segments, units
 from planner.lowering import lower
 from planner.models import ModelConfigError, resolve_model

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from planner.lowering import lower
 from planner.schedule.loop import Loop, OutOfOrderError
-from planner.schedule.tasks import Op, Schedule, Task
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Op, Task
 
 
 class Recorder:

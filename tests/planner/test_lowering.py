@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from planner.costs.model import CostModel
 from planner.decisions import Decisions, GradientPath, HostUpdate, Place, Precision
-from planner.engines.policies import POLICIES, STORAGE_POLICIES, Mix, Setup, mixed
+from planner.engines.policies import POLICIES, STORAGE_POLICIES, mixed
+from planner.engines.setup import Mix, Setup
 from planner.graph import Unit
 from planner.lowering import lower, slots
 from planner.lowering.amounts import AmountsOf
 from planner.lowering.storage import num_spill_slots
-from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Schedule, Tier
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, MemoryClass, Op, Phase, Tier
 from planner.schedule.timeline import memory_use
 from planner.simulate.machine import run
 

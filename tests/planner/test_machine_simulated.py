@@ -14,7 +14,8 @@ from hwprofiles.profile import HardwareProfile
 from planner.costs.model import CostModel, Price, Resource
 from planner.decisions import BF16, Place
 from planner.lowering import lower
-from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, Op, Phase, Task
 from planner.simulate.machine import SimulatedMachine, run, run_until_steady
 
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -14,7 +14,8 @@ from planner.models import resolve_model
 from planner.optimizers import OPTIMIZERS
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
-from planner.schedule.tasks import Lane, MemoryClass, Op, Schedule, Tier
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, MemoryClass, Op, Tier
 from planner.verification import job_of, verify
 
 ONE_BUFFER = ("sgd", "adagrad", "lion")

@@ -20,8 +20,9 @@ from planner.lowering import lower, stages
 from planner.lowering.pipeline import issue_order, one_f_one_b
 from planner.models import ModelConfigError, resolve_model
 from planner.models.kernels import flop
+from planner.schedule.schedule import Schedule
 from planner.schedule.series import PROCESSORS, busy, traffic
-from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task, Tier
+from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.schedule.timeline import Timeline, memory_use
 from planner.schedule.trace import chrome_trace
 from planner.simulate.critical_path import critical_steps, slowed

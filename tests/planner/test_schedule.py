@@ -16,7 +16,8 @@ from hwprofiles.registry import load_profile
 from planner.costs.model import CostModel
 from planner.decisions import Place
 from planner.lowering import lower
-from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier, Work
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, Tier, Work
 
 
 def task(index: int, **fields: object) -> Task:

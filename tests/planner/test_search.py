@@ -11,11 +11,12 @@ from machines import machine
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.decisions import Place
-from planner.engines.policies import Mix, mixed
+from planner.engines.policies import mixed
+from planner.engines.setup import Mix
 from planner.lowering import lower
 from planner.models import resolve_model
 from planner.plan.planning import Request, make_plan, prepare
-from planner.schedule.tasks import Schedule
+from planner.schedule.schedule import Schedule
 from planner.search import Candidate, Outcome, Scorer, scoring, search
 from planner.search.descent import descend
 from planner.search.mixtures import _rounded

@@ -10,8 +10,9 @@ from cases import Case, cases, random_prices
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from planner.schedule.schedule import Schedule
 from planner.schedule.series import PROCESSORS, Flow, busy, link_of, series, traffic
-from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task
+from planner.schedule.tasks import Lane, Op, Phase, Task
 from planner.schedule.timeline import Timeline
 from planner.simulate.machine import run
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.costs.model import Price, Resource
-from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, Op, Phase, Task
 from planner.schedule.timeline import Timeline
 from planner.simulate.machine import Simulation, run, run_until_steady
 from planner.simulate.steady import Cycle, find_cycle

@@ -15,7 +15,8 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.bounds.certificate import CertificateError, infeasible
 from planner.decisions import Decisions, Place
-from planner.engines.policies import Mix, Setup, mixed, pieces, ratel, zero_infinity
+from planner.engines.policies import mixed, ratel, zero_infinity
+from planner.engines.setup import Mix, Setup, pieces
 from planner.lowering import lower
 from planner.models import resolve_model
 from planner.plan.document import Plan

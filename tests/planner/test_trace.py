@@ -16,7 +16,8 @@ from planner.engines.policies import POLICIES
 from planner.lowering import lower
 from planner.models import ModelConfig
 from planner.plan.planning import Request, prepare
-from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Schedule, Task, Tier
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, Tier
 from planner.schedule.timeline import Timeline, memory_use
 from planner.schedule.trace import chrome_trace, write_trace
 from planner.simulate.machine import run_until_steady

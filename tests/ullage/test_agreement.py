@@ -16,7 +16,8 @@ from executor.prepare import prepare_session
 from planner.decisions import FP32, Decisions, Place, UnitDecision
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model, to_hf_config_dict
-from planner.schedule.tasks import Lane, Schedule, Task
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, Task
 from planner.schedule.timeline import Timeline
 from ullage.analysis.replay import replay
 

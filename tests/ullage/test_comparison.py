@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hwprofiles.paths import number, quantities
 from hwprofiles.registry import load_profile
 from planner.costs.model import Price, Resource
-from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task, Tier
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.schedule.timeline import Timeline
 from planner.simulate.machine import Simulation, run
 from ullage.analysis.comparison import Row, compare, explain_run

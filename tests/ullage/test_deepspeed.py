@@ -10,7 +10,8 @@ import pytest
 from hwprofiles.registry import load_profile
 from planner.decisions import Place
 from planner.engines.deepspeed import DeepSpeed, configured
-from planner.engines.policies import Setup, gpu_only, twin_flow, zero_infinity, zero_offload
+from planner.engines.policies import gpu_only, twin_flow, zero_infinity, zero_offload
+from planner.engines.setup import Setup
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model
 from planner.plan.document import Plan

@@ -7,7 +7,8 @@ import pytest
 
 from planner.costs.model import CostModel, Resource
 from planner.plan.document import load_plan
-from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, Op, Phase, Task
 from ullage.main import main
 
 

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from hwprofiles.profile import HardwareProfile
 from planner.costs.model import CostModel
 from planner.decisions import Decisions
-from planner.engines.policies import POLICIES, STORAGE_POLICIES, Setup, interleaved, twin_flow
+from planner.engines.policies import POLICIES, STORAGE_POLICIES, interleaved, twin_flow
+from planner.engines.setup import Setup
 from planner.lowering import lower
 from planner.models.captured import Model
 from planner.plan.document import Plan
 from planner.plan.planning import Request, prepare
-from planner.schedule.tasks import Lane, Schedule
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane
 from planner.search import Scorer, search
 from planner.simulate.machine import Simulation, run, run_until_steady
 from planner.simulate.prediction import Workload

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from executor.checkpoint import Checkpoint, DamagedError, Wanted
-from executor.checkpoint.engine import MODEL_FOLDER
 from executor.checkpoint.format.layout import ITEM_BYTES
+from executor.checkpoint.source import MODEL_FOLDER
 from executor.distributed.shards import assemble, whole_name
 from hwprofiles.files import write_whole
 

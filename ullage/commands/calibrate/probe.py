@@ -9,7 +9,8 @@ from executor.options import SessionOptions
 from executor.prepare import prepare_session
 from hwprofiles.calibrate import HostTimes
 from planner.decisions import BF16
-from planner.engines.policies import Mix, Setup, mixed
+from planner.engines.policies import mixed
+from planner.engines.setup import Mix, Setup
 from planner.graph import Batch, build_graph, units
 from planner.models import resolve_model, to_hf_config_dict
 from planner.models.kernels import num_kernels

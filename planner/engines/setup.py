@@ -1,0 +1,145 @@
+"""What an engine is asked to place: a model on a machine, with what is decided already."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from planner.decisions import (
+    BF16,
+    Decisions,
+    Precision,
+    subgroups,
+)
+from planner.graph import Degrees, Unit
+from planner.optimizers import Optimizer
+from planner.terms import Storage
+
+# Units of at most this share of the largest one's parameters are very small.
+_SMALL = 1e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """A point of the family that our own policy searches (all counts from 0).
+
+    Attributes:
+        num_gpu, num_stream: of :attr:`Setup.movable` subgroups, those updated on the device, resident or streamed; the
+            rest is updated on the CPU.
+        num_nvme: subgroups among that rest whose state is on NVMe.
+        num_keep: segments, from the last on, whose activations are kept.
+        num_offload, num_evict: segments among the others whose activations are offloaded, and go on to NVMe.
+        num_host: units whose parameters are fetched for every use.
+        spread: 1 if these are evenly spaced among those that may be fetched, 0 if they are the last ones.
+        num_on_nvme: of these, from the last on, those whose parameters are on NVMe, and so their state.
+        num_slots: slots per ring of parameters.
+        num_state_slots: slots that streamed state passes through.
+        num_gradient_slots: units that backward may run ahead of gradients leaving.
+        num_stay: units with streamed subgroups, from the first on, whose gradients for them stay on the device.
+        num_nvme_slots: host buffers that state from NVMe passes through.
+        spill: 1 if gradients that are updated from there wait there too.
+        zero_stage: what is sharded over devices.
+    """
+
+    num_gpu: int
+    num_stream: int
+    num_keep: int
+    num_host: int = 0
+    spread: int = 1
+    num_slots: int = 2
+    num_state_slots: int = 2
+    num_gradient_slots: int = 2
+    num_stay: int = 0
+    zero_stage: int = 0
+    num_nvme: int = 0
+    num_on_nvme: int = 0
+    num_offload: int = 0
+    num_evict: int = 0
+    num_nvme_slots: int = 3
+    spill: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What the user asks for, the same for every engine.
+
+    Attributes:
+        units: the model's units for this micro-batch, in forward order.
+        data_parallel: ranks that each work on tokens of their own.
+        micro_batch: sequences per forward on each device.
+        num_micro_batches: forwards per iteration.
+        precision: types of weights and gradients.
+        optimizer: what updates the parameters.
+        clip: clip gradients by their global norm.
+        subgroup_params: parameters in one subgroup.
+        tensor_parallel, pipeline_parallel, expert_parallel, expert_units: see :class:`planner.decisions.Decisions`.
+        storage: what our own policy may use beside device and host.
+    """
+
+    units: tuple[Unit, ...]
+    data_parallel: int = 1
+    micro_batch: int = 1
+    num_micro_batches: int = 1
+    precision: Precision = BF16
+    optimizer: Optimizer = "adamw"
+    clip: bool = True
+    subgroup_params: int = 100_000_000
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    expert_units: int = 1
+    storage: Storage = "never"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What all decisions for it have in common."""
+        common = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del common["units"], common["storage"]
+        return common
+
+    @functools.cached_property
+    def known_mixes(self) -> "dict[Mix, Decisions]":
+        """What :func:`mixed` has made so far."""
+        return {}
+
+    @functools.cached_property
+    def degrees(self) -> Degrees:
+        """How many ranks share what."""
+        return Degrees(self.data_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
+
+    @functools.cached_property
+    def movable(self) -> Mapping[str, int]:
+        """How many subgroups of each unit a mix places, by name: none of those that are very small."""
+        large = max(unit.num_params for unit in self.units) * _SMALL
+        return {unit.name: len(pieces(self, unit)) if unit.num_params > large else 0 for unit in self.units}
+
+    @functools.cached_property
+    def tied(self) -> frozenset[str]:
+        """The units with a shared weight, which keep their parameters on the device."""
+        sharing = [unit for unit in self.units if unit.shared_units]
+        return frozenset(name for unit in sharing for name in (*unit.shared_units, unit.name))
+
+    @functools.cached_property
+    def swappable(self) -> tuple[str, ...]:
+        """The segments whose activations can be recomputed or offloaded, in forward order."""
+        return tuple(dict.fromkeys(unit.segment for unit in self.units if unit.recompute))
+
+    @functools.cached_property
+    def in_turn(self) -> tuple[Unit, ...]:
+        """The units in forward order, but a layer's experts by how much they compute."""
+        groups = itertools.groupby(self.units, key=lambda unit: (unit.segment, ".experts." in unit.name))
+        return tuple(
+            unit
+            for _, group in groups
+            for unit in sorted(group, key=lambda u: -u.forward_flop * (".experts." in u.name))
+        )
+
+    def replicas(self, unit: Unit) -> int:
+        """Return how many ranks have the same part of a unit."""
+        return self.data_parallel // unit.parts(self.degrees)
+
+
+def pieces(setup: Setup, unit: Unit) -> tuple[int, ...]:
+    """Return the subgroup sizes of a unit on one rank of a sharded optimizer."""
+    return subgroups(-(-unit.num_params // setup.replicas(unit)), setup.subgroup_params)
