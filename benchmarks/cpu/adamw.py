@@ -64,7 +64,7 @@ def our_route(num_params: int, team: WorkerTeam, *, in_place: bool) -> Route:
     def run() -> None:
         nonlocal step
         step += 1
-        adamw_step(master, exp_avg, exp_avg_sq, grad, weight, PARAMS, step, 1.0, team)
+        adamw_step((master, exp_avg, exp_avg_sq), grad, weight, PARAMS, step, 1.0, team)
 
     return run
 

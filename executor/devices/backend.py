@@ -216,7 +216,7 @@ def update_on_host(
     arrays = [as_array(tensor) for tensor in state]
     count = 1 + len(rule.entry.buffers)
     held, grad, weight_out = arrays[:count], arrays[count], arrays[count + 1 :]
-    rule.entry.host(*held, grad, weight_out[0] if weight_out else None, rule.params, step, scale, team)
+    rule.entry.host(held, grad, weight_out[0] if weight_out else None, rule.params, step, scale, team)
 
 
 def sum_of_squares_on_host(tensor: torch.Tensor) -> torch.Tensor:

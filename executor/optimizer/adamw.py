@@ -11,18 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numba import njit
 
-from executor.optimizer.passes import (
-    Bf16Array,
-    Float32Array,
-    GradientArray,
-    as_float32,
-    check_params,
-    check_step,
-    float32s,
-    one_pass,
-    store_weight,
-)
-from executor.optimizer.workers import WorkerTeam
+from executor.optimizer.passes import HostStep, as_float32, check_params, float32s, store_weight
 
 BYTES_PER_PARAM: Final = 28
 """Bytes that a step reads and writes per parameter, with bf16 gradients and weights."""
@@ -50,67 +39,9 @@ class AdamWParams:
         check_params(self, not_negative=("lr", "eps", "weight_decay"), fractions=("beta1", "beta2"))
 
 
-def adamw_step(
-    master: Float32Array,
-    exp_avg: Float32Array,
-    exp_avg_sq: Float32Array,
-    grad: GradientArray,
-    weight_out: Bf16Array | None,
-    params: AdamWParams,
-    step: int,
-    grad_scale: float = 1.0,
-    team: WorkerTeam | None = None,
-) -> None:
-    """Take one AdamW step (decoupled weight decay) on flat arrays of equal length, in place.
-
-    With g = ``grad_scale`` * ``grad``, as ``torch.optim.AdamW`` without amsgrad (Loshchilov and Hutter,
-    arXiv:1711.05101)::
-
-        m = beta1 * m + (1 - beta1) * g
-        v = beta2 * v + (1 - beta2) * g * g
-        p = p * (1 - lr * weight_decay) - lr / (1 - beta1**step) * m / (sqrt(v) / sqrt(1 - beta2**step) + eps)
-
-    Where weight decay is not decoupled it is ``g = g + weight_decay * p`` before all else, as ``torch.optim.Adam``.
-
-    Factors of the whole step are worked out in double precision and rounded to float32 once; the rest is float32. NaN
-    and infinite gradients go through. The bits do not depend on how ``team`` cuts the range: see [Note: Rounding] in
-    :mod:`executor.optimizer.passes`.
-
-    Args:
-        master: weights p, float32 ``[num_params]``, updated.
-        exp_avg: first moment m, float32 ``[num_params]``, updated.
-        exp_avg_sq: second moment v, float32 ``[num_params]``, updated.
-        grad: gradient, float32 or bf16 bits (uint16), ``[num_params]``; only read, unless it is
-            ``weight_out`` too.
-        weight_out: where the new weights go as bf16 bits (uint16), ``[num_params]``; ``None`` in float32 training,
-            where ``master`` is the weight.
-        params: hyper-parameters.
-        step: which step this is, from 1.
-        grad_scale: multiplies the gradient in float32: the clip factor, one over a loss scale, or their product.
-        team: threads to run on; ``None`` means the calling thread.
-
-    No other arrays may overlap.
-
-    Raises:
-        ValueError: an array of the wrong dtype, length or layout, or ``step`` below 1.
-    """
-    check_step(step)
-    state = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    one_pass(_update, state, grad, weight_out, (_l2(params), _factors(params, step, grad_scale)), team)
-
-
-def _l2(params: AdamWParams) -> np.float32 | None:
-    """Return the factor of the weight in the gradient; without one a kernel is compiled that knows of none."""
-    if params.decoupled_weight_decay or not params.weight_decay:
-        return None
-    return np.float32(params.weight_decay)
-
-
-def _factors(params: AdamWParams, step: int, grad_scale: float) -> tuple[np.float32, ...]:
-    """Return the float32 factors of a step, in the order in which :func:`_update` unpacks them."""
-    bias1 = 1 - params.beta1**step
-    bias2 = 1 - params.beta2**step
-    return float32s(
+def _rest(params: AdamWParams, step: int, grad_scale: float) -> tuple[object, ...]:
+    bias1, bias2 = 1 - params.beta1**step, 1 - params.beta2**step
+    factors = float32s(
         grad_scale,
         params.beta1,
         1 - params.beta1,
@@ -121,6 +52,9 @@ def _factors(params: AdamWParams, step: int, grad_scale: float) -> tuple[np.floa
         1 / math.sqrt(bias2),
         params.eps,
     )
+    # The factor of the weight in the gradient; without one a kernel is compiled that knows of none.
+    in_gradient = params.weight_decay and not params.decoupled_weight_decay
+    return np.float32(params.weight_decay) if in_gradient else None, factors
 
 
 # error_model: Python's own raises on a division by zero, and that branch would keep the loop from being vectorised.
@@ -138,3 +72,14 @@ def _update(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight_out: A
         exp_avg_sq[i] = v
         master[i] = p
         store_weight(weight_out, grad, i, p)
+
+
+adamw_step: Final = HostStep(_update, ("exp_avg", "exp_avg_sq"), _rest)
+"""As ``torch.optim.AdamW`` without amsgrad (Loshchilov and Hutter, arXiv:1711.05101); g = ``grad_scale`` * ``grad``::
+
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    p = p * (1 - lr * weight_decay) - lr / (1 - beta1**step) * m / (sqrt(v) / sqrt(1 - beta2**step) + eps)
+
+Where weight decay is not decoupled it is ``g = g + weight_decay * p`` before all else, as ``torch.optim.Adam``.
+"""

@@ -6,18 +6,7 @@ from typing import Any, Final
 import numpy as np
 from numba import njit
 
-from executor.optimizer.passes import (
-    Bf16Array,
-    Float32Array,
-    GradientArray,
-    as_float32,
-    check_params,
-    check_step,
-    float32s,
-    one_pass,
-    store_weight,
-)
-from executor.optimizer.workers import WorkerTeam
+from executor.optimizer.passes import HostStep, as_float32, check_params, float32s, store_weight
 
 _ZERO: Final = np.float32(0)
 _ONE: Final = np.float32(1)
@@ -40,51 +29,10 @@ class LionParams:
         check_params(self, not_negative=("lr", "weight_decay"), fractions=("beta1", "beta2"))
 
 
-def lion_step(
-    master: Float32Array,
-    exp_avg: Float32Array,
-    grad: GradientArray,
-    weight_out: Bf16Array | None,
-    params: LionParams,
-    step: int,
-    grad_scale: float = 1.0,
-    team: WorkerTeam | None = None,
-) -> None:
-    """Take one step of Lion on flat arrays of equal length, in place.
-
-    With g = ``grad_scale`` * ``grad`` (Chen et al., arXiv:2302.06675, algorithm 2)::
-
-        c = beta1 * m + (1 - beta1) * g
-        p = p * (1 - lr * weight_decay) - lr * sign(c)
-        m = beta2 * m + (1 - beta2) * g
-
-    Where c is not finite p becomes NaN. A plain sign would hide that: of a NaN it is 0, of infinity 1 for ever.
-
-    Args:
-        master: weights p, float32 ``[num_params]``, updated.
-        exp_avg: momentum m, float32 ``[num_params]``, updated.
-        grad: gradient, float32 or bf16 bits (uint16), ``[num_params]``; only read, unless it is
-            ``weight_out`` too.
-        weight_out: where the new weights go as bf16 bits, ``[num_params]``; ``None`` where ``master`` is the weight.
-        params: hyper-parameters.
-        step: which step this is, from 1; Lion does the same at each.
-        grad_scale: multiplies the gradient in float32.
-        team: threads to run on; ``None`` means the calling thread.
-
-    Raises:
-        ValueError: an array of the wrong dtype, length or layout, or ``step`` below 1.
-    """
-    check_step(step)
-    factors = float32s(
-        grad_scale,
-        params.beta1,
-        1 - params.beta1,
-        params.beta2,
-        1 - params.beta2,
-        1 - params.lr * params.weight_decay,
-        params.lr,
-    )
-    one_pass(_update, {"master": master, "exp_avg": exp_avg}, grad, weight_out, (factors,), team)
+def _rest(params: LionParams, _step: int, grad_scale: float) -> tuple[object, ...]:
+    rests = (1 - params.beta1, 1 - params.beta2)
+    decay = 1 - params.lr * params.weight_decay
+    return (float32s(grad_scale, params.beta1, rests[0], params.beta2, rests[1], decay, params.lr),)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -100,3 +48,14 @@ def _update(master: Any, exp_avg: Any, grad: Any, weight_out: Any, factors: Any)
         exp_avg[i] = beta2 * m + rest2 * g
         master[i] = p
         store_weight(weight_out, grad, i, p)
+
+
+lion_step: Final = HostStep(_update, ("exp_avg",), _rest)
+"""As algorithm 2 of Chen et al., arXiv:2302.06675, with g = ``grad_scale`` * ``grad``; the same at each step::
+
+    c = beta1 * m + (1 - beta1) * g
+    p = p * (1 - lr * weight_decay) - lr * sign(c)
+    m = beta2 * m + (1 - beta2) * g
+
+Where c is not finite p becomes NaN. A plain sign would hide that: of a NaN it is 0, of infinity 1 for ever.
+"""

@@ -1,4 +1,4 @@
-"""What every optimizer's kernel has in common: which arrays it takes, and how a team shares them.
+"""What every optimizer's step on the host has in common: which arrays it takes, and how a team shares them.
 
 [Note: Rounding]
 Kernels are compiled without any fast-math flag. Each flag that would change the code lets LLVM round the vectorised
@@ -14,8 +14,8 @@ one array, and a kernel of its own, made from the same source.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Generic, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,51 +28,93 @@ from executor.optimizer.workers import WorkerTeam
 Float32Array = npt.NDArray[np.float32]
 Bf16Array = npt.NDArray[np.uint16]
 GradientArray = Bf16Array | Float32Array
+_Params = TypeVar("_Params")
 
 IN_PLACE: Final = ()
 """What a kernel gets in the place of ``weight_out`` if the weights go where the gradient is [Note: Overwriting]."""
 
 
-def one_pass(
-    kernel: Callable[..., object],
-    state: Mapping[str, Float32Array | None],
-    grad: GradientArray,
-    weight_out: Bf16Array | None,
-    rest: tuple[object, ...],
-    team: WorkerTeam | None,
-) -> None:
-    """Run a kernel on flat arrays of equal length, cut over a team.
+@final
+class HostStep(Generic[_Params]):
+    """A step of one optimizer in host memory: one pass over flat arrays of equal length, in place.
+
+    Factors of the whole step are worked out in double precision and rounded to float32 once; the rest is float32. NaN
+    and infinite gradients go through.
 
     Args:
-        kernel: called with the pieces of ``state``, ``grad`` and ``weight_out`` or :data:`IN_PLACE`, then ``rest``.
-        state: what is updated, by name, the master copy first; ``None`` for what is not there.
-        grad: gradient, float32 or bf16 bits (uint16), only read.
-        weight_out: where the new weights go as bf16 bits, which may be ``grad`` itself; ``None`` where the master copy
-            is the weight.
-        rest: factors and flags.
-        team: threads to run on; ``None`` means the calling thread.
-
-    Raises:
-        ValueError: an array of the wrong dtype, length or layout.
+        kernel: compiled; called with pieces of the state, of ``grad`` and of ``weight_out`` or :data:`IN_PLACE`, then
+            with what ``rest`` returns.
+        buffers: names of the state beside the master copy.
+        rest: returns flags and factors for ``(params, step, grad_scale)``.
+        keeps: whether the buffers are there under some hyper-parameters; where they are not, none is touched.
     """
-    master = next(iter(state.values()))
-    assert master is not None
-    for name, array in state.items():
-        if array is not None:
-            _check_array(name, array, ("float32",), master.size)
-    _check_array("grad", grad, ("uint16", "float32"), master.size, written=False)
-    if weight_out is not None:
-        _check_array("weight_out", weight_out, ("uint16",), master.size)
-    in_place = weight_out is not None and weight_out.ctypes.data == grad.ctypes.data
-    arrays = (*state.values(), grad, IN_PLACE if in_place else weight_out)
 
-    def update(start: int, stop: int) -> None:
-        kernel(*(None if array is None else array[start:stop] for array in arrays), *rest)
+    def __init__(
+        self,
+        kernel: Callable[..., object],
+        buffers: tuple[str, ...],
+        rest: Callable[[_Params, int, float], tuple[object, ...]],
+        keeps: Callable[[_Params], bool] = lambda _: True,
+    ) -> None:
+        self._kernel = kernel
+        self._names = ("master", *buffers)
+        self._rest = rest
+        self._keeps = keeps
 
-    if team is None:
-        update(0, master.size)
-    else:
-        team.run(update, master.size)
+    def __call__(
+        self,
+        state: Sequence[Float32Array | None],
+        grad: GradientArray,
+        weight_out: Bf16Array | None,
+        params: _Params,
+        step: int,
+        grad_scale: float = 1.0,
+        team: WorkerTeam | None = None,
+    ) -> None:
+        """Take the step. The bits do not depend on how ``team`` cuts the range: see [Note: Rounding].
+
+        Args:
+            state: weights and then buffers, each float32 ``[num_params]``, updated; no other arrays may overlap.
+            grad: gradient, float32 or bf16 bits (uint16), ``[num_params]``; only read, unless it is ``weight_out`` too.
+            weight_out: where the new weights go as bf16 bits (uint16), ``[num_params]``; ``None`` in float32 training,
+                where the master copy is the weight.
+            params: hyper-parameters.
+            step: which step this is, from 1.
+            grad_scale: multiplies the gradient in float32: the clip factor, one over a loss scale, or their product.
+            team: threads to run on; ``None`` means the calling thread.
+
+        Raises:
+            ValueError: an array that is missing or has the wrong dtype, length or layout, or ``step`` below 1.
+        """
+        if step < 1:
+            raise ValueError(f"step is {step}, but steps count from 1; count before the update, not after")
+        master, *buffers = state
+        held = (master, *(buffers if self._keeps(params) else [None] * len(buffers)))
+        self._check(held, grad, weight_out, params)
+        in_place = weight_out is not None and weight_out.ctypes.data == grad.ctypes.data
+        arrays = (*held, grad, IN_PLACE if in_place else weight_out)
+        rest = self._rest(params, step, grad_scale)
+
+        def update(start: int, stop: int) -> None:
+            self._kernel(*(None if array is None else array[start:stop] for array in arrays), *rest)
+
+        if team is None:
+            update(0, len(grad))
+        else:
+            team.run(update, len(grad))
+
+    def _check(
+        self, held: Sequence[Float32Array | None], grad: GradientArray, weight_out: Bf16Array | None, params: _Params
+    ) -> None:
+        num_params = held[0].size if held[0] is not None else 0
+        for name, array in zip(self._names, held, strict=True):
+            if array is not None:
+                _check_array(name, array, ("float32",), num_params)
+            elif name == self._names[0] or self._keeps(params):
+                raise ValueError(f"there is no {name} in the state, which {params} needs; pass one")
+        _check_array("grad", grad, ("uint16", "float32"), num_params, written=False)
+        if weight_out is not None:
+            _check_array("weight_out", weight_out, ("uint16",), num_params)
 
 
 def _check_array(
@@ -85,16 +127,6 @@ def _check_array(
         raise ValueError(f"{name} has shape {array.shape}, but must be flat and as long as master: ({num_params},)")
     if not (array.flags.c_contiguous and array.flags.aligned and (array.flags.writeable or not written)):
         raise ValueError(f"{name} must be contiguous, aligned{' and writeable' if written else ''}; pass a plain slice")
-
-
-def check_step(step: int) -> None:
-    """Check the number of a step.
-
-    Raises:
-        ValueError: it is below 1.
-    """
-    if step < 1:
-        raise ValueError(f"step is {step}, but steps count from 1; count before the update, not after")
 
 
 def check_params(params: object, *, not_negative: tuple[str, ...], fractions: tuple[str, ...] = ()) -> None:

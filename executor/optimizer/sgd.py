@@ -1,22 +1,11 @@
 """SGD with momentum on a CPU in one pass over memory: 20 bytes a parameter, 12 without momentum."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from numba import njit
 
-from executor.optimizer.passes import (
-    Bf16Array,
-    Float32Array,
-    GradientArray,
-    as_float32,
-    check_params,
-    check_step,
-    float32s,
-    one_pass,
-    store_weight,
-)
-from executor.optimizer.workers import WorkerTeam
+from executor.optimizer.passes import HostStep, as_float32, check_params, float32s, store_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,45 +35,9 @@ class SgdParams:
             raise ValueError(f"dampening is {self.dampening} without momentum, where it does nothing; set it to 0")
 
 
-def sgd_step(
-    master: Float32Array,
-    momentum_buffer: Float32Array | None,
-    grad: GradientArray,
-    weight_out: Bf16Array | None,
-    params: SgdParams,
-    step: int,
-    grad_scale: float = 1.0,
-    team: WorkerTeam | None = None,
-) -> None:
-    """Take one step of SGD on flat arrays of equal length, in place.
-
-    With g = ``grad_scale`` * ``grad``, as ``torch.optim.SGD`` (Sutskever et al., ICML 2013)::
-
-        g = g + weight_decay * p
-        m = g at the first step, then momentum * m + (1 - dampening) * g
-        p = p - lr * (g + momentum * m with Nesterov's momentum, else m)
-
-    Args:
-        master: weights p, float32 ``[num_params]``, updated.
-        momentum_buffer: m, float32 ``[num_params]``, updated, but not touched without momentum.
-        grad: gradient, float32 or bf16 bits (uint16), ``[num_params]``; only read, unless it is
-            ``weight_out`` too.
-        weight_out: where the new weights go as bf16 bits, ``[num_params]``; ``None`` where ``master`` is the weight.
-        params: hyper-parameters.
-        step: 1 where there is no momentum yet.
-        grad_scale: multiplies the gradient in float32.
-        team: threads to run on; ``None`` means the calling thread.
-
-    Raises:
-        ValueError: an array of the wrong dtype, length or layout, ``step`` below 1, or momentum without a buffer.
-    """
-    check_step(step)
-    if params.momentum and momentum_buffer is None:
-        raise ValueError(f"momentum is {params.momentum}, but there is no momentum_buffer; pass one")
-    state = {"master": master, "momentum_buffer": momentum_buffer if params.momentum else None}
+def _rest(params: SgdParams, step: int, grad_scale: float) -> tuple[object, ...]:
     factors = float32s(grad_scale, params.weight_decay, params.momentum, 1 - params.dampening, params.lr)
-    flags = (params.weight_decay > 0, step == 1, params.nesterov)
-    one_pass(_update, state, grad, weight_out, (*flags, factors), team)
+    return params.weight_decay > 0, step == 1, params.nesterov, factors
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -111,3 +64,14 @@ def _update(
         p = p - lr * g
         master[i] = p
         store_weight(weight_out, grad, i, p)
+
+
+sgd_step: Final = HostStep(_update, ("momentum_buffer",), _rest, keeps=lambda params: params.momentum != 0)
+"""As ``torch.optim.SGD`` (Sutskever et al., ICML 2013), with g = ``grad_scale`` * ``grad``::
+
+    g = g + weight_decay * p
+    m = g at the first step, then momentum * m + (1 - dampening) * g
+    p = p - lr * (g + momentum * m with Nesterov's momentum, else m)
+
+Step 1 is the one where there is no momentum yet. Without momentum m is not touched, and may be ``None``.
+"""

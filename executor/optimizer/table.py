@@ -39,7 +39,7 @@ class OptimizerEntry:
         planned_as: what a plan calls the state that it has.
         buffers: keys of its float32 tensors beside the master copy, in a parameter's state.
         read: returns hyper-parameters of a parameter group, whenever the updates of an iteration begin.
-        host: takes a step in host memory: ``host(master, *buffers, grad, weight_out, params, step, scale, team)``.
+        host: takes a step in host memory: ``host((master, *buffers), grad, weight_out, params, step, scale, team)``.
         device: takes one on a device; see :mod:`executor.optimizer.device`.
         counts_steps: whether a parameter's state has a ``step``.
         starts_at: key in a group of what buffers hold before the first step, which state then tells; ``None`` for 0.
@@ -78,7 +78,7 @@ class OptimizerEntry:
         state = np.zeros((1 + len(self.buffers), 1), np.float32)
         grad = np.zeros(1, grad_dtype)
         for weight_out in (np.zeros(1, np.uint16), grad) if writes_bf16 else (None,):
-            self.host(*state, grad, weight_out, self.read(group), 1, 1.0, None)
+            self.host(list(state), grad, weight_out, self.read(group), 1, 1.0, None)
 
 
 @dataclass(frozen=True, slots=True)

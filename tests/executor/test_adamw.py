@@ -61,7 +61,7 @@ def stepped(state, params, step, grad_scale=1.0, team=None, *, bf16=True):
     """Return what a step makes of copies of the state: master, exp_avg, exp_avg_sq, and the weight if any."""
     master, exp_avg, exp_avg_sq, grad = (array.copy() for array in state)
     weight = np.zeros(master.size, np.uint16) if bf16 else None
-    adamw_step(master, exp_avg, exp_avg_sq, grad, weight, params, step, grad_scale, team)
+    adamw_step((master, exp_avg, exp_avg_sq), grad, weight, params, step, grad_scale, team)
     assert np.array_equal(grad, state[3], equal_nan=True), "the gradient is only read"
     return [master, exp_avg, exp_avg_sq] + ([weight] if bf16 else [])
 
@@ -182,7 +182,7 @@ def test_follows_torch_adamw_over_many_steps(weight_decay, clip):
         if clip is not None:
             norm = torch.nn.utils.clip_grad_norm_([theirs], clip)
             grad_scale = min(1.0, clip / (float(norm) + 1e-6))
-        adamw_step(*state, grad, None, params, step, grad_scale)
+        adamw_step(state, grad, None, params, step, grad_scale)
         optimizer.step()
     reached = theirs.detach().numpy()
     assert np.abs(reached).max() > 1
@@ -262,8 +262,9 @@ def test_wrong_arrays_are_named(name, change, message):
     arrays = dict(zip(("master", "exp_avg", "exp_avg_sq", "grad"), random_state(10, 0), strict=True))
     arrays["weight_out"] = np.zeros(10, np.uint16)
     before = {key: array.copy() for key, array in arrays.items()}
+    master, exp_avg, exp_avg_sq, grad, weight_out = (arrays | {name: change(arrays[name])}).values()
     with pytest.raises(ValueError, match=message):
-        adamw_step(**arrays | {name: change(arrays[name])}, params=PARAMS, step=1)
+        adamw_step((master, exp_avg, exp_avg_sq), grad, weight_out, PARAMS, 1)
     assert all(np.array_equal(before[key], array) for key, array in arrays.items())
 
 
@@ -281,7 +282,7 @@ def test_wrong_numbers_are_named():
 
 def test_python_runs_on_while_a_kernel_works():
     state = random_state(2**22, 0)
-    assert_python_runs_on(lambda: adamw_step(*state, None, PARAMS, 1))
+    assert_python_runs_on(lambda: adamw_step(state[:3], state[3], None, PARAMS, 1))
 
 
 def assert_python_runs_on(call):
@@ -328,7 +329,7 @@ def test_after_warm_up_nothing_is_compiled():
             compiled = set(adamw._update.signatures)
             for weight in weights:
                 with WorkerTeam(2) as team:
-                    adamw_step(*np.ones((3, 200), np.float32), grad, weight, AdamWParams(), 1, 0.5, team)
+                    adamw_step(np.ones((3, 200), np.float32), grad, weight, AdamWParams(), 1, 0.5, team)
             assert set(adamw._update.signatures) == compiled, grad.dtype
         """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

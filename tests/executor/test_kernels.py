@@ -68,7 +68,7 @@ def stepped(kernel, state, params, step, grad_scale=1.0, team=None, *, bf16=True
     """Return what a step makes of copies of the state: master, buffers, and the weight if any."""
     *held, grad = (array.copy() for array in state)
     weight = np.zeros(grad.size, np.uint16) if bf16 else None
-    kernel(*held, grad, weight, params, step, grad_scale, team)
+    kernel(held, grad, weight, params, step, grad_scale, team)
     assert np.array_equal(grad, state[-1], equal_nan=True), "the gradient is only read"
     return [*held, *([weight] if bf16 else [])]
 
@@ -190,7 +190,7 @@ def against_torch(make, grads, seed, size):
     for step, grad in enumerate(grads(rng, size), start=1):
         theirs.grad = torch.from_numpy(grad.copy())
         with np.errstate(all="ignore"):
-            entry.host(*state, grad, None, entry.read(group), step, 1.0, None)
+            entry.host(state, grad, None, entry.read(group), step, 1.0, None)
         optimizer.step()
     stocked = [optimizer.state[theirs][key].numpy() for key in entry.buffers if optimizer.state[theirs]]
     return [theirs.detach().numpy(), *stocked], state[: 1 + len(stocked)]
@@ -310,7 +310,7 @@ def test_without_momentum_its_buffer_is_not_touched():
     master, buffer, _ = stepped(sgd_step, state, SgdParams(0.1), 1)
     assert np.array_equal(buffer, state[1])
     without = [state[0].copy(), None, state[2].copy()]
-    sgd_step(without[0], None, without[2], None, SgdParams(0.1), 1)
+    sgd_step((without[0], None), without[2], None, SgdParams(0.1), 1)
     assert np.array_equal(master, without[0])
 
 
@@ -328,7 +328,7 @@ def test_updates_on_a_device_are_those_on_the_host_but_for_rounding(entry, step)
     params = entry.read(group)
     tensors = [torch.from_numpy(array.copy()) for array in state]
     entry.device(tensors[0], tuple(tensors[1:]), torch.from_numpy(grad.copy()), params, step)
-    entry.host(*state, grad, None, params, step, 1.0, None)
+    entry.host(state, grad, None, params, step, 1.0, None)
     for mine, theirs in zip(state, tensors, strict=True):
         np.testing.assert_allclose(theirs.numpy(), mine, rtol=2e-6, atol=2e-6)
 
@@ -337,7 +337,7 @@ def test_updates_on_a_device_are_those_on_the_host_but_for_rounding(entry, step)
 def test_python_runs_on_while_a_kernel_works(name):
     kernel, num_buffers, params = KERNELS[name]
     state = [np.ones(2**22, np.float32) for _ in range(1 + num_buffers)]
-    assert_python_runs_on(lambda: kernel(*state, state[0], None, params, 1))
+    assert_python_runs_on(lambda: kernel(state, state[0], None, params, 1))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16])
@@ -374,16 +374,16 @@ def test_wrong_arrays_and_steps_are_named(name):
     with pytest.raises(ValueError, match="step is 0, but steps count from 1"):
         stepped(kernel, state, params, 0)
     with pytest.raises(ValueError, match="weight_out has dtype float32, but must be uint16"):
-        kernel(*state, state[0].copy(), params, 1)
+        kernel(state[:-1], state[-1], state[0].copy(), params, 1)
     if name != "sgd-plain":
         with pytest.raises(ValueError, match=r"has shape \(9,\), but must be flat and as long as master: \(10,\)"):
-            kernel(state[0], *(array[:-1] for array in state[1:-1]), state[-1], None, params, 1)
+            kernel([state[0], *(array[:-1] for array in state[1:-1])], state[-1], None, params, 1)
 
 
 def test_momentum_needs_a_buffer():
     state = random_state(10, 0, 1)
-    with pytest.raises(ValueError, match=r"momentum is 0\.9, but there is no momentum_buffer"):
-        sgd_step(state[0], None, state[2], None, SgdParams(momentum=0.9), 1)
+    with pytest.raises(ValueError, match=r"there is no momentum_buffer in the state, which SgdParams\(.*momentum=0\.9"):
+        sgd_step((state[0], None), state[2], None, SgdParams(momentum=0.9), 1)
 
 
 def test_lion_takes_a_closure_and_leaves_out_what_has_no_gradient():
@@ -409,7 +409,7 @@ def test_weights_over_gradients_have_the_same_bits_as_apart(name, seed, num_para
     state = random_state(num_params, seed, num_buffers)
     apart = stepped(kernel, state, params, 1)
     held = [array.copy() for array in state]
-    kernel(*held, held[-1], params, 1)
+    kernel(held[:-1], held[-1], held[-1], params, 1)
     for expected, array in zip(apart, held, strict=True):
         assert bits_equal(expected, array)
 
@@ -421,7 +421,7 @@ def test_weights_over_gradients_are_written_in_vectors(module):
     name = module.__name__.rpartition(".")[-1]
     kernel, num_buffers, params = KERNELS.get(name, (adamw_step, 2, AdamWParams()))
     *held, grad = random_state(64, 0, num_buffers)
-    kernel(*held, grad, grad, params, 1)
+    kernel(held, grad, grad, params, 1)
     module._update.recompile()  # what comes from a cache has no code to read
     code = {signature: text for signature, text in module._update.inspect_asm().items() if types.Tuple(()) in signature}
     assert code

@@ -187,7 +187,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
                 arrays = [as_array(state[k]) for k in ("master", *self.entry.buffers)]
                 weight = None if p.dtype == torch.float32 else as_array(p.reshape(-1))
                 gradient = as_array(p.grad.reshape(-1))
-                self.entry.host(*arrays, gradient, weight, params, state["step"], self.scale)
+                self.entry.host(arrays, gradient, weight, params, state["step"], self.scale)
                 if weight is None:
                     p.copy_(state["master"].view(p.shape))
         self.scale = 1.0

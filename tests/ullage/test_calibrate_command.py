@@ -40,7 +40,7 @@ def test_an_optimizer_step_is_the_executors_on_any_team():
     arrays = [rng.random(1000, np.float32) for _ in range(3)]
     grad = (rng.random(1000, np.float32).view(np.uint32) >> 16).astype(np.uint16)
     wanted, weight = [a.copy() for a in arrays], np.empty(1000, np.uint16)
-    adamw_step(*wanted, grad, weight, AdamWParams(), step=1)
+    adamw_step(wanted, grad, weight, AdamWParams(), step=1)
     step = kernels().cpu_adamw
     for num_threads in (1, 2, 2):
         got, got_weight = [a.copy() for a in arrays], np.empty(1000, np.uint16)

@@ -168,7 +168,7 @@ def kernels() -> Any:
     def step(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any, num_threads: int) -> None:
         if num_threads not in teams:  # threads outlive one step, as they do in training
             teams[num_threads] = WorkerTeam(num_threads)
-        adamw_step(master, exp_avg, exp_avg_sq, grad, weight, params, step=1, team=teams[num_threads])
+        adamw_step((master, exp_avg, exp_avg_sq), grad, weight, params, step=1, team=teams[num_threads])
 
     def device_step(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any) -> None:
         state = master, exp_avg, exp_avg_sq, weight
