@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from saving import CountingFiles, FailingFiles, entries, save, step_of, values
 
-from executor.checkpoint import CheckpointError, Files, Flusher, Store, ring_of
+from executor.checkpoint import CheckpointError, Files, Flusher, Store, layout, ring_of
 from executor.checkpoint.files.writer import ShardWriter
-from executor.checkpoint.format import layout
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EINTR, errno.EACCES)
 

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.checkpoint import CheckpointError, Entry, Files, Flusher, ShardWriter, boxes, ring_of
+from executor.checkpoint import CheckpointError, Entry, Files, Flusher, ShardWriter, boxes, layout, ring_of
 from executor.checkpoint.files.flusher import checksum
-from executor.checkpoint.format import layout
 from executor.direct_io import BLOCK_BYTES
 
 CHUNK_BYTES, SECTOR_BYTES = BLOCK_BYTES, 512

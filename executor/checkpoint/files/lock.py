@@ -65,7 +65,7 @@ class RunLock:
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
-            taken = self._path.exists() and os.path.samestat(os.fstat(fd), self._path.stat())
+            taken = self._is(fd)
             if taken:
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"process {os.getpid()} on {platform.node()}\n".encode()[:_MOST_BYTES], 0)
@@ -77,6 +77,13 @@ class RunLock:
         else:
             os.close(fd)
         return taken
+
+    def _is(self, fd: int) -> bool:
+        """Return whether an open file is the one of that name; its owner may remove it at any moment."""
+        try:
+            return os.path.samestat(os.fstat(fd), self._path.stat())
+        except FileNotFoundError:
+            return False
 
 
 def _holder(path: Path) -> str:
