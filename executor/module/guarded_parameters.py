@@ -35,6 +35,7 @@ _IN_PLACE: Final = re.compile(r".*[^_]_")
 _ATTRIBUTES: Final = frozenset({"data", "real", "imag"})
 _HARMLESS: Final = frozenset({"requires_grad_", "retain_grad_"})
 _NAME: Final = "name_in_model"
+_CLASS: Final = "class_in_model"
 # Writes nothing, and what it returns has memory of its own.
 _READ_GRADIENT: Final = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
@@ -99,13 +100,14 @@ def unguarded() -> Iterator[None]:
 
 def guard(parameter: nn.Parameter, name: str) -> None:
     """Refuse all writing to a parameter from now on."""
+    vars(parameter).setdefault(_CLASS, type(parameter))  # it may be guarded already
     vars(parameter).update({_NAME: name, "_is_param": True})
     parameter.__class__ = Guarded  # type: ignore[assignment]
 
 
 def unguard(parameter: nn.Parameter) -> None:
-    """Let a parameter be an ordinary one again."""
-    parameter.__class__ = nn.Parameter
+    """Let a parameter be what it was."""
+    parameter.__class__ = vars(parameter).pop(_CLASS, nn.Parameter)
     for key in (_NAME, "_is_param"):
         vars(parameter).pop(key, None)
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from training import Task, batches, decide, make_model, make_optimizer, model_units, prepare, session_options, uniform
 
+from executor.module.guarded_parameters import guard, unguard
 from executor.prepare import prepare_session
 
 TASK = Task("llama-tied", torch.float32, iterations=3, schedule=False)
@@ -369,3 +370,17 @@ def test_autocast_to_another_type_is_refused():
         model, optimizer = prepare(task, decide(task, uniform("host", "cpu")))
         with optimizer.session, torch.autocast("cpu", torch.bfloat16):
             step(model, optimizer)
+
+
+def test_a_parameter_of_a_class_of_the_users_own_has_it_back() -> None:
+    class Own(nn.Parameter):
+        """As libraries mark parameters."""
+
+    parameter = Own(torch.ones(3))
+    guard(parameter, "weight")
+    guard(parameter, "weight")  # as two modules that share it do
+    with pytest.raises(ValueError, match=REFUSED):
+        parameter.zero_()
+    unguard(parameter)
+    assert type(parameter) is Own
+    assert parameter.detach().zero_().tolist() == [0.0] * 3
