@@ -61,7 +61,13 @@ class Solver:
         names, values = zip(*itertools.chain.from_iterable(row.terms for row in program.rows), strict=True)
         matrix.index_ = np.array(list(map(columns.__getitem__, names)), np.int32)
         matrix.value_ = np.array(values)
-        self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
+        class Silent(highspy.Highs):
+            """Without the callbacks, which nobody needs here: from 1.16 on, enabling them prints a header on stdout."""
+
+            def enableCallbacks(self) -> None:  # noqa: N802 - the library's name
+                return
+
+        self._highs = Silent()  # type: ignore[no-untyped-call]
         for option, value in (("output_flag", False), ("threads", 1), ("solver", "simplex")):
             self._highs.setOptionValue(option, value)
         self._highs.passModel(model)

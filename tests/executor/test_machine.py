@@ -263,7 +263,8 @@ def test_a_program_that_forgets_to_close_ends_all_the_same():
     program = """
 import time
 from executor.devices.lanes import HostMachine
-from planner.schedule.tasks import Lane, Op, Phase, Schedule, Task
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Lane, Op, Phase, Task
 tasks = (
     Task(0, Lane.COMPUTE, Op.FORWARD, Phase.FORWARD),
     Task(1, Lane.CPU, Op.PASS, Phase.UPDATE, after=(0,)),
