@@ -9,6 +9,7 @@ arithmetic: neither HiGHS nor the search is believed.
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 from planner.bounds.conditions import conditions, decided, memory_conditions
@@ -16,7 +17,7 @@ from planner.bounds.loads import Loads
 from planner.bounds.order import order_bound_s
 from planner.bounds.program import LinearProgram, bound
 from planner.bounds.proof import Certificate, Proof
-from planner.bounds.solver import solve
+from planner.bounds.solver import Solution, Solver, solve
 from planner.choices.choice import Choice
 from planner.choices.space import NEVER_S, OVERRUN, Space
 from planner.choices.variants import Variant
@@ -44,28 +45,37 @@ def certify(rivals: Sequence[Variant], own: Variant, decisions: Decisions, itera
         decisions: the plan's.
         iteration_s: what the plan takes.
     """
-    limit_s = _LIMIT * iteration_s
-    proofs = [_prove(own.choice, space, own.cost, limit_s) for space in own.space.stages()]
+    limit_s, cost = _LIMIT * iteration_s, own.cost
+    with ThreadPoolExecutor(1) as pool:  # HiGHS solves one program while Python makes the next
+        begun = []
+        for space in own.space.stages():
+            program = conditions(space, cost, limit_s)
+            begun.append((space, program, pool.submit(Solver(program).solve)))
+        placed = _placed(own.space, cost, decisions, limit_s)
+        placing = pool.submit(Solver(placed).solve)
+        order_s = _order_s(own.space, cost, decisions)
+        proofs = [_proof(own.choice, space, cost, program, solved.result()) for space, program, solved in begun]
+        solution = placing.result()
+    assert solution is not None, "the plan itself satisfies the conditions"
     bound_s = min(proof.bound_s for proof in proofs if proof.bound_s is not None)
     for rival in sorted(rivals, key=computing_s):
         if rival.choice == own.choice:
             continue
         for space in rival.space.stages():
-            enough = computing_s(rival) >= bound_s
-            proof = _by_computing(rival, space) if enough else _prove(rival.choice, space, rival.cost, limit_s)
+            if computing_s(rival) >= bound_s:
+                proof = _by_computing(rival, space)
+            else:
+                program = conditions(space, rival.cost, limit_s)
+                proof = _proof(rival.choice, space, rival.cost, program, solve(program))
             proofs.append(proof)
             bound_s = min(bound_s, proof.bound_s if proof.bound_s is not None else bound_s)
-    space = own.space
-    program = _placed(space, own.cost, decisions, limit_s)
-    solution = solve(program)
-    assert solution is not None, "the plan itself satisfies the conditions"
     # Proofs are exact, but the simulated time is rounded: of a plan that attains its bound it may be a digit below.
     bound_s = min(iteration_s, bound_s)
-    placement_s = min(iteration_s, max(bound_s, _proven(program, solution.multipliers)))
+    placement_s = min(iteration_s, max(bound_s, _proven(placed, solution.multipliers)))
     return Certificate(
         bound_s=bound_s,
         placement_bound_s=placement_s,
-        order_bound_s=_ordered(space, own.cost, decisions, placement_s, iteration_s),
+        order_bound_s=min(max(order_s, placement_s), iteration_s),
         proofs=tuple(proofs),
         placement=dict(solution.multipliers),
     )
@@ -141,7 +151,7 @@ def check(
         raise CertificateError(f"placement_bound_s is {stated!r}, but only {float(proven)!r} is proven")
     if stated > iteration_s:
         raise CertificateError(f"placement_bound_s is {stated!r}, above the plan's own time {iteration_s!r}")
-    ordered = _ordered(own.space, own.cost, decisions, stated, iteration_s)
+    ordered = min(max(_order_s(own.space, own.cost, decisions), stated), iteration_s)
     if abs(certificate.order_bound_s - ordered) > _RELATIVE * ordered:
         raise CertificateError(f"order_bound_s is {certificate.order_bound_s!r}, but the schedule's is {ordered!r}")
 
@@ -171,16 +181,14 @@ def _placed(space: Space, cost: CostModel, decisions: Decisions, limit_s: float)
     return decided(conditions(own, cost, limit_s), space.units, decisions)
 
 
-def _ordered(space: Space, cost: CostModel, decisions: Decisions, placement_s: float, iteration_s: float) -> float:
-    """Return what the plan's own schedule takes at least, as far as anything proves it."""
+def _order_s(space: Space, cost: CostModel, decisions: Decisions) -> float:
+    """Return what the plan's own schedule takes at least, as far as the order of its tasks proves it."""
     schedule = lower(space.units, decisions, asynchronous=cost.asynchronous)
-    own = CostModel.of(cost.profile, space.units, decisions)
-    return min(max(order_bound_s(schedule, own), placement_s), iteration_s)
+    return order_bound_s(schedule, CostModel.of(cost.profile, space.units, decisions))
 
 
-def _prove(choice: Choice, space: Space, cost: CostModel, limit_s: float) -> Proof:
-    program = conditions(space, cost, limit_s)
-    solution = solve(program)
+def _proof(choice: Choice, space: Space, cost: CostModel, program: LinearProgram, solution: Solution | None) -> Proof:
+    """Return what the optimum of the conditions proves; that it does not fit if they have none."""
     if solution is None:
         if proof := _does_not_fit(choice, space, conditions(space, cost, NEVER_S, soft=True)):
             return proof
@@ -188,8 +196,7 @@ def _prove(choice: Choice, space: Space, cost: CostModel, limit_s: float) -> Pro
         solution = solve(conditions(space, cost, NEVER_S))
         assert solution is not None
     multipliers, stage = solution.multipliers, space.given.zero_stage
-    bound_s = _proven(program, multipliers)
-    return Proof(choice=choice, zero_stage=stage, bound_s=bound_s, multipliers=multipliers)
+    return Proof(choice=choice, zero_stage=stage, bound_s=_proven(program, multipliers), multipliers=multipliers)
 
 
 def _does_not_fit(choice: Choice, space: Space, program: LinearProgram) -> Proof | None:
