@@ -1,0 +1,395 @@
+"""What the operators of a decoder layer do: from a model's configuration and a batch to kernels and bytes."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from planner.models import experts, megatron, work
+from planner.models.config import ModelConfig
+from planner.models.kernels import Attention, Collective, Work, all_reduce, each
+from planner.models.operators import Batch, Operator
+from planner.models.parameters import ParameterSpec, layer_path, layer_shapes
+from planner.models.patterns import Pattern
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """An operator of any layer, before it is given its place.
+
+    Attributes:
+        name: path within the layer.
+        unit: ``attn``, ``mlp`` or ``experts.3``.
+        modules: modules that own its parameters, in order of use.
+        sources: parts that feed it; ``""`` is the layer's input and ``"rotary"`` the rotary factors.
+        experts: the first and the number of those whose parameters it owns, of those that its modules hold.
+    """
+
+    name: str
+    kind: str
+    unit: str
+    pattern: Pattern
+    work: Work
+    output_bytes: int
+    modules: tuple[str, ...]
+    sources: tuple[str, ...]
+    num_skipped: int = 0
+    product_bytes: int = 0
+    experts: tuple[int, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Names:
+    first_norm: str
+    qkv: str
+    qkv_modules: tuple[str, ...]
+    core: str
+    output: str
+    second_norm: str
+    up: str
+    up_modules: tuple[str, ...]
+    activation: str
+    down: str
+
+
+def _names(config: ModelConfig) -> _Names:
+    if config.family == "gpt2":
+        joint, up = "attn.c_attn", "mlp.c_fc"
+        return _Names("ln_1", joint, (joint,), "attn.core", "attn.c_proj", "ln_2", up, (up,), "mlp.act", "mlp.c_proj")
+    attention = "self_attn"
+    if config.family == "opt":
+        modules = tuple(f"{attention}.{side}_proj" for side in "qkv")
+        core, output, norms = f"{attention}.core", f"{attention}.out_proj", ("self_attn_layer_norm", "final_layer_norm")
+        return _Names(
+            norms[0], f"{attention}.qkv_proj", modules, core, output, norms[1], "fc1", ("fc1",), "activation_fn", "fc2"
+        )
+    order = ("q_proj", "q_norm", "k_proj", "k_norm", "v_proj") if config.qk_norm else ("q_proj", "k_proj", "v_proj")
+    return _Names(
+        "input_layernorm",
+        f"{attention}.qkv_proj",
+        tuple(f"{attention}.{module}" for module in order),
+        f"{attention}.core",
+        f"{attention}.o_proj",
+        "post_attention_layernorm",
+        "mlp.gate_up_proj",
+        ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.act_fn",
+        "mlp.down_proj",
+    )
+
+
+def layer_parts(config: ModelConfig, batch: Batch, layer: int) -> tuple[Part, ...]:
+    """Return the operators of one decoder layer in order of execution."""
+    names, hidden_bytes = _names(config), batch.num_tokens * config.hidden_size * batch.dtype_bytes
+    before = config.norm_before
+
+    def norm(name: str, unit: str, source: str) -> Part:
+        return Part(name, "norm", unit, Pattern.REPLICATE, norm_work(config, batch), hidden_bytes, (name,), (source,))
+
+    parts: list[Part] = []
+    if before:
+        parts.append(norm(names.first_norm, "attn", ""))
+    parts += _attention_parts(config, batch, names, names.first_norm if before else "")
+    if not before:
+        parts.append(norm(names.first_norm, "attn", names.output))
+    middle = names.output if before else names.first_norm
+    if before:
+        apart = config.has_experts(layer) and batch.experts_apart
+        parts.append(norm(names.second_norm, "attn" if apart else "mlp", middle))
+    source = names.second_norm if before else middle
+    parts += (
+        _expert_parts(config, batch, layer, source, middle)
+        if config.has_experts(layer)
+        else _mlp_parts(config, batch, names, source, middle)
+    )
+    if batch.is_megatron:
+        pass  # its reentrant checkpoints run a layer's whole forward again
+    elif before:
+        # Non-reentrant checkpointing stops as soon as the last saved tensor is back, which is the last product's
+        # input: neither the product nor the residual sum runs again. Of experts, the weighted sum does not.
+        parts[-1] = dataclasses.replace(parts[-1], num_skipped=_num_skipped(config, batch, parts[-1]))
+    else:
+        parts.append(norm(names.second_norm, "mlp", names.down))
+    return tuple(parts)
+
+
+def _num_skipped(config: ModelConfig, batch: Batch, part: Part) -> int:
+    if part.kind == "down":
+        return len(part.work.forward)
+    converts = _routing_bytes(config, batch) != batch.dtype_bytes
+    # gather in token order, sum over experts, (cast, sum over ranks,) residual
+    return 3 + converts + (batch.tensor_parallel > 1)
+
+
+def norm_work(config: ModelConfig, batch: Batch, *, around: bool = True) -> Work:
+    """Return the work of a norm over the hidden size, with or without a residual ``around`` it."""
+    rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
+    fused = config.norm == "layernorm" or batch.is_megatron
+    normalize = work.layer_norm(rows, hidden, e) if fused else work.rms_norm(rows, hidden, e, around=around)
+    if batch.is_megatron:
+        normalize += megatron.accumulate(e, hidden, hidden)
+    return normalize
+
+
+def linear(batch: Batch, inputs: int, outputs: int, *, bias: bool) -> Work:
+    """Return a projection of every token; see :func:`planner.models.work.linear`."""
+    project = work.linear(batch.num_tokens, inputs, outputs, batch.dtype_bytes, bias=bias)
+    if batch.is_megatron:
+        project += megatron.accumulate(batch.dtype_bytes, inputs * outputs, *((outputs,) if bias else ()))
+    return project
+
+
+def sum_output(batch: Batch, width: int) -> Work:
+    """Return the sum over ranks of what a row-parallel operator hands on (Megatron-LM's ``g``)."""
+    return Work(all_reduce(batch.num_tokens * width * batch.dtype_bytes, batch.tensor_parallel))
+
+
+def sum_input_gradient(batch: Batch, width: int) -> Work:
+    """Return the sum over ranks of the gradient of a column-parallel operator's input (Megatron-LM's ``f``).
+
+    It is the last thing in backward, so this comes first.
+    """
+    return Work((), all_reduce(batch.num_tokens * width * batch.dtype_bytes, batch.tensor_parallel))
+
+
+def add_bias(batch: Batch, width: int, *, bias: bool) -> Work:
+    """Return the sum of a row-parallel operator's bias, which waits until the ranks' parts have been summed."""
+    apart = bias and batch.tensor_parallel > 1 and not batch.is_megatron
+    return Work(each(batch.num_tokens * width, 2 * batch.dtype_bytes)) if apart else Work()
+
+
+def exchange(batch: Batch, num_bytes: int) -> Work:
+    """Return the exchange of tokens among ranks that share a bank of experts, and of their gradients.
+
+    What arrives is sorted by rank, and put into the order of experts (or back).
+    """
+    if batch.expert_parallel == 1:
+        return Work()
+    swap = (Collective(num_bytes, batch.expert_parallel, kind="all-to-all"), *each(num_bytes, 2))
+    return Work(swap, swap)
+
+
+def _residual(batch: Batch, width: int, *, has_dropout: bool) -> Work:
+    if batch.is_megatron and has_dropout:
+        return megatron.bias_dropout_add(batch.num_tokens, width, batch.dtype_bytes)
+    return work.residual(batch.num_tokens, width, batch.dtype_bytes)
+
+
+def _attention_parts(config: ModelConfig, batch: Batch, names: _Names, source: str) -> Iterable[Part]:
+    rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
+    query, key = config.query_size, config.key_value_size
+    yield Part(
+        names.qkv,
+        "qkv",
+        "attn",
+        Pattern.COLUMN,
+        _qkv_work(config, batch),
+        rows * (query + 2 * key) * e,
+        names.qkv_modules,
+        (source,),
+        product_bytes=rows * (query + 2 * key) * e,
+    )
+    sources = (names.qkv,) if has_learned_positions(config) else (names.qkv, "rotary")
+    per_head = 4 if batch.flash_attention else batch.seq_len * e  # a logarithm of each row's sum, or all its scores
+    yield Part(
+        names.core,
+        "attention",
+        "attn",
+        Pattern.SHARD,
+        _core_work(config, batch),
+        rows * query * e,
+        (),
+        sources,
+        product_bytes=rows * (query * e + config.num_attention_heads * per_head),
+    )
+    output = linear(batch, query, hidden, bias=config.output_bias)
+    output += sum_output(batch, hidden) + add_bias(batch, hidden, bias=config.output_bias)
+    output += _residual(batch, hidden, has_dropout=has_learned_positions(config))
+    yield Part(
+        names.output,
+        "output",
+        "attn",
+        Pattern.ROW,
+        output,
+        rows * hidden * e,
+        (names.output,),
+        (names.core, ""),
+        product_bytes=rows * hidden * e,
+    )
+
+
+def _qkv_work(config: ModelConfig, batch: Batch) -> Work:
+    rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
+    query, key, bias = config.query_size, config.key_value_size, config.qkv_bias
+    share = sum_input_gradient(batch, hidden)
+    if config.family == "gpt2" or batch.is_megatron:
+        joint = linear(batch, hidden, query + 2 * key, bias=bias)
+        return work.keeping(share + joint, rows * hidden * e, rows * (query + 2 * key + hidden) * e)
+    q, k = linear(batch, hidden, query, bias=bias), linear(batch, hidden, key, bias=bias)
+    if config.family == "opt":
+        q += Work(each(rows * query, 2 * e), each(rows * query, 2 * e))  # scaled before attention
+    else:  # rotary's gradients are turned back into the projection's layout
+        q += Work((), each(rows * query, 2 * e))
+        k += Work((), each(rows * key, 2 * e))
+    if config.qk_norm:  # every rank has these norms whole, for its own heads: their gradients are summed
+        share_norm = Work((), all_reduce(config.head_dim * e, batch.tensor_parallel))
+        q += work.rms_norm(rows * config.num_attention_heads, config.head_dim, e, around=False) + share_norm
+        k += work.rms_norm(rows * config.num_key_value_heads, config.head_dim, e, around=False) + share_norm
+    v = linear(batch, hidden, key, bias=bias)
+    join = share + Work((), each(rows * hidden, 3 * e, 3 * e))  # the input's gradients from q, k and v
+    return work.keeping(join + q + k + v, rows * hidden * e, rows * (query + 2 * key + hidden) * e)
+
+
+def _core_work(config: ModelConfig, batch: Batch) -> Work:
+    rows, e = batch.num_tokens, batch.dtype_bytes
+    query, key = rows * config.query_size, rows * config.key_value_size
+    core = Attention(
+        batch.micro_batch,
+        config.num_attention_heads,
+        batch.seq_len,
+        config.head_dim,
+        causal=True,
+        flash=batch.flash_attention,
+    )
+    if batch.is_megatron and not batch.flash_attention:
+        attend = megatron.attention(core, query, key, e, dropout=has_learned_positions(config))
+    elif batch.flash_attention:
+        attend = work.flash_attention(core, query, key, e, merged_gradient=config.family == "gpt2")
+    else:
+        attend = work.eager_attention(core, query, key, e, upcast=config.family != "gpt2")
+    if has_learned_positions(config):
+        return attend
+    return work.rotary(query, e) + work.rotary(key, e) + attend
+
+
+def _mlp_parts(config: ModelConfig, batch: Batch, names: _Names, source: str, skip: str) -> Iterable[Part]:
+    rows, hidden, ffn, e = batch.num_tokens, config.hidden_size, config.ffn_hidden_size, batch.dtype_bytes
+    up = linear(batch, hidden, ffn, bias=config.mlp_bias)
+    if config.is_gated:
+        up = Work((), each(rows * hidden, 3 * e)) + up + up
+    # The gate's gradient is made only when the other product's is done with: with it there are that of its output and
+    # two of the input, its own and the other's.
+    inside_bytes = rows * (ffn + hidden * (2 if config.is_gated else 1)) * e
+    up = work.keeping(sum_input_gradient(batch, hidden) + up, rows * hidden * e, inside_bytes)
+    up_bytes = rows * ffn * e * (2 if config.is_gated else 1)
+    yield Part(names.up, "up", "mlp", Pattern.COLUMN, up, up_bytes, names.up_modules, (source,), product_bytes=up_bytes)
+    activate = work.activation(config.mlp, rows * ffn, e)
+    yield Part(names.activation, "activation", "mlp", Pattern.SHARD, activate, rows * ffn * e, (), (names.up,))
+    down = (
+        linear(batch, ffn, hidden, bias=config.mlp_bias)
+        + sum_output(batch, hidden)
+        + add_bias(batch, hidden, bias=config.mlp_bias)
+        + _residual(batch, hidden, has_dropout=has_learned_positions(config))
+    )
+    hidden_bytes = rows * hidden * e
+    yield Part(
+        names.down,
+        "down",
+        "mlp",
+        Pattern.ROW,
+        down,
+        hidden_bytes,
+        (names.down,),
+        (names.activation, skip),
+        product_bytes=0 if config.norm_before else hidden_bytes,
+    )
+
+
+def _expert_parts(config: ModelConfig, batch: Batch, layer: int, source: str, skip: str) -> Iterable[Part]:
+    """Yield router, dispatch, experts one unit after another, and the sum of what they make.
+
+    Where they are units of their own, what surrounds them is too small to be one: it belongs to that before and to
+    the last of theirs.
+    """
+    rows, hidden, e = batch.num_tokens, config.hidden_size, batch.dtype_bytes
+    num, top = config.num_experts, config.experts_per_token
+    weight_bytes, whole = _routing_bytes(config, batch), not batch.experts_apart
+    before = "mlp" if whole else "attn"
+    route = work.keeping(work.router(rows, hidden, num, top, e, normalize=config.normalize_router), rows * hidden * e)
+    chosen_bytes = rows * top * (weight_bytes + 8)
+    yield Part(
+        "mlp.gate",
+        "router",
+        before,
+        Pattern.REPLICATE,
+        route,
+        chosen_bytes,
+        ("mlp.gate",),
+        (source,),
+        product_bytes=rows * num * e,
+    )
+    visit_bytes = rows * top * hidden * e
+    # Of tokens and of routing weights alike, a rank that has a share of every expert makes a part of the gradient.
+    share = sum_input_gradient(batch, hidden) + Work((), all_reduce(rows * top * weight_bytes, batch.tensor_parallel))
+    send = share + work.dispatch(rows, hidden, top, e) + exchange(batch, visit_bytes)
+    yield Part("mlp.dispatch", "dispatch", before, Pattern.SHARD, send, visit_bytes, (), ("mlp.gate", source))
+    sums = (
+        exchange(batch, visit_bytes)
+        + work.combine(rows, hidden, top, e, weight_bytes)
+        + sum_output(batch, hidden)
+        + _residual(batch, hidden, has_dropout=has_learned_positions(config))
+    )
+    names, unit = [], "mlp"
+    sizes = experts.tokens(config, batch, layer)
+    for first, count in experts.groups(config, batch):
+        bank, ffn = sizes[first : first + count], config.expert_ffn_hidden_size
+        label = "" if whole else f".{first}" if count == 1 else f".{first}-{first + count - 1}"
+        unit = "mlp" if whole else f"experts{label}"
+        names.append(f"mlp.experts{label}")
+        yield Part(
+            names[-1],
+            "experts",
+            unit,
+            Pattern.EXPERT,
+            work.experts(bank, hidden, ffn, e),
+            sum(bank) * hidden * e,
+            ("mlp.experts",),
+            ("mlp.dispatch",),
+            product_bytes=sum(bank) * (2 * ffn + hidden) * e,
+            experts=(first, count),
+        )
+    sources = (*names, "mlp.gate", skip)
+    yield Part("mlp.combine", "combine", unit, Pattern.SHARD, sums, rows * hidden * e, (), sources)
+
+
+def _routing_bytes(config: ModelConfig, batch: Batch) -> int:
+    # Mixtral leaves its routing weights in fp32, Qwen casts them back.
+    return 4 if config.family == "mixtral" else batch.dtype_bytes
+
+
+def has_learned_positions(config: ModelConfig) -> bool:
+    """Return whether positions are an embedding (OPT, GPT-2) rather than rotary."""
+    return config.family in {"opt", "gpt2"}
+
+
+def layer_operators(config: ModelConfig, layer: int, parts: Iterable[Part]) -> list[Operator]:
+    """Return one layer's operators; their kernels are the objects of ``parts``, shared by all equal layers."""
+    path, segment = layer_path(config, layer), f"layers.{layer}"
+    specs: dict[str, list[ParameterSpec]] = {}
+    for name, shape in layer_shapes(config, layer):
+        specs.setdefault(name.rpartition(".")[0], []).append(ParameterSpec(f"{path}.{name}", shape))
+    return [
+        Operator(
+            f"{path}.{part.name}",
+            part.kind,
+            f"{segment}.{part.unit}",
+            segment,
+            tuple(_cut(spec, part.experts) for module in part.modules for spec in specs[module]),
+            part.pattern,
+            part.work.forward,
+            part.work.backward,
+            part.work.saved_bytes,
+            part.output_bytes,
+            part.work.workspace_bytes,
+            num_skipped=part.num_skipped,
+            product_bytes=part.product_bytes,
+            copies_input=part.work.copies_input,
+        )
+        for part in parts
+    ]
+
+
+def _cut(spec: ParameterSpec, experts: tuple[int, int] | None) -> ParameterSpec:
+    """Return some experts' part of a parameter that all experts of a layer are rows of."""
+    if experts is None or experts == (0, spec.shape[0]):
+        return spec
+    first, count = experts
+    return ParameterSpec(f"{spec.name}[{first}:{first + count}]", (count, *spec.shape[1:]))
