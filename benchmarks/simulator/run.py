@@ -28,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.origin import origin, write_result
 from hwprofiles.registry import load_profile
-from planner.costs.model import Price, Resource
+from planner.costs.resources import Price, Resource
 from planner.engines.policies import zero_offload
 from planner.lowering import lower
 from planner.models import resolve_model

@@ -3,7 +3,8 @@
 from collections import defaultdict
 
 from planner.bounds.program import Sum
-from planner.costs.model import CostModel, Resource
+from planner.costs.model import CostModel
+from planner.costs.resources import Resource
 from planner.decisions import Decisions
 from planner.graph import Unit
 from planner.models.kernels import num_kernels

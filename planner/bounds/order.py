@@ -9,7 +9,8 @@ for each iteration that it spans. That is what simulating the schedule without a
 import dataclasses
 from collections import defaultdict
 
-from planner.costs.model import CostModel, Resource
+from planner.costs.model import CostModel
+from planner.costs.resources import Resource
 from planner.schedule.schedule import Schedule
 from planner.simulate.machine import Simulation, run
 from planner.simulate.steady import find_cycle

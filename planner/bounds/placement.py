@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from planner.bounds.loads import Load, Loads
 from planner.bounds.program import LinearProgram, Sum
 from planner.choices.space import ROOM, TIME, Space
-from planner.costs.model import CostModel, Resource
+from planner.costs.model import CostModel
+from planner.costs.resources import Resource
 from planner.decisions import Place
 from planner.graph import Unit, segments
 from planner.schedule.tasks import Lane, Op

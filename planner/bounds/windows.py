@@ -10,7 +10,7 @@ from planner.bounds.placement import AGAIN, Placement
 from planner.bounds.program import Sum
 from planner.bounds.storage import STATE_BUFFERS
 from planner.choices.space import TIME
-from planner.costs.model import Resource
+from planner.costs.resources import Resource
 from planner.decisions import Place
 from planner.graph import Unit
 from planner.schedule.tasks import Lane, Op, Tier

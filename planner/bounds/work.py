@@ -6,7 +6,7 @@ from planner.bounds.loads import Load, word
 from planner.bounds.placement import AGAIN, Placement
 from planner.bounds.program import Sum
 from planner.choices.space import TIME
-from planner.costs.model import Resource
+from planner.costs.resources import Resource
 from planner.decisions import Place
 from planner.graph import Unit
 from planner.schedule.tasks import Lane, Op, Phase, Task

@@ -17,7 +17,8 @@ from planner.checkpoints.lowering import with_checkpoints
 from planner.checkpoints.policy import policy
 from planner.checkpoints.reading import RunTimes, times
 from planner.checkpoints.state import Shard, coarse
-from planner.costs.model import CostModel, Price, Resource
+from planner.costs.model import CostModel
+from planner.costs.resources import Price, Resource
 from planner.decisions import BF16
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier

@@ -14,7 +14,8 @@ from hwprofiles.quantity import Quantity
 from planner.checkpoints.lowering import Run
 from planner.checkpoints.policy import HASH_BYTES_PER_S, CheckpointPolicy
 from planner.checkpoints.stores import Traffic, storage_of, store_of
-from planner.costs.model import CostModel, Price, Resource
+from planner.costs.model import CostModel
+from planner.costs.resources import Price, Resource
 from planner.schedule.tasks import Lane, Op, Task
 from planner.terms import Level
 

@@ -5,7 +5,8 @@ import dataclasses
 from typing import final
 
 from hwprofiles.profile import Storage
-from planner.costs.model import CostModel, Resource
+from planner.costs.model import CostModel
+from planner.costs.resources import Resource
 from planner.terms import Level
 
 Uses = tuple[tuple[Resource, float], ...]

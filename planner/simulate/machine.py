@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from planner.costs.model import CostModel, Price, Resource
+from planner.costs.model import CostModel
+from planner.costs.resources import Price, Resource
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import LANES, Phase, Task
 from planner.schedule.timeline import Phases, Timeline

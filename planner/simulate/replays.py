@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from planner.costs.model import Price, Resource
+from planner.costs.resources import Price, Resource
 from planner.schedule.schedule import Schedule
 from planner.schedule.timeline import Timeline
 from planner.simulate.kernel import simulate

@@ -7,7 +7,7 @@ from typing import get_args
 import numpy as np
 from hypothesis import strategies as st
 
-from planner.costs.model import Price, Resource
+from planner.costs.resources import Price, Resource
 from planner.decisions import Activations, Decisions, GradientPath, HostUpdate, Place, Precision, UnitDecision
 from planner.graph import Batch, Unit, build_graph, units
 from planner.lowering import lower

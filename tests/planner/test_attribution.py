@@ -10,7 +10,7 @@ from cases import Case, cases, random_prices
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from planner.costs.model import Price, Resource
+from planner.costs.resources import Price, Resource
 from planner.fitting.attribution import Attribution, attribute, kind_of, middle, shapley
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task

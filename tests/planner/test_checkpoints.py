@@ -17,7 +17,8 @@ from planner.checkpoints.lowering import Run, with_checkpoints
 from planner.checkpoints.policy import POLICIES, BlocksUntil, CheckpointPolicy, Gate, Staging, policy
 from planner.checkpoints.reading import RunTimes, times
 from planner.checkpoints.state import Shard, bytes_by_stage, state_of
-from planner.costs.model import CostModel, Price, Resource
+from planner.costs.model import CostModel
+from planner.costs.resources import Price, Resource
 from planner.decisions import BF16, Place
 from planner.lowering import lower
 from planner.schedule.schedule import Schedule

@@ -9,7 +9,8 @@ from machines import machine, rate
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import list_profiles, load_profile
-from planner.costs.model import CostModel, Price, Resource, total_flop
+from planner.costs.model import CostModel, total_flop
+from planner.costs.resources import Price, Resource
 from planner.costs.scalable import knobs, scaled
 from planner.decisions import BF16, Precision
 from planner.engines.policies import POLICIES

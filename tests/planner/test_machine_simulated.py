@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from machines import machine
 
 from hwprofiles.profile import HardwareProfile
-from planner.costs.model import CostModel, Price, Resource
+from planner.costs.model import CostModel
+from planner.costs.resources import Price, Resource
 from planner.decisions import BF16, Place
 from planner.lowering import lower
 from planner.schedule.schedule import Schedule

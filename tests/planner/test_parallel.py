@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from machines import machine
 
 from planner.costs.allocator import replay
+from planner.costs.kernels import wave_factor
 from planner.costs.layout import Layout
-from planner.costs.model import CostModel, Price, Resource, wave_factor
+from planner.costs.model import CostModel
+from planner.costs.resources import Price, Resource
 from planner.decisions import BF16, Decisions, Place
 from planner.graph import Batch, Collective, Gemm, Pattern, Unit, build_graph, units
 from planner.lowering import lower, stages

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
-from planner.costs.model import CostModel, Resource
+from planner.costs.model import CostModel
+from planner.costs.resources import Resource
 from planner.decisions import BF16, Place
 from planner.lowering import lower
 from planner.simulate import FluidSystem, FluidTask, fold_capacity, simulate

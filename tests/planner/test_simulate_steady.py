@@ -9,7 +9,7 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.costs.model import Price, Resource
+from planner.costs.resources import Price, Resource
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task
 from planner.schedule.timeline import Timeline

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hwprofiles.paths import number, quantities
 from hwprofiles.registry import load_profile
-from planner.costs.model import Price, Resource
+from planner.costs.resources import Price, Resource
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task, Tier
 from planner.schedule.timeline import Timeline

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.costs.model import CostModel, Resource
+from planner.costs.model import CostModel
+from planner.costs.resources import Resource
 from planner.plan.document import load_plan
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task

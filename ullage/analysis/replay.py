@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.costs.model import Price, Resource
+from planner.costs.resources import Price, Resource
 from planner.schedule.schedule import Schedule
 from planner.schedule.timeline import Timeline
 from planner.simulate.machine import run

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from planner.costs.model import CostModel, Resource
+from planner.costs.model import CostModel
+from planner.costs.resources import Resource
 from planner.schedule.series import Series
 from planner.schedule.tasks import Lane, MemoryClass, Tier
 from planner.schedule.timeline import MemoryUse

@@ -5,7 +5,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from hwprofiles.quantity import Curve
-from planner.costs.model import CostModel, Resource
+from planner.costs.model import CostModel
+from planner.costs.resources import Resource
 from planner.schedule.series import link_of
 from planner.schedule.tasks import Lane, Op, Task
 from ullage.output.formatting import LANE_WORDS, percent, si

@@ -1,0 +1,101 @@
+"""What kernels take on a device."""
+
+from collections.abc import Iterable
+
+from hwprofiles.profile import Dtype
+from planner.costs.fabrics import Fabrics
+from planner.costs.layout import Layout
+from planner.costs.resources import RankHardware, Resource
+from planner.decisions import Precision
+from planner.graph import Attention, Elementwise, Gemm, Kernel
+from planner.models.kernels import Collective
+
+# Outputs along each side of what one multiprocessor computes at a time.
+_TILE = 128
+
+
+class KernelCosts:
+    """Times of kernels on one rank's device, and the bytes that they touch.
+
+    Args:
+        rank: whose device.
+        layout: where the ranks are that take part in collectives inside a unit.
+        fabrics: what joins them.
+        precision: types of weights and activations.
+    """
+
+    def __init__(self, rank: RankHardware, layout: Layout, fabrics: Fabrics, precision: Precision) -> None:
+        self._rank, self._layout, self._fabrics = rank, layout, fabrics
+        self._dtype: Dtype = precision.weights
+        self._dtype_bytes = precision.weight_bytes
+        self._kernels: dict[int, tuple[float, float]] = {}  # by identity: equal layers share their kernels
+
+    def compute_s(self, kernels: Iterable[Kernel]) -> float:
+        """Return the time that kernels take on the device, one after another."""
+        return sum(self.time_and_bytes(kernel)[0] for kernel in kernels)
+
+    def on_device(self, duration_s: float, num_bytes: float) -> tuple[tuple[Resource, float], ...]:
+        """Return what work on the device uses; where the CPU is the device, that is cores and DRAM."""
+        device = self._rank.profile.device
+        if device.kind == "gpu" or duration_s <= 0:
+            return ((Resource.DEVICE, 1.0),)
+        # Caches keep part of the traffic from DRAM; more than the device can draw alone it cannot be.
+        dram = min(
+            num_bytes / duration_s, device.memory_bytes_per_s.value, self._rank.profile.host.dram_bytes_per_s.value
+        )
+        return ((Resource.CORES, float(device.num_cores)), (Resource.DRAM, dram))
+
+    def time_and_bytes(self, kernel: Kernel) -> tuple[float, float]:
+        """Return (seconds, bytes touched) of one kernel entry, all its repetitions together."""
+        key = id(kernel)
+        if key not in self._kernels:
+            self._kernels[key] = self._price(kernel)
+        return self._kernels[key]
+
+    def _price(self, kernel: Kernel) -> tuple[float, float]:
+        device = self._rank.profile.device
+        match kernel:
+            case Gemm() if kernel.batched:  # one kernel: all products together fill the device
+                num_bytes = self._dtype_bytes * (kernel.m * kernel.k + kernel.k * kernel.n + kernel.m * kernel.n)
+                num_bytes *= kernel.count
+                time_s = self._rank.read_s(device.gemm[self._dtype], kernel.flop, "GEMM")
+                return max(time_s, num_bytes / device.memory_bytes_per_s.value), float(num_bytes)
+            case Gemm():
+                flop = kernel.flop / kernel.count
+                if device.multiprocessors:
+                    idle = wave_factor(kernel.m, kernel.n, device.multiprocessors)
+                else:  # a product of few rows leaves part of the device idle: rate r / (r + r_half) of the curve's
+                    idle = 1 + device.gemm_rows_half.value / kernel.m
+                time_s = self._rank.read_s(device.gemm[self._dtype], flop, "GEMM") * idle
+                num_bytes = self._dtype_bytes * (kernel.m * kernel.k + kernel.k * kernel.n + kernel.m * kernel.n)
+                return time_s * kernel.count, float(num_bytes * kernel.count)
+            case Attention():
+                curve = device.attention if kernel.flash else device.gemm
+                time_s = self._rank.read_s(curve[self._dtype], kernel.flop, "attention")
+                rows = kernel.batch * kernel.num_heads * kernel.seq_len * kernel.head_dim
+                return time_s, float(4 * self._dtype_bytes * rows)
+            case Elementwise():
+                curve_of_type = device.elementwise_fp32 if self._dtype == "fp32" else None
+                time_s = self._rank.read_s(curve_of_type or device.elementwise, kernel.num_bytes, "elementwise")
+                return time_s * kernel.count, float(kernel.num_bytes * kernel.count)
+            case Collective():
+                return self._inside_unit_s(kernel) * kernel.count, float(kernel.num_bytes * kernel.count)
+
+    def _inside_unit_s(self, kernel: Collective) -> float:
+        """Return the time of a collective inside a unit, which its next kernel waits for."""
+        if kernel.kind == "all-to-all":
+            return self._fabrics.all_to_all_s(self._layout.parts(kernel.num_ranks), kernel.num_bytes)
+        rings = self._fabrics.rings(self._layout.tensor_group, kernel.num_bytes * kernel.num_passes)
+        return sum(ring.fabric.latency_s.value for ring in rings) + max((ring.time_s for ring in rings), default=0.0)
+
+
+def wave_factor(m: int, n: int, multiprocessors: int) -> float:
+    """Return how much longer a product of an (m, n) output takes because tiles come in whole waves.
+
+    Each multiprocessor works on one tile at a time, of 128 x 128 outputs, the commonest of cuBLAS; a tile at the edge
+    and a wave that does not fill the device take as long as full ones (NVIDIA, *Matrix Multiplication Background*,
+    "Tile Quantization" and "Wave Quantization").
+    """
+    tiles = -(-m // _TILE) * -(-n // _TILE)
+    waves = -(-tiles // multiprocessors)
+    return waves * multiprocessors * _TILE**2 / (m * n)
