@@ -1,4 +1,4 @@
-"""A schedule as flat arrays, for what looks at every task."""
+"""A schedule as flat arrays, for code that goes through all tasks."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from planner.schedule.tasks import (
 
 
 class Held(NamedTuple):
-    """Buffers without their labels, column by column, see :class:`Buffer`; -1 for the ends of what is always held."""
+    """The columns of all buffers but their labels, see :class:`Buffer`. A buffer that is always held has ends of -1."""
 
     tier: Sequence[Tier]
     memory_class: Sequence[MemoryClass]
@@ -35,11 +35,11 @@ class Held(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Indices of other tasks, of each of n tasks.
+    """For each of n tasks, the indices of some other tasks.
 
     Attributes:
-        indices: int64[...], one task after another.
-        counts: int64[n], how many each has.
+        indices: int64[...], those of the first task, then of the second, and so on.
+        counts: int64[n], the number of indices of each task.
     """
 
     indices: Ints
@@ -47,14 +47,14 @@ class Rows:
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[int]], count: int) -> Self:
-        """Make them from so many rows."""
+        """Make them from ``count`` rows."""
         listed = list(rows)
         counts = np.array(list(map(len, listed)), np.int64)
         assert len(counts) == count
         return cls(np.array(list(itertools.chain.from_iterable(listed)), np.int64), counts)
 
     def sorted(self) -> Self:
-        """Return the same with every row in order, each index once."""
+        """Return the same rows, each sorted and without duplicates."""
         count = len(self.counts)
         row = np.repeat(np.arange(count), self.counts)
         pairs = np.sort(row * count + self.indices)  # numpy's unique hashes them first, which takes longer
@@ -62,7 +62,7 @@ class Rows:
         return type(self)(pairs % count, np.bincount(pairs // count, minlength=count))
 
     def tuples(self) -> list[tuple[int, ...]]:
-        """Return them task by task."""
+        """Return the rows as tuples."""
         listed, ends = self.indices.tolist(), np.cumsum(self.counts).tolist()
         return [tuple(listed[begin:end]) for begin, end in itertools.pairwise((0, *ends))]
 
@@ -76,7 +76,7 @@ _TIER_NUMBERS = {tier: number for number, tier in enumerate(TIERS)}
 _CLASS_NUMBERS = {memory_class: number for number, memory_class in enumerate(MEMORY_CLASSES)}
 
 
-# Where a task's price depends on its unit: on its kernels, or on how its parameters are divided.
+# The price of these tasks depends on their unit: on its kernels, or on how its parameters are divided.
 _OF_UNITS = frozenset({Lane.COMPUTE, Lane.COLLECTIVE})
 
 
@@ -95,27 +95,26 @@ _amounts = operator.attrgetter(
 
 
 def kind_of(work: Work) -> tuple[Hashable, ...]:
-    """Return all that a price depends on: what is equal here has one price under any prices."""
+    """Return all that a task's price depends on: tasks of one kind have one price on any machine."""
     amounts = _amounts(work)
-    # Kernels and parts of parameters are the unit's; of micro-batches the first is alone in adding to nothing.
+    # The unit has kernels and parts of parameters. Only the first micro-batch does not add to an earlier gradient.
     return (amounts, work.micro_batch > 0, work.unit if amounts[0] in _OF_UNITS else "")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrays:
-    """A schedule as arrays: all that simulating it, and adding up what it holds, needs of tasks and buffers.
+    """A schedule as arrays: what a simulation, or a sum of held bytes, needs to know of tasks and buffers.
 
     Attributes:
-        works: what tasks do; what is of one kind stands here once.
-        kinds: of each of them, see :func:`kind_of`.
-        work: int64[n], which of ``works`` each of n tasks does.
-        lane: int64[n], ``stage * len(LANES)`` and the position of the lane in :data:`LANES`.
-        after, num_after: int64[...] and int64[n], the indices of each task's predecessors, one task after another, and
-            how many each has.
-        after_previous, num_after_previous: likewise in the previous iteration.
+        works: one task of each kind.
+        kinds: the kind of each of ``works``, see :func:`kind_of`.
+        work: int64[n], for each of n tasks, the position of its kind in ``works``.
+        lane: int64[n], ``stage * len(LANES)`` plus the position of the lane in :data:`LANES`.
+        after, num_after: int64[...] and int64[n], the predecessors' indices, task by task, and their number.
+        after_previous, num_after_previous: the same for predecessors in the previous iteration.
         first_forward: the task with which an iteration begins; ``None`` if nothing is computed.
         tier, memory_class: int64[m], of each of m buffers, the position in :data:`TIERS` and :data:`MEMORY_CLASSES`.
-        num_bytes, first, last, stage: int64[m], of each buffer; -1 for the ends of what is always held.
+        num_bytes, first, last, stage: int64[m], of each buffer; ``first`` and ``last`` are -1 if it is always held.
     """
 
     works: Sequence[Work]
@@ -142,7 +141,7 @@ class Arrays:
         after_previous: Rows,
         held: Held,
     ) -> Self:
-        """Make them from what tasks do, whom they come after, and what is held."""
+        """Make them from tasks, their predecessors and the buffers."""
         numbers, works = dict[tuple[Hashable, ...], int](), list[Work]()
         number_of = list[int]()
         amounts_of, of_units, number_for = _amounts, _OF_UNITS, numbers.setdefault
@@ -173,7 +172,7 @@ class Arrays:
 
     @functools.cached_property
     def always_held(self) -> Ints:
-        """Bytes that are held all the time, int64[tiers, stages]; with no buffers there are no stages."""
+        """Bytes that are held all the time, int64[tiers, stages]; a schedule without buffers has no stages here."""
         always = self.first < 0
         held = np.zeros((len(TIERS), int(self.stage.max(initial=-1)) + 1), np.int64)
         np.add.at(held, (self.tier[always], self.stage[always]), self.num_bytes[always])
@@ -181,7 +180,7 @@ class Arrays:
 
     @functools.cached_property
     def moved(self) -> tuple[int, int]:
-        """Bytes that tasks move in an iteration, and parameters that the CPU updates."""
+        """Bytes that all tasks of an iteration move, and the number of parameters that the CPU updates."""
         counts = np.bincount(self.work, minlength=len(self.works)).tolist()
         num_bytes = sum(count * work.num_bytes for count, work in zip(counts, self.works, strict=True))
         updated = ((count, work) for count, work in zip(counts, self.works, strict=True) if work.lane is Lane.CPU)

@@ -1,8 +1,8 @@
-"""The one loop: everything that walks a schedule walks it here.
+"""The one loop that walks a schedule, simulated or real.
 
-A *machine* is whatever a schedule is walked on: virtual time (:class:`planner.simulate.SimulatedMachine`), threads and
-ordinary memory, or CUDA streams (:mod:`executor.devices.lanes`). The loop decides only the order of issue; [Note:
-Semantics] in :mod:`planner.schedule.tasks` decides everything else, and each machine keeps to it.
+A *machine* runs the tasks: in virtual time (:class:`planner.simulate.SimulatedMachine`), with threads and ordinary
+memory, or with CUDA streams (:mod:`executor.devices.lanes`). The loop decides only the order of issue. Everything else
+follows from [Note: Semantics] in :mod:`planner.schedule.tasks`, which every machine obeys.
 """
 
 from typing import Final, Protocol
@@ -11,11 +11,11 @@ from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Op, Task
 
 REACHED: Final = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.REMAKE, Op.BACKWARD, Op.CLIP})
-"""What the caller computes by itself, and tells the loop of."""
+"""Tasks that the caller performs itself, and reports to the loop."""
 
 
 class Machine(Protocol):
-    """What a schedule is walked on."""
+    """Runs the tasks of a schedule."""
 
     def issue(self, task: Task, iteration: int) -> None:
         """Append a task to its lane. It runs when [Note: Semantics] allows, perhaps before this call returns."""
@@ -27,10 +27,10 @@ class OutOfOrderError(RuntimeError):
 
 
 class Loop:
-    """Issues a schedule's tasks in order, iteration after iteration, and can stop at any of them.
+    """Issues a schedule's tasks in order, iteration after iteration.
 
-    A caller that computes by itself (PyTorch's forward and backward) says where it is with :meth:`reach`; the loop
-    then issues everything up to and including that task. A caller that only wants it done says :meth:`finish`.
+    A caller that computes by itself (PyTorch's forward and backward) reports with :meth:`reach` where it is. The loop
+    then issues all tasks up to and including that one. :meth:`finish` issues the rest of the iteration.
     """
 
     def __init__(self, schedule: Schedule, machine: Machine) -> None:
@@ -51,7 +51,7 @@ class Loop:
         return self._order[self._reached] if self._reached < len(self._order) else None
 
     def reach(self, op: Op, unit: str = "") -> Task:
-        """Issue everything up to and including the next compute task, which must be ``op`` on ``unit``.
+        """Issue all tasks up to and including the next compute task, which must be ``op`` on ``unit``.
 
         Raises:
             OutOfOrderError: the schedule expects another task here.
@@ -68,7 +68,7 @@ class Loop:
         return task
 
     def finish(self) -> None:
-        """Issue what is left of this iteration and turn to the next."""
+        """Issue the rest of this iteration and begin the next."""
         self._issue_up_to(len(self.schedule.tasks))
         self._next = 0
         self._reached = 0

@@ -14,7 +14,7 @@ SCHEMA_VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The tasks of one iteration in issue order, and the memory they hold.
+    """The tasks of one iteration in issue order, and the memory that they hold.
 
     Raises:
         ValueError: they break the rules of :func:`validate`.
@@ -31,21 +31,21 @@ class Schedule:
     def deferred(
         cls, arrays: Arrays, make: Callable[[], tuple[tuple[Task, ...], tuple[Buffer, ...]]], name: str
     ) -> Self:
-        """Return a schedule whose tasks and buffers are made, and validated, when they are first looked at.
+        """Return a schedule that makes and validates its tasks and buffers when they are first read.
 
-        A search simulates hundreds of schedules of a thousand tasks, and for that needs their arrays only.
+        A search simulates hundreds of schedules of a thousand tasks. It needs only their arrays.
 
         Args:
             arrays: of the schedule.
-            make: returns its tasks and buffers.
-            name: its description.
+            make: returns the tasks and buffers.
+            name: the schedule's description.
         """
         made = cls.__new__(cls)
         vars(made).update(arrays=arrays, description=name, _make=make)
         return made
 
     def __getattr__(self, name: str) -> Any:
-        """Make tasks and buffers, if that was deferred."""
+        """Make tasks and buffers, if they were deferred."""
         if name not in {"tasks", "buffers"} or "_make" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         tasks, buffers = vars(self).pop("_make")()
@@ -55,7 +55,7 @@ class Schedule:
 
     @functools.cached_property
     def arrays(self) -> Arrays:
-        """The same as arrays."""
+        """The schedule as arrays."""
         tasks, buffers, count = self.tasks, self.buffers, len(self.tasks)
         held = Held(
             [b.tier for b in buffers],

@@ -1,7 +1,7 @@
-"""What changes over time: the traffic of every link, and who is busy.
+"""Quantities over time: the traffic of every link, and which processors are busy.
 
-A simulated or measured timeline says when tasks start and end, not how fast they are in between: a rate is a task's
-mean rate while it runs, so that the area under a rate is exactly what was moved.
+A timeline, simulated or measured, says when tasks start and end, not how fast they are in between. So each task counts
+with its mean rate. The area under a rate is then exactly the number of bytes that were moved.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.schedule.tasks import Lane
-from planner.schedule.timeline import Timeline, fullest
+from planner.schedule.timeline import Timeline, largest_by_key
 
 Values = npt.NDArray[np.float64]
 
@@ -23,7 +23,7 @@ PROCESSORS: Mapping[str, frozenset[Lane]] = {
     "gpu": frozenset({Lane.COMPUTE, Lane.GPU_UPDATE}),
     "cpu": frozenset({Lane.CPU}),
 }
-"""Who computes, and on which lanes. As for the tier, ``gpu`` is the device, whatever it is."""
+"""Processors and their lanes. As for tiers, ``gpu`` is the device, also where that is a CPU."""
 
 # Lanes whose bytes cross no link: a pass over host memory stays in it.
 _NO_LINK = frozenset({*PROCESSORS["gpu"], *PROCESSORS["cpu"], Lane.LAUNCH})
@@ -51,9 +51,9 @@ class Series:
     """A step function over one period.
 
     Attributes:
-        times_s: float64[n], ascending from 0, when the value changes.
-        values: float64[n], from each of those times on.
-        period_s: where it ends.
+        times_s: float64[n], the times at which the value changes, ascending from 0.
+        values: float64[n], the value from each of those times on.
+        period_s: the end of the period.
     """
 
     times_s: Values
@@ -67,17 +67,17 @@ class Series:
 
     @property
     def integral(self) -> float:
-        """Area under it: bytes for a rate in bytes/s, seconds for a busy share."""
+        """Area under the function: bytes for a rate in bytes/s, seconds for a busy share."""
         return float(self._cumulative()[-1])
 
     def means(self, num_columns: int) -> Values:
-        """Return float64[num_columns], the mean within each of equally long parts of the period."""
+        """Divide the period into equal parts and return the mean of each, float64[num_columns]."""
         edges_s = np.linspace(0.0, self.period_s, num_columns + 1)
         area = np.interp(edges_s, np.append(self.times_s, self.period_s), self._cumulative())
         return np.diff(area) * num_columns / self.period_s if self.period_s > 0 else np.zeros(num_columns)
 
     def moving_means(self, times_s: Values, window_s: float) -> Values:
-        """Return the mean over a window around each of some moments; the period repeats before and behind itself."""
+        """Return the mean over a window around each of ``times_s``; the function is periodic."""
         ends_s, areas = np.append(self.times_s, self.period_s), self._cumulative()
 
         def area(at_s: Values) -> Values:
@@ -87,7 +87,7 @@ class Series:
         return (area(times_s + window_s / 2) - area(times_s - window_s / 2)) / window_s
 
     def mean_within(self, start_s: float, end_s: float) -> float:
-        """Return the mean over a part of the period; 0 if that is empty."""
+        """Return the mean over a part of the period; 0 if the part is empty."""
         area = np.interp([start_s, end_s], np.append(self.times_s, self.period_s), self._cumulative())
         return float(area[1] - area[0]) / (end_s - start_s) if end_s > start_s else 0.0
 
@@ -98,15 +98,15 @@ class Series:
 
 
 def link_of(lane: Lane) -> Lane | None:
-    """Return the lane that names the link (with its direction) that a lane's bytes cross; ``None`` if there is none."""
+    """Return the lane that stands for the link (and direction) that a lane uses; ``None`` if it uses no link."""
     return None if lane in _NO_LINK else _SAME_LINK.get(lane, lane)
 
 
 def traffic(timeline: Timeline, iteration: int) -> dict[Lane, Series]:
     """Return the bytes/s that one steady iteration moves over every link, as the schedule counts bytes.
 
-    What crosses into the next iteration is folded back, as in :func:`planner.schedule.timeline.memory_use`. Of pipeline
-    stages, each link shows the one that moves most.
+    Traffic in the next iteration is folded back, as in :func:`planner.schedule.timeline.memory_use`. In a pipeline, each
+    link shows the stage that moves most.
     """
     tasks = timeline.schedule.tasks
     found = _rates(timeline, iteration, [(link_of(task.lane), float(task.num_bytes)) for task in tasks])
@@ -114,34 +114,34 @@ def traffic(timeline: Timeline, iteration: int) -> dict[Lane, Series]:
 
 
 def amounts(timeline: Timeline, iteration: int, amounts: Sequence[float]) -> Series:
-    """Return what one steady iteration uses of something per second.
+    """Return the rate at which one steady iteration uses a resource.
 
     Args:
         timeline: when tasks run.
-        iteration: which one; what crosses into the next is folded back.
-        amounts: what each task of the schedule uses of it in all. Of pipeline stages that with most is shown.
+        iteration: which one; use in the next iteration is folded back.
+        amounts: how much each task of the schedule uses in total. In a pipeline, the stage that uses most is shown.
     """
     found = _rates(timeline, iteration, [("all", amount) for amount in amounts])
     return found.get("all") or series((), timeline.period_s(iteration))
 
 
 def _rates(timeline: Timeline, iteration: int, amount_of: Sequence[tuple[_Key | None, float]]) -> dict[_Key, Series]:
-    """Return the rate at which amounts, one a task, pass, by the key that each counts for, in order of appearance."""
+    """Return rates by key. ``amount_of`` has a key and an amount for each task."""
     begin_s, period_s = timeline.begin_s(iteration), timeline.period_s(iteration)
     flows: dict[tuple[_Key, int], list[Flow]] = defaultdict(list)
     for span in timeline.of_iteration(iteration):
         (key, amount), length_s = amount_of[span.task], span.end_s - span.start_s
-        if key is not None and amount and length_s > 0:  # what takes no time at all has no rate
+        if key is not None and amount and length_s > 0:  # a task that takes no time has no rate
             stage = timeline.schedule.tasks[span.task].stage
             flows[key, stage].append(Flow(span.start_s, span.end_s, amount / length_s))
     found = {key: series(_folded(listed, begin_s, period_s), period_s) for key, listed in flows.items()}
-    return fullest(found, lambda moved: moved.integral)
+    return largest_by_key(found, lambda moved: moved.integral)
 
 
 def busy(timeline: Timeline, iteration: int) -> dict[str, Series]:
-    """Return for each of :data:`PROCESSORS` 1 while any of its lanes runs and 0 while none does, folded as above.
+    """Return for each of :data:`PROCESSORS` a series that is 1 while any of its lanes runs, folded as above.
 
-    Of pipeline stages, each shows the one that is busiest.
+    In a pipeline, each processor shows the stage that is busiest.
     """
     begin_s, period_s = timeline.begin_s(iteration), timeline.period_s(iteration)
     flows: dict[tuple[str, int], list[Flow]] = {(name, 0): [] for name in PROCESSORS}
@@ -154,7 +154,7 @@ def busy(timeline: Timeline, iteration: int) -> dict[str, Series]:
     for key, listed in flows.items():
         counted = series(_folded(listed, begin_s, period_s), period_s)
         result[key] = dataclasses.replace(counted, values=np.minimum(counted.values.round(), 1.0))
-    return fullest(result, lambda counted: counted.integral)
+    return largest_by_key(result, lambda counted: counted.integral)
 
 
 def series(flows: Iterable[Flow], period_s: float) -> Series:
@@ -170,7 +170,7 @@ def series(flows: Iterable[Flow], period_s: float) -> Series:
     np.subtract.at(changes, ends, rates)
     np.add.at(active, starts, 1)
     np.subtract.at(active, ends, 1)
-    # Where nothing flows, sums and differences of floats leave a trace that is not there.
+    # Sums and differences of floats leave a tiny rest where nothing flows.
     values = np.where(np.cumsum(active) > 0, np.maximum(np.cumsum(changes), 0.0), 0.0)
     inside = (times_s < period_s) | (times_s == 0.0)
     return Series(times_s[inside], values[inside], period_s)

@@ -1,10 +1,10 @@
 """The schedule: what happens in one iteration, as plain data.
 
-[Note: Semantics] A lane runs its tasks first-in first-out, in issue order. A task starts when its lane is free and
-the tasks it comes after have ended; while it runs it shares resources; it ends when its work is done. Nothing else
-orders tasks: reuse of memory and the host's own issue delay are tasks and dependencies too, never habits of whatever
-executes the schedule. The issue order is the order of ``Schedule.tasks``, and a task may only come after tasks that
-were issued earlier (or in the previous iteration), so a valid schedule cannot deadlock.
+[Note: Semantics] A lane runs its tasks first-in first-out, in issue order. A task starts when its lane is free and its
+predecessors have ended. While it runs, it shares resources. It ends when its work is done. Nothing else orders tasks:
+reuse of memory and the host's issue delay are tasks and dependencies too, never habits of an executor. The issue order
+is the order of ``Schedule.tasks``. A task may only depend on tasks that were issued earlier, or in the previous
+iteration, so a valid schedule cannot deadlock.
 
 Work is stated in physical amounts (bytes, parameters, a unit's forward), never in seconds: the same schedule is
 priced by :mod:`planner.costs.model` for simulation, and executed as it is.
@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Op(StrEnum):
-    """What a task does. The unit, the pieces and the amounts say to what."""
+    """What a task does. Its unit, piece and amounts say to which data."""
 
     FORWARD = "forward"  # compute one unit's forward
     RECOMPUTE = "recompute"  # compute it again inside backward
@@ -55,8 +55,8 @@ class Op(StrEnum):
     SNAPSHOT = "snapshot"  # state that is checkpointed: device -> host
     WRITE = "write"  # a copy of it, or host-resident state itself: host -> storage
     PROMOTE = "promote"  # a whole checkpoint: storage -> slower storage
-    VERIFY = "verify"  # it is read again there
-    GATE = "gate"  # what is not written yet of state that is about to change is copied, or waited for
+    VERIFY = "verify"  # read a promoted checkpoint again
+    GATE = "gate"  # before state changes: copy the part that a checkpoint has not written yet, or wait for it
 
 
 class Phase(StrEnum):
@@ -69,7 +69,7 @@ class Phase(StrEnum):
 
 
 class Lane(StrEnum):
-    """What runs tasks one after another."""
+    """A stream, thread or queue that runs its tasks one after another."""
 
     COMPUTE = "compute"  # forward and backward: the device's main stream, or the calling thread
     GPU_UPDATE = "gpu-update"  # optimizer steps on the device, a second stream
@@ -82,12 +82,12 @@ class Lane(StrEnum):
     SEND = "send"  # activations to the next pipeline stage
     SEND_BACK = "send-back"  # their gradients to the previous one
     LAUNCH = "launch"  # the host thread that issues kernels
-    SNAPSHOT = "snapshot"  # copies of state for a checkpoint, and the thread that asks for them
-    STAGING = "staging"  # threads that prepare host memory for them
-    WRITE = "write"  # threads that write them to storage
+    SNAPSHOT = "snapshot"  # copies of state for a checkpoint, and the thread that starts them
+    STAGING = "staging"  # threads that prepare host memory for snapshots
+    WRITE = "write"  # threads that write snapshots to storage
     PROMOTION = "promotion"  # the thread that brings checkpoints to slower storage
-    RETENTION = "retention"  # the thread that reads them again, so that older ones may go
-    GATE = "gate"  # waits for them before state changes
+    RETENTION = "retention"  # the thread that reads promoted checkpoints again before older ones are deleted
+    GATE = "gate"  # waits for checkpoints before state changes
     ACTIVATION_IN = "activation-in"  # activations back to the device: never behind a parameter that waits for its slot
     ACTIVATION_OUT = "activation-out"
     NVME_READ = "nvme-read"  # parameters and activations from NVMe to the host
@@ -105,14 +105,14 @@ class Tier(StrEnum):
 
 
 class MemoryClass(StrEnum):
-    """What bytes are for."""
+    """The purpose of bytes."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
     ACTIVATIONS = "activations"
     WORKSPACE = "workspace"
-    CHECKPOINT = "checkpoint"  # copied, and not yet written
+    CHECKPOINT = "checkpoint"  # copies that are not written yet
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class Buffer:
 
 
 class Work(Protocol):
-    """What a task does, and for whom: all that a price depends on. See :class:`Task`."""
+    """The fields of a task that its price depends on. See :class:`Task`."""
 
     @property
     def lane(self) -> Lane: ...  # noqa: D102 - see Task

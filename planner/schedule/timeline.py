@@ -1,4 +1,4 @@
-"""The timeline: when each task started and ended, for a simulated and for a measured run alike."""
+"""The timeline: when each task started and ended, in a simulated or a measured run."""
 
 import dataclasses
 import itertools
@@ -37,7 +37,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stretch:
-    """Part of an iteration that is spent in one phase without a break, in seconds since the timeline's zero."""
+    """An uninterrupted part of an iteration in one phase, in seconds since the timeline's zero."""
 
     phase: Phase
     start_s: float
@@ -48,10 +48,9 @@ class Stretch:
 class Phases:
     """Seconds that one iteration spends in each phase; they add up to the iteration.
 
-    Boundaries are read off the compute lane (of a pipeline's first stage): ``forward`` and ``backward`` are the
-    stretches in which their tasks are under way, and ``update`` is the rest: from the last backward to the first
-    forward of the next iteration. Updates that overlap with computing cost nothing there, which is the point of
-    overlapping them. ``loop`` is what the script does between iterations, where that is a task.
+    The compute lane (of a pipeline's first stage) sets the boundaries. ``forward`` and ``backward`` last while their
+    tasks run. ``update`` is the rest, from the last backward to the first forward of the next iteration; updates that
+    overlap with computing do not add to it. ``loop`` is the script's own work between iterations, if it is a task.
     """
 
     forward_s: float
@@ -61,7 +60,7 @@ class Phases:
 
     @property
     def by_phase(self) -> dict[Phase, float]:
-        """The same by phase, in their order."""
+        """Seconds by phase, in the order of phases."""
         seconds = (self.forward_s, self.backward_s, self.update_s, self.loop_s)
         return dict(zip(Phase, seconds, strict=True))
 
@@ -76,7 +75,7 @@ class Timeline:
     """Several consecutive iterations of one schedule.
 
     Attributes:
-        schedule: whose tasks ran.
+        schedule: the schedule that was run.
         start_s, end_s: float64[num_iterations, num_tasks], seconds; NaN where a task has not run.
     """
 
@@ -97,7 +96,7 @@ class Timeline:
         return cls(schedule, start_s, end_s)
 
     def without(self, iterations: Collection[int]) -> "Timeline":
-        """Return the same without some iterations, each cut out with the time until the next one begins."""
+        """Return the timeline without some iterations; the time until the next iteration begins goes with each."""
         if not iterations:
             return self
         start_s, end_s = self.start_s.copy(), self.end_s.copy()
@@ -112,7 +111,7 @@ class Timeline:
 
     @property
     def num_iterations(self) -> int:
-        """Number of iterations that were started."""
+        """Number of iterations that began."""
         return len(self.start_s)
 
     @property
@@ -143,10 +142,10 @@ class Timeline:
         return end_s - self.begin_s(iteration)
 
     def stretches(self, iteration: int) -> tuple[Stretch, ...]:
-        """Return the phases of an iteration as they follow one another; they tile its period.
+        """Return the phases of an iteration in order, without gaps.
 
-        With several micro-batches forward and backward alternate. A stretch lasts until the next one begins: the wait
-        in between belongs to what is waited in.
+        With several micro-batches, forward and backward alternate. A stretch lasts until the next one begins, so it
+        includes the wait at its end.
         """
         tasks = self.schedule.tasks
         spans = [s for s in self.of_iteration(iteration) if not tasks[s.task].stage]
@@ -170,7 +169,7 @@ class Timeline:
         return Phases(*totals.values())
 
     def busy_s(self, iteration: int) -> dict[Lane, float]:
-        """Return the seconds each lane was occupied by tasks of one iteration: in the stage where that is most."""
+        """Return the seconds that tasks of one iteration occupied each lane; in a pipeline, of the busiest stage."""
         lengths_s = self.end_s[iteration] - self.start_s[iteration]
         ran = ~np.isnan(lengths_s)
         lanes = self.schedule.arrays.lane[ran]
@@ -178,15 +177,15 @@ class Timeline:
         busy = {
             (LANES[lane % len(LANES)], lane // len(LANES)): totals_s[lane] for lane in dict.fromkeys(lanes.tolist())
         }
-        return fullest(busy, lambda seconds: seconds)
+        return largest_by_key(busy, lambda seconds: seconds)
 
 
-def fullest(values: Mapping[tuple[_Key, int], _Value], size: Callable[[_Value], float]) -> dict[_Key, _Value]:
-    """Return for each key its value in the pipeline stage where that is largest.
+def largest_by_key(values: Mapping[tuple[_Key, int], _Value], size: Callable[[_Value], float]) -> dict[_Key, _Value]:
+    """Return for each key the largest of its values over pipeline stages.
 
     Args:
-        values: by key and stage.
-        size: what is compared; of equals the first is taken.
+        values: the values, by key and stage.
+        size: by what to compare; of equal values the first is taken.
     """
     found: dict[_Key, _Value] = {}
     for (key, _), value in values.items():
@@ -200,10 +199,10 @@ class MemoryUse:
     """Bytes held on one tier over one iteration.
 
     Attributes:
-        times_s: 0, then when the amounts change, since the beginning of the iteration.
-        num_bytes: amount held from each of those times on, by class.
+        times_s: 0, then the times at which the amounts change, since the iteration began.
+        num_bytes: bytes held from each of those times on, by class.
         peak_bytes: highest sum over all classes.
-        peak_by_class: what each class holds at that moment.
+        peak_by_class: bytes of each class at the time of the peak.
     """
 
     times_s: tuple[float, ...]
@@ -213,10 +212,10 @@ class MemoryUse:
 
 
 def memory_use(timeline: Timeline, iteration: int) -> dict[Tier, MemoryUse]:
-    """Return what every tier holds during one (steady) iteration of a timeline: of pipeline stages, the fullest.
+    """Return the memory use of every tier during one (steady) iteration; in a pipeline, of the fullest stage.
 
-    A buffer that outlives the iteration (see :class:`planner.schedule.tasks.Buffer`) is folded back into it: in the
-    steady state the previous iteration's copy of it is held until the same moment of this one.
+    A buffer that outlives the iteration (see :class:`planner.schedule.tasks.Buffer`) is folded back: in the steady state,
+    the previous iteration's copy is held until the same moment of this iteration.
     """
     arrays, period_s = timeline.schedule.arrays, timeline.period_s(iteration)
     kind = arrays.stage * len(TIERS) + arrays.tier
@@ -227,12 +226,12 @@ def memory_use(timeline: Timeline, iteration: int) -> dict[Tier, MemoryUse]:
         here = kinds == number
         stage, tier = divmod(number, len(TIERS))
         uses[TIERS[tier], stage] = _accumulated(times_s[here], num_bytes[here], arrays.memory_class[buffer[here]])
-    found = fullest(uses, lambda use: use.peak_bytes)
+    found = largest_by_key(uses, lambda use: use.peak_bytes)
     return {tier: found[tier] for tier in Tier if tier in found}
 
 
 def peak_bytes(timeline: Timeline, iteration: int) -> dict[Tier, int]:
-    """Return the peaks of :func:`memory_use` alone, in a small part of its time."""
+    """Return only the peaks of :func:`memory_use`, much faster."""
     arrays = timeline.schedule.arrays
     buffer, times_s, num_bytes = _changes(timeline, iteration, timeline.period_s(iteration))
     kinds = (arrays.stage * len(TIERS) + arrays.tier)[buffer]
@@ -252,9 +251,9 @@ def peak_bytes(timeline: Timeline, iteration: int) -> dict[Tier, int]:
 
 
 def buffer_spans(timeline: Timeline, iteration: int) -> Iterator[tuple[Buffer, tuple[float, float] | None]]:
-    """Yield every buffer with the seconds, since an iteration began, from which to which it is held.
+    """Yield every buffer with the start and end of its life, in seconds since the iteration began.
 
-    ``None`` means all the time. The end of what is carried over lies in the next iteration, a period later.
+    ``None`` means all the time. A buffer that is carried over ends in the next iteration.
     """
     begin_s, period_s = timeline.begin_s(iteration), timeline.period_s(iteration)
     starts_s, ends_s = timeline.start_s[iteration].tolist(), timeline.end_s[iteration].tolist()
@@ -267,7 +266,7 @@ def buffer_spans(timeline: Timeline, iteration: int) -> Iterator[tuple[Buffer, t
 
 
 def _changes(timeline: Timeline, iteration: int, period_s: float) -> tuple[Ints, Seconds, Ints]:
-    """Return which buffers are taken or given back, when since the iteration began, and the bytes that adds."""
+    """Return all allocations and releases: the buffer, the time since the iteration began, and the change in bytes."""
     arrays = timeline.schedule.arrays
     everything = np.arange(len(arrays.tier))
     always, held = everything[arrays.first < 0], everything[arrays.first >= 0]
@@ -278,7 +277,7 @@ def _changes(timeline: Timeline, iteration: int, period_s: float) -> tuple[Ints,
     ends_s = np.where(starts_s > ends_s, starts_s, ends_s)
     kept = np.zeros(len(held), np.int64)
     if period_s > 0:
-        # Moments inside the iteration stay exactly what they are: what ends when another begins must still do so.
+        # Times inside the iteration stay exact: a buffer that ends when another begins must still do so.
         begun, starts_s = np.divmod(starts_s, period_s)
         ended, ends_s = np.divmod(ends_s, period_s)
         kept = np.maximum(ended - begun, 0).astype(np.int64)  # held when an iteration begins
@@ -291,8 +290,8 @@ def _changes(timeline: Timeline, iteration: int, period_s: float) -> tuple[Ints,
 
 
 def _accumulated(times_s: Seconds, num_bytes: Ints, memory_class: Ints) -> MemoryUse:
-    """Add up changes; those at one instant together: a slot that is handed over is not held twice."""
-    # The first amount is that of the beginning, also where nothing is held then.
+    """Add up changes. Changes at one instant count as one, so a slot that is handed over is not held twice."""
+    # The first entry is for the beginning, even if nothing is held then.
     moments_s, moment = np.unique(np.concatenate([[0.0], times_s]), return_inverse=True)
     held = np.zeros((len(MEMORY_CLASSES), len(moments_s)), np.int64)
     np.add.at(held, (memory_class, moment[1:]), num_bytes)

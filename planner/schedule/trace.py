@@ -1,10 +1,10 @@
 """Timelines as Chrome traces, which Perfetto (ui.perfetto.dev) opens.
 
 The format is Google's "Trace Event Format": a JSON object whose ``traceEvents`` are slices (``X``), counters (``C``)
-and names (``M``); times are microseconds. Every timeline is a process. Its tracks are the phases, then the lanes;
-where executions of one lane overlap, as those of a measured run may, each flow gets a track of its own, because
-slices of one track must nest. Counters are memory by class, GB/s of every link, and who is busy. Tracks and counters
-of a pipeline say which stage they belong to.
+and names (``M``); times are microseconds. Every timeline is a process. Its tracks are the phases, then the lanes. If
+executions of one lane overlap, as they may in a measured run, the lane gets several tracks, because slices of one
+track must nest. Counters are memory by class, GB/s of every link, and busy processors. In a pipeline, tracks and
+counters name their stage.
 """
 
 import gzip
@@ -32,8 +32,7 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     """Return a trace with one process per timeline, one track per concurrent flow, and counters.
 
     Args:
-        timelines: by the name of their process, such as ``predicted`` and ``measured``. Each is shown from its own
-            first start on.
+        timelines: by the name of their process, such as ``predicted`` and ``measured``. Each begins at zero.
     """
     events: list[Event] = []
     for process, (name, timeline) in enumerate(timelines.items(), start=1):
@@ -50,7 +49,7 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
 
 
 def write_trace(path: Path, trace: Mapping[str, Any]) -> None:
-    """Write a trace whole or not at all; compressed if the name ends in ``.gz``. Equal traces are equal bytes.
+    """Write a trace atomically; compressed if the name ends in ``.gz``. Equal traces are equal bytes.
 
     Raises:
         OSError: it cannot be written; nothing is left behind.
@@ -83,14 +82,14 @@ def _phases(process: int, timeline: Timeline, zero_s: float) -> Iterator[Event]:
 
 
 def _flows(process: int, timeline: Timeline, spans: Sequence[Span], zero_s: float) -> Iterator[Event]:
-    """Yield every execution on the first track of its lane that is free: more than one only if the lane overlaps."""
+    """Yield every execution on the first free track of its lane; a lane without overlaps has one track."""
     tasks = timeline.schedule.tasks
     by_lane: dict[tuple[int, Lane], list[Span]] = defaultdict(list)
     for span in spans:
         by_lane[tasks[span.task].stage, tasks[span.task].lane].append(span)
     track = _PHASES_TRACK
     for stage, lane in itertools.product(range(timeline.schedule.num_stages), Lane):
-        free_ns: list[int] = []  # when each track of the lane is free again
+        free_ns: list[int] = []  # when each track of the lane becomes free
         slices = []
         for span in by_lane.get((stage, lane), ()):
             start_ns, end_ns = _ns(span.start_s - zero_s), _ns(span.end_s - zero_s)
@@ -135,7 +134,7 @@ def _slice(
 
 
 def _memory(process: int, timeline: Timeline, zero_s: float) -> Iterator[Event]:
-    """Yield one counter per tier, with one series per class; a buffer whose task never ran is left out."""
+    """Yield one counter per tier, with one series per class, without buffers whose tasks never ran."""
     changes: dict[tuple[Tier, int], dict[int, dict[str, int]]]
     changes = defaultdict(lambda: defaultdict(lambda: defaultdict(int)))
     starts_s, ends_s = timeline.start_s - zero_s, timeline.end_s - zero_s
@@ -162,7 +161,7 @@ def _memory(process: int, timeline: Timeline, zero_s: float) -> Iterator[Event]:
 
 
 def _traffic(process: int, timeline: Timeline, spans: Sequence[Span], zero_s: float) -> Iterator[Event]:
-    """Yield one counter per link: the GB/s of all that crosses it, each execution at its mean rate."""
+    """Yield one counter per link, in GB/s; each execution counts with its mean rate."""
     rates: dict[tuple[int, Lane], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:
         task = timeline.schedule.tasks[span.task]
