@@ -1,1 +1,1 @@
-"""How fast any schedule could be at best: conditions, the solver, and certificates that need no solver."""
+"""Lower bounds on the iteration time of any schedule: conditions, solver, certificates and their checker."""

@@ -1,10 +1,10 @@
-"""Certificates: how far from the best a plan can be at most, in a form that needs no trust in who made it.
+"""Certificates: proofs of how far a plan can be from the best one, which anybody can check.
 
-[Note: Certificates] For every choice of degrees and batch sizes that a plan could have made, and every ZeRO stage, a
-certificate holds multipliers of the conditions (:mod:`planner.bounds.conditions`) that prove either that no schedule of
-that choice and stage is faster than a bound, or that none fits in memory. The least of the bounds is that of the plan.
-A checker builds the conditions again from the plan's own model, machine and batch, and adds up the proofs in exact
-arithmetic: neither HiGHS nor the search is believed.
+[Note: Certificates] A certificate holds one proof for every choice of degrees and batch sizes that the plan could have
+made, and every ZeRO stage. A proof is a set of multipliers of the conditions (:mod:`planner.bounds.conditions`). It
+shows that no schedule of its choice and stage is faster than a bound, or that none fits in memory. The smallest bound
+is the plan's. The checker builds the conditions again from the plan's own model, machine and batch, and adds up the
+proofs in exact arithmetic. It trusts neither HiGHS nor the search.
 """
 
 import math
@@ -26,9 +26,9 @@ from planner.decisions import Decisions
 from planner.lowering import lower
 from planner.schedule.tasks import Lane, Op
 
-# Schedules that take longer than this many times a plan are of no interest; the limit keeps numbers near one.
+# Only schedules that take at most this many times as long as the plan are considered, so that numbers stay near one.
 _LIMIT = 2.0
-# Simulating is deterministic on one machine; elsewhere the last digits of sums may differ.
+# A simulation is deterministic on one machine. On another machine the last digits of sums may differ.
 _RELATIVE = 1e-9
 
 
@@ -37,13 +37,13 @@ class CertificateError(ValueError):
 
 
 def certify(rivals: Sequence[Variant], own: Variant, decisions: Decisions, iteration_s: float) -> Certificate:
-    """Prove how fast any schedule can be at best.
+    """Prove a lower bound on the iteration time of any schedule.
 
     Args:
-        rivals: what is compared, all of it; their ZeRO stages are left open.
-        own: the one of them that the plan is of.
-        decisions: the plan's.
-        iteration_s: what the plan takes.
+        rivals: all variants that were compared; each stands for all its ZeRO stages.
+        own: the plan's variant, one of them.
+        decisions: the plan's decisions.
+        iteration_s: the plan's predicted iteration time.
     """
     limit_s, cost = _LIMIT * iteration_s, own.cost
     with ThreadPoolExecutor(1) as pool:  # HiGHS solves one program while Python makes the next
@@ -69,7 +69,7 @@ def certify(rivals: Sequence[Variant], own: Variant, decisions: Decisions, itera
                 proof = _proof(rival.choice, space, rival.cost, program, solve(program))
             proofs.append(proof)
             bound_s = min(bound_s, proof.bound_s if proof.bound_s is not None else bound_s)
-    # Proofs are exact, but the simulated time is rounded: of a plan that attains its bound it may be a digit below.
+    # Proofs are exact, but the simulated time is rounded: it may be one digit below a bound that the plan attains.
     bound_s = min(iteration_s, bound_s)
     placement_s = min(iteration_s, max(bound_s, _proven(placed, solution.multipliers)))
     return Certificate(
@@ -82,12 +82,12 @@ def certify(rivals: Sequence[Variant], own: Variant, decisions: Decisions, itera
 
 
 def computing_s(variant: Variant) -> float:
-    """Return how long the device computes, or the host issues, at least, in seconds: the simplest of all bounds."""
+    """Return the least time, in seconds, that the device computes or the host issues: the simplest bound."""
     return max(_computing(variant).values()) * (1 - _RELATIVE)  # the sum of a proof may be rounded otherwise
 
 
 def _computing(variant: Variant) -> dict[str, float]:
-    """Return conditions on what is computed and issued if nothing is recomputed, and what each of them proves alone."""
+    """Return the bound that each condition on computing and issuing proves alone, if nothing is recomputed."""
     given, cost = variant.space.given, variant.cost
     if given.pipeline_parallel == 1:
         loads = Loads(cost, given)
@@ -106,10 +106,10 @@ def _by_computing(variant: Variant, space: Space) -> Proof:
 
 
 def infeasible(rivals: Sequence[Variant]) -> tuple[Proof, ...]:
-    """Return proofs that no schedule of any variant and stage fits, or nothing if one might."""
+    """Return a proof for every variant and stage that no schedule fits in memory; nothing if one might fit."""
     proofs = []
     for rival in rivals:
-        for space in reversed(rival.space.stages()):  # the last one needs least: where something fits, it is soon seen
+        for space in reversed(rival.space.stages()):  # the last stage needs least memory, so it is the likeliest to fit
             proof = _does_not_fit(rival.choice, space, memory_conditions(space, rival.cost))
             if proof is None:
                 return ()
@@ -176,23 +176,23 @@ def check_proof(proof: Proof, space: Space, cost: CostModel, limit_s: float) -> 
 
 
 def _placed(space: Space, cost: CostModel, decisions: Decisions, limit_s: float) -> LinearProgram:
-    """Return the conditions on schedules that place everything as a plan does."""
+    """Return the conditions on schedules that have the plan's placement."""
     own = Space.of(space.units, decisions, storage=space.storage)
     return decided(conditions(own, cost, limit_s), space.units, decisions)
 
 
 def _order_s(space: Space, cost: CostModel, decisions: Decisions) -> float:
-    """Return what the plan's own schedule takes at least, as far as the order of its tasks proves it."""
+    """Return a lower bound on the plan's own schedule, from its tasks and their order."""
     schedule = lower(space.units, decisions, asynchronous=cost.asynchronous)
     return order_bound_s(schedule, CostModel.of(cost.profile, space.units, decisions))
 
 
 def _proof(choice: Choice, space: Space, cost: CostModel, program: LinearProgram, solution: Solution | None) -> Proof:
-    """Return what the optimum of the conditions proves; that it does not fit if they have none."""
+    """Turn an optimum of the conditions into a proof of a bound; if there is none, prove that nothing fits."""
     if solution is None:
         if proof := _does_not_fit(choice, space, conditions(space, cost, NEVER_S, soft=True)):
             return proof
-        # It fits, but not within the limit: what is proven without one is above it.
+        # It fits, but takes longer than the limit. A proof without the limit gives a bound above it.
         solution = solve(conditions(space, cost, NEVER_S))
         assert solution is not None
     multipliers, stage = solution.multipliers, space.given.zero_stage
@@ -201,7 +201,7 @@ def _proof(choice: Choice, space: Space, cost: CostModel, program: LinearProgram
 
 def _does_not_fit(choice: Choice, space: Space, program: LinearProgram) -> Proof | None:
     solution = solve(program)
-    if solution is None:  # overrun by more than the conditions allow for, a million times
+    if solution is None:  # memory is overrun more than a million times, the most that the conditions allow
         return None
     overrun = _proven(program, solution.multipliers)
     if overrun <= 0:
@@ -218,7 +218,7 @@ def _exactly(program: LinearProgram, multipliers: dict[str, float]) -> Fraction:
 
 
 def _proven(program: LinearProgram, multipliers: dict[str, float]) -> float:
-    """Return the largest float that multipliers prove."""
+    """Return the largest float that the multipliers prove as a bound."""
     exact = bound(program, multipliers)
     nearest = float(exact)
     return nearest if Fraction(nearest) <= exact else math.nextafter(nearest, -math.inf)

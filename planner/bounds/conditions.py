@@ -1,29 +1,28 @@
-"""What every schedule of a model on a machine must satisfy, as linear conditions on what is decided.
+"""Necessary conditions: what every schedule of a model on a machine satisfies, as linear rows over decisions.
 
-[Note: Necessary conditions] Nothing here describes a good schedule. Each row is a consequence of the rules that the
-simulator walks by, so that the least iteration time under all rows is a lower bound for every schedule:
+[Note: Necessary conditions] Nothing here describes a good schedule. Each row follows from the rules of the simulator,
+so the least iteration time under all rows is a lower bound for every schedule:
 
-- *work*: a lane does one task after another, and a resource gives no more than it has, so an iteration lasts at least
-  as long as either needs for its work;
-- *windows*: with clipping no update starts before all gradients are where they are updated, and a unit's forward waits
-  for its update. So between the last backward of unit j and the next forward of unit i there must be time for the
-  gradients of units 0..j to leave, and then for the updates of units 0..i to be made and brought back, while between
-  the forward of i and the backward of j the device computes all that lies there. This holds in whatever order updates
-  are made: of units 0..i one is last, and from its forward on the device still has to compute at least as much.
-  Without clipping the window of units 0..i begins when the backward of i ends;
-  State that is streamed in is stored again meanwhile, but for what the device has room for: at the end of the window,
-  and at each backward that follows. State on NVMe comes and goes meanwhile, but for what host buffers hold
-  [Note: State ahead];
-- *memory*: at the backward of each unit the device holds at least what stays there, the activations of all segments
-  before it, and the unit's own activations, workspace and gradient. Parameters that come are in slots
-  [Note: Static slots], of which there is one for each size of units at least, and one more for each unit that is kept
-  between two uses while another of its size is used;
-- *rates* are the best that a curve reaches; what a subgroup takes is what the cheapest of its unit takes per parameter.
+- *work*: a lane does one task after another, and a resource has a capacity. So an iteration lasts at least as long as
+  any lane or resource needs for its work.
+- *windows*: with clipping, no update starts before all gradients have arrived where they are used, and a unit's forward
+  waits for its update. So between the last backward of unit j and the next forward of unit i there must be time for the
+  gradients of units 0..j to leave, and then for the updates of units 0..i and their way back. From the forward of i to
+  the backward of j the device computes everything in between. This holds for any order of updates: one of units 0..i is
+  the last, and after its forward the device still has to compute at least as much. Without clipping, the window of
+  units 0..i begins when the backward of i ends. Streamed state is stored again within the window and the backwards that
+  follow, except for the amount that fits on the device. State on NVMe is read and written within it, except for the
+  amount that fits in host buffers [Note: State ahead].
+- *memory*: at the backward of each unit the device holds at least the resident data, the activations of all segments
+  before it, and the unit's own activations, workspace and gradient. Other parameters are in slots [Note: Static slots].
+  There is at least one slot for each size of units, and one more for each unit that is kept between two uses while
+  another unit of its size is used.
+- *rates* are the best of a curve. A subgroup takes as long per parameter as the cheapest subgroup of its unit.
 
-A decision that is yes or no becomes a fraction, so the bound is also one for mixtures that nobody can run.
-Variables (``U`` a unit, ``S`` a segment): ``U:gpu|stream|cpu|nvme`` shares of its updates, ``U:host``, ``U:onnvme``
-where its parameters are, ``U:fills`` how often they come and ``U:reads`` from NVMe, ``U:spill`` the share of gradients
-that wait there, ``S:recompute|offload|evict`` what happens to activations.
+Yes-or-no decisions become fractions, so the bound also covers mixtures that cannot be run. Variables (``U`` is a unit,
+``S`` a segment): ``U:gpu|stream|cpu|nvme`` are shares of its updates; ``U:host`` and ``U:onnvme`` say where its
+parameters are; ``U:fills`` and ``U:reads`` count how often they are copied to the device and read from NVMe;
+``U:spill`` is the share of gradients that wait on NVMe; ``S:recompute|offload|evict`` say what happens to activations.
 """
 
 import dataclasses
@@ -46,10 +45,10 @@ def conditions(space: Space, cost: CostModel, limit_s: float, *, soft: bool = Fa
     """Return the conditions of an iteration that takes at most ``limit_s``.
 
     Args:
-        space: what is compared.
+        space: the decisions that are compared.
         cost: prices of tasks, and the machine.
-        limit_s: schedules that take longer are of no interest.
-        soft: minimise by what fraction memory is overrun, rather than time; see :data:`OVERRUN`.
+        limit_s: an upper limit on the iteration time.
+        soft: minimise the fraction by which memory is overrun instead of the time; see :data:`OVERRUN`.
     """
     if space.given.pipeline_parallel > 1:
         return pipelined(space, cost, limit_s, soft=soft)
@@ -70,12 +69,12 @@ class _Known:
         return same and self.space.given == space.given
 
 
-# The same are asked for by a search and by the certificate of what it found: of one request, those of four stages.
+# A search and the certificate of its result need the same conditions, those of up to four ZeRO stages.
 _KNOWN: deque[_Known] = deque(maxlen=4)
 
 
 def _conditions(space: Space, cost: CostModel) -> LinearProgram:
-    """Return the conditions of an iteration of any length; made once for the spaces that they are the same for."""
+    """Return the conditions without a limit on the time; spaces with equal conditions share one program."""
     space = space.without_order()
     if known := next((known for known in _KNOWN if known.is_of(space, cost)), None):
         return known.program
@@ -87,7 +86,7 @@ def _conditions(space: Space, cost: CostModel) -> LinearProgram:
 
 
 def memory_conditions(space: Space, cost: CostModel) -> LinearProgram:
-    """Return those of the conditions that say whether anything fits, to be minimised by what memory is overrun."""
+    """Return the conditions on memory alone; the objective is the fraction by which it is overrun."""
     if space.given.pipeline_parallel > 1:
         return pipelined(space, cost, NEVER_S, soft=True)
     placement = Placement(space.without_order(), cost, NEVER_S)
@@ -96,7 +95,7 @@ def memory_conditions(space: Space, cost: CostModel) -> LinearProgram:
 
 
 def _softened(program: LinearProgram) -> LinearProgram:
-    """Return a program in which memory may be overrun, by as little as can be."""
+    """Return a program that allows memory to be overrun, and minimises by how much."""
     soft = LinearProgram(OVERRUN)
     (time, time_box), *others = program.boxes.items()
     soft.boxes = {time: time_box, OVERRUN: (0.0, 1e6), **dict(others)}
@@ -109,7 +108,7 @@ def _softened(program: LinearProgram) -> LinearProgram:
 
 
 def decided(program: LinearProgram, units: Sequence[Unit], decisions: Decisions) -> LinearProgram:
-    """Return the conditions on schedules that place everything as some decisions do."""
+    """Return the conditions with the placement fixed to that of ``decisions``."""
     fixed: dict[str, float] = {}
     for unit in units:
         choice = decisions.units[unit.name]

@@ -1,4 +1,4 @@
-"""What lanes and resources do for a task, as linear expressions in how often it is done."""
+"""The load of tasks on lanes and resources, as linear expressions in how often the tasks are done."""
 
 from collections import defaultdict
 
@@ -21,10 +21,10 @@ class Loads:
 
     Args:
         cost: the prices.
-        given: all global decisions.
+        given: the global decisions.
 
     Attributes:
-        capacity: seconds per second of every lane, amount per second of every resource.
+        capacity: of every lane, 1 second per second; of every resource, its amount per second.
     """
 
     def __init__(self, cost: CostModel, given: Decisions) -> None:
@@ -36,14 +36,14 @@ class Loads:
         self._updates: dict[tuple[Lane, frozenset[int]], dict[Key, float]] = {}
 
     def charge(self, load: Load, task: Task, by: Sum) -> None:
-        """Add a task of known size to what its lane and resources do, as often as ``by`` says."""
+        """Add a task to the load of its lane and resources, ``by`` times."""
         price = self.cost.price(task)
         load[task.lane].plus(by, price.latency_s + price.duration_s)
         for resource, rate in price.uses:
             load[resource].plus(by, rate * price.duration_s)
 
     def update(self, load: Load, unit: Unit, lane: Lane, by: Sum) -> None:
-        """Add the update of a unit, at what its cheapest subgroup takes per parameter."""
+        """Add the update of a unit, at the price per parameter of its cheapest subgroup."""
         shard = self.given.shard_params(unit)
         for key, cheapest in self._cheapest(unit, lane).items():
             load[key].plus(by, cheapest * shard)
@@ -60,7 +60,7 @@ class Loads:
         return self._updates[lane, sizes]
 
     def copy(self, load: Load, direction: Resource, num_bytes: float, by: Sum) -> None:
-        """Add bytes that cross the host link, in copies of whatever size."""
+        """Add bytes that cross the host link, in copies of any size."""
         link = self.cost.profile.host_link
         best = self.capacity[direction]
         load[direction].plus(by, num_bytes)
@@ -69,14 +69,14 @@ class Loads:
         load[Resource.CORES].plus(by, num_bytes / best * link.num_cores_per_copy.value)
 
     def storage(self, load: Load, direction: Resource, num_bytes: float, by: Sum) -> None:
-        """Add bytes that are read from NVMe or written to it, in pieces of whatever size."""
+        """Add bytes that are read from or written to NVMe, in pieces of any size."""
         best = self.capacity[direction]
         load[direction].plus(by, num_bytes)
         for resource in (Resource.NVME, Resource.DRAM):
             load[resource].plus(by, num_bytes * min(1.0, self.capacity[resource] / best))
 
     def computing(self, unit: Unit, op: Op) -> Load:
-        """Return what one pass through a unit takes, the host's issuing included."""
+        """Return the load of one pass through a unit, including the host's time to issue it."""
         if (known := self._passes.get((unit.name, op))) is not None:
             return known
         load = self._passes[unit.name, op] = defaultdict(Sum)
@@ -93,17 +93,17 @@ class Loads:
         self.charge(load, Task(0, Lane.COLLECTIVE, Op.GATHER, Phase.FORWARD, unit.name, num_bytes=num_bytes), by)
 
     def scatter(self, load: Load, unit: Unit, by: Sum) -> None:
-        """Add a collective that adds up a unit's gradient over the ranks: to shards, or to all of it in stage 0."""
+        """Add the collective for a unit's gradient: a reduce-scatter, or an all-reduce in ZeRO stage 0."""
         num_bytes = self.weight_bytes * unit.num_params * (2 if self.given.zero_stage == 0 else 1)
         self.charge(load, Task(0, Lane.COLLECTIVE, Op.SCATTER, Phase.BACKWARD, unit.name, num_bytes=num_bytes), by)
 
     def per_byte(self, direction: Resource, key: Key) -> float:
-        """Return the seconds of a resource that one byte across the host link takes."""
+        """Return the seconds of a resource for one byte across the host link."""
         load: Load = defaultdict(Sum)
         self.copy(load, direction, 1.0, Sum(("", 1.0)))
         return load[key][""] / self.capacity[key]
 
 
-def word(key: Key) -> str:
-    """Return what a lane or resource is called in the names of rows."""
+def label(key: Key) -> str:
+    """Return the name of a lane or resource as it stands in names of rows."""
     return key.value if isinstance(key, Lane) else f"resource {key.name.lower()}"

@@ -1,4 +1,4 @@
-"""Rows of memory: what the device holds at every backward, and the host and its drives all the time."""
+"""Conditions on memory: of the device at every backward, of the host and its drives all the time."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ STATE_SLOT = "state slot"
 
 
 class Memory:
-    """Adds the rows of memory to a placement's program.
+    """Adds the conditions on memory to a placement's program.
 
     Attributes:
-        held: the share of memory that the device holds at the first backward of every unit.
-        rings: of slots for parameters, by variable: the share of memory that one slot takes, and who may be in it.
+        held: the share of device memory in use at the first backward of every unit.
+        rings: rings of parameter slots, by variable: the share of memory of one slot, and the units that use it.
     """
 
     def __init__(self, on: Placement) -> None:
@@ -60,7 +60,7 @@ class Memory:
                 self.on.program.at_least(f"memory: {tier}", room, Sum().plus(held, ranks / capacity[tier]))
 
     def _weights_or_gradients(self, unit: Unit) -> str:
-        """Return the share of a unit's parameters that has a weight or a gradient on the host [Note: In place]."""
+        """Return the share of a unit's parameters whose weight or gradient is on the host [Note: In place]."""
         program, name = self.on.program, unit.name
         served = {f"{name}:host": 1.0} if f"{name}:host" in program.boxes else {}
         gradients = self.on.leaves(unit)
@@ -76,7 +76,7 @@ class Memory:
         return there
 
     def _state_buffers(self, unit_bytes: float) -> str:
-        """Return what host buffers hold of state on NVMe, in multiples of ``unit_bytes``: one subgroup at least."""
+        """Return the bytes of host buffers for state on NVMe, as multiples of ``unit_bytes``: at least one subgroup."""
         shards = {unit.name: self.on.given.shard_params(unit) for unit in self.on.units if unit.num_params}
         everything = self.on.given.state_bytes_per_param * sum(shards.values()) / unit_bytes
         buffers = self.on.program.variable(STATE_BUFFERS, 0.0, everything)
@@ -92,7 +92,7 @@ class Memory:
         return buffers
 
     def _device_memory(self, capacity: float, offloaded_there: Sum) -> None:
-        """At the backward of every unit the device holds all of this; at the last one's what is offloaded too."""
+        """Add a condition for the backward of every unit; at the last unit's, offloaded activations count too."""
         program, scale, room = self.on.program, 1.0 / capacity, ROOM[Tier.GPU]
         held_always = self._always(scale)
         always = program.variable("always held", 0.0, program.highest(held_always))
@@ -114,9 +114,7 @@ class Memory:
                     held[f"{segment[0].segment}:recompute"] += segment[0].activation_output_bytes * scale
                 name = f"memory: device at the backward of {unit.name}"
                 held.plus(offloaded_there if unit is self.on.units[-1] else {})
-                if (
-                    self.on.given.clip
-                ):  # gradients of units behind it; of all others, if there were micro-batches before
+                if self.on.given.clip:  # gradients of the units behind it; after the first micro-batch, of all others
                     held.plus(Sum((resident[-1], 1.0), (resident[position], -1.0)))
                 self.held.append(Sum().plus(held))
                 if self.on.given.clip and self.on.repeats > 1 and position:
@@ -125,9 +123,9 @@ class Memory:
                 position += 1
 
     def _rings(self, scale: float) -> Sum:
-        """Return the share of memory of slots for parameters: see [Note: Static slots].
+        """Return the share of memory that parameter slots take: see [Note: Static slots].
 
-        There is a ring for each size of units, with room for one that computes and those that are kept meanwhile.
+        There is a ring for each size of units, with slots for the unit that computes and for the units that are kept.
         """
         rings: dict[int, list[Unit]] = defaultdict(list)
         for unit in self.on.units:
@@ -160,7 +158,7 @@ class Memory:
         return Sum((f"{unit.name}:{Place.GPU}", num_bytes), (f"{unit.name}:stays", num_bytes))
 
     def _always(self, scale: float) -> Sum:
-        """Return the share of memory of parameters, state and slots that never leave the device."""
+        """Return the share of memory that resident parameters, resident state and slots take."""
         held = self._rings(scale)
         state_bytes = self.on.given.resident_state_bytes_per_param
         largest = max(self.on.given.shard_params(unit) for unit in self.on.units)
@@ -171,7 +169,7 @@ class Memory:
             resident = self.on.weight_bytes * (shard if self.on.given.gathers(unit) else unit.num_params)
             held.plus(Sum(("", 1.0)).plus(self.on.away(unit), -1.0), resident * scale)
             held[f"{unit.name}:{Place.GPU}"] += state_bytes * shard * scale
-            # The largest of the subgroups that are streamed is no smaller than their mean.
+            # The largest streamed subgroup is at least as large as the mean.
             mean = shard / len(self.on.given.piece_params(unit))
             streamed = Sum((f"{unit.name}:{Place.STREAM}", self.on.given.state_bytes_per_param * mean * scale))
             self.on.program.at_least(f"{unit.name}: fits the state slot", Sum((slot, 1.0)), streamed)

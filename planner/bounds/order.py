@@ -1,9 +1,10 @@
-"""What one schedule takes at least, however its tasks come to share: the last step between a proof and a simulation.
+"""A lower bound on one schedule that ignores how its tasks share resources: between the proofs and the simulation.
 
-[Note: Order bound] Two things hold for a schedule whatever runs beside what. A resource gives no more than it has, so
-an iteration lasts at least its work. And no task is faster than alone: if nothing were shared, none would start later
-(a start is a maximum of ends), and the iteration would take the longest chain of waits, along dependencies and lanes,
-for each iteration that it spans. That is what simulating the schedule without any resource finds.
+[Note: Order bound] Two things hold however tasks overlap. A resource has a capacity, so an iteration lasts at least as
+long as the resource needs for its work. And no task is faster than alone. If nothing were shared, no task would start
+later than it does now, because a start is a maximum of ends. The iteration would take the longest chain of waits along
+dependencies and lanes, divided by the number of iterations that the chain spans. A simulation without resources finds
+it.
 """
 
 import dataclasses
@@ -15,12 +16,12 @@ from planner.schedule.schedule import Schedule
 from planner.simulate.machine import Simulation, run
 from planner.simulate.steady import find_cycle
 
-# Iterations that are simulated in search of a cycle. Without sharing, one that is not seen soon is never needed.
+# Iterations to simulate in search of a cycle. Without sharing, a cycle shows up soon or is not needed.
 _NUM_ITERATIONS = (4, 16)
 
 
 def order_bound_s(schedule: Schedule, cost: CostModel) -> float:
-    """Return what an iteration of a schedule takes at least, in seconds; see [Note: Order bound]."""
+    """Return a lower bound on the iteration time of a schedule, in seconds; see [Note: Order bound]."""
     prices, capacity = cost.prices(schedule), cost.capacities()
     work: dict[tuple[Resource, int], float] = defaultdict(float)
     for task, price in zip(schedule.tasks, prices, strict=True):
@@ -32,4 +33,4 @@ def order_bound_s(schedule: Schedule, cost: CostModel) -> float:
         timeline = run(schedule, alone, capacity, num_iterations)
         if cycle := find_cycle(timeline):
             return max(at_least_s, Simulation(timeline, cycle.first, converged=True, cycle=cycle.length).period_s)
-    return at_least_s  # of what was not seen to repeat itself nothing else is known
+    return at_least_s  # no cycle was found, so nothing more is known

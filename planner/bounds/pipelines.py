@@ -1,12 +1,12 @@
-"""What every pipeline of stages must satisfy, as linear conditions: the twin of :mod:`.conditions` for stages.
+"""Necessary conditions on pipelines: the twin of :mod:`.conditions` for pipeline stages.
 
-[Note: Pipelines] Everything is on the devices and layers are dealt evenly, so all that is left to decide is which
-segments are recomputed. Two consequences of the rules, for every stage s of p:
+[Note: Pipelines] Everything is on the devices, and layers are divided evenly among stages. So the only open decision is
+which segments are recomputed. Two conditions hold for every stage s of p:
 
-- *work*: its first forward waits for those of the stages before it, and its last backward is followed by theirs. In
-  between it computes all its micro-batches, and its host issues their kernels;
-- *memory*: with one forward and one backward in turn it holds the activations of ``min(p - s, micro-batches)``
-  micro-batches when its first backward begins, and all its gradients when its last one ends.
+- *work*: its first forward waits for the forwards of earlier stages, and their backwards follow its last backward. In
+  between it computes all its micro-batches, and its host issues their kernels.
+- *memory*: under the 1F1B order it holds the activations of ``min(p - s, micro-batches)`` micro-batches when its first
+  backward begins, and all its gradients when its last backward ends.
 """
 
 from planner.bounds.program import LinearProgram, Sum
@@ -52,12 +52,12 @@ def pipelined(space: Space, cost: CostModel, limit_s: float, *, soft: bool) -> L
 
 
 def _pass(stage: Stage, cost: CostModel, lane: Lane) -> Sum:
-    """Return for how long one micro-batch occupies a stage's device or host, forward and backward, in seconds."""
+    """Return the seconds that one micro-batch, forward and backward, occupies a stage's device or host."""
 
     def takes_s(kernels: Kernels) -> float:
         if lane is Lane.COMPUTE:
             return cost.compute_s(kernels)
-        # The next pass waits for the slower of both, and a CPU issues and computes in turn.
+        # The next pass waits for the slower of host and device. A CPU issues and computes in turn.
         return cost.profile.device.issue_s.value * num_kernels(kernels) if cost.asynchronous else 0.0
 
     found = Sum()
@@ -80,7 +80,7 @@ def _always(stage: Stage, space: Space) -> Sum:
 
 
 def _gradient_bytes(stage: Stage, space: Space) -> float:
-    weight_bytes = space.given.precision.weight_bytes  # they are added up over ranks when all are there
+    weight_bytes = space.given.precision.weight_bytes  # ranks reduce them when all are there
     return float(sum(weight_bytes * unit.num_params for segment in stage for unit in segment))
 
 

@@ -1,4 +1,4 @@
-"""What a linear program decides: variables for where everything is, and what follows for each unit by itself."""
+"""The variables of a linear program: where everything is, and what follows for each unit alone."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,22 +11,22 @@ from planner.decisions import Place
 from planner.graph import Unit, segments
 from planner.schedule.tasks import Lane, Op
 
-# Ways to have activations again, and what computes them.
+# Ways not to keep activations, and the task that makes them again.
 AGAIN = (("recompute", Op.RECOMPUTE), ("offload", Op.REMAKE), ("evict", Op.REMAKE))
 
 
 class Placement:
-    """The variables of a program, and expressions of them that all its rows share.
+    """The variables of a program, and expressions that its rows share.
 
     Args:
-        space: what is compared.
+        space: the decisions that are compared.
         cost: prices of tasks, and the machine.
-        limit_s: schedules that take longer are of no interest.
+        limit_s: an upper limit on the iteration time.
 
     Attributes:
-        program: with rows for what is decided; others add theirs.
-        loads: what lanes and resources do for a task.
-        position: the number of every unit, by name.
+        program: the program, with the rows on decisions; other classes add theirs.
+        loads: prices of tasks as loads.
+        position: the position of every unit, by name.
     """
 
     def __init__(self, space: Space, cost: CostModel, limit_s: float) -> None:
@@ -53,7 +53,7 @@ class Placement:
         places = [place for place in Place if self.stores(place is Place.NVME)]
         shares = Sum(*((program.variable(f"{name}:{place}"), 1.0) for place in places))
         program.at_least(f"{name}: updated somewhere", shares, Sum(("", 1.0)), equal=True)
-        if Place.NVME in places and self.repeats == 1:  # what is added up later is on the host until then
+        if Place.NVME in places and self.repeats == 1:  # gradients that accumulate stay on the host meanwhile
             spill = Sum((program.variable(f"{name}:spill"), 1.0))
             program.at_least(f"{name}: spilled for NVMe", Sum((f"{name}:{Place.NVME}", 1.0)), spill)
         away = self.away(unit)
@@ -61,15 +61,15 @@ class Placement:
             for where in ("host", "onnvme"):
                 if self.stores(where == "onnvme"):
                     away[program.variable(f"{name}:{where}")] = 1.0
-            # What is updated on the device, or comes from the host, stays there.
+            # Gradients of updates on the device, resident or streamed, stay there.
             program.at_least(f"{name}: resident where updated", Sum(("", 1.0)), Sum((f"{name}:gpu", 1.0)).plus(away))
             if self.stores(nvme=True):
                 program.at_least(f"{name}: state on NVMe too", Sum((f"{name}:nvme", 1.0)), Sum((f"{name}:onnvme", 1.0)))
-        # Uploads, of what the host updates and the device keeps.
+        # Uploads of weights that the host updates and the device keeps.
         upload = Sum((program.variable(f"{name}:upload"), 1.0))
         program.at_least(f"{name}: uploaded unless fetched", upload, self.on_host(unit).plus(away, -1.0))
-        # The gradient of what is streamed stays on the device, or leaves and comes back with its state; new weights of
-        # what is streamed and not resident go to the host.
+        # The gradient of a streamed subgroup stays on the device, or leaves and comes back with its state. New weights
+        # of streamed subgroups go to the host, unless they are resident.
         streamed = Sum((f"{name}:{Place.STREAM}", 1.0))
         program.at_least(f"{name}: gradient stays", streamed, Sum((program.variable(f"{name}:stays"), 1.0)))
         if away and not self.given.precision.master_is_weight:
@@ -78,7 +78,7 @@ class Placement:
         self._fills(unit, away)
 
     def _fills(self, unit: Unit, away: Sum) -> None:
-        """Count how often parameters that are not resident come: before every use that they were not kept for."""
+        """Count how often parameters that are not resident are copied in: before every use, unless they were kept."""
         program, name = self.program, unit.name
         need = Sum(("", 1.0)) if self.given.gathers(unit) else away
         if not need or not unit.forward:  # an expert that no token visits
@@ -101,7 +101,7 @@ class Placement:
             program.at_least(f"{name}: fetched once at least", fetches, away)
 
     def gaps(self) -> list[tuple[str, float]]:
-        """Return between which uses parameters may be kept, and how often that is: means over micro-batches."""
+        """Return the gaps between uses in which parameters may be kept, and how often each occurs per micro-batch."""
         earlier = self.repeats - 1.0
         return [("at last", 1.0), *([("before", earlier), ("between", earlier)] if earlier else [])]
 
@@ -114,7 +114,7 @@ class Placement:
             self.program.at_least(f"{name}: activations one way", Sum(("", 1.0)), chosen)
 
     def stores(self, nvme: bool) -> bool:
-        """Return whether something may be stored there: on NVMe, or on what is always there."""
+        """Return whether the space allows this storage: NVMe, or the host."""
         return not nvme or (self.storage == "nvme" and self.cost.profile.nvme is not None)
 
     def away(self, unit: Unit) -> Sum:
@@ -123,23 +123,23 @@ class Placement:
         return Sum(*((name, 1.0) for name in names if name in self.program.boxes))
 
     def on_host(self, unit: Unit) -> Sum:
-        """Return the share of a unit's updates that the host makes."""
+        """Return the share of a unit that the host updates."""
         names = [f"{unit.name}:{place}" for place in (Place.CPU, Place.NVME)]
         return Sum(*((name, 1.0) for name in names if name in self.program.boxes))
 
     def leaves(self, unit: Unit) -> Sum:
-        """Return the share of a unit's gradient that leaves the device."""
+        """Return the share of a unit's gradient that is copied to the host."""
         return self.on_host(unit).plus(Sum((f"{unit.name}:{Place.STREAM}", 1.0), (f"{unit.name}:stays", -1.0)))
 
     def state_out(self, unit: Unit) -> Sum:
-        """Return the bytes of streamed state and new weights that are stored again."""
+        """Return the bytes of streamed state and new weights that are copied back to the host."""
         shard = self.given.shard_params(unit)
         stored = Sum((f"{unit.name}:{Place.STREAM}", float(self.given.state_bytes_per_param * shard)))
         back = f"{unit.name}:back"
         return stored.plus({back: float(self.weight_bytes * shard)} if back in self.program.boxes else {})
 
     def updates(self, load: Load, unit: Unit) -> None:
-        """Add the update itself, and the state that is streamed in for it."""
+        """Add the update itself, and the copy of streamed state to the device."""
         self.loads.update(load, unit, Lane.CPU, self.on_host(unit))
         streamed = Sum((f"{unit.name}:{Place.STREAM}", 1.0))
         self.loads.update(load, unit, Lane.GPU_UPDATE, Sum((f"{unit.name}:{Place.GPU}", 1.0)).plus(streamed))
@@ -149,7 +149,7 @@ class Placement:
         self.loads.copy(load, Resource.LINK_DOWN, self.weight_bytes * shard, gradient)
 
     def chain(self, what: str, amounts: Iterable[Sum], numbers: Sequence[int] = ()) -> list[str]:
-        """Return variables for the running sums of some expressions, numbered from 0 if not otherwise."""
+        """Return variables for the running sums of ``amounts``, with ``numbers`` (0, 1, ...) in their names."""
         chain: list[str] = []
         high = 0.0
         for i, amount in zip(numbers, amounts, strict=True) if numbers else enumerate(amounts):

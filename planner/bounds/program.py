@@ -1,13 +1,13 @@
-"""Linear programs in boxes, and what their dual vectors prove, in exact arithmetic.
+"""Linear programs with bounded variables, and the bounds that their dual vectors prove, in exact arithmetic.
 
 [Note: Dual bounds] For a minimum over ``low <= x <= high`` with rows ``a_i x >= b_i``, any multipliers ``y_i >= 0`` (of
-any sign where the row is an equation) give a lower bound that needs no solver to be believed (weak duality): no
-feasible x has ``y (b - A x) > 0``, so the objective is at least
+any sign if the row is an equation) give a lower bound, without trust in a solver (weak duality): no feasible x has
+``y (b - A x) > 0``, so the objective is at least
 
     sum_i y_i b_i  +  sum_j  min over [low_j, high_j] of (c_j - sum_i y_i a_ij) x_j
 
-Floats are exact rationals, and so is every step of the sum: :func:`bound` has no tolerance. A bad vector gives a bad
-bound, never a wrong one.
+Floats are exact rationals, and so is every step of the sum, so :func:`bound` has no tolerance. A bad vector gives a
+weak bound, never a wrong one.
 """
 
 import dataclasses
@@ -20,17 +20,17 @@ Boxes = Mapping[str, tuple[float, float]]
 
 
 class Sum(defaultdict[str, float]):
-    """A linear expression: coefficient by variable, and the constant by ``""``."""
+    """A linear expression: coefficients by variable; the constant has the key ``""``."""
 
     def __init__(self, *terms: tuple[str, float]) -> None:
         super().__init__(float, terms)
-        if len(self) < len(terms):  # a variable comes more than once
+        if len(self) < len(terms):  # a variable occurs more than once
             self.clear()
             for name, coefficient in terms:
                 self[name] += coefficient
 
     def plus(self, other: Mapping[str, float], times: float = 1.0) -> "Sum":
-        """Add another expression to this one, and return this one."""
+        """Add ``times`` another expression in place, and return this one."""
         if not self and times == 1.0:
             self.update(other)
             return self
@@ -44,7 +44,7 @@ class Row:
     """A condition: ``sum of terms >= least``, or ``==``.
 
     Attributes:
-        name: what it says; what binds is told by it.
+        name: the condition in words; reports name binding conditions by it.
         terms: coefficients, by variable.
         least: the right-hand side.
         equal: whether it is an equation.
@@ -57,12 +57,12 @@ class Row:
 
 
 class LinearProgram:
-    """The minimum of one variable under linear conditions.
+    """Minimise one variable under linear conditions.
 
     Attributes:
-        objective: the variable.
+        objective: the variable to minimise.
         boxes: lowest and highest value of every variable.
-        rows: the conditions, whose names differ.
+        rows: the conditions; their names are unique.
     """
 
     def __init__(self, objective: str) -> None:
@@ -86,7 +86,7 @@ class LinearProgram:
         self.rows.append(Row(name, terms, least, equal))
 
     def highest(self, expression: Mapping[str, float]) -> float:
-        """Return the most that an expression can be, its variables being in their boxes."""
+        """Return the largest value of an expression within the boxes of its variables."""
         ends = ((a, self.boxes[name]) for name, a in expression.items() if name)
         return expression.get("", 0.0) + sum(max(a * low, a * high) for a, (low, high) in ends)
 
@@ -102,13 +102,13 @@ def bound(program: LinearProgram, multipliers: Mapping[str, float]) -> Fraction:
 
     Args:
         program: the conditions.
-        multipliers: by the name of the row; rows that are not named have 0.
+        multipliers: by the name of the row; 0 for all other rows.
 
     Raises:
         ValueError: a multiplier is of no row, or is negative where the row is no equation.
     """
     rows = {row.name: row for row in program.rows}
-    total = 0  # whole numbers, of the smallest product of two floats: Python's fractions take several times as long
+    total = 0  # integers, in units of the smallest product of two floats: several times as fast as fractions
     reduced: dict[str, int] = defaultdict(int)
     reduced[program.objective] = 1 << 2 * _PLACES
     for name, multiplier in multipliers.items():
@@ -121,7 +121,7 @@ def bound(program: LinearProgram, multipliers: Mapping[str, float]) -> Fraction:
         total += exact * _whole(row.least)
         for variable, a in row.terms:
             reduced[variable] -= exact * _whole(a)
-    total <<= _PLACES  # and now of three
+    total <<= _PLACES  # now in units of the smallest product of three floats
     for variable, cost in reduced.items():
         low, high = program.boxes[variable]
         if end := low if cost >= 0 else high:
@@ -129,11 +129,11 @@ def bound(program: LinearProgram, multipliers: Mapping[str, float]) -> Fraction:
     return Fraction(total, 1 << 3 * _PLACES)
 
 
-# Binary places of the smallest float: all others are multiples of it.
+# Binary places of the smallest float; all other floats are multiples of it.
 _PLACES = 1074
 
 
 def _whole(number: float) -> int:
-    """Return a float, exactly, as a multiple of the smallest one."""
+    """Return a float as an exact multiple of the smallest one."""
     numerator, denominator = number.as_integer_ratio()
     return numerator << _PLACES + 1 - denominator.bit_length()

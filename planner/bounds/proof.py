@@ -1,4 +1,4 @@
-"""What a plan says of how far from the best it can be: data only, which :mod:`.certificate` makes and checks."""
+"""The data of a certificate, as it stands in a plan; :mod:`.certificate` makes and checks it."""
 
 import itertools
 from typing import Annotated
@@ -10,14 +10,14 @@ from planner.decisions import Frozen
 
 
 class Proof(Frozen):
-    """What multipliers prove of all schedules of one choice and ZeRO stage.
+    """Multipliers, and what they prove about all schedules of one choice and ZeRO stage.
 
     Attributes:
         choice: degrees and batch sizes.
         zero_stage: the stage.
-        bound_s: no iteration of it is faster; ``None`` if none fits in memory.
-        overrun: if none fits, the fraction of a tier by which memory is exceeded at least.
-        multipliers: of conditions, by name.
+        bound_s: a lower bound on the iteration time; ``None`` if no schedule fits in memory.
+        overrun: if none fits, a lower bound on the fraction by which the memory of a tier is exceeded.
+        multipliers: by the name of the condition.
     """
 
     choice: Choice
@@ -28,13 +28,13 @@ class Proof(Frozen):
 
 
 class Certificate(Frozen):
-    """How fast any schedule could be at best.
+    """Lower bounds on the iteration time, and their proofs.
 
     Attributes:
-        bound_s: no schedule that does what was asked for on this machine is faster.
-        placement_bound_s: nor is any that places everything as the plan does.
-        order_bound_s: nor is the plan's own, in whatever way its tasks come to share (at least ``placement_bound_s``).
-        proofs: of ``bound_s``, one for every choice and stage.
+        bound_s: no schedule for this request and machine is faster.
+        placement_bound_s: no schedule with the plan's placement is faster.
+        order_bound_s: the plan's own schedule is not faster, however its tasks share; at least ``placement_bound_s``.
+        proofs: the proofs of ``bound_s``, one for every choice and stage.
         placement: multipliers that prove ``placement_bound_s``.
     """
 
@@ -45,15 +45,15 @@ class Certificate(Frozen):
     placement: dict[str, float]
 
     def gap(self, iteration_s: float) -> float:
-        """Return by what fraction an iteration is slower than the bound."""
+        """Return the fraction by which an iteration is slower than the bound."""
         return iteration_s / self.bound_s - 1
 
     def gap_parts(self, iteration_s: float) -> dict[str, float]:
-        """Return the parts of the gap, none negative: what lies between bounds that hold for fewer and fewer schedules.
+        """Return the parts of the gap: the differences between bounds that hold for fewer and fewer schedules.
 
-        ``rounding`` lies between the best mixture and the plan's own placement, both under the necessary conditions;
-        ``relaxation`` between what those ask of this placement and what this schedule's tasks and their order do;
-        ``schedule`` between that and what the schedule is simulated to take, where tasks share.
+        ``rounding`` is the difference between the best mixture and the plan's placement, both under the necessary
+        conditions. ``relaxation`` is the difference to what the schedule's tasks and their order require. ``schedule``
+        is the rest: what simulated sharing of resources adds.
         """
         steps_s = (self.bound_s, self.placement_bound_s, self.order_bound_s, iteration_s)
         parts = ((after_s - before_s) / self.bound_s for before_s, after_s in itertools.pairwise(steps_s))

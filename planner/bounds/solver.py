@@ -16,9 +16,9 @@ class Solution:
     """An optimum in floating point.
 
     Attributes:
-        value: of the objective.
-        values: of every variable.
-        multipliers: of the rows that matter, by name; see :func:`planner.bounds.program.bound`.
+        value: the objective.
+        values: all variables, by name.
+        multipliers: of the binding rows, by name; see :func:`planner.bounds.program.bound`.
     """
 
     value: float
@@ -27,16 +27,16 @@ class Solution:
 
 
 class Solver:
-    """Solves one program, as it is or with other boxes.
+    """Solves one program, with its own or other boxes.
 
-    Its conditions are made ready once, and each optimum is looked for from the last one on: the dual simplex method is
-    there within a few steps if little has changed.
+    The matrix is built once. The dual simplex method starts from the last optimum, so it needs few steps if little has
+    changed.
 
     Args:
-        program: what is solved.
+        program: the program to solve.
 
     Attributes:
-        boxes: the program's own.
+        boxes: the program's own boxes.
     """
 
     def __init__(self, program: LinearProgram) -> None:
@@ -63,7 +63,7 @@ class Solver:
         matrix.value_ = np.array(values)
 
         class Silent(highspy.Highs):
-            """Without the callbacks, which nobody needs here: from 1.16 on, enabling them prints a header on stdout."""
+            """Without callbacks: from version 1.16 on, enabling them prints a header to stdout."""
 
             def enableCallbacks(self) -> None:  # noqa: N802 - the library's name
                 return
@@ -75,7 +75,7 @@ class Solver:
         self._solved: dict[tuple[tuple[float, float], ...], Solution | None] = {}
 
     def solve(self, boxes: Boxes | None = None) -> Solution | None:
-        """Return the optimum, with other ``boxes`` for some variables; ``None`` if nothing satisfies the conditions.
+        """Return the optimum, with other ``boxes`` for some variables; ``None`` if the program is infeasible.
 
         Raises:
             RuntimeError: the solver failed.
@@ -93,24 +93,24 @@ class Solver:
 
         self._highs.run()
         status = self._highs.getModelStatus()
-        # The objective is in a box, so that it is not unbounded.
+        # The objective has a box, so the program cannot be unbounded.
         if status in {HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible}:
             return None
         if status != HighsModelStatus.kOptimal:
             raise RuntimeError(f"HiGHS stopped: {self._highs.modelStatusToString(status)}")
         found = self._highs.getSolution()
-        inside = np.clip(found.col_value, low, high)  # they are, but for the solver's tolerance
+        inside = np.clip(found.col_value, low, high)  # the solver has a tolerance
         values = dict(zip(self.boxes, inside.tolist(), strict=True))
         multipliers = {
             row.name: multiplier
             for row, multiplier in zip(self._rows, found.row_dual, strict=True)
-            if multiplier > 0 or (row.equal and multiplier)  # elsewhere a negative one is rounding: it proves nothing
+            if multiplier > 0 or (row.equal and multiplier)  # of other rows, a negative one is a rounding error
         }
         return Solution(values[self._objective], values, multipliers)
 
 
 def solve(program: LinearProgram) -> Solution | None:
-    """Solve a linear program; return ``None`` if nothing satisfies it.
+    """Solve a linear program; return ``None`` if it is infeasible.
 
     Raises:
         RuntimeError: the solver failed.
@@ -119,6 +119,6 @@ def solve(program: LinearProgram) -> Solution | None:
 
 
 def _ends(boxes: Boxes) -> tuple[Floats, Floats]:
-    """Return the lowest and the highest value of every variable."""
+    """Return the lower and the upper ends of all boxes."""
     low, high = np.array(list(boxes.values()), np.float64).reshape(-1, 2).T
     return np.ascontiguousarray(low), np.ascontiguousarray(high)

@@ -1,12 +1,12 @@
-"""Conditions on what is kept on the host and on NVMe for a part of the iteration.
+"""Conditions on data that is on the host or on NVMe for a part of the iteration.
 
-[Note: Offloaded memory] At the last unit's backward all activations of the segments before it are somewhere: what is
-kept on the device is there; what is offloaded may not have left it yet, is on the host, or, if it is evicted, on NVMe.
-What is on its way is in two places, which only takes more memory.
+[Note: Offloaded memory] At the last unit's backward all saved activations of the segments before it are somewhere.
+Those that are kept are on the device. Offloaded ones are still on the device, on the host, or, if evicted, on NVMe. A
+copy in progress occupies two places, which only takes more memory.
 
-[Note: State ahead] State on NVMe passes through host buffers, which hold a subgroup from its read to its write. So when
-updates may begin at last, no more state has been read for them than buffers hold, and when they have been made no more
-is still to be written.
+[Note: State ahead] State on NVMe passes through host buffers. A buffer holds a subgroup from its read to its write. So
+when updates may begin, at most the buffers' bytes of state have been read, and when all updates have ended, at most the
+buffers' bytes are still to be written.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ STATE_BUFFERS = "state in host buffers"
 
 
 def offloaded(program: LinearProgram, segments: Sequence[Sequence[Unit]], unit_bytes: float) -> dict[Tier, str]:
-    """Add what the tiers hold of offloaded activations, in multiples of ``unit_bytes``; return variables by tier."""
+    """Add variables for the offloaded activations on each tier, in multiples of ``unit_bytes``; return them by tier."""
     everything, evicted = Sum(), Sum()
     for segment in segments[:-1]:
         moved = sum(unit.swap_bytes for unit in segment) / unit_bytes

@@ -1,10 +1,10 @@
-"""Rows of windows: updates and what surrounds them fit between the last backward and the next forward."""
+"""Conditions on windows: updates and their copies fit between the last backward and the next forward."""
 
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from planner.bounds.loads import Key, Load, word
+from planner.bounds.loads import Key, Load, label
 from planner.bounds.memory import STATE_SLOT, Memory
 from planner.bounds.placement import AGAIN, Placement
 from planner.bounds.program import Sum
@@ -16,12 +16,12 @@ from planner.graph import Unit
 from planner.schedule.tasks import Lane, Op, Tier
 from planner.simulate.prediction import capacities
 
-# Windows end at so many units, and begin at so many, evenly spaced: each is a row.
+# The most units at which windows end, and at which they begin, evenly spaced. Each pair is a row.
 _NUM_ENDS, _NUM_BEGINNINGS = 24, 8
 
 
 class Windows:
-    """Adds the rows of windows to a placement's program, of which memory is known."""
+    """Adds the conditions on windows to a placement's program that has those on memory."""
 
     def __init__(self, on: Placement, memory: Memory) -> None:
         self.on, self.held, self.rings = on, memory.held, memory.rings
@@ -29,7 +29,7 @@ class Windows:
         self._windows()
 
     def _windows(self) -> None:
-        """Updates and what surrounds them fit between the last backward and the next forward."""
+        """Add a row for each window."""
         leaving = [self._leaving(unit) for unit in self.on.units]
         returning = [self._returning(unit) for unit in self.on.units]
         forward_s, backward_s, again = [], [], []
@@ -50,7 +50,7 @@ class Windows:
         )
 
         def between(end: int, begin: int) -> Sum:
-            """Return what is computed from the first forward of ``end`` to the last backward of ``begin``."""
+            """Return the computing from the first forward of ``end`` to the last backward of ``begin``."""
             rest = Sum().plus(everything).plus({"": forward_until_s[end] + backward_until_s[begin]}, -1.0)
             return rest.plus({again_s[begin - 1]: 1.0}, -1.0) if begin and again_s else rest
 
@@ -64,7 +64,7 @@ class Windows:
                 self.on.program.at_least(f"window: updates of units 0 to {i}", Sum((TIME, 1.0)), needs)
             return
         nothing: Load = {}
-        coming = [nothing, *(self._coming(unit) for unit in self.on.units[:-1])]  # for backward, of the unit before
+        coming = [nothing, *(self._coming(unit) for unit in self.on.units[:-1])]  # copies for the next backward
         after = self._longest("update", returning, ends)
         before = self._longest("leave", leaving, beginnings, coming)
         self._through_nvme(after)
@@ -85,20 +85,20 @@ class Windows:
                 self.on.program.at_least(name, Sum((TIME, 1.0)), needs)
 
     def _stored_before(self, position: int) -> str:
-        """Return a variable: what all updates take, and storing what the device has no room for at a backward."""
+        """Return a variable: the time of all updates, and of storing the state that does not fit at a backward."""
         span = self.on.program.variable(f"updated and stored before the backward of {position}", 0.0, self.on.limit_s)
         last = len(self.on.units) - 1
         stored = self._stored(last, self.held[position])
         for key in (Resource.LINK_UP, Resource.LINK, Resource.DRAM):
-            updates = f"update by {word(key)}, 0 to {last}"
+            updates = f"update by {label(key)}, 0 to {last}"
             needs = Sum((updates, 1.0)) if updates in self.on.program.boxes else Sum()
             needs.plus(stored, self.on.loads.per_byte(Resource.LINK_UP, key))
-            name = f"updated and stored before the backward of {position} by {word(key)}"
+            name = f"updated and stored before the backward of {position} by {label(key)}"
             self.on.program.at_least(name, Sum((span, 1.0)), needs)
         return span
 
     def _leaving(self, unit: Unit) -> Load:
-        """Return what gradients of one micro-batch take to where they are updated."""
+        """Return the load of moving one micro-batch's gradients to where they are used."""
         load: Load = defaultdict(Sum)
         if unit.num_params:
             num_bytes = self.on.weight_bytes * self.on.given.shard_params(unit)
@@ -108,7 +108,7 @@ class Windows:
         return load
 
     def _returning(self, unit: Unit) -> Load:
-        """Return what the update takes, and what it changed takes to where it is used next."""
+        """Return the load of the update, and of moving its result to where it is used next."""
         load: Load = defaultdict(Sum)
         if unit.num_params:
             self.on.updates(load, unit)
@@ -122,24 +122,24 @@ class Windows:
     def _longest(
         self, what: str, loads: Sequence[Load], ends: Sequence[int], beside: Sequence[Load] = ()
     ) -> dict[int, str]:
-        """Return, for units 0 to each of some, a variable: at least the time any lane or resource needs for them.
+        """Return variables by last unit: at least the time that any lane or resource needs for units 0 to that one.
 
         Args:
-            what: names it.
-            loads: of each unit.
+            what: a part of the variables' names.
+            loads: the load of each unit.
             ends: the last units.
-            beside: what comes meanwhile, if anything, but for what slots hold; of each unit.
+            beside: the load of other copies in the meantime, of each unit; parameters that stay in slots need none.
         """
         found = {i: self.on.program.variable(f"{what} of 0 to {i}", 0.0, self.on.limit_s) for i in ends}
-        keys = sorted({key for load in (*loads, *beside) for key in load}, key=word)
+        keys = sorted({key for load in (*loads, *beside) for key in load}, key=label)
         for key in keys:
-            if key is Resource.DEVICE:  # computes meanwhile
+            if key is Resource.DEVICE:  # it computes meanwhile
                 continue
-            alone = self._sums(f"{what} by {word(key)}", loads, key, ends)
-            coming = self._sums(f"{what} beside, by {word(key)}", beside, key, ends) if beside else {}
+            alone = self._sums(f"{what} by {label(key)}", loads, key, ends)
+            coming = self._sums(f"{what} beside, by {label(key)}", beside, key, ends) if beside else {}
             in_slots = self._in_slots(key) if beside else Sum()
             for i, variable in alone.items():
-                name = f"{what} of 0 to {i} by {word(key)}"
+                name = f"{what} of 0 to {i} by {label(key)}"
                 self.on.program.at_least(name, Sum((found[i], 1.0)), Sum((variable, 1.0)))
                 if coming:
                     needs = Sum((variable, 1.0), (coming[i], 1.0)).plus(in_slots, -1.0)
@@ -148,12 +148,12 @@ class Windows:
                     needs = Sum((variable, 1.0)).plus(
                         self._stored(i, {"always held": 1.0}), self.on.loads.per_byte(Resource.LINK_UP, key)
                     )
-                    name = f"update of 0 to {i} by {word(key)}, with what is stored"
+                    name = f"update of 0 to {i} by {label(key)}, with what is stored"
                     self.on.program.at_least(name, Sum((found[i], 1.0)), needs)
         return found
 
     def _sums(self, what: str, loads: Sequence[Load], key: Key, ends: Sequence[int]) -> dict[int, str]:
-        """Return variables for the seconds of a lane or resource that units 0 to each of some need."""
+        """Return variables by last unit: the seconds of a lane or resource that units 0 to that one need."""
         pieces = itertools.pairwise((-1, *ends))
         amounts = []
         for last, end in pieces:
@@ -164,7 +164,7 @@ class Windows:
         return dict(zip(ends, self.on.chain(what, amounts, ends), strict=True))
 
     def _in_slots(self, key: Key) -> Sum:
-        """Return the seconds of what comes that was for parameters which slots can hold."""
+        """Return the seconds of copies for parameters that slots can hold instead."""
         held = Sum()
         for ring, (size, units) in self.rings.items():
             most = max(self.on.program.highest(self._coming(unit).get(key, {})) for unit in units)
@@ -172,7 +172,7 @@ class Windows:
         return held
 
     def _coming(self, unit: Unit) -> Load:
-        """Return what it takes to bring a unit's parameters for one use."""
+        """Return the load of bringing a unit's parameters to the device for one use."""
         if (known := self._loads_of_coming.get(unit.name)) is not None:
             return known
         load = self._loads_of_coming[unit.name] = defaultdict(Sum)
@@ -185,7 +185,7 @@ class Windows:
         return load
 
     def _through_nvme(self, spans: Mapping[int, str]) -> None:
-        """State on NVMe is read and written within the spans of updates, but for what host buffers hold."""
+        """Add rows: state on NVMe is read and written within the spans, except for the bytes that host buffers hold."""
         if not self.on.stores(nvme=True):
             return
         device_bytes = float(capacities(self.on.cost)[Tier.GPU])
@@ -202,10 +202,10 @@ class Windows:
             needs_s = each[key][""] / self.on.loads.capacity[key]
             for i, span in spans.items():
                 needs = Sum((state[i], needs_s), (STATE_BUFFERS, -needs_s))
-                self.on.program.at_least(f"state of 0 to {i} by {word(key)}", Sum((span, 1.0)), needs)
+                self.on.program.at_least(f"state of 0 to {i} by {label(key)}", Sum((span, 1.0)), needs)
 
     def _stored(self, last: int, held: Mapping[str, float]) -> Sum:
-        """Return the bytes of streamed state of units 0 to ``last`` that no longer fit beside a share that is held."""
+        """Return the bytes of streamed state of units 0 to ``last`` that do not fit beside the share ``held``."""
         memory = float(capacities(self.on.cost)[Tier.GPU])
         return Sum((f"streamed, 0 to {last}", memory), (STATE_SLOT, -memory), ("", -memory)).plus(held, memory)
 
@@ -219,7 +219,7 @@ def _added(one: Load, other: Load) -> Load:
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """Return at most so many of the numbers below ``count``, evenly spaced, the first and the last among them."""
+    """Return at most ``most`` numbers below ``count``, evenly spaced, including the first and the last."""
     if count <= most:
         return list(range(count))
     return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})

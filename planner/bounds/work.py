@@ -1,8 +1,8 @@
-"""Rows of work: an iteration lasts as long as each lane and resource needs for what it has to do."""
+"""Conditions on work: an iteration lasts at least as long as each lane and resource needs for its work."""
 
 from collections import defaultdict
 
-from planner.bounds.loads import Load, word
+from planner.bounds.loads import Load, label
 from planner.bounds.placement import AGAIN, Placement
 from planner.bounds.program import Sum
 from planner.choices.space import TIME
@@ -13,7 +13,7 @@ from planner.schedule.tasks import Lane, Op, Phase, Task
 
 
 class Work:
-    """Adds the rows of work to a placement's program."""
+    """Adds the conditions on work to a placement's program."""
 
     def __init__(self, on: Placement) -> None:
         self.on = on
@@ -21,7 +21,7 @@ class Work:
         self._work()
 
     def _work(self) -> None:
-        """An iteration lasts as long as each lane and resource needs for its work."""
+        """Add a row for each lane and resource."""
         total, every = self.total, Sum(("", float(self.on.repeats)))
         for unit in self.on.units:
             self._pass(unit, Op.FORWARD, every)
@@ -46,14 +46,14 @@ class Work:
         self.on.loads.charge(total, step, Sum(("", 1.0)))
         for key, load in total.items():
             terms = Sum().plus(load, 1.0 / self.on.loads.capacity[key])
-            self.on.program.at_least(f"work: {word(key)}", Sum((TIME, 1.0)), terms)
+            self.on.program.at_least(f"work: {label(key)}", Sum((TIME, 1.0)), terms)
 
     def _pass(self, unit: Unit, op: Op, by: Sum) -> None:
         for key, amount in self.on.loads.computing(unit, op).items():
             self.total[key].plus(by, amount[""])
 
     def _work_of(self, unit: Unit) -> None:
-        """Add what a unit's parameters, gradients and updates take in an iteration."""
+        """Add the load of a unit's parameters, gradients and updates in an iteration."""
         total, name = self.total, unit.name
         shard = self.on.given.shard_params(unit)
         self.on.updates(total, unit)
@@ -62,7 +62,7 @@ class Work:
         self.on.loads.copy(total, Resource.LINK_UP, self.on.weight_bytes * shard, by)
         self.on.loads.copy(total, Resource.LINK_UP, 1.0, self.on.state_out(unit))
         if self.on.given.replicas(unit) > 1:
-            # Where whole gradients pile up on the device, they are added up once.
+            # Whole gradients that accumulate on the device are reduced once.
             resident = Sum((f"{name}:{Place.GPU}", 1.0), (f"{name}:{Place.STREAM}", 1.0))
             rest = self.on.repeats - 1.0
             often = Sum(("", float(self.on.repeats))).plus(resident if self.on.given.zero_stage < 2 else {}, -rest)
@@ -79,7 +79,7 @@ class Work:
             self._storage_work(unit)
 
     def _storage_work(self, unit: Unit) -> None:
-        """Add what a unit's parameters, gradients and state on NVMe are read and written in an iteration."""
+        """Add the reads and writes of a unit's parameters, gradients and state on NVMe in an iteration."""
         name, shard = unit.name, self.on.given.shard_params(unit)
         read, written = Resource.NVME_READ, Resource.NVME_WRITE
         weights_written = 0 if self.on.given.precision.master_is_weight else self.on.weight_bytes

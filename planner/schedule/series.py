@@ -105,8 +105,8 @@ def link_of(lane: Lane) -> Lane | None:
 def traffic(timeline: Timeline, iteration: int) -> dict[Lane, Series]:
     """Return the bytes/s that one steady iteration moves over every link, as the schedule counts bytes.
 
-    Traffic in the next iteration is folded back, as in :func:`planner.schedule.timeline.memory_use`. In a pipeline, each
-    link shows the stage that moves most.
+    Traffic in the next iteration is folded back, as in :func:`planner.schedule.timeline.memory_use`. In a pipeline,
+    each link shows the stage that moves most.
     """
     tasks = timeline.schedule.tasks
     found = _rates(timeline, iteration, [(link_of(task.lane), float(task.num_bytes)) for task in tasks])

@@ -214,8 +214,8 @@ class MemoryUse:
 def memory_use(timeline: Timeline, iteration: int) -> dict[Tier, MemoryUse]:
     """Return the memory use of every tier during one (steady) iteration; in a pipeline, of the fullest stage.
 
-    A buffer that outlives the iteration (see :class:`planner.schedule.tasks.Buffer`) is folded back: in the steady state,
-    the previous iteration's copy is held until the same moment of this iteration.
+    A buffer that outlives the iteration (see :class:`planner.schedule.tasks.Buffer`) is folded back: in the steady
+    state, the previous iteration's copy is held until the same moment of this iteration.
     """
     arrays, period_s = timeline.schedule.arrays, timeline.period_s(iteration)
     kind = arrays.stage * len(TIERS) + arrays.tier

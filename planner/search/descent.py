@@ -1,4 +1,4 @@
-"""Descents: moving one count of a mix at a time, and filling or repairing what a move frees or overruns."""
+"""Descents: move one count of a mix at a time, then fill the memory that it frees or relieve the memory it overruns."""
 
 import dataclasses
 import math
@@ -11,12 +11,12 @@ from planner.schedule.tasks import Lane, Tier
 from planner.search.scoring import ENDLESS, Candidate, Key, Scorer
 from planner.simulate.prediction import capacities
 
-# How far memory is filled.
+# The fraction of memory to fill.
 FULL = 0.995
-# Host buffers of state from NVMe, at most.
+# The most host buffers for state from NVMe.
 _MOST_NVME_SLOTS = 6
-_BALANCE = "balance"  # a move of its own, beside those of counts
-# First steps of a descent, as fractions of all there is to move.
+_BALANCE = "balance"  # a move that changes two counts
+# First steps of a descent, as fractions of the whole range of a count.
 SMALL_STEP, LARGE_STEP = 1 / 32, 1 / 2
 
 
@@ -26,14 +26,14 @@ def descend(
     start: Mix,
     key: Key,
     max_simulations: int,
-    tell: Callable[[Candidate], None] = lambda _: None,
+    report: Callable[[Candidate], None] = lambda _: None,
     first_step: float = LARGE_STEP,
     patience: int = ENDLESS,
 ) -> tuple[Mix, Candidate]:
-    """Pattern search for the least ``key``: move one count at a time by a step that halves when no move helps.
+    """Minimise ``key`` by pattern search: move one count at a time, by a step that halves when no move helps.
 
-    The first steps are a fraction ``first_step`` of all there is to move. It ends too when ``patience`` simulations in
-    a row have not helped.
+    The first step is the fraction ``first_step`` of a count's range. The descent also ends after ``patience``
+    simulations in a row without a gain.
     """
     limits = {
         "num_gpu": sum(setup.movable.values()),
@@ -41,9 +41,9 @@ def descend(
         "num_keep": len(setup.swappable),
         "num_host": len(setup.units) if start.zero_stage in {0, 3} or setup.expert_parallel > 1 else 0,
         "spread": 1,
-        "num_slots": max(4, 2 * most_alike(setup)),
+        "num_slots": max(4, 2 * max_equal_units(setup)),
         "num_state_slots": 4,
-        "num_gradient_slots": max(4, 2 * most_alike(setup)),
+        "num_gradient_slots": max(4, 2 * max_equal_units(setup)),
         "num_stay": len(setup.units),
         **_storage_limits(setup, start),
     }
@@ -66,7 +66,7 @@ def descend(
                 if key(candidate) < key(best):
                     mix, best, moved = trial, candidate, True
                     helped_at = scorer.num_simulations
-                    tell(best)
+                    report(best)
                     break
                 if scorer.spent(min(max_simulations, helped_at + patience)) and not best.missing_bytes:
                     return mix, best
@@ -76,17 +76,18 @@ def descend(
             steps = {name: max(step // 2, 1) for name, step in steps.items()}
 
 
-def most_alike(setup: Setup) -> int:
-    """Return the most units of one size in a segment.
+def max_equal_units(setup: Setup) -> int:
+    """Return the largest number of units of one size in a segment.
 
-    With as many slots recomputation leaves them all for backward; with twice as many the next ones come meanwhile.
+    With that many slots, recomputation leaves all of them for backward. With twice as many, the next segment's can be
+    fetched meanwhile.
     """
     sizes = Counter((unit.segment, unit.num_params) for unit in setup.units if unit.num_params)
     return max(sizes.values())
 
 
 def _storage_limits(setup: Setup, start: Mix) -> dict[str, int]:
-    """Return how much of a mix may be on storage, by what is counted."""
+    """Return the largest counts of subgroups, units and segments on storage, by the name of the count."""
     found: dict[str, int] = {}
     if setup.storage != "never":
         found["num_offload"] = len(setup.swappable)
@@ -100,7 +101,7 @@ def _storage_limits(setup: Setup, start: Mix) -> dict[str, int]:
 
 
 def _moves(mix: Mix, found: Candidate, name: str, step: int, limits: Mapping[str, int]) -> Iterator[Mix]:
-    """Yield the mixes that one kind of move leads to."""
+    """Yield the mixes that one kind of move can reach."""
     if name == _BALANCE:
         yield from (other for other in [_balanced(mix, found, limits["num_gpu"])] if other != mix)
         return
@@ -111,10 +112,10 @@ def _moves(mix: Mix, found: Candidate, name: str, step: int, limits: Mapping[str
 
 
 def repaired(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate, moved: str = "") -> tuple[Mix, Candidate]:
-    """Let go of the resident subgroups without which a mix fits on the device, or relieve the host.
+    """Move resident subgroups off the device until the mix fits, or relieve the host.
 
-    From there state goes to NVMe, or more is streamed, whose gradients stay on the device. Only of what was not moved
-    itself.
+    The host is relieved by moving state to NVMe, or by streaming more, because gradients of streamed subgroups stay on
+    the device. The count that was just moved stays.
     """
     sizes = [num_params for unit in setup.units for num_params in pieces(setup, unit)]
     state_bytes = found.decisions.state_bytes_per_param * sum(sizes) / len(sizes) * scorer.cost.ranks_per_node
@@ -134,7 +135,7 @@ def repaired(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate, moved: 
 
 
 def _filled(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate) -> tuple[Mix, Candidate]:
-    """Fill the room that a mix leaves on the device with resident subgroups: what a move frees is for something."""
+    """Fill the free memory of the device with resident subgroups."""
     bytes_per_param = found.decisions.state_bytes_per_param + setup.precision.weight_bytes  # gradients stay there too
     sizes = [num_params for unit in setup.units for num_params in pieces(setup, unit)]
     room_bytes = (FULL - found.filled[Tier.GPU]) * capacities(scorer.cost)[Tier.GPU]
@@ -147,7 +148,7 @@ def _filled(setup: Setup, scorer: Scorer, trial: Mix, found: Candidate) -> tuple
 
 
 def _balanced(mix: Mix, found: Candidate, num_subgroups: int) -> Mix:
-    """Return the mix in which the host and the streams would end their updates together, at the rates they had."""
+    """Return the mix in which CPU updates and streamed updates would end at the same time, at their measured rates."""
     on_cpu = num_subgroups - mix.num_gpu - mix.num_stream
     cpu_s = found.busy_s.get(Lane.CPU, 0.0)
     stream_s = max((found.busy_s.get(lane, 0.0) for lane in (Lane.STATE_IN, Lane.STATE_OUT)), default=0.0)

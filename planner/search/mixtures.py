@@ -1,4 +1,4 @@
-"""Where the search starts: mixtures that are best under the necessary conditions, rounded until they fill memory."""
+"""Starting points of the search: optimal mixtures under the necessary conditions, rounded until they fill memory."""
 
 import dataclasses
 import math
@@ -13,22 +13,22 @@ from planner.decisions import Decisions, Place
 from planner.engines.policies import mixed
 from planner.engines.setup import Mix, Setup, pieces
 from planner.schedule.tasks import Tier
-from planner.search.descent import FULL, LARGE_STEP, SMALL_STEP, most_alike, repaired
+from planner.search.descent import FULL, LARGE_STEP, SMALL_STEP, max_equal_units, repaired
 from planner.search.scoring import Candidate, Scorer, best_of
 
-# Mixtures that are tried until one fills memory, as near as that.
+# The most mixtures to try until one fills memory, to within this fraction.
 _NUM_FITS, _FITTED = 4, 4e-3
-# Slots of parameters, of streamed state and of gradients that are tried with them.
+# Numbers of slots to try: of parameters, of streamed state, of gradients.
 _SLOTS = ((2, 2, 2), (2, 3, 2), (3, 3, 2))
-# Those that are tried if nothing fits with others.
+# Numbers of slots to try if nothing fits with those.
 _FEWEST_SLOTS = ((2, 1, 1), (1, 1, 1))
-# Gradients wait on NVMe if they do so in a mixture for this share of all units.
+# Gradients wait on NVMe if the mixture has them there for at least this share of all units.
 _SPILLING = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a descent starts, how large its first steps are, and how fast anything of its ZeRO stage can be at best."""
+    """A starting point of a descent, its first step, and the lower bound of its ZeRO stage."""
 
     mix: Mix
     first_step: float
@@ -36,33 +36,18 @@ class Start:
 
 
 def starting_points(setup: Setup, scorer: Scorer, enough_s: float) -> tuple[list[Start], float]:
-    """Return where descents start, the most promising first, and how fast anything can be at best.
+    """Return starting points, the most promising first, and a lower bound on the iteration time.
 
-    Nothing is simulated of a ZeRO stage that can be no faster than ``enough_s``.
+    A ZeRO stage with a lower bound of at least ``enough_s`` is not simulated.
 
-    Every ZeRO stage is started from the mixture that is best under the necessary conditions, in small steps, and from
-    everything on the CPU and recomputed, which needs the least device memory, in large ones.
+    Each ZeRO stage has two starting points: its optimal mixture under the necessary conditions, with small steps, and
+    everything on the CPU and recomputed, which needs the least device memory, with large steps.
     """
     starts: list[Start] = []
     bounds_s: list[float] = []
-    together = most_alike(setup)
-    slots = (*_SLOTS, *([(together, 3, together), (2 * together, 3, together)] if together > _SLOTS[-1][0] else []))
-    for stage in (2, 3) if setup.data_parallel > 1 else (0,):
-        space = _space(setup, stage)
-        mixes, bound_s = _relaxed(setup, scorer, space, stage, slots, enough_s)
-        bounds_s.append(bound_s)
-        starts += [Start(mix, SMALL_STEP, bound_s) for mix in mixes]
-        if setup.storage == "never":
-            starts.append(Start(Mix(num_gpu=0, num_stream=0, num_keep=0, zero_stage=stage), LARGE_STEP, bound_s))
-    # Parameters too may have to live on the host (their shards, if there are several ranks), or everything on NVMe.
-    starts.append(Start(_lowest(setup), LARGE_STEP, bounds_s[-1]))
-    starts.sort(key=lambda start: (start.first_step, start.bound_s))
-    return starts, min(bounds_s)
-
-
-def first_look(setup: Setup, scorer: Scorer) -> Candidate:
-    """Return the best of a few mixtures: near to what a search will find, for a small part of its time."""
-    found = [scorer.score(mixed(setup, _lowest(setup)))]
+    num_equal = max_equal_units(setup)
+    more = [(num_equal, 3, num_equal), (2 * num_equal, 3, num_equal)] if num_equal > _SLOTS[-1][0] else []
+    slots = (*_SLOTS, *more)
     for stage in (2, 3) if setup.data_parallel > 1 else (0,):
         mixes, _ = _relaxed(setup, scorer, _space(setup, stage), stage, _SLOTS[:1])
         found += [scorer.score(mixed(setup, mix)) for mix in mixes]
@@ -70,7 +55,7 @@ def first_look(setup: Setup, scorer: Scorer) -> Candidate:
 
 
 def smallest(setup: Setup) -> Iterator[Decisions]:
-    """Yield the decisions that need least memory: everything as far out as may be, in more and in fewer slots."""
+    """Yield the decisions that need least device memory, with more and with fewer slots."""
     lowest = _lowest(setup)
     for slots in (_SLOTS[0], *_FEWEST_SLOTS):
         named = zip(("num_slots", "num_state_slots", "num_gradient_slots"), slots, strict=True)
@@ -82,7 +67,7 @@ def _space(setup: Setup, stage: int) -> Space:
 
 
 def _lowest(setup: Setup) -> Mix:
-    """Return the mix that needs the least memory on the device, and on the host if NVMe may be used."""
+    """Return the mix that needs the least memory on the device, and on the host if NVMe is allowed."""
     stage, count = 3 if setup.data_parallel > 1 else 0, len(setup.units)
     on_nvme = sum(len(pieces(setup, unit)) for unit in setup.units) if setup.storage == "nvme" else 0
     return Mix(0, 0, 0, num_host=count, zero_stage=stage, num_nvme=on_nvme, num_on_nvme=count if on_nvme else 0)
@@ -96,19 +81,20 @@ def _relaxed(
     slots: Sequence[tuple[int, int, int]],
     enough_s: float = NEVER_S,
 ) -> tuple[list[Mix], float]:
-    """Return mixes near to the best mixture of decisions that fits, the best first, and how fast anything can be.
+    """Return mixes near the optimal mixture, the best first, and the lower bound.
 
-    There is no mix if nothing fits, or can be better than ``enough_s``; one, or with storage one for each idea of it.
+    There is no mix if nothing fits or the bound is not below ``enough_s``. Otherwise there is one, or, if NVMe is
+    allowed, one for each way to use it.
 
-    The conditions know nothing of slots and of what is held for a moment only. So a mixture is simulated, and by as
-    much as it overruns a memory, or leaves it empty, the next one is allowed less of it, or more.
+    The conditions ignore slots and short-lived buffers. So each mixture is simulated; the next one may use less of a
+    memory that was overrun, and more of one that was left empty, by the same amount.
     """
     solver = Solver(conditions(space, scorer.cost, NEVER_S))
     if (relaxed := solver.solve()) is None:
         return [], math.inf
     if relaxed.value >= enough_s:
         return [], relaxed.value
-    # Of what may be on storage, mixtures tend to take a little of everything, so that some is left out too.
+    # Mixtures tend to put a little of everything on storage, so some kinds are also excluded.
     without = [(":spill", ":evict"), (":offload", ":evict")] if setup.storage == "nvme" else [()]
     fitted = []
     for names in without:
@@ -118,8 +104,8 @@ def _relaxed(
             found += _fitted(setup, scorer, solver, closed, stage, _FEWEST_SLOTS)
         if found:
             _, mix = min(found, key=lambda pair: pair[0])
-            together = dataclasses.replace(mix, spread=0)
-            found.append((scorer.score(mixed(setup, together)).order, together))
+            unspread = dataclasses.replace(mix, spread=0)
+            found.append((scorer.score(mixed(setup, unspread)).order, unspread))
             fitted.append(min(found, key=lambda pair: pair[0]))
     return [mix for _, mix in sorted(fitted, key=lambda pair: pair[0])], relaxed.value
 
@@ -132,15 +118,15 @@ def _fitted(
     stage: int,
     slots: Sequence[tuple[int, int, int]],
 ) -> list[tuple[tuple[float, float], Mix]]:
-    """Return mixes that are nearer and nearer to filling memory, with the order of their score.
+    """Return mixes that fill memory better and better, each with the sort key of its score.
 
     Args:
-        setup: what is asked for.
-        scorer: scores them.
-        solver: of the conditions.
-        closed: boxes of the variables that are left out.
+        setup: the model, the machine and what the user has fixed.
+        scorer: scores mixes.
+        solver: solves the conditions.
+        closed: boxes of the variables that are excluded.
         stage: the ZeRO stage.
-        slots: slots of parameters, of streamed state and of gradients that are tried.
+        slots: numbers of slots to try: of parameters, of streamed state, of gradients.
     """
     room = dict.fromkeys(ROOM, 1.0)
     fitted: list[tuple[tuple[float, float], Mix]] = []
@@ -169,7 +155,7 @@ def _fitted(
 
 
 def _rings(setup: Setup, boxes: Boxes, num_slots: int) -> Boxes:
-    """Return boxes of the variables for slots, where there are so many of each size and every unit needs one."""
+    """Return boxes of the variables for slots, if each size of units has ``num_slots`` and every unit needs one."""
     counts = Counter(unit.num_params for unit in setup.units if f"{unit.name}:fills" in boxes)
     return {
         name: (min(num_slots / count, 1.0) * boxes[name][1], boxes[name][1])
@@ -178,9 +164,9 @@ def _rings(setup: Setup, boxes: Boxes, num_slots: int) -> Boxes:
 
 
 def _rounded(setup: Setup, values: Mapping[str, float], zero_stage: int) -> Mix:
-    """Return the mix nearest to fractions of decisions; see :mod:`planner.bounds.conditions` for their names."""
+    """Round fractions to a mix; see :mod:`planner.bounds.conditions` for the names of variables."""
     counts = setup.movable
-    placed = {  # but for the solver's tolerance: what is whole stays so
+    placed = {  # the solver has a tolerance: whole numbers stay whole
         place: round(sum(values.get(f"{name}:{place}", 0.0) * count for name, count in counts.items()), 6)
         for place in Place
     }

@@ -17,14 +17,14 @@ def polish(
     enough_s: float,
     max_simulations: int,
 ) -> Candidate:
-    """Move single units, one decision at a time, for as long as that helps and the budget lasts."""
+    """Change one decision at a time, as long as that helps and the budget lasts."""
     moved, num_trials = not best.missing_bytes, 0
     while moved:
         moved = False
         singles = neighbours(setup, best.decisions)
         pairs = (pair for one in neighbours(setup, best.decisions) for pair in neighbours(setup, one))
-        for trial in itertools.chain(singles, pairs):  # two at a time where the budget lasts: small models
-            num_trials += 1  # what is rejected before it is simulated takes time too
+        for trial in itertools.chain(singles, pairs):  # of small models, the budget lasts for pairs too
+            num_trials += 1  # a candidate that is rejected without a simulation takes time too
             if num_trials >= max_simulations or scorer.spent(max_simulations) or best.iteration_s <= enough_s:
                 return best
             candidate = scorer.score(trial)
@@ -37,7 +37,7 @@ def polish(
 def neighbours(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
     """Yield decisions that differ in one subgroup, one unit's parameters, one segment's activations, or an exchange.
 
-    Units far apart come first, so that a budget that does not last for all still looks everywhere.
+    Neighbours are in scattered order, so that a small budget still covers the whole model.
     """
     resident, storage, places, activations = setup.tied, setup.storage, list(Place), list(get_args(Activations))
     if storage != "nvme":
@@ -73,10 +73,10 @@ def neighbours(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
 
 
 def _exchanges(setup: Setup, decisions: Decisions) -> Iterator[Decisions]:
-    """Yield decisions in which two units exchange where they are updated.
+    """Yield decisions in which two units exchange their update places.
 
-    What the memory of a tier allows one of them, it allows the other. Their parameters are exchanged too, or those of
-    all units become resident.
+    Memory stays about the same on every tier. The places of their parameters are exchanged too, or all parameters
+    become resident.
     """
     resident = setup.tied
     for one, other in itertools.combinations((unit for unit in setup.units if unit.num_params), 2):
@@ -99,5 +99,5 @@ def _all_resident(decisions: Decisions) -> dict[str, UnitDecision]:
 
 
 def _scattered(position: int) -> float:
-    """Return a key that sorts neighbours far apart (multiples of the golden ratio)."""
+    """Return a sort key that moves neighbours far apart (multiples of the golden ratio)."""
     return position * (math.sqrt(5) - 1) / 2 % 1

@@ -1,7 +1,6 @@
-"""The search where layers are dealt to pipeline stages: everything is on the devices, only recomputation is open.
+"""The search over pipelines: everything is on the devices, and only recomputation is open.
 
-Activations are kept where that saves most for the memory that it takes: the later a stage, the fewer micro-batches are
-in flight there, and the more of its layers can keep theirs.
+Later stages have fewer micro-batches in flight, so more of their layers can keep activations in the same memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from planner.search import Candidate, Outcome, Scorer
 
 
 def search_pipeline(setup: Setup, scorer: Scorer, progress: Callable[[Candidate, int], None] | None = None) -> Outcome:
-    """Find decisions for a pipeline: for every ZeRO stage the most activations that fit, halving the interval."""
+    """Find decisions for a pipeline: for every ZeRO stage, by bisection, the most activations that fit."""
     best: Candidate | None = None
     for stage in (0, 1) if setup.data_parallel > 1 else (0,):
         for candidate in _halved(setup, scorer, stage):
@@ -26,7 +25,7 @@ def search_pipeline(setup: Setup, scorer: Scorer, progress: Callable[[Candidate,
 
 
 def _halved(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candidate]:
-    """Yield candidates that keep all activations, none, and ever nearer to as many as fit."""
+    """Yield candidates that keep all activations, none, and then bisect to the largest number that fits."""
     most = max(len(stage) for stage in deal(setup.units, setup.pipeline_parallel)) * setup.pipeline_parallel
     yield (everything := scorer.score(staged(setup, most, zero_stage)))
     if not everything.missing_bytes:
@@ -40,9 +39,9 @@ def _halved(setup: Setup, scorer: Scorer, zero_stage: int) -> Iterator[Candidate
 
 
 def staged(setup: Setup, kept: int, zero_stage: int) -> Decisions:
-    """Return the decisions in which the last stage has room for the activations of ``kept`` layers of a micro-batch.
+    """Return decisions in which each stage keeps as many activations as ``kept`` layers have in one micro-batch.
 
-    A stage with several micro-batches in flight keeps those of fewer layers, the last ones.
+    A stage with several micro-batches in flight keeps those of fewer layers: its last ones.
     """
     num_stages = setup.pipeline_parallel
     keep: set[str] = set()

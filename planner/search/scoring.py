@@ -1,4 +1,4 @@
-"""Scoring decisions: the simulator's time, and the memory that is lacking."""
+"""Scores of decisions: the simulated time, and the memory that is missing."""
 
 import collections
 import contextlib
@@ -22,9 +22,9 @@ Progress = Callable[["Candidate", int], None]
 Key = Callable[["Candidate"], tuple[float, ...]]
 
 ENDLESS = 10**9
-# A candidate that is faster by this part is worth looking for more.
+# A gain of this fraction is worth further simulations.
 _WORTH = 1e-3
-# How many times longer the patience is while what was found is far from what is possible.
+# The factor on the patience while the best plan is far from the lower bound.
 _LONGER = 2
 
 
@@ -35,10 +35,10 @@ class Candidate:
     Attributes:
         decisions: what was tried.
         iteration_s: predicted time; infinite if it was rejected before simulating.
-        missing_bytes: by tier, how much memory is lacking (empty if it fits).
-        overload: the same as fractions of the tiers' capacities, added up; plus 1 if it was rejected before simulating.
-        traffic_bytes: what crosses links and host memory in an iteration, hidden or not.
-        filled: by tier, the peak as a fraction of the capacity; what is always held if it was not simulated.
+        missing_bytes: by tier, how much memory is missing (empty if it fits).
+        overload: the sum of ``missing_bytes`` as fractions of capacity; plus 1 if it was rejected before simulating.
+        traffic_bytes: bytes that cross links and host memory in an iteration, hidden or not.
+        filled: by tier, the peak as a fraction of the capacity; without a simulation, only bytes that are always held.
         busy_s: seconds that each lane is occupied.
     """
 
@@ -52,18 +52,18 @@ class Candidate:
 
     @property
     def order(self) -> tuple[float, float]:
-        """Sort key: what fits first, then what is faster (or lacks less, where a byte weighs more on a small tier)."""
+        """Sort key: candidates that fit come first, then faster ones, or those that lack less of a tier."""
         return (self.overload, self.iteration_s)
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         best: the best candidate, which may not fit if none does.
         engines: the best candidate of every engine policy, by name.
-        num_simulations: schedules that were simulated.
+        num_simulations: the number of simulated schedules.
     """
 
     best: Candidate
@@ -72,10 +72,10 @@ class Outcome:
 
 
 class _Lowered:
-    """Schedules that were simulated last, as arrays, up to so many bytes.
+    """A cache of lowered schedules, as arrays, of at most ``most_bytes``.
 
-    Points of a study differ in their machine, and searches for them come by the same decisions again and again: what
-    is simulated there is the same work at other prices.
+    The points of a study differ in their machine, and their searches try the same decisions: the same schedule at other
+    prices.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -83,12 +83,12 @@ class _Lowered:
         self._arrays: collections.OrderedDict[Hashable, tuple[object, Arrays, str]] = collections.OrderedDict()
 
     def get(self, key: Hashable, owner: object, make: Callable[[], Schedule]) -> Schedule:
-        """Return a schedule that was made before, or make it.
+        """Return a schedule from the cache, or make it.
 
         Args:
-            key: of the schedule, with the identity of ``owner``, which is kept from being another's.
-            owner: see ``key``.
-            make: makes it.
+            key: identifies the schedule; contains the ``id`` of ``owner``.
+            owner: an object that the cache keeps alive, so that its ``id`` stays unique.
+            make: makes the schedule.
         """
         if key in self._arrays:
             self._arrays.move_to_end(key)
@@ -107,49 +107,49 @@ _LOWERED = _Lowered(256 << 20)
 
 
 class Scorer:
-    """Scores decisions by simulating their schedule; remembers what it has seen.
+    """Scores decisions by simulating their schedule, each once.
 
     Attributes:
         cost: prices and machine.
         num_simulations: schedules simulated so far.
-        deadline_s: by the monotonic clock, when a search is to end; ``None`` if its budget is one of simulations.
+        deadline_s: the end of the search by the monotonic clock; ``None`` if the budget is a number of simulations.
     """
 
     def __init__(self, workload: Workload, cost: CostModel, deadline_s: float | None = None) -> None:
         self.deadline_s = deadline_s
         self.num_simulations = 0
-        self.be_patient()
+        self.set_patience()
         self._workload = workload
         self.cost = cost
         self._seen: dict[str, Candidate] = {}
-        self._keys: dict[int, tuple[Decisions, str]] = {}  # by identity, of objects that are kept from being others
+        self._keys: dict[int, tuple[Decisions, str]] = {}  # by identity, of objects that stay alive in here
 
     def spent(self, max_simulations: int = ENDLESS) -> bool:
-        """Return whether a budget is used up."""
+        """Return whether the budget is used up."""
         late = self.deadline_s is not None and time.monotonic() >= self.deadline_s
         longer = 1 if self._best <= (0.0, self._far_s) else _LONGER
         idle = self.num_simulations - self._gained_at >= self._patience * longer
         enough = self._best <= (0.0, self._enough_s)
         return late or idle or enough or self.num_simulations >= max_simulations
 
-    def be_patient(self, patience: int = ENDLESS, enough_s: float = -math.inf, far_s: float = math.inf) -> None:
-        """From now on a budget is used up too when looking further is not worth the time.
+    def set_patience(self, patience: int = ENDLESS, enough_s: float = -math.inf, far_s: float = math.inf) -> None:
+        """From now on, the budget also counts as used up when further simulations are not worth their time.
 
         Args:
-            patience: so many simulations in a row have gained next to nothing.
-            enough_s: or something has been found that fits and is as fast.
-            far_s: until something is as fast as this, the patience is twice as long: there is more to be found.
+            patience: after so many simulations in a row without a gain.
+            enough_s: or when a candidate fits and is as fast as this.
+            far_s: the patience is twice as long until a candidate is as fast as this.
         """
         self._patience, self._gained_at = patience, self.num_simulations
         self._enough_s, self._far_s = enough_s, far_s
         self._best = (math.inf, math.inf)
 
     def schedule(self, decisions: Decisions) -> Schedule:
-        """Return the schedule of some decisions."""
+        """Lower decisions to their schedule."""
         return lower(self._workload.units, decisions, asynchronous=self.cost.asynchronous)
 
     def score(self, decisions: Decisions) -> Candidate:
-        """Return decisions with their predicted time, or rejected for lack of memory."""
+        """Return the candidate of decisions: with a predicted time, or rejected because memory is missing."""
         if (known := self._keys.get(id(decisions))) is None:
             known = self._keys[id(decisions)] = decisions, decisions.model_dump_json()
         _, key = known
@@ -163,13 +163,13 @@ class Scorer:
         return self._seen[key]
 
     def predict(self, decisions: Decisions) -> Prediction:
-        """Return the full prediction of some decisions, simulated until steady."""
+        """Return the full prediction for decisions, simulated until the iterations repeat."""
         cost = self._priced(decisions)
         simulation = run_until_steady(self.schedule(decisions), cost)
         return predict(self._workload, decisions, cost, simulation)
 
     def _priced(self, decisions: Decisions) -> CostModel:
-        """Return the prices of what is lowered: pipeline stages are other units for other decisions."""
+        """Return prices for decisions; the units of a pipeline are its stages, which depend on decisions."""
         if decisions.pipeline_parallel == 1:
             return self.cost
         return CostModel.of(self.cost.profile, self._workload.units, decisions)
@@ -178,9 +178,9 @@ class Scorer:
         cost = self._priced(decisions)
         capacity = capacities(cost)
         held = always_held(schedule, cost)
-        # What a machine has none of is refused by name where it is priced.
+        # A tier that the machine does not have is refused by name when its tasks are priced.
         missing = {tier: n - capacity[tier] for tier, n in held.items() if n > capacity[tier] > 0}
-        if missing:  # no need to simulate; what is missing is a lower bound, so it must not pass for the better of two
+        if missing:  # no need to simulate; only a lower bound is missing, so simulated candidates come first
             filled = {tier: num_bytes / capacity[tier] for tier, num_bytes in held.items() if num_bytes}
             return Candidate(decisions, float("inf"), missing, 1 + _overload(missing, capacity), filled=filled)
         self.num_simulations += 1
@@ -196,15 +196,15 @@ class Scorer:
 
 
 def best_of(candidates: Iterable[Candidate]) -> Candidate:
-    """Return the candidate that fits and is fastest, or lacks least."""
+    """Return the fastest candidate that fits, or the one that lacks least."""
     return min(candidates, key=lambda candidate: candidate.order)
 
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Keep Python from looking for cycles among the tasks of schedules: there are none, and it doubles the time.
+    """Switch off the search for reference cycles: schedules have none, and it would double the time.
 
-    Objects that were made meanwhile count as old afterwards, so that the next collection does not go through them all.
+    Objects made meanwhile count as old afterwards, so that the next collection does not go through all of them.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -212,7 +212,7 @@ def no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            if not gc.get_freeze_count():  # what a program has frozen itself stays so
+            if not gc.get_freeze_count():  # objects that the program froze stay frozen
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

@@ -214,12 +214,12 @@ def test_a_budget_is_used_up_when_what_was_found_is_fast_enough() -> None:
     least_s = min(Scorer(workload, cost).score(seed).iteration_s for seed in seeds)
     for enough_s, expected in ((least_s, True), (least_s * (1 - 1e-9), False)):
         scorer = Scorer(workload, cost)
-        scorer.be_patient(enough_s=enough_s)
+        scorer.set_patience(enough_s=enough_s)
         assert not scorer.spent()
         for seed in seeds:
             scorer.score(seed)
         assert scorer.spent() is expected
-        scorer.be_patient()
+        scorer.set_patience()
         assert not scorer.spent()
 
 
@@ -231,7 +231,7 @@ def test_what_is_far_from_the_best_possible_is_looked_at_for_longer() -> None:
     assert not best.missing_bytes
     for far_s, expected in ((best.iteration_s, 3), (best.iteration_s * (1 - 1e-9), 6)):
         scorer = Scorer(workload, cost)
-        scorer.be_patient(3, far_s=far_s)
+        scorer.set_patience(3, far_s=far_s)
         scorer.score(seeds[0])
         used = next(used for used, seed in enumerate(seeds[1:], 1) if scorer.score(seed) and scorer.spent())
         assert used == expected
