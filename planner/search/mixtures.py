@@ -49,6 +49,22 @@ def starting_points(setup: Setup, scorer: Scorer, enough_s: float) -> tuple[list
     more = [(num_equal, 3, num_equal), (2 * num_equal, 3, num_equal)] if num_equal > _SLOTS[-1][0] else []
     slots = (*_SLOTS, *more)
     for stage in (2, 3) if setup.data_parallel > 1 else (0,):
+        space = _space(setup, stage)
+        mixes, bound_s = _relaxed(setup, scorer, space, stage, slots, enough_s)
+        bounds_s.append(bound_s)
+        starts += [Start(mix, SMALL_STEP, bound_s) for mix in mixes]
+        if setup.storage == "never":
+            starts.append(Start(Mix(num_gpu=0, num_stream=0, num_keep=0, zero_stage=stage), LARGE_STEP, bound_s))
+    # Parameters may have to live on the host too (or shards of them), or everything on NVMe.
+    starts.append(Start(_lowest(setup), LARGE_STEP, bounds_s[-1]))
+    starts.sort(key=lambda start: (start.first_step, start.bound_s))
+    return starts, min(bounds_s)
+
+
+def first_look(setup: Setup, scorer: Scorer) -> Candidate:
+    """Return the best of a few mixtures: close to the result of a search, in a small part of its time."""
+    found = [scorer.score(mixed(setup, _lowest(setup)))]
+    for stage in (2, 3) if setup.data_parallel > 1 else (0,):
         mixes, _ = _relaxed(setup, scorer, _space(setup, stage), stage, _SLOTS[:1])
         found += [scorer.score(mixed(setup, mix)) for mix in mixes]
     return best_of(found)
