@@ -1,10 +1,10 @@
-"""The pass that takes activations off the device between forward and backward.
+"""The pass that offloads saved activations between forward and backward.
 
-[Note: Offloaded activations] What only products can make leaves the device right behind its unit's forward, and is
-back just before its segment's backward, which makes the rest again. Both ways the look-ahead is bounded: forward runs
-at most ``num_activation_slots`` segments ahead of what leaves, and what comes back at most that many ahead of backward.
-On the host every unit has a place of its own. What only passes on to NVMe, or from there, goes through a ring of slots,
-each for a segment: as many slots as that look-ahead. The same ring serves both ways, as queues are first-in first-out:
+[Note: Offloaded activations] Outputs of products leave the device right after their unit's forward, and return just
+before their segment's backward, which recomputes the rest. The look-ahead is bounded: forward runs at most
+``num_activation_slots`` segments ahead of the offloads, and reloads run at most that many segments ahead of backward.
+On the host every unit has its own memory. Activations on their way to NVMe, or back, go through a ring of slots of one
+segment each, as many as the look-ahead. The same ring serves both directions, because queues are first-in first-out:
 when the first segment comes back, the last one has been written.
 """
 
@@ -20,12 +20,12 @@ OFFLOADS = frozenset({"offload", "offload-nvme"})
 
 
 class OffloadRooms:
-    """The memory that offloaded activations leave to.
+    """The memory for offloaded activations.
 
     Attributes:
-        on_host, on_nvme: bytes for each unit whose activations end there, by name.
-        num_slots, slot_bytes: of the ring on the host that those on NVMe pass through.
-        slot_of: for each unit of those, its segment's slot, both ways.
+        on_host, on_nvme: bytes by the name of the unit, for units whose activations are offloaded there.
+        num_slots, slot_bytes: the ring on the host through which activations for NVMe pass.
+        slot_of: for each unit with activations on NVMe, the slot of its segment.
     """
 
     def __init__(self, units: tuple[Unit, ...], decisions: Decisions) -> None:
@@ -39,7 +39,7 @@ class OffloadRooms:
 
 
 def activations(program: Program) -> None:
-    """Offload and reload the activations of every segment for which that was decided, in every micro-batch."""
+    """Offload and reload activations in every micro-batch, of all segments whose decision says so."""
     leaving = [segment for segment in program.segments if segment[0].activations in OFFLOADS]
     for micro_batch in range(program.decisions.num_micro_batches if leaving else 0):
         evicts = _leave(program, leaving, micro_batch)
@@ -47,7 +47,7 @@ def activations(program: Program) -> None:
 
 
 def _leave(program: Program, leaving: list[Segment], micro_batch: int) -> dict[str, Draft]:
-    """Add what moves activations off the device; return what writes them to NVMe, by unit."""
+    """Add the tasks that offload activations; return those that write to NVMe, by unit."""
     count = program.decisions.num_activation_slots
     left: list[Draft] = []  # the last task of each segment
     evicted: list[Draft] = []
@@ -69,7 +69,7 @@ def _leave(program: Program, leaving: list[Segment], micro_batch: int) -> dict[s
 
 
 def _return(program: Program, leaving: list[Segment], evicts: Mapping[str, Draft], micro_batch: int) -> None:
-    """Add what moves activations back, the last segment first."""
+    """Add the tasks that reload activations, the last segment first."""
     count = program.decisions.num_activation_slots
     last_forward = program.units[-1].forwards[micro_batch]
     used: list[Draft] = []  # the last backward of each segment
@@ -90,12 +90,12 @@ def _return(program: Program, leaving: list[Segment], evicts: Mapping[str, Draft
 
 
 def _at(done: list[Draft], count: int) -> Keys:
-    """Return what was done ``count`` segments ago: lanes are first-in first-out, so all before it was too."""
+    """Return the key of the task ``count`` segments ago. Lanes are first-in first-out, so earlier ones ended too."""
     return (done[-count].key,) if len(done) >= count else ()
 
 
 def _move(program: Program, anchor: Draft, lane: Lane, op: Op, unit: LoweredUnit, after: Keys) -> Draft:
-    """Add a move of a unit's activations, issued behind a compute task of the same micro-batch."""
+    """Add a copy of a unit's activations, issued right after a compute task of the same micro-batch."""
     phase = Phase.FORWARD if op in {Op.OFFLOAD, Op.EVICT} else Phase.BACKWARD
     draft = program.draft(lane, op, phase, unit, anchor.micro_batch, after)
     draft.num_bytes = unit.unit.swap_bytes

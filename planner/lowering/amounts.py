@@ -1,7 +1,6 @@
-"""What of a unit is where, on one rank: all that follows from its size and its decision before any task is made.
+"""Sizes of a unit's data on one rank, by place: all that follows from the unit and its decision alone.
 
-A model has few kinds of units and a candidate decides few things for each, so that most of its units have equal
-amounts: these are worked out once for all that do.
+Most units of a model have equal sizes and equal decisions. They share one object, which is computed once.
 """
 
 import dataclasses
@@ -17,22 +16,22 @@ HeldBytes = tuple[tuple[Tier, int], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Amounts:
-    """What of a unit is where, on one rank.
+    """Sizes of a unit's data on one rank, by place.
 
     Attributes:
         params: where its parameters are.
-        fetched: they come from the host for every use.
-        replicas: ranks that have the same part of it.
+        fetched: whether its parameters are copied from the host for every use.
+        replicas: the number of ranks with the same part of it.
         shard_params: parameters that one rank updates.
-        padded_params: all parameters, with what pads them to equal shards.
-        gathered: its parameters are gathered from other ranks for every use.
-        regathered: ranks give each other the shards that they updated.
+        padded_params: all parameters, padded to equal shards.
+        gathered: whether its parameters are all-gathered for every use.
+        regathered: whether updated shards are all-gathered after the step.
         pieces: size and place of each subgroup.
-        streamed, from_nvme: sizes of those that are streamed, and of those whose state is on NVMe.
-        flushes: the places whose gradients are flushed to the host.
-        flushed_params: how many parameters have such a gradient.
-        buffer_params: those whose gradients have a buffer on the device that was allocated before training.
-        resident_params: those whose gradients stay on the device otherwise.
+        streamed, from_nvme: sizes of the subgroups that are streamed, and of those whose state is on NVMe.
+        flushes: the update places whose gradients are copied to the host.
+        flushed_params: the number of parameters whose gradients are copied to the host.
+        buffer_params: the number of parameters whose gradients have a buffer on the device from the start.
+        resident_params: the number of other parameters whose gradients stay on the device.
         parameters, optimizer, gradients: bytes that are always held under the unit's name.
     """
 
@@ -67,10 +66,10 @@ class AmountsOf:
         self._known: dict[tuple[object, ...], Amounts] = {}
 
     def __call__(self, unit: Unit, decided: UnitDecision) -> Amounts:
-        """Return the amounts of a unit for which something was decided.
+        """Return the amounts of a unit under a decision.
 
         Raises:
-            ValueError: that does not fit the unit.
+            ValueError: the decision does not fit the unit.
         """
         kind = (unit.num_params, unit.parts(self._degrees), decided.params, decided.update, decided.streamed_gradients)
         if (known := self._known.get(kind)) is None:
@@ -99,7 +98,7 @@ def _amounts(decisions: Decisions, unit: Unit, decided: UnitDecision) -> Amounts
         placed[place] += num_params
     flushes = frozenset(place for place in placed if decisions.flushes(name, place))
     flushed = sum(placed[place] for place in flushes)
-    # DeepSpeed's flat buffer for what the device updates is allocated once, before training.
+    # DeepSpeed allocates one flat buffer for the gradients of device updates before training.
     buffer = placed[Place.GPU] if decisions.gradient_path is not GradientPath.ONCE else 0
     shard, padded, gathered = decisions.shard_params(unit), decisions.padded_params(unit), decisions.gathers(unit)
     return Amounts(
@@ -143,10 +142,11 @@ def _optimizer(decisions: Decisions, placed: Counter[Place]) -> HeldBytes:
 
 
 def _gradients(decisions: Decisions, name: str, placed: Counter[Place], flushed: int) -> HeldBytes:
-    """Return what is always held for gradients that have left, but for rooms that spilled ones pass through.
+    """Return the memory that gradients on the host or on NVMe hold all the time, without buffers for spilling.
 
-    On the host they are of the type that they would be spilled in.
-    Those that take the place of weights need no room: see [Note: In place] in :mod:`planner.decisions`.
+    On the host they have the type that they would be spilled in. Gradients that overwrite weights need no memory of
+    their
+    own: see [Note: In place] in :mod:`planner.decisions`.
     """
     spilled = placed[Place.NVME] if decisions.spill_gradients else 0
     in_place = sum(n for place, n in placed.items() if decisions.arrives_in_place(name, place))

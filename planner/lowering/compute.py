@@ -1,4 +1,4 @@
-"""Passes for what computes: forward, recompute and backward, and the host's own time to issue them."""
+"""Passes for compute tasks (forward, recompute, backward) and for the host's time to issue them."""
 
 from collections import Counter
 
@@ -7,15 +7,15 @@ from planner.lowering import pipeline
 from planner.lowering.program import Draft, LoweredUnit, Program
 from planner.schedule.tasks import Lane, Op, Phase
 
-# What runs just before the backward of a segment, by what was decided for its activations.
+# The task that runs just before the backward of a segment, by the decision on its activations.
 AGAIN = {"recompute": Op.RECOMPUTE, "offload": Op.REMAKE, "offload-nvme": Op.REMAKE}
 
 
 def compute(program: Program) -> None:
-    """Lay the spine: every micro-batch forward and backward, then the clip barrier.
+    """Make the spine: forward and backward of every micro-batch, then the clip barrier.
 
     Segments whose activations are recomputed run forward again just before their backward, as
-    ``torch.utils.checkpoint`` does; of those that are offloaded only what is cheap is made again.
+    ``torch.utils.checkpoint`` does. Segments that offload activations recompute only cheap operators.
     """
     decisions = program.decisions
     if decisions.pipeline_parallel > 1:
@@ -30,8 +30,8 @@ def compute(program: Program) -> None:
     if decisions.clip:
         end = program.clip = program.draft(Lane.LAUNCH, Op.CLIP, Phase.UPDATE, after=(end.key,))
         program.spine.append(end)
-    # The caller waits for the norm, and goes through all its parameters, before it turns to the next iteration. Stages
-    # do so at the same time.
+    # Before the next iteration, the caller waits for the norm and goes through all parameters. Stages do so at the same
+    # time.
     step = program.draft(Lane.LAUNCH, Op.STEP, Phase.UPDATE, after=(end.key,))
     step.num_tensors = max(tensors.values())
     start.after_previous += (step.key,)
@@ -60,11 +60,11 @@ def _lay(program: Program, noted: list[Draft], op: Op, phase: Phase, unit: Lower
 
 
 def launch(program: Program) -> None:
-    """Put the host's time to issue kernels before every compute task (devices that run asynchronously).
+    """Add the host's time to issue kernels before every compute task, if the device runs asynchronously.
 
-    Backward takes memory for gradients when it is issued, not when it runs. So what it has to wait for before a
-    gradient has left is waited for by the host, or it would take memory for unit after unit while the first ones are
-    still there: where engines block, and with us, as the plan says how many there are at one time.
+    PyTorch allocates gradients when backward is issued, not when it runs. So if a backward must wait until an earlier
+    gradient has left, the host waits, not the device. Otherwise gradients of many units would be allocated at once.
+    This holds for engines that block, and for ours, because a plan limits the number of gradients on the device.
     """
     if program.decisions.pipeline_parallel > 1:
         pipeline.launch(program)

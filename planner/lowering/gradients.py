@@ -1,4 +1,4 @@
-"""The pass that takes gradients from backward to where they are needed."""
+"""The pass that moves gradients from backward to where they are used."""
 
 from planner.decisions import GradientPath
 from planner.lowering.pipeline import exchange_tied
@@ -8,7 +8,7 @@ from planner.schedule.tasks import Lane, Op, Phase
 
 
 def gradients(program: Program) -> None:
-    """Reduce gradients over the ranks and flush those that the host updates, as soon as a unit's backward ends."""
+    """Reduce gradients over ranks, and copy those of host updates to the host, as soon as a unit's backward ends."""
     decisions = program.decisions
     blocks = decisions.gradient_path.blocks
     leaving: list[int] = []
@@ -16,7 +16,7 @@ def gradients(program: Program) -> None:
     for draft, following in zip(program.spine, (*program.spine[1:], None), strict=True):
         if draft.op is not Op.BACKWARD or not (unit := program.named[draft.unit]).num_params:
             continue
-        # Each of those, not only the latest: collectives and copies have lanes of their own, and end in any order.
+        # Wait for all of them, not only the latest: collectives and copies have different lanes and end in any order.
         num_over = max(len(leaving) + 1 - decisions.num_gradient_slots, 0)
         draft.after += tuple(leaving[:num_over])
         del leaving[:num_over]
@@ -35,7 +35,7 @@ def gradients(program: Program) -> None:
     if decisions.reduce_start == "step":
         _reduce_at_step(program)
     if program.clip:
-        # The norm is that of the sum over ranks and micro-batches, which host-updated units have on the host.
+        # The norm is of gradients summed over ranks and micro-batches. Those of host updates are on the host.
         program.clip.after += tuple(summed(program, unit).key for unit in program.units if unit.num_params)
 
 
@@ -45,17 +45,17 @@ def gradient_ready(program: Program, unit: LoweredUnit) -> Draft:
 
 
 def summed(program: Program, unit: LoweredUnit) -> Draft:
-    """Return the task after which all of a unit's summed gradient is where it will be updated."""
+    """Return the task after which a unit's whole summed gradient is where it will be used."""
     copies = unit.flushes.get(program.decisions.num_micro_batches - 1)
     return copies[-1] if copies else gradient_ready(program, unit)
 
 
 def _reduce(program: Program, unit: LoweredUnit, backward: Draft) -> Draft:
-    """Add the collective over the ranks; return the task after which this micro-batch's gradient is final."""
+    """Add the collective over ranks; return the task after which this micro-batch's gradient is final."""
     if unit.amounts.replicas == 1:
         return backward
     decisions = program.decisions
-    # Where whole gradients pile up on the device, ranks need to agree only once, after the last micro-batch.
+    # If whole gradients accumulate on the device, ranks reduce them once, after the last micro-batch.
     piles_up = decisions.zero_stage < 2 and not unit.amounts.flushed_params
     last = backward.micro_batch == decisions.num_micro_batches - 1
     if piles_up and not (last and decisions.reduce_start == "backward"):
@@ -66,7 +66,7 @@ def _reduce(program: Program, unit: LoweredUnit, backward: Draft) -> Draft:
 
 
 def _reduce_at_step(program: Program) -> None:
-    """Add up what piled up on the device over the ranks, when all of a rank's backward has ended."""
+    """Reduce gradients that accumulated on the device over ranks, after the last backward of each rank."""
     exchange_tied(program)
     last = program.decisions.num_micro_batches - 1
     ends = {draft.stage: draft for draft in program.computing}
@@ -77,7 +77,7 @@ def _reduce_at_step(program: Program) -> None:
 
 
 def _scatter(program: Program, unit: LoweredUnit, micro_batch: int, after: Draft) -> Draft:
-    """Return the collective over the ranks that adds up a unit's gradient."""
+    """Add and return the collective that reduces a unit's gradient over ranks."""
     decisions = program.decisions
     scatter = program.draft(Lane.COLLECTIVE, Op.SCATTER, Phase.BACKWARD, unit, micro_batch, (after.key,))
     # An all-reduce is a reduce-scatter and an all-gather: twice the bytes.
@@ -106,5 +106,5 @@ def _flush(program: Program, unit: LoweredUnit, backward: Draft, ready: Draft) -
     draft.pinned = path is not GradientPath.ZERO3_BLOCKING
     draft.stalls = path is not GradientPath.ONCE and not path.blocks
     if decisions.clip and micro_batch == decisions.num_micro_batches - 1:
-        draft.num_params = num_params  # the norm is taken on the way
+        draft.num_params = num_params  # the copy also computes the norm
     return draft

@@ -1,4 +1,4 @@
-"""The pass that states who holds how many bytes of which tier, and when."""
+"""The pass that adds buffers: which bytes are held on which tier, from which task to which."""
 
 from collections.abc import Collection, Mapping
 
@@ -33,7 +33,7 @@ def memory(program: Program) -> None:
 def _parameters(program: Program) -> None:
     weight_bytes = program.decisions.precision.weight_bytes
     slots = assign_slots(program)
-    read = [0] * len(slots.num_params)  # the most parameters that come into a slot from NVMe
+    read = [0] * len(slots.num_params)  # by slot, the most parameters that are read into it from NVMe
     for unit in program.units if slots.of_unit else ():
         if unit.amounts.params == "nvme" and unit.name in slots.of_unit:
             slot = slots.of_unit[unit.name]
@@ -51,12 +51,12 @@ def _hold_always(program: Program, unit: LoweredUnit, memory_class: MemoryClass,
 
 
 Fresh = list[dict[str, dict[str, float]]]
-"""By micro-batch and maker: which share of each parameter's gradient is held from that backward on."""
+"""By micro-batch and unit: the share of each parameter's gradient that is new in that unit's backward."""
 
 
 def _gradients(program: Program) -> Fresh:
-    """Hold optimizer state and gradients, and return from which backward on these are there."""
-    # Backward makes a tied weight's gradient where the weight is used last in forward, and adds to it until its own.
+    """Hold optimizer state and gradients; return which gradients are new in which backward."""
+    # The unit that uses a tied weight last in forward makes its gradient first; the owner's backward adds to it.
     sharing = [unit for unit in program.units if unit.unit.shared_units]
     makers = {name: unit for unit in sharing for name in unit.unit.shared_units}
     tied = {name: unit for unit in sharing for name in unit.unit.shared_parameters}
@@ -70,9 +70,9 @@ def _gradients(program: Program) -> Fresh:
 
 
 def _gradients_of(program: Program, unit: LoweredUnit, maker: LoweredUnit, tied: Collection[str], fresh: Fresh) -> None:
-    """Hold a unit's gradients, and note from which backward on in ``fresh``.
+    """Hold a unit's gradients, and note in ``fresh`` in which backward they are new.
 
-    Of a unit with a ``tied`` weight, only that one's is made by the ``maker``; others' are by the unit's own backward.
+    The ``maker`` makes only the gradient of a ``tied`` weight; the unit's own backward makes the others.
     """
     decisions, amounts = program.decisions, unit.amounts
     weight_bytes, ranks = decisions.precision.weight_bytes, amounts.replicas
@@ -81,19 +81,19 @@ def _gradients_of(program: Program, unit: LoweredUnit, maker: LoweredUnit, tied:
         num_bytes = weight_bytes * amounts.buffer_params
         program.hold(Tier.GPU, MemoryClass.GRADIENTS, num_bytes, f"{unit.name} buffer", unit.stage)
     _hold_always(program, unit, MemoryClass.GRADIENTS, amounts.gradients)
-    if unit.spill and decisions.gradient_path is not GradientPath.ONCE:  # others take memory as it comes
+    if unit.spill and decisions.gradient_path is not GradientPath.ONCE:  # other engines allocate on demand
         num_bytes = decisions.spilled_bytes_per_param * sum(amounts.from_nvme)
         label, begin = f"{unit.name} spilled", unit.flushes[0][0]
         if decisions.num_micro_batches == 1:
             program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, begin, unit.spill, Tier.HOST)
         else:
             program.hold(Tier.HOST, MemoryClass.GRADIENTS, num_bytes, label)
-    made: Draft | None = None  # since when whole gradients of this rank pile up
-    summed: Draft | None = None  # since when the sum that the device updates with is there
+    made: Draft | None = None  # the task since which whole gradients of this rank accumulate
+    summed: Draft | None = None  # the task since which the sum for the device's update is there
     for micro_batch in range(decisions.num_micro_batches):
         new = unit.num_params if ranks > 1 else host + (0 if summed else resident)
         shares = dict.fromkeys(unit.unit.sizes, 0.0 if made else new / unit.num_params)
-        if maker is not unit and ranks == 1:  # of several ranks one block for all is taken with the first
+        if maker is not unit and ranks == 1:  # with several ranks, the first gradient allocates one block for all
             early = {name: shares.pop(name) for name in unit.unit.sizes if name in tied}
             fresh[micro_batch][maker.name] |= early
             fresh[micro_batch][unit.name] |= shares
@@ -101,7 +101,7 @@ def _gradients_of(program: Program, unit: LoweredUnit, maker: LoweredUnit, tied:
             fresh[micro_batch][maker.name] |= shares
         made = made or maker.backwards[micro_batch]
         if scatter := unit.scatters.get(micro_batch):
-            # The unreduced gradient of all parameters, then the rank's shard of it.
+            # First the unreduced gradient of all parameters, then the rank's shard.
             num_bytes, label = weight_bytes * amounts.padded_params, f"{unit.name} unreduced"
             program.hold_while(MemoryClass.GRADIENTS, num_bytes, label, made, scatter)
             made = scatter
@@ -121,7 +121,7 @@ def _gradients_of(program: Program, unit: LoweredUnit, maker: LoweredUnit, tied:
 def _hold_from(
     program: Program, unit: LoweredUnit, tied: Collection[str], num_bytes: int, label: str, first: Draft, last: Draft
 ) -> None:
-    """Hold a unit's gradients, of which only a ``tied`` weight's are there before its own backward."""
+    """Hold a unit's gradients. Only those of a ``tied`` weight exist before the unit's own backward."""
     if first.op is Op.BACKWARD and first.unit != unit.name:
         num_late = sum(size for name, size in unit.unit.sizes.items() if name not in tied)
         late_bytes = num_bytes * num_late // unit.num_params
@@ -132,9 +132,9 @@ def _hold_from(
 
 
 def _tied_gradients(program: Program, tied: Mapping[str, LoweredUnit], fresh: Fresh) -> None:
-    """Autograd adds up a tied weight's two gradients out of place: at that moment there are three.
+    """Hold the extra gradients of tied weights: autograd adds two out of place, so for a moment there are three.
 
-    Only then is their sum added to what earlier micro-batches have left, if anything: the first waits until then.
+    Only then is the sum added to that of earlier micro-batches, so the first gradient waits until then.
     """
     weight_bytes = program.decisions.precision.weight_bytes
     for name, maker in sorted(tied.items(), key=lambda item: item[0]):
@@ -149,7 +149,7 @@ def _tied_gradients(program: Program, tied: Mapping[str, LoweredUnit], fresh: Fr
 
 
 def _workspace(program: Program, fresh: Fresh) -> None:
-    """Hold what lives only inside a unit's own computing: one unit's at a time."""
+    """Hold the workspace of each compute task while it runs."""
     weight_bytes = program.decisions.precision.weight_bytes
     for draft in program.computing:
         unit = program.named[draft.unit]
@@ -164,7 +164,7 @@ def _workspace(program: Program, fresh: Fresh) -> None:
 
 
 def _state_slots(program: Program) -> None:
-    """Hold the slots of the largest subgroups: of those that are streamed, and of those with weights or gradients."""
+    """Hold the slots for streamed state, sized for the largest subgroups with and without weights or gradients."""
     decisions = program.decisions
     streaming = [unit for unit in program.units if unit.amounts.streamed]
     passing = [max(unit.amounts.streamed) for unit in streaming if decisions.weights_pass(unit.name)]
@@ -175,7 +175,7 @@ def _state_slots(program: Program) -> None:
 
 
 def _nvme_slots(program: Program) -> None:
-    """Hold the ring of host buffers: state, spilled gradient and weights to be written of the largest subgroup."""
+    """Hold the ring of host buffers, sized for state, spilled gradient and new weights of the largest subgroup."""
     decisions = program.decisions
     sizes = [
         n * (decisions.state_bytes_per_param + spilled_bytes(decisions) + decisions.stored_weight_bytes(unit.name))
@@ -193,7 +193,7 @@ def _activations(program: Program, segment: Segment, micro_batch: int) -> None:
         return
     keep = first.activations == "keep"
     if not keep:
-        # From then on it is among what the first unit saves, unless that is a copy.
+        # From then on it is among the first unit's saved tensors, unless that unit saves a copy.
         until = first.backwards if first.unit.operators[0].copies_input else first.agains
         input_bytes, label = first.unit.activation_output_bytes, f"{first.unit.segment} input"
         begin, end = first.forwards[micro_batch], until[micro_batch]
@@ -204,7 +204,7 @@ def _activations(program: Program, segment: Segment, micro_batch: int) -> None:
 
 
 def _offloaded(program: Program, segment: Segment, micro_batch: int) -> None:
-    """Hold what is moved on the device until it has left and from when it comes back, and what is made again."""
+    """Hold offloaded activations on the device before they leave and after they return, and those made again."""
     for unit in segment:
         forward, offload, reload, remake, backward = (
             tasks[micro_batch] for tasks in (unit.forwards, unit.offloads, unit.reloads, unit.agains, unit.backwards)
@@ -217,9 +217,9 @@ def _offloaded(program: Program, segment: Segment, micro_batch: int) -> None:
 
 
 def _offload_rooms(program: Program) -> None:
-    """Hold the rooms that offloaded activations leave to: a place for each unit, or in a ring if they go on to NVMe.
+    """Hold the memory for offloaded activations: one buffer per unit, or a ring if they go on to NVMe.
 
-    They are taken once, and serve one micro-batch after another: forward of the next begins when all are free.
+    The buffers serve all micro-batches: forward of the next one begins when all are free.
     """
     rooms = OffloadRooms(program.model, program.decisions)
     for name, num_bytes in rooms.on_host.items():

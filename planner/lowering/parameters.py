@@ -1,9 +1,9 @@
-"""The pass that brings parameters to the device in time.
+"""The pass that prefetches and all-gathers parameters.
 
-[Note: Static slots] A unit that is not resident always lands in the same slot of the ring of its size. Autograd may
-then keep views of the weights it saved in forward: the same bytes come back to the same address before backward
-reads them. A slot is refilled as soon as its previous occupant's last use in sight has ended, so rings of S slots look
-S - 1 units ahead, and what is still in a slot is not fetched again.
+[Note: Static slots] A unit that is not resident always uses the same slot of the ring of its size. So autograd may keep
+views of the weights that it saved in forward: the same bytes are back at the same address before backward reads them. A
+slot is refilled as soon as its previous unit has been used, so a ring of S slots looks S - 1 units ahead. Parameters
+that are still in their slot are not fetched again.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ from planner.schedule.tasks import Lane, Op
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """Which unit uses which slot, and how large the slots are.
+    """The slot of each unit, and the size of each slot.
 
     Attributes:
-        of_unit: slot of every unit that is not resident.
+        of_unit: the slot of every unit that is not resident, by name.
         num_params: parameters that each slot holds, padded to equal shards.
     """
 
@@ -44,21 +44,21 @@ def assign_slots(program: Program) -> Slots:
 
 def needs_slot(unit: LoweredUnit) -> bool:
     """Return whether a unit's full parameters are on the device only while they are in a slot."""
-    # An expert that no token visits is needed nowhere.
+    # An expert that no token visits needs no slot.
     return bool((unit.amounts.gathered or unit.amounts.fetched) and unit.num_params and unit.unit.forward)
 
 
 def parameters(program: Program) -> None:
-    """Fetch (host to device) and gather (from the other ranks) what is not resident, as early as its slot allows."""
+    """Fetch (host to device) and all-gather parameters that are not resident, as early as their slots allow."""
     slots = assign_slots(program)
     if not slots.of_unit:
         return
-    occupant: dict[int, tuple[LoweredUnit, Draft]] = {}  # slot -> unit in it, its latest use
+    occupant: dict[int, tuple[LoweredUnit, Draft]] = {}  # by slot: the unit in it and its latest use
     first_fill: dict[int, Draft] = {}
-    reads: dict[int, list[tuple[Draft, Draft]]] = defaultdict(list)  # from NVMe, with the fetch, by the fetch's slot
+    reads: dict[int, list[tuple[Draft, Draft]]] = defaultdict(list)  # by slot: reads from NVMe, each with its fetch
     positions = {draft.key: position for position, draft in enumerate(program.spine)}
-    latest = -1  # behind what the latest fill was issued, as a position of the spine
-    passed = 0  # parameters used so far
+    latest = -1  # the position in the spine behind which the latest fill was issued
+    passed = 0  # the number of parameters used so far
     used_at: dict[str, int] = {}
     for user in program.computing:
         for name in (user.unit, *program.named[user.unit].unit.shared_units):
@@ -68,8 +68,8 @@ def parameters(program: Program) -> None:
             unit = program.named[name]
             held, used = occupant.get(slot, (None, None))
             if held is not unit or _released(program, unit, passed - used_at[name]):
-                # Lanes are first-in first-out, so fills are issued in the order of use: one whose slot is free early,
-                # but whose weights are updated late, would hold up all behind it.
+                # Lanes are first-in first-out, so fills are issued in the order of use. Otherwise a fill whose slot is
+                # free early, but whose weights are updated late, would delay all fills behind it.
                 latest = max(latest, positions[used.key] if used else -1)
                 anchor = program.spine[latest] if latest >= 0 else None
                 filled = _fill(program, unit, slot, user, used, anchor, positions[user.key])
@@ -87,13 +87,13 @@ def parameters(program: Program) -> None:
 
 
 def _released(program: Program, unit: LoweredUnit, num_params: int) -> bool:
-    """Return whether what was gathered is given up before it is needed again, so many parameters later."""
+    """Return whether gathered parameters are released before their next use, ``num_params`` parameters later."""
     limit = program.decisions.max_reuse_params
     return unit.amounts.gathered and limit is not None and num_params > limit
 
 
 def _bound_reads(reads: dict[int, list[tuple[Draft, Draft]]]) -> None:
-    """Give every slot one host buffer: it is read into again once what it held has gone on to the device."""
+    """Give every slot one host buffer. The next read into it waits until its content has been copied to the device."""
     for through in reads.values():
         for (_, fetched), (read, _) in itertools.pairwise(through):
             read.after += (fetched.key,)
@@ -112,13 +112,13 @@ def _fill(
     """Add the tasks that bring a unit into its slot, and return them.
 
     Args:
-        program: where to.
-        unit: what is brought.
-        slot: where it comes.
-        user: the task that needs it there.
-        used: the latest task that needed what was there.
-        anchor: the task that they are issued behind, if not at the start.
-        position: of the user in the spine.
+        program: the program to extend.
+        unit: the unit whose parameters are copied.
+        slot: its slot.
+        user: the compute task that needs the parameters.
+        used: the latest task that used the slot.
+        anchor: the spine task to issue them behind; ``None`` for the start of the iteration.
+        position: the position of ``user`` in the spine.
     """
     decisions, amounts = program.decisions, unit.amounts
     weight_bytes = decisions.precision.weight_bytes
@@ -135,7 +135,7 @@ def _fill(
         tasks.append(gather)
     tasks[-1].slot = slot
     where = program.behind[anchor.key] if anchor else program.before[program.spine[0].key]
-    if amounts.gathered and not decisions.gathers_ahead(unit.num_params):  # not before the caller gets there
+    if amounts.gathered and not decisions.gathers_ahead(unit.num_params):  # only when the caller needs it
         where = program.before[user.key]
         if position:
             gather.after += (program.spine[position - 1].key,)
@@ -152,9 +152,9 @@ def _fill(
 
 
 def issue_ahead(program: Program, unit: LoweredUnit, position: int, draft: Draft) -> None:
-    """Issue what a unit's first use in the iteration needs: just before it is gathered, or as far ahead as slots look.
+    """Issue a task for a unit's first use in the iteration: just before its fill, or as far ahead as slots allow.
 
-    Uploads and fetches then queue up in the order of use.
+    So uploads and fetches queue up in the order of use.
     """
     if unit.first_fill:
         issued, fill = unit.first_fill

@@ -1,9 +1,9 @@
 """Pipeline parallelism: stages as units, and the order in which each runs its micro-batches.
 
-[Note: Stages] Nothing inside a stage is placed or moved by itself, so what is lowered is one unit per stage: its
-forward is that of all its layers, and its backward contains their recomputation. Every stage is one representative
-rank with lanes and resources of its own, and the whole pipeline is one schedule: warm-up, cool-down and bubbles are
-not stated anywhere, they follow from the order within each stage and from what it waits for.
+[Note: Stages] Inside a stage nothing is placed or moved separately, so a stage is lowered as one unit. Its forward is
+that of all its layers, and its backward includes their recomputation. One representative rank with its own lanes and
+resources stands for each stage, and the whole pipeline is one schedule. Warm-up, cool-down and bubbles follow from the
+order within each stage and from dependencies.
 
 The order is 1F1B (Narayanan et al., *Memory-Efficient Pipeline-Parallel DNN Training*, 2021): stage ``s`` of ``p``
 runs ``p - s`` forwards ahead, then alternates, so that it holds the activations of at most that many micro-batches.
@@ -27,7 +27,7 @@ _PHASES = {Op.FORWARD: Phase.FORWARD, Op.BACKWARD: Phase.BACKWARD}
 
 
 def stages(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ...]:
-    """Return what is lowered and priced: one unit per pipeline stage, or the units themselves if there is one stage.
+    """Return the units to lower and price: one per pipeline stage, or the given units if there is one stage.
 
     Raises:
         ValueError: there are fewer layers than stages.
@@ -42,7 +42,7 @@ def stages(units: tuple[Unit, ...], decisions: Decisions) -> tuple[Unit, ...]:
 def deal(units: tuple[Unit, ...], num_stages: int) -> list[list[list[Unit]]]:
     """Return the segments of every stage.
 
-    Layers are dealt as evenly as they can be, the first stages taking one more; the embedding belongs to the first
+    Layers are divided as evenly as possible; the first stages may have one more. The embedding belongs to the first
     stage, the head and the loss to the last.
 
     Raises:
@@ -62,7 +62,7 @@ def deal(units: tuple[Unit, ...], num_stages: int) -> list[list[list[Unit]]]:
 
 
 def stage_decisions(merged: tuple[Unit, ...], decisions: Decisions) -> Decisions:
-    """Return the decisions for merged stages: all on the device; what is recomputed is part of their backward."""
+    """Return the decisions for merged stages: everything on the device; recomputation is part of their backward."""
     chosen = {
         unit.name: UnitDecision(
             params="gpu",
@@ -75,7 +75,7 @@ def stage_decisions(merged: tuple[Unit, ...], decisions: Decisions) -> Decisions
 
 
 def _merge(parts: list[list[Unit]], stage: int, decisions: Decisions, specs: dict[str, ParameterSpec]) -> Unit:
-    """Return one unit that stands for some segments (``parts``); it has a copy of what it shares with another stage."""
+    """Merge segments (``parts``) into one unit. It has its own copy of weights that it shares with another stage."""
     forward: Kernels = ()
     backward: Kernels = ()
     saved_bytes = workspace_bytes = 0
@@ -107,7 +107,7 @@ def _merge(parts: list[list[Unit]], stage: int, decisions: Decisions, specs: dic
 
 
 def compute(program: Program) -> None:
-    """Lay the spine of a pipeline: all stages' forwards and backwards, each behind what it receives."""
+    """Make the spine of a pipeline: forwards and backwards of all stages, each after the transfer that it needs."""
     units, decisions = program.units, program.decisions
     sent: dict[tuple[Lane, int, int], Draft] = {}  # by sender and micro-batch
     for op, stage, micro_batch in issue_order(len(units), decisions.num_micro_batches):
@@ -127,7 +127,7 @@ def compute(program: Program) -> None:
 
 
 def exchange_tied(program: Program) -> None:
-    """Let the outer stages add up their gradients of the embedding, at the end: an all-reduce of two ranks."""
+    """Add the all-reduce of the tied embedding's gradient between the first and the last stage, at the end."""
     first, last = program.units[0], program.units[-1]
     tied = {spec.name: spec.num_params for spec in first.unit.parameters if spec in last.unit.parameters}
     if not tied or len(program.units) == 1:
@@ -136,18 +136,18 @@ def exchange_tied(program: Program) -> None:
     backward = (first.backwards[final].key, last.backwards[final].key)
     for unit in (first, last):
         unit.exchange = program.draft(Lane.COLLECTIVE, Op.SEND, Phase.BACKWARD, unit, final, backward)
-        # Each sends half and receives half, twice.
+        # Each stage sends and receives half of it, twice.
         unit.exchange.num_bytes = program.decisions.precision.weight_bytes * sum(tied.values())
         program.at_step(unit.exchange)
 
 
 def launch(program: Program) -> None:
-    """Put the host's time to issue kernels beside every task of a stage.
+    """Add the host's time to issue kernels beside every task of a stage.
 
-    The host of a stage waits for each exchange (Megatron-LM synchronises there) and turns to the next task; then it
-    issues kernels while the device runs them: what follows waits for the slower of both.
+    The host of a stage waits for each exchange (Megatron-LM synchronises there) before it turns to the next task. Then
+    it issues kernels while the device runs them. The next task waits for the slower of the two.
     """
-    computed: dict[str, int] = {}  # unit -> its last compute task
+    computed: dict[str, int] = {}  # by unit, its latest compute task
     for draft in program.computing:
         unit = program.named[draft.unit]
         before = (computed[unit.name],) if unit.name in computed else ()
@@ -164,7 +164,7 @@ def launch(program: Program) -> None:
 
 
 def issue_order(num_stages: int, num_micro_batches: int) -> Iterator[tuple[Op, int, int]]:
-    """Yield (forward or backward, stage, micro-batch): 1F1B within each stage, never before what it waits for."""
+    """Yield (forward or backward, stage, micro-batch): 1F1B within each stage, predecessors first."""
     left = [deque(one_f_one_b(num_stages - stage, num_micro_batches)) for stage in range(num_stages)]
     issued: set[tuple[Op, int, int]] = set()
     while any(left):
@@ -180,7 +180,7 @@ def issue_order(num_stages: int, num_micro_batches: int) -> Iterator[tuple[Op, i
 
 
 def one_f_one_b(num_ahead: int, num_micro_batches: int) -> Iterator[tuple[Op, int]]:
-    """Yield one stage's forwards and backwards: ``num_ahead`` forwards, then a backward and a forward in turn."""
+    """Yield one stage's forwards and backwards: ``num_ahead`` forwards, then backwards and forwards in turn."""
     num_ahead = min(num_ahead, num_micro_batches)
     for micro_batch in range(num_ahead):
         yield Op.FORWARD, micro_batch

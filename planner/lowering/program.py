@@ -1,8 +1,8 @@
-"""The form a schedule has while it is being lowered: a spine of compute tasks, and what is issued around each.
+"""A schedule while it is being lowered: a spine of compute tasks, and the tasks that are issued around each.
 
-Passes refer to tasks by key, the number of their draft in the order of making, so that they can add tasks anywhere
-without renumbering; :meth:`Program.number` turns keys into issue order at the end. What passes need to know of each
-other's tasks is noted with the unit that they work on (:class:`LoweredUnit`).
+A pass refers to a task by its key, the number of its draft in order of creation. So passes can add tasks anywhere
+without renumbering; at the end :meth:`Program.number` turns keys into issue order. Passes find each other's tasks in
+the unit that the tasks work on (:class:`LoweredUnit`).
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from planner.schedule.tasks import Buffer, Lane, MemoryClass, Op, Phase, Task, T
 
 Keys = tuple[int, ...]
 ALWAYS = -1
-"""In place of the keys of what is always held."""
+"""Stands for both keys of a buffer that is always held."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Draft:
     """A task whose dependencies are still keys. See :class:`planner.schedule.tasks.Task` for the other fields.
 
-    Most have no use for most of the amounts, and are given those that they have behind their making.
+    Most tasks need few of the amounts, so amounts are set after construction.
     """
 
     key: int
@@ -55,23 +55,23 @@ class Draft:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LoweredUnit:
-    """A unit, what was decided for it, and the tasks that it has so far.
+    """A unit, its decision, and its tasks so far.
 
     Attributes:
         unit: the unit of the model, or the stage of a pipeline.
-        amounts: what was decided for it, as amounts.
-        activations: what was decided for its activations.
+        amounts: its decision, as amounts.
+        activations: the decision on its activations.
         name, num_params: the unit's own.
         stage: its pipeline stage.
         forwards, backwards: its compute tasks, by micro-batch.
-        agains: what runs just before its backward to have activations again, if anything does, by micro-batch.
-        offloads, reloads: the moves of its activations, if there are any, by micro-batch.
-        scatters, flushes: by micro-batch, the collective that adds up its gradient, and the copies of it to the host.
-        exchange: what adds up the gradient of a weight that the outer stages of a pipeline share.
+        agains: tasks that recompute activations just before its backward, if any, by micro-batch.
+        offloads, reloads: copies of its activations, if any, by micro-batch.
+        scatters, flushes: by micro-batch, the collective that reduces its gradient, and the copies to the host.
+        exchange: the all-reduce of a weight that the first and last pipeline stage share.
         spill: the write of its gradient to NVMe.
         updates: the update of every subgroup.
-        changes: of every subgroup, what changes its state where that lives: the update itself, or what stores it.
-        first_fill: what fills its slot first in an iteration, and the list in which that is issued.
+        changes: of every subgroup, the task that changes its state in its home: the update, or the store after it.
+        first_fill: the first task of an iteration that fills its slot, and the list in which it is issued.
     """
 
     unit: Unit
@@ -95,21 +95,21 @@ class LoweredUnit:
 
 
 class Program:
-    """What the passes read and extend.
+    """The data that passes read and extend.
 
     Attributes:
         model: the model's units in forward order.
         decisions: what to lower.
-        units: the same units with what was decided for them.
-        named: the same, by name.
-        segments: the same, by segment, in forward order.
+        units: the same units with their decisions.
+        named: the lowered units by name.
+        segments: the lowered units by segment, in forward order.
         drafts: all tasks, by key.
-        spine: the tasks that the training loop itself reaches, in order.
-        computing: those that compute.
-        clip: the barrier behind them, if gradients are clipped.
-        before, behind: tasks issued just before or just behind a spine task, by its key, in order.
+        spine: the tasks that the training loop reaches, in order.
+        computing: the compute tasks of the spine.
+        clip: the barrier after them, if gradients are clipped.
+        before, behind: tasks issued just before or just after a spine task, by its key, in order.
         tail: tasks issued at the end of the iteration.
-        loop: what comes after all of them, if anything does.
+        loop: the script's own work after all tasks, if it is part of the schedule.
 
     Raises:
         ValueError: the decisions do not fit the units; naming the unit, the rule and the remedy.
@@ -154,7 +154,7 @@ class Program:
         *,
         piece: int = -1,
     ) -> Draft:
-        """Return a new task, of a rank of its unit's stage; the caller says where it is issued."""
+        """Make a task in the stage of its unit. The caller decides where it is issued."""
         drafts = self.drafts
         if unit:
             draft = Draft(len(drafts), lane, op, phase, unit.name, micro_batch, piece, unit.stage, after)
@@ -164,18 +164,18 @@ class Program:
         return draft
 
     def at_step(self, draft: Draft) -> None:
-        """Issue a task behind everything that computes: before the norm is known, if gradients are clipped."""
+        """Issue a task after all compute tasks; if gradients are clipped, before the norm is known."""
         (self.before[self.clip.key] if self.clip else self.tail).append(draft)
 
     def hold(self, tier: Tier, memory_class: MemoryClass, num_bytes: int, label: str, stage: int = 0) -> None:
-        """Hold bytes, if there are any, all the time, on a rank of a pipeline stage."""
+        """Hold bytes all the time, on a rank of a pipeline stage; 0 bytes add no buffer."""
         if num_bytes:
             self._held.append((tier, memory_class, num_bytes, ALWAYS, ALWAYS, stage, label))
 
     def hold_while(
         self, memory_class: MemoryClass, num_bytes: int, label: str, first: Draft, last: Draft, tier: Tier = Tier.GPU
     ) -> None:
-        """Hold bytes, if there are any, from the start of one task to the end of another."""
+        """Hold bytes from the start of one task to the end of another; 0 bytes add no buffer."""
         if num_bytes:
             self._held.append((tier, memory_class, num_bytes, first.key, last.key, first.stage, label))
 

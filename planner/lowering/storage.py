@@ -1,8 +1,8 @@
-"""Optimizer state that lives on NVMe: on its way to the host, through an update there, and back.
+"""Optimizer state on NVMe: its way to the host, through an update, and back.
 
-[Note: Host buffers] State passes through a ring of ``num_nvme_slots`` host buffers of one size: a subgroup is read as
-soon as the one that used its buffer before has been written back. One buffer reads, updates and writes in turn; with
-more, one subgroup is read or written while another is updated.
+[Note: Host buffers] State passes through a ring of ``num_nvme_slots`` host buffers of one size. A subgroup is read as
+soon as the previous subgroup in its buffer has been written back. With one buffer, reads, updates and writes take
+turns. With more, one subgroup is read or written while another is updated.
 """
 
 from planner.decisions import Decisions, GradientPath, Place
@@ -10,19 +10,19 @@ from planner.graph import Unit
 from planner.lowering.program import Draft, LoweredUnit, Program
 from planner.schedule.tasks import Lane, Op, Phase
 
-# DeepSpeed's swapper: gradients of this many units may wait on the host to be written, its usual ``buffer_count``.
+# DeepSpeed's swapper lets the gradients of so many units wait on the host for their write: its usual ``buffer_count``.
 _SWAPPER_SLOTS = 20
 
 
 class SpillRooms:
-    """The memory on the host that gradients arrive in before they are written to NVMe.
+    """Host buffers for gradients on their way to NVMe.
 
-    With one micro-batch they only pass, through a ring of ``num_gradient_slots`` rooms of one size; of several they are
-    added up there, so that every unit has a room of its own. Other engines take memory as gradients come.
+    With one micro-batch, gradients pass through a ring of ``num_gradient_slots`` buffers of one size. With several,
+    they accumulate there, so every unit has its own buffer. Other engines allocate memory on demand.
 
     Attributes:
-        sizes_bytes: of every room.
-        room_of: for every unit of which a gradient is spilled, its room.
+        sizes_bytes: the size of every buffer.
+        room_of: the buffer of every unit with spilled gradients, by name.
     """
 
     def __init__(self, units: tuple[Unit, ...], decisions: Decisions) -> None:
@@ -40,7 +40,7 @@ class SpillRooms:
 
 
 def num_spill_slots(decisions: Decisions) -> int:
-    """Return how many units' gradients may be on the host on their way to NVMe."""
+    """Return the number of units whose gradients may be on the host on their way to NVMe."""
     return decisions.num_gradient_slots if decisions.gradient_path is GradientPath.ONCE else _SWAPPER_SLOTS
 
 
@@ -50,7 +50,7 @@ def spilled_bytes(decisions: Decisions) -> int:
 
 
 def spill(program: Program, unit: LoweredUnit, backward: Draft, flushed: Draft, spilled: list[Draft]) -> None:
-    """Write the gradient of the last micro-batch, the sum of all, to NVMe; ``spilled`` lists the writes so far."""
+    """Write the accumulated gradient to NVMe after the last micro-batch; ``spilled`` lists the writes so far."""
     last = backward.micro_batch == program.decisions.num_micro_batches - 1
     if not (unit.amounts.from_nvme and last and program.decisions.spill_gradients):
         return
@@ -65,7 +65,7 @@ def spill(program: Program, unit: LoweredUnit, backward: Draft, flushed: Draft, 
 
 
 class Ring:
-    """Buffers that state passes through, handed out in the order of updates.
+    """Buffers for state, used in turn in the order of updates.
 
     Args:
         num_slots: how many there are.
@@ -76,17 +76,17 @@ class Ring:
         self._passages: list[tuple[Draft, Draft]] = []  # in, out
 
     def take(self, arrival: Draft) -> None:
-        """Give what comes next a buffer: it waits until that is free."""
+        """Give the next arrival a buffer. It waits until the buffer is free."""
         arrival.slot = len(self._passages) % self._num_slots
         if len(self._passages) >= self._num_slots:
             arrival.after += (self._passages[-self._num_slots][1].key,)
 
     def free(self, arrival: Draft, leaving: Draft) -> None:
-        """Free its buffer when it has left."""
-        arrival.after_previous += (leaving.key,)  # not before last iteration's state is back
+        """Free the buffer of an arrival when its data has left."""
+        arrival.after_previous += (leaving.key,)  # only after the previous iteration's write
         self._passages.append((arrival, leaving))
 
     def recycle(self) -> None:
-        """Let the first of an iteration wait for the buffers that the previous one used last."""
+        """Make the first arrivals of an iteration wait for the buffers that the previous iteration used last."""
         for first, (arrival, _) in enumerate(self._passages[: self._num_slots]):
             arrival.after_previous += (self._passages[first :: self._num_slots][-1][1].key,)

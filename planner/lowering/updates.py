@@ -1,4 +1,4 @@
-"""The pass for optimizer steps, wherever they run, and for bringing what they changed back to the device."""
+"""The pass for optimizer steps, and for copies of updated parameters back to the device."""
 
 from planner.decisions import HostUpdate, Place
 from planner.lowering.gradients import gradient_ready
@@ -12,14 +12,14 @@ _SCALE_BYTES_PER_PARAM = 8
 
 
 def updates(program: Program) -> None:
-    """Update every subgroup where it was decided, in the decided order, and gate the next use of each unit.
+    """Update every subgroup in its decided place and order, and make the next use of each unit wait for it.
 
-    [Note: Deadlines] With ``overlap_next_forward`` the updates of a unit gate only that unit's next forward. What it
-    needs on the device by then (an upload, a fetch, a gather) is issued in the next iteration, in the order of use.
+    [Note: Deadlines] With ``overlap_next_forward``, only a unit's own next forward waits for its updates. Uploads,
+    fetches and all-gathers for it are issued in the next iteration, in the order of use.
     """
     decisions = program.decisions
     order = list(enumerate(program.units))
-    # What starts during backward is issued behind it, so in its order whatever else was decided.
+    # Updates that start during backward are issued after it, so in the order of backward, whatever was decided.
     forward = decisions.update_order == "forward" and decisions.update_start == "step"
     streamed, through_nvme = Ring(decisions.num_state_slots), Ring(decisions.num_nvme_slots)
     blocker: Keys = ()
@@ -32,7 +32,7 @@ def updates(program: Program) -> None:
                 unit.changes.append(updated)
                 uploaded = _upload(program, unit, piece, num_params, position, updated)
                 if uploaded and decisions.host_update is not HostUpdate.FUSED:
-                    blocker = (uploaded.key,)  # the thread that updates waits for the copy
+                    blocker = (uploaded.key,)  # the update thread waits for the copy
                 done.append(uploaded or updated)
             elif place is Place.NVME:
                 done += _through_nvme(program, through_nvme, unit, piece, num_params, position, ready)
@@ -51,7 +51,7 @@ def updates(program: Program) -> None:
 
 
 def _ready(program: Program, unit: LoweredUnit, place: Place) -> Keys:
-    """Return the keys after which a unit's gradient is where it is updated, and its clip factor known."""
+    """Return the keys of tasks after which a unit's gradient is in its place and the clip factor is known."""
     if place is Place.NVME and unit.spill:
         here = unit.spill
     elif place in unit.amounts.flushes:
@@ -64,7 +64,7 @@ def _ready(program: Program, unit: LoweredUnit, place: Place) -> Keys:
 
 
 def _place(program: Program, unit: LoweredUnit, piece: int, lane: Lane, op: Op, after: Keys) -> Draft:
-    """Add a task of the update, at the end of the iteration or right behind the unit's backward."""
+    """Add a task of the update: at the end of the iteration, or right after the unit's backward."""
     draft = program.draft(lane, op, Phase.UPDATE, unit, after=after, piece=piece)
     _tail(program, unit).append(draft)
     return draft
@@ -92,7 +92,7 @@ def _on_cpu(program: Program, unit: LoweredUnit, piece: int, num_params: int, re
 def _upload(
     program: Program, unit: LoweredUnit, piece: int, num_params: int, position: int, updated: Draft
 ) -> Draft | None:
-    """Bring what the host updated to the device, unless the unit is fetched into a slot anyway."""
+    """Copy parameters that the host updated to the device, unless the unit is fetched into a slot anyway."""
     if unit.amounts.fetched:
         return None
     decisions = program.decisions
@@ -112,19 +112,19 @@ def _upload(
 def _through_nvme(
     program: Program, ring: Ring, unit: LoweredUnit, piece: int, num_params: int, position: int, ready: Keys
 ) -> list[Draft]:
-    """Read a subgroup's state into a host buffer, update it, write it back; return the tasks that gate its unit.
+    """Read a subgroup's state into a host buffer, update it, write it back; return the tasks its unit waits for.
 
-    [Note: Host buffers] in :mod:`planner.lowering.storage`.
+    See [Note: Host buffers] in :mod:`planner.lowering.storage`.
     """
     decisions = program.decisions
     spilled = spilled_bytes(decisions)
-    # It waits for the gradient only if that is read too.
+    # The read waits for the gradient only if it reads the gradient too.
     swap_in = _place(program, unit, piece, Lane.NVME_STATE_IN, Op.SWAP_IN, ready if spilled else ())
     swap_in.num_bytes = (decisions.state_bytes_per_param + spilled) * num_params
     ring.take(swap_in)
     updated = _on_cpu(program, unit, piece, num_params, (*ready, swap_in.key))
     uploaded = _upload(program, unit, piece, num_params, position, updated)
-    # The thread that would write waits for the copy, unless that is made in the next iteration.
+    # The writing thread waits for the upload, unless that happens in the next iteration.
     waits = decisions.host_update is not HostUpdate.FUSED and not decisions.overlap_next_forward
     written = uploaded if uploaded and waits else updated
     swap_out = _place(program, unit, piece, Lane.NVME_STATE_OUT, Op.SWAP_OUT, (written.key,))
@@ -133,12 +133,12 @@ def _through_nvme(
     unit.changes.append(swap_out)
     if unit.amounts.params == "nvme":
         return [swap_out]
-    # An engine that overlaps nothing ends its step when all is written.
+    # The step of an engine without overlap ends when everything is written.
     return [uploaded or updated] + ([] if decisions.overlap_next_forward else [swap_out])
 
 
 def _streamed(program: Program, ring: Ring, unit: LoweredUnit, piece: int, num_params: int, ready: Keys) -> Draft:
-    """Load a subgroup's state and gradient into the next slot, update it there, store it back; return what gates it."""
+    """Copy a subgroup's state to the next slot, update it there, copy it back; return the task its unit waits for."""
     decisions = program.decisions
     weight_bytes, state_bytes = decisions.precision.weight_bytes, decisions.state_bytes_per_param
     load = _place(program, unit, piece, Lane.STATE_IN, Op.LOAD, ready)
@@ -157,21 +157,21 @@ def _streamed(program: Program, ring: Ring, unit: LoweredUnit, piece: int, num_p
 
 
 def _gate(program: Program, unit: LoweredUnit, position: int, done: list[Draft]) -> None:
-    """Make the next use of a unit wait for its updates, or the whole next iteration if nothing overlaps."""
+    """Make the next use of a unit, or without overlap the whole next iteration, wait for its updates."""
     if unit.amounts.regathered:
         done = [_regather(program, unit, position, done)]
     if not program.decisions.overlap_next_forward:
         start = program.spine[0]
-        gated = [*program.before[start.key], start]  # what is fetched or gathered before it included
-        if unit.first_fill:  # what is read, or fetched for a gather, may be ahead of its user
+        gated = [*program.before[start.key], start]  # with the fetches and gathers before it
+        if unit.first_fill:  # a read or fetch may be issued ahead of its user
             gated.append(unit.first_fill[1])
         for draft in gated:
             draft.after_previous += tuple(each.key for each in done)
         return
-    # Of what is fetched or gathered into a slot the first of those waits.
+    # If the unit uses a slot, its first fill waits.
     user = unit.first_fill[1] if unit.first_fill else unit.forwards[0]
     for each in done:
-        # An upload or gather of the next iteration is issued before its user, an update in the iteration before.
+        # Uploads and gathers are issued before their user in its iteration; updates in the iteration before.
         if each.op is Op.UPLOAD or each.op is Op.GATHER:
             user.after += (each.key,)
         else:
@@ -179,7 +179,7 @@ def _gate(program: Program, unit: LoweredUnit, position: int, done: list[Draft])
 
 
 def _regather(program: Program, unit: LoweredUnit, position: int, done: list[Draft]) -> Draft:
-    """Give every rank the others' updated shards (ZeRO-1 and 2, where parameters themselves are not sharded)."""
+    """All-gather updated shards (ZeRO-1 and 2, where parameters are not sharded)."""
     assert not unit.amounts.gathered
     gather = program.draft(Lane.COLLECTIVE, Op.GATHER, Phase.UPDATE, unit)
     gather.num_bytes = program.decisions.precision.weight_bytes * unit.num_params

@@ -1,10 +1,10 @@
-"""What lives only inside one unit's backward, while saved activations go and gradients come.
+"""Workspace: memory that exists only inside one unit's backward.
 
-[Note: Inside a backward] A unit's saved activations are held until its backward ends, and its gradients from when it
-begins, because a schedule's grain is the unit. Inside it neither is true: operators run in reverse, each gives up what
-it saved and leaves a gradient. The logits' conversions to fp32, say, are gone before the head's weight has a gradient,
-and that alone was up to a tenth of a small model's memory. So workspace is what the fullest operator needs *beyond*
-what the unit is charged with anyway.
+[Note: Inside a backward] A schedule's grain is the unit: saved activations count until the end of its backward, and its
+gradients from the beginning. Inside the unit, operators run in reverse; each releases its saved tensors and makes its
+gradients. The logits' conversions to fp32, for example, are gone before the head's weight has a gradient, and they were
+up to a tenth of a small model's memory. So workspace is the most that an operator needs *beyond* the memory that counts
+for the unit anyway.
 """
 
 import functools
@@ -17,19 +17,20 @@ from planner.graph import Unit
 def backward_workspace_bytes(
     unit: Unit, num_params: Mapping[str, int], fresh: Mapping[str, float], weight_bytes: int, *, piled: bool = False
 ) -> int:
-    """Return the most bytes that a unit's backward holds beyond all it saved and the gradients that begin with it.
+    """Return the most bytes that a unit's backward holds beyond its saved activations and its new gradients.
 
     Args:
-        unit: whose backward runs.
-        num_params: of each parameter, by name.
-        fresh: for each parameter whose gradient it makes, the share that is held from this backward on; to the rest,
-            which is there before, what it makes is added.
+        unit: the unit.
+        num_params: the size of each parameter, by name.
+        fresh: for each parameter whose gradient it makes, the share that is new; the rest is added to an existing
+            gradient.
         weight_bytes: bytes of one value of a gradient.
-        piled: gradients are copied into one block for all, in which ranks add them up; it is taken with the first.
+        piled: whether gradients are copied into one block for the reduction over ranks; the first gradient allocates
+            it.
     """
     if unit.operators[0].measured:
         return unit.workspace_bytes
-    # The gradient of what goes around the unit waits until that of what goes through it is there.
+    # The gradient of the residual around the unit waits for the gradient through the unit.
     around_bytes = unit.activation_output_bytes if unit.recompute else 0
     names = unit.gradient_names
     sizes, shares = tuple(map(num_params.get, names, itertools.repeat(0))), tuple(map(fresh.get, names))
@@ -37,11 +38,11 @@ def backward_workspace_bytes(
 
 
 def least_workspace_bytes(unit: Unit, weight_bytes: int) -> int:
-    """Return what :func:`backward_workspace_bytes` is at least, whatever gradients are there before."""
+    """Return a lower bound of :func:`backward_workspace_bytes` over all values of ``fresh``."""
     return backward_workspace_bytes(unit, unit.sizes, dict.fromkeys(unit.sizes, 1.0), weight_bytes)
 
 
-@functools.lru_cache(4096)  # equal layers take the same steps, in every schedule of a search
+@functools.lru_cache(4096)  # equal layers have equal steps, in every schedule of a search
 def _most_bytes(
     steps: tuple[tuple[int, int, bool, int], ...],
     num_params: tuple[int, ...],
@@ -62,12 +63,12 @@ def _most_bytes(
     ):
         coming_bytes -= 0 if begun else made_bytes
         added_bytes = max((int(num_bytes * (1 - share)) for num_bytes, share in sizes), default=0)
-        if experts:  # needs most between its two products, when only the second has a gradient
+        if experts:  # the most memory is between its two products, when only the second has a gradient
             first_bytes, share = sizes[0] if sizes else (0, 0.0)
             needed_bytes = max(inside_bytes - int(first_bytes * share), added_bytes)
         else:
             needed_bytes = inside_bytes + added_bytes
-        if piled and made_bytes:  # it is there beside the block, which is there whole from the first one on
+        if piled and made_bytes:  # it exists beside the block, which the first gradient allocates
             own_bytes = max(num_bytes for num_bytes, _ in sizes)
             needed_bytes = max(needed_bytes - coming_bytes, own_bytes + (inside_bytes if begun else 0))
             coming_bytes, begun = 0, True
