@@ -145,8 +145,7 @@ def _gradients(decisions: Decisions, name: str, placed: Counter[Place], flushed:
     """Return the memory that gradients on the host or on NVMe hold all the time, without buffers for spilling.
 
     On the host they have the type that they would be spilled in. Gradients that overwrite weights need no memory of
-    their
-    own: see [Note: In place] in :mod:`planner.decisions`.
+    their own: see [Note: In place] in :mod:`planner.decisions`.
     """
     spilled = placed[Place.NVME] if decisions.spill_gradients else 0
     in_place = sum(n for place, n in placed.items() if decisions.arrives_in_place(name, place))
