@@ -25,25 +25,26 @@ class GradientPath(StrEnum):
     """How gradients leave the device."""
 
     ONCE = "once"  # in the weights' type, pinned, asynchronous: 2 B/param in bf16
-    # DeepSpeed ZeRO-3 (up to 0.19): bf16 out, back in, fp32 out: 8 B/param. The last copy converts as it goes, on the
-    # stream that backward's kernels wait for: its time is exposed in full.
-    ZERO3_BLOCKING = "zero3-blocking"  # the last copy is unpinned, and the caller waits for it: nothing else is issued
+    # DeepSpeed ZeRO-3 (up to 0.19): bf16 out, back in, fp32 out: 8 B/param. The last copy also converts. It runs on the
+    # stream that backward's kernels wait for, so its time is fully exposed.
+    ZERO3_BLOCKING = "zero3-blocking"  # the last copy is unpinned, and the caller waits for it
     ZERO3_PINNED = "zero3-pinned"  # the caller waits for the last copy, to a pinned buffer of the NVMe swapper
-    ZERO3_ASYNC = "zero3-async"  # the last copy is pinned, and the caller goes on
+    ZERO3_ASYNC = "zero3-async"  # the last copy is pinned, and the caller does not wait
 
     @property
     def blocks(self) -> bool:
-        """Whether the caller waits for a gradient to be on the host."""
+        """Whether the caller waits until a gradient is on the host."""
         return self in {GradientPath.ZERO3_BLOCKING, GradientPath.ZERO3_PINNED}
 
 
 class HostUpdate(StrEnum):
-    """What the host does to update a subgroup on the CPU and to bring it to the device."""
+    """How the host updates a subgroup and copies it to the device."""
 
     FUSED = "fused"  # one pass: gradient and state in, state and bf16 weights out; pinned uploads beside other updates
-    # DeepSpeed: a pass that scales gradients; AdamW; then an unpinned copy that casts, and holds up the next update.
+    # DeepSpeed: a pass that scales gradients; AdamW; then an unpinned copy that casts. The next update waits for it.
     DEEPSPEED = "deepspeed"
-    # Deep Optimizer States: AdamW alone; fp32 weights are uploaded, pinned, and cast on the device; holds up the next.
+    # Deep Optimizer States: AdamW; then a pinned upload of fp32 weights, cast on the device. The next update waits for
+    # it.
     DEVICE_CAST = "device-cast"
 
 
@@ -59,11 +60,11 @@ class UnitDecision(Frozen):
     Attributes:
         params: ``gpu`` keeps them (or the rank's shard) on the device; ``host`` fetches them into a slot for every use;
             ``nvme`` reads them into a host buffer before that.
-        activations: ``keep`` what backward needs, ``recompute`` it, or ``offload`` what only products can make to the
-            host (``offload-nvme``: and on to NVMe) and make the rest again; equal for all units of one segment.
+        activations: ``keep`` saved activations, ``recompute`` them, or ``offload`` outputs of products to the host
+            (``offload-nvme``: on to NVMe) and recompute the rest; equal for all units of one segment.
         update: one place per subgroup of the unit's (sharded) parameters, in order.
-        streamed_gradients: where gradients of subgroups that are streamed wait for their update: they stay on the
-            ``gpu``, or leave to the ``host`` and come back with their state.
+        streamed_gradients: where gradients of streamed subgroups wait for their update: on the ``gpu``, or on the
+            ``host``, from where they come back with their state.
     """
 
     params: Literal["gpu", "host", "nvme"]
@@ -73,7 +74,7 @@ class UnitDecision(Frozen):
 
     @property
     def fetched(self) -> bool:
-        """Whether the parameters come from the host for every use."""
+        """Whether the parameters are copied from the host for every use."""
         return self.params != "gpu"
 
     @property
@@ -94,7 +95,7 @@ class Precision(Frozen):
 
     @property
     def master_is_weight(self) -> bool:
-        """Whether the fp32 master copy is the weight itself, where both are in one place."""
+        """Whether the fp32 master copy is the weight itself, if both are in one place."""
         return self.weights == "fp32"
 
 
@@ -102,46 +103,46 @@ BF16, FP32 = Precision(weights="bf16"), Precision(weights="fp32")
 
 
 class Decisions(Frozen):
-    """Everything that was chosen. Together with the model and the batch this determines the schedule.
+    """Everything that the planner chooses. With the model and the batch, it determines the schedule.
 
     Attributes:
         policy: the engine policy that these decisions follow or started from.
-        optimizer: what updates the parameters, in fp32: it says how much state they have.
+        optimizer: the optimizer, which works in fp32; it determines the size of the state.
         micro_batch: sequences per forward, on each rank.
         num_micro_batches: forwards+backwards per iteration (gradient accumulation).
         data_parallel: ranks that share the model's data; each has one device.
-        tensor_parallel: ranks that share every layer, for each of those; the units are then one rank's share.
-        pipeline_parallel: stages that share the layers, for each of those.
+        tensor_parallel: ranks that share every layer, per data-parallel rank; units are then one rank's share.
+        pipeline_parallel: stages that share the layers, per data-parallel rank.
         expert_parallel: data-parallel ranks that share the experts of every layer.
-        expert_units: units that a rank's experts of a layer fall into.
-        zero_stage: what is sharded over them: 1, 2 optimizer state and gradients, 3 parameters too.
-        subgroup_params: most parameters of one subgroup, the grain of the optimizer step.
-        num_param_slots: slots in each ring that parameters are fetched or gathered into.
-        num_state_slots: slots that streamed optimizer state passes through.
-        num_nvme_slots: host buffers that optimizer state from NVMe passes through: 1 reads, updates and writes in turn,
-            2 read or write one while another is updated, 3 do all at once.
-        num_gradient_slots: units that backward may run ahead of gradients leaving the device.
-        num_activation_slots: units that forward may run ahead of activations leaving the device, and that activations
-            may come back ahead of backward.
-        spill_gradients: gradients that are updated from NVMe wait there too.
-        pinned_reads: parameters from NVMe are read into pinned buffers, from which copies to the device are fast.
-        update_order: the order of updates: by each unit's next forward, or as gradients arrive (always so if they
-            start during backward).
-        reduce_start: when ranks add up gradients that pile up on the device: in ``backward``, each unit's as soon as
+        expert_units: units into which a rank's experts of a layer are divided.
+        zero_stage: what data-parallel ranks shard: 1 and 2 optimizer state and gradients, 3 parameters too.
+        subgroup_params: the most parameters of one subgroup, the grain of the optimizer step.
+        num_param_slots: slots in each ring for fetched or gathered parameters.
+        num_state_slots: slots for streamed optimizer state.
+        num_nvme_slots: host buffers for optimizer state from NVMe. With 1, reads, updates and writes take turns. With
+            2, one subgroup is read or written while another is updated. With 3, all overlap.
+        num_gradient_slots: units by which backward may run ahead of gradient copies to the host.
+        num_activation_slots: units by which forward may run ahead of offloads, and reloads ahead of backward.
+        spill_gradients: whether gradients wait on NVMe if their state is there.
+        pinned_reads: whether parameters from NVMe are read into pinned buffers, from which copies to the device are
+            fast.
+        update_order: the order of updates: by next forward, or as gradients arrive (always so if updates start during
+            backward).
+        reduce_start: when ranks reduce gradients that accumulate on the device: in ``backward``, each unit's as soon as
             it is final, or all at the ``step``.
-        update_start: ``step`` when all gradients are there, ``backward`` each as soon as its own is there.
-        overlap_next_forward: an update gates only its own unit's next forward, instead of the whole next iteration.
-        host_update: what the host does around an update.
+        update_start: ``step``: when all gradients are there; ``backward``: each as soon as its own gradient is there.
+        overlap_next_forward: whether only a unit's own next forward waits for its update, not the whole next iteration.
+        host_update: how the host updates.
         gradient_path: how gradients leave the device.
-        max_prefetch_params: a unit of more parameters is gathered only when it is reached, and the next backward waits
-            for the reduction of its gradient; ``None``: gathers run as far ahead as slots allow, reductions behind.
-        max_reuse_params: what is gathered is released at once if more parameters than that are used before it is needed
-            again (DeepSpeed's reuse distance); ``None``: only when its slot is needed.
-        module_hooks: Python hooks around every module gather and release its parameters (DeepSpeed ZeRO-3).
-        loop: the training script's own work between iterations counts too (logging, data, waiting for the device), as
-            published times include it.
-        device_buffer_bytes: what an engine holds on the device besides: its buckets and staging buffers.
-        clip: gradients are scaled by their global norm, which every update then waits for.
+        max_prefetch_params: a unit with more parameters is gathered only when it is reached, and the next backward
+            waits for the reduction of its gradient; ``None``: gathers run as far ahead as slots allow.
+        max_reuse_params: gathered parameters are released at once if more parameters than that are used before their
+            next use (DeepSpeed's reuse distance); ``None``: only when their slot is needed.
+        module_hooks: whether Python hooks around every module gather and release its parameters (DeepSpeed ZeRO-3).
+        loop: whether the script's own work between iterations (logging, data, waiting for the device) counts, as in
+            published times.
+        device_buffer_bytes: other device memory of an engine: its buckets and staging buffers.
+        clip: whether gradients are clipped by their global norm; every update then waits for the norm.
     """
 
     policy: str
@@ -229,7 +230,7 @@ class Decisions(Frozen):
 
     @property
     def executable(self) -> bool:
-        """Whether they describe what our executor does; other engines' extra copies and passes are only simulated."""
+        """Whether our executor can run them; other engines' extra copies and passes are only simulated."""
         return (
             self.gradient_path is GradientPath.ONCE
             and self.host_update is HostUpdate.FUSED
@@ -247,7 +248,7 @@ class Decisions(Frozen):
 
     @property
     def resident_state_bytes_per_param(self) -> int:
-        """The same beside weights on the device, which in fp32 are the master copy themselves."""
+        """Bytes of state per parameter beside weights on the device; fp32 weights are the master copy themselves."""
         return self.state_bytes_per_param - (4 if self.precision.master_is_weight else 0)
 
     @property
@@ -257,20 +258,20 @@ class Decisions(Frozen):
 
     @property
     def num_state_versions(self) -> Literal[1, 2]:
-        """How often state and weights on NVMe are there: ours are written beside the old version, others' in place.
+        """Versions of state and weights on NVMe: our engine writes beside the old version, others in place.
 
-        An engine with copies, passes or unpinned reads of its own is another one.
+        Decisions with extra copies or passes, or with unpinned reads, are those of other engines.
         """
         ours = self.gradient_path is GradientPath.ONCE and self.host_update is HostUpdate.FUSED and self.pinned_reads
         return 2 if ours else 1
 
     @property
     def spilled_bytes_per_param(self) -> int:
-        """Bytes of a gradient that waits on NVMe: in the weights' type; in fp32 where an engine converts it before."""
+        """Bytes per parameter of a gradient on NVMe: in the weights' type, or in fp32 if it is converted first."""
         return self.precision.weight_bytes if self.gradient_path is GradientPath.ONCE else 4
 
     def stored_weight_bytes(self, unit: str) -> int:
-        """Return the bytes per parameter of a unit's weights on NVMe: none where the fp32 master copy is the weight."""
+        """Return the bytes per parameter of a unit's weights on NVMe: 0 if the fp32 master copy is the weight."""
         apart = self.units[unit].params == "nvme" and not self.precision.master_is_weight
         return self.precision.weight_bytes if apart else 0
 
@@ -285,7 +286,7 @@ class Decisions(Frozen):
         return self.degrees.num_devices
 
     def replicas(self, unit: Unit) -> int:
-        """Return how many ranks have the same part of a unit: they add up its gradient, and share it under ZeRO."""
+        """Return the number of ranks with the same part of a unit. They reduce its gradient, and shard it in ZeRO."""
         return self.data_parallel // unit.parts(self.degrees) if self.data_parallel > 1 else 1
 
     def gathers(self, unit: Unit) -> bool:
@@ -293,23 +294,24 @@ class Decisions(Frozen):
         return self.zero_stage == 3 and self.replicas(unit) > 1
 
     def regathers(self, unit: Unit) -> bool:
-        """Return whether ranks give each other the shards of a unit that they updated (ZeRO-1 and 2)."""
+        """Return whether ranks all-gather a unit's shards after the update (ZeRO-1 and 2)."""
         return self.zero_stage in {1, 2} and self.replicas(unit) > 1
 
     def gathers_ahead(self, num_params: int) -> bool:
-        """Return whether collectives of a unit of so many parameters run beside computing."""
+        """Return whether collectives of a unit with ``num_params`` parameters overlap with computing."""
         return self.max_prefetch_params is None or num_params <= self.max_prefetch_params
 
     def flushes(self, unit: str, place: Place) -> bool:
-        """Return whether the gradients of a unit's subgroups that are updated there go to the host."""
+        """Return whether gradients of a unit's subgroups with this update place go to the host."""
         if place is Place.STREAM:
             return self.units[unit].streamed_gradients == "host"
         return place in {Place.CPU, Place.NVME}
 
     def serves(self, unit: str, place: Place) -> bool:
-        """Return whether the host keeps weights for the device of a unit's subgroups that are updated there.
+        """Return whether the host keeps weights for the device, of a unit's subgroups with this update place.
 
-        It does of what it updates, and of all that is fetched; where its fp32 master copy is the weight, that serves.
+        It keeps weights that it updates and weights that are fetched. If the fp32 master copy is the weight, no extra
+        copy is needed.
         """
         params = self.units[unit].params
         if params == "nvme" or (self.precision.master_is_weight and place is not Place.NVME):
@@ -317,12 +319,12 @@ class Decisions(Frozen):
         return params == "host" or place in {Place.CPU, Place.NVME}
 
     def arrives_in_place(self, unit: str, place: Place) -> bool:
-        """Return whether gradients of a unit's subgroups that are updated there take the place of the host's weights.
+        """Return whether gradients of a unit's subgroups with this update place overwrite the host's weights.
 
-        [Note: In place] The device has the weights, and will be given new ones by the update that uses the gradient,
-        so between their last copy to the device and that update nobody needs the host's: 2 bytes per parameter. The
-        master copy is untouched, so nothing is lost with them. What is fetched again for a later micro-batch, or waits
-        elsewhere, arrives apart.
+        [Note: In place] The device has the weights, and the update that uses the gradient makes new ones. So nobody
+        needs the host's weights between their last copy to the device and that update: 2 bytes per parameter. The
+        master copy is untouched, so nothing is lost. Weights that are fetched again for a later micro-batch are not
+        overwritten, and gradients that wait elsewhere do not overwrite any.
         """
         often = self.num_micro_batches > 1 and self.units[unit].fetched
         spilled = place is Place.NVME and self.spill_gradients
@@ -330,16 +332,16 @@ class Decisions(Frozen):
         return once and self.flushes(unit, place) and self.serves(unit, place)
 
     def weights_pass(self, unit: str) -> bool:
-        """Return whether gradients come with a unit's streamed state, or new weights go with it."""
+        """Return whether streamed state of a unit travels with its gradients, or with its new weights."""
         weights_go = self.units[unit].fetched and not self.precision.master_is_weight
         return self.flushes(unit, Place.STREAM) or weights_go
 
     def shard_params(self, unit: Unit) -> int:
-        """Return how many of a unit's parameters one rank updates (padded to equal shards)."""
+        """Return the number of a unit's parameters that one rank updates, padded to equal shards."""
         return -(-unit.num_params // self.replicas(unit)) if self.zero_stage >= 1 else unit.num_params
 
     def padded_params(self, unit: Unit) -> int:
-        """Return how many parameters a unit has with what pads it to equal shards: fewer than ranks more."""
+        """Return the number of a unit's parameters, padded to equal shards."""
         return self.shard_params(unit) * (self.replicas(unit) if self.zero_stage >= 1 else 1)
 
     def piece_params(self, unit: Unit) -> tuple[int, ...]:
@@ -351,19 +353,19 @@ class Decisions(Frozen):
         return tuple(zip(self.piece_params(unit), self.units[unit.name].update, strict=True))
 
 
-_degrees = functools.lru_cache(64)(Degrees)  # they are asked for thousands of times
+_degrees = functools.lru_cache(64)(Degrees)  # a search needs them thousands of times
 
 SECTOR_PARAMS = 128
-"""Values in float32 that are 512 B, the smallest sector."""
+"""The number of float32 values in 512 B, the smallest sector."""
 
 
-@functools.lru_cache(4096)  # equal layers are cut alike, in every schedule of a search
+@functools.lru_cache(4096)  # equal layers have equal subgroups, in every schedule of a search
 def subgroups(num_params: int, subgroup_params: int) -> tuple[int, ...]:
-    """Return the sizes of the subgroups that some parameters are cut into: as few as may be, and as equal as can be.
+    """Cut parameters into as few subgroups as possible, of sizes as equal as possible; return the sizes.
 
-    A short one at the end would take a slot of a ring, and turn in its queue, for next to nothing. Where that makes
-    none longer than it may be, all but the last are whole sectors of a drive in float32: what comes behind one of them
-    in memory can then be transferred to and from files without a copy.
+    A short subgroup at the end would take a slot and a turn in its queue for almost nothing. All but the last are whole
+    sectors of a drive in float32, unless that makes one of them too long. Data behind such a subgroup in memory can
+    then be read and written without a copy.
     """
     count = -(-num_params // subgroup_params)
     if count <= 1:

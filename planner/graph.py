@@ -1,4 +1,4 @@
-"""The operator graph of a model at one batch size, and the units it falls into."""
+"""The operator graph of a model at one batch size, and its division into units."""
 
 import dataclasses
 import functools
@@ -38,16 +38,16 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """The grain of placement and transfer: neighbouring operators whose parameters move as one.
+    """The grain of placement and transfer: neighbouring operators whose parameters move together.
 
     Attributes:
         name: ``embed``, ``layers.3.attn``, ``layers.3.mlp``, ``layers.3.experts.5`` or ``head``; of a captured model
             the path of a module.
-        segment: what is recomputed as a whole: the decoder layer. What is outside them (``embed``, ``head``) is a
-            segment of its own name and never is.
+        segment: the decoder layer, which is recomputed as a whole. ``embed`` and ``head`` are segments of their own and
+            are never recomputed.
         operators: in forward order.
         parameters: in order of use.
-        shared_units: units whose parameters it uses too (tied embeddings).
+        shared_units: other units whose parameters it uses (tied embeddings).
         is_first: whether its segment begins with it.
     """
 
@@ -70,31 +70,31 @@ class Unit:
 
     @functools.cached_property
     def shared_parameters(self) -> tuple[str, ...]:
-        """Names of the parameters of other units that it uses too."""
+        """Names of the parameters of other units that it uses."""
         return tuple(name for operator in self.operators for name in operator.shared_parameters)
 
     @functools.cached_property
     def steps(self) -> tuple[tuple[int, int, bool, int], ...]:
-        """Of each operator, in forward order: bytes saved and inside, whether it is a bank of experts, gradients."""
+        """For each operator, in forward order: saved bytes, workspace, whether it is a bank of experts, gradients."""
         return tuple(
             (o.saved_bytes, o.workspace_bytes, o.kind == "experts", len(o.parameter_names)) for o in self.operators
         )
 
     @functools.cached_property
     def gradient_names(self) -> tuple[str, ...]:
-        """Names of the parameters that its operators make gradients of, one operator after another."""
+        """Names of the parameters whose gradients its operators make, operator by operator."""
         return tuple(name for operator in self.operators for name in operator.parameter_names)
 
     @functools.cached_property
     def _counts(self) -> tuple[Callable[[Degrees], int], ...]:
-        """How to count the parts of its operators' parameters: seldom in more ways than one."""
+        """The functions that count the parts of its operators' parameters, without duplicates."""
         return tuple(dict.fromkeys(operator.pattern.parts for operator in self.operators if operator.parameters))
 
     def parts(self, degrees: Degrees) -> int:
-        """Return how many different parts of its parameters data-parallel ranks hold; see [Note: Patterns].
+        """Return the number of different parts of its parameters that data-parallel ranks hold; see [Note: Patterns].
 
         Raises:
-            ValueError: its operators differ in that, so it cannot move as one.
+            ValueError: its operators differ in this number, so they cannot move together.
         """
         counts = self._counts
         if len(counts) == 1:
@@ -109,22 +109,23 @@ class Unit:
 
     @functools.cached_property
     def saved_bytes(self) -> int:
-        """Activations kept for backward if nothing is recomputed. The unit's input counts if it is kept."""
+        """Bytes saved for backward if nothing is recomputed, including the unit's input if backward needs it."""
         return sum(operator.saved_bytes for operator in self.operators)
 
     @functools.cached_property
     def workspace_bytes(self) -> int:
-        """Most bytes that live only inside it, beside saved activations, the hidden state and gradients.
+        """The most bytes that exist only inside it, beside saved activations, the hidden state and gradients.
 
-        A backward peaks at about the saved bytes of all units up to this one, twice the hidden state and these.
+        The peak of a backward is about the saved bytes of all units up to this one, plus twice the hidden state, plus
+        this workspace.
         """
         return max(operator.workspace_bytes for operator in self.operators)
 
     @functools.cached_property
     def forward_workspace_bytes(self) -> int:
-        """What its forward needs at most beyond all that it saves: no more than backward without gradients.
+        """The most bytes that its forward needs beyond its saved activations: those of backward without gradients.
 
-        When an operator runs, those behind it have not saved anything yet, as in backward they no longer have.
+        When an operator runs, later operators have not saved anything yet. In backward, they no longer hold anything.
         """
         if self.operators[0].measured:
             return self.workspace_bytes
@@ -157,19 +158,19 @@ class Unit:
 
     @functools.cached_property
     def swap_bytes(self) -> int:
-        """Activations that are moved if they are offloaded: what its products make, and its segment's input.
+        """Bytes that are moved if activations are offloaded: outputs of its products, and its segment's input.
 
-        What recomputation does not reach is not among them; all else is made again from these by :attr:`remake`.
+        Operators that recomputation does not reach are not included. :attr:`remake` makes everything else from these.
         """
         given = self.activation_output_bytes if self.is_first else 0
         return given + sum(operator.product_bytes for operator in self.operators)
 
     @functools.cached_property
     def remake(self) -> Kernels:
-        """Kernels that run again in backward if activations are offloaded, of those of a recompute.
+        """The kernels of a recompute that run again in backward if activations are offloaded.
 
-        These are the elementwise ones, and exchanges of tokens: how many come is known only then, so that no place for
-        them can be counted on, and ranks have to agree on what they exchange. Sums over ranks are kept as products are.
+        These are elementwise kernels and exchanges of tokens. The number of exchanged tokens is known only at run time,
+        so their memory cannot be planned, and ranks have to agree on it again. Sums over ranks are kept, like products.
         """
         return tuple(
             kernel
@@ -179,13 +180,13 @@ class Unit:
 
     @functools.cached_property
     def num_kernels(self) -> dict[str, int]:
-        """Kernels that are launched, by what the device does: ``forward``, ``backward``, ``recompute``, ``remake``."""
+        """Numbers of launched kernels by op: ``forward``, ``backward``, ``recompute``, ``remake``."""
         lists = {name: getattr(self, name) for name in ("forward", "backward", "recompute", "remake")}
         return {name: num_kernels(kernels) for name, kernels in lists.items()}
 
     @functools.cached_property
     def num_modules(self) -> int:
-        """Modules that have parameters of their own."""
+        """The number of modules with parameters of their own."""
         return len({spec.name.rpartition(".")[0] for spec in self.parameters})
 
     @functools.cached_property
@@ -195,18 +196,18 @@ class Unit:
 
     @functools.cached_property
     def backward_flop(self) -> int:
-        """FLOP of the backward, recomputation apart."""
+        """FLOP of the backward, without recomputation."""
         return sum(operator.backward_flop for operator in self.operators)
 
     @functools.cached_property
     def activation_output_bytes(self) -> int:
-        """The hidden state it hands on: what a recomputed segment right after it must keep as its input."""
+        """Bytes of its output, the hidden state: the input that a recomputed segment after it must keep."""
         hidden = [operator for operator in self.operators if operator.kind not in {"rotary", "router", "dispatch"}]
         return hidden[-1].output_bytes
 
 
 def build_graph(config: Model, batch: Batch) -> Graph:
-    """Return the operators of one forward in order of execution, joined by the tensors they hand on.
+    """Return the operators of one forward in order of execution; edges are the tensors between them.
 
     Raises:
         ValueError: the sequence is longer than a learned position embedding, or the model cannot be shared by
@@ -243,7 +244,7 @@ def _check_positions(config: ModelConfig, batch: Batch) -> None:
 
 
 def _add_chain(graph: Graph, operators: list[Operator], *source: str) -> str:
-    """Add operators of which each takes the output of the one before; return the last one's name."""
+    """Add a chain of operators, each of which uses the output of the one before; return the last name."""
     for operator in operators:
         source = (graph.add(operator, *source),)
     return source[0]

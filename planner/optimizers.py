@@ -1,6 +1,6 @@
-"""What optimizers keep and touch per parameter: all that planning has to know of them.
+"""Optimizers as planning sees them: bytes of state and traffic per parameter.
 
-What they compute is the executor's (:mod:`executor.optimizer.table`), which has an entry for each of these.
+The executor has their arithmetic, with an entry for each of these in :mod:`executor.optimizer.table`.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ class OptimizerState:
     """Fp32 state of one optimizer.
 
     Attributes:
-        words: what it is, for people.
-        num_buffers: values per parameter beside the master copy.
+        words: a description for people.
+        num_buffers: values per parameter in addition to the master copy.
     """
 
     words: str
@@ -41,5 +41,5 @@ OPTIMIZERS: Final[Mapping[Optimizer, OptimizerState]] = {
     "lion": OptimizerState("Lion", 1),
 }
 
-# Profiles hold the time of AdamW's update.
+# Profiles contain the time of AdamW's update.
 MEASURED: Final = OPTIMIZERS["adamw"]

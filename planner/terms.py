@@ -1,9 +1,9 @@
-"""The words of a request: what its options may say, and their defaults. Imported to parse a command line, so light."""
+"""The allowed values and defaults of a request's options. The command line's parser imports this, so it is light."""
 
 from typing import Final, Literal, get_args
 
 Storage = Literal["never", "activations", "nvme"]
-"""What may be used beside device and host: nothing; the host for activations; or that and drives for anything."""
+"""What a plan may use: ``never`` no storage; the host for activations too; or also drives for anything."""
 
 DEFAULT_MICRO_BATCH: Final = 4
 """Sequences per forward on each device."""
@@ -13,10 +13,10 @@ Level = Literal["memory", "nvme", "pfs"]
 (survives the node)."""
 
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
-"""Fastest first. What one survives all slower ones do."""
+"""Fastest first. A slower level survives every failure that a faster one survives."""
 
 DEFAULT_RESTART_S: Final = 60.0
-"""From a failure until checkpoints can be read again; assumed."""
+"""Seconds from a failure until checkpoints can be read again; assumed."""
 
 LEAST_KEPT: Final = 2
-"""Checkpoints that stay at each level, unless more are asked for: one may be bad."""
+"""Checkpoints that each level keeps by default: two, because one may be bad."""

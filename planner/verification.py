@@ -1,4 +1,4 @@
-"""Checking a plan without trusting who made it: memory and time by simulation, the bound by exact arithmetic."""
+"""Checks a plan without trust in its author: memory and time by simulation, the bound by exact arithmetic."""
 
 import dataclasses
 import math
@@ -13,17 +13,17 @@ from planner.plan.document import Plan
 from planner.simulate.machine import run_until_steady
 from planner.simulate.prediction import Prediction, Workload, predict
 
-# Simulating is deterministic on one machine; elsewhere the last digits of sums may differ.
+# A simulation is deterministic on one machine. On another machine the last digits of sums may differ.
 _RELATIVE = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """What was found true of a plan.
+    """The facts that a check has confirmed.
 
     Attributes:
-        prediction: as simulated again.
-        num_proofs: of the bound, one for every ZeRO stage.
+        prediction: from a new simulation.
+        num_proofs: proofs of the bound, one for every choice and ZeRO stage.
         num_multipliers: in all of them.
     """
 
@@ -33,13 +33,13 @@ class Verified:
 
 
 def verify(plan: Plan) -> Verified:
-    """Check that a plan fits, takes what it says, and is as near to the best as it says.
+    """Check that a plan fits in memory, and that its time and its bound are right.
 
-    The search, the solver and the numbers of the plan file are not believed: the schedule is simulated again, and the
-    proofs of the bound are added up in rational numbers over conditions that are built again.
+    The check trusts neither the search, nor the solver, nor the numbers in the plan file. It simulates the schedule
+    again, and adds up the proofs of the bound in exact arithmetic over conditions that it builds itself.
 
     Raises:
-        CertificateError: something that the plan states is not so.
+        CertificateError: a statement of the plan is false.
     """
     units, decisions = plan.units(), plan.decisions
     cost = CostModel.of(plan.hardware, units, decisions)
@@ -82,7 +82,7 @@ def _check_checkpoints(plan: Plan) -> None:
 
 
 def _difference(stated: Any, found: Any, name: str) -> str | None:
-    """Return in words where two JSON documents differ first, in more than the last digits of a number."""
+    """Describe the first difference between two JSON documents, apart from the last digits of numbers."""
     if isinstance(stated, dict) and isinstance(found, dict) and stated.keys() == found.keys():
         parts = ((stated[key], found[key], f"{name}.{key}") for key in stated)
     elif isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
@@ -95,7 +95,7 @@ def _difference(stated: Any, found: Any, name: str) -> str | None:
 
 
 def job_of(plan: Plan) -> Job:
-    """Return what all variants of what a plan was asked for have in common."""
+    """Return the job of a plan's request, which all its variants have in common."""
     decisions = plan.decisions
     return Job(
         model=plan.model,

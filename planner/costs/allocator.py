@@ -1,16 +1,16 @@
-"""What PyTorch's caching allocator makes of a schedule's buffers: bytes requested, allocated and reserved.
+"""A model of PyTorch's caching allocator: bytes requested, allocated and reserved for a schedule's buffers.
 
-[Note: Allocator] On a CUDA device memory is not taken byte by byte. A request is rounded up to 512 B and cut from a
-*segment* that the allocator got from the driver: 2 MiB for requests up to 1 MiB, 20 MiB for those below 10 MiB, and
-the request rounded up to 2 MiB for larger ones. Freed blocks merge with free neighbours of their segment and are kept
-for later requests, the smallest that fits first; what is left of a block is split off if it is worth it. So three
-numbers differ: what was *requested*, the blocks in use (*allocated*, ``torch.cuda.max_memory_allocated``, which is
-what is usually published), and the segments (*reserved*, ``torch.cuda.max_memory_reserved``, which is what must fit
-in the device). Source: PyTorch 2, ``c10/cuda/CUDACachingAllocator.cpp`` (``round_size``, ``get_allocation_size``,
-``should_split``, ``try_merge_blocks``) with its default settings.
+[Note: Allocator] The allocator rounds a request up to 512 B and cuts it from a *segment* that it got from the driver. A
+segment has 2 MiB for requests up to 1 MiB, 20 MiB for requests below 10 MiB, and the request rounded up to 2 MiB for
+larger ones. Freed blocks merge with free neighbours in their segment and wait for later requests; the smallest block
+that fits is used first, and a large enough rest is split off. So three numbers differ: the bytes *requested*; the
+blocks in use (*allocated*, ``torch.cuda.max_memory_allocated``, the number that is usually published); and the segments
+(*reserved*, ``torch.cuda.max_memory_reserved``, the number that must fit on the device). Source: PyTorch 2,
+``c10/cuda/CUDACachingAllocator.cpp`` (``round_size``, ``get_allocation_size``, ``should_split``, ``try_merge_blocks``)
+with its default settings.
 
-A buffer of a schedule may stand for several tensors of a unit, and is one block here. Streams are not told apart: a
-real allocator keeps a pool for each, so that reserved is a lower estimate where several streams allocate.
+A buffer of a schedule may stand for several tensors of a unit, and is one block here. All streams share one pool here.
+A real allocator has a pool per stream, so it may reserve more.
 """
 
 import bisect
@@ -31,10 +31,10 @@ _SEGMENT_GRAIN_BYTES = 2 * 2**20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllocatorUse:
-    """Highest numbers of an iteration; see [Note: Allocator].
+    """Peaks of an iteration; see [Note: Allocator].
 
     Attributes:
-        requested_bytes: what the buffers ask for.
+        requested_bytes: the bytes of the buffers.
         allocated_bytes: blocks in use.
         reserved_bytes: segments.
     """
@@ -44,7 +44,7 @@ class AllocatorUse:
     reserved_bytes: int
 
     def highest(self, other: "AllocatorUse") -> "AllocatorUse":
-        """Return the higher of each number."""
+        """Return the maximum of each number."""
         return AllocatorUse(
             max(self.requested_bytes, other.requested_bytes),
             max(self.allocated_bytes, other.allocated_bytes),
@@ -53,7 +53,7 @@ class AllocatorUse:
 
     @property
     def fragmentation(self) -> float:
-        """Share of the reserved bytes that is not in use even when most is."""
+        """The share of the reserved bytes that is free at the peak."""
         return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
 
 
@@ -63,7 +63,7 @@ def rounded_bytes(num_bytes: int) -> int:
 
 
 def segment_bytes(block_bytes: int) -> int:
-    """Return the size of the segment that is asked of the driver for a block that fits into no free one."""
+    """Return the size of the segment to get from the driver for a block that fits into no free one."""
     if block_bytes <= _SMALL_BYTES:
         return _SMALL_SEGMENT_BYTES
     if block_bytes < _MIN_OWN_SEGMENT_BYTES:
@@ -73,7 +73,7 @@ def segment_bytes(block_bytes: int) -> int:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Block:
-    """Contiguous bytes of a segment; ``before`` and ``behind`` are its neighbours in it."""
+    """Contiguous bytes of a segment; ``before`` and ``behind`` are its neighbours."""
 
     address: int
     num_bytes: int
@@ -84,7 +84,7 @@ class _Block:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The best fit is the first that is large enough: the smallest, then that with the lowest address."""
+        """Sort key: by size, then by address. The best fit is the first block that is large enough."""
         return (self.num_bytes, self.address)
 
 
@@ -92,24 +92,27 @@ class CachingAllocator:
     """A model of the allocator; see [Note: Allocator].
 
     Args:
-        capacity_bytes: of the device. When a segment does not fit, segments without any block in use go back to the
-            driver first. If it still does not fit it is taken all the same: how much is missing is then visible.
+        capacity_bytes: of the device. If a segment does not fit, empty segments go back to the driver first. If it
+            still does not fit, it is taken anyway, so that the missing amount is visible.
 
     Attributes:
-        requested_bytes, allocated_bytes, reserved_bytes: now.
-        peak: the highest of each so far.
+        requested_bytes, allocated_bytes, reserved_bytes: the current numbers.
+        peak: the maximum of each so far.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
         self.requested_bytes = self.allocated_bytes = self.reserved_bytes = 0
         self.peak = AllocatorUse(0, 0, 0)
         self._capacity_bytes = capacity_bytes
-        self._free: dict[bool, list[_Block]] = {True: [], False: []}  # by whether for small requests, in order
+        self._free: dict[bool, list[_Block]] = {
+            True: [],
+            False: [],
+        }  # the pool for small requests, and the other; sorted
         self._used: dict[Hashable, tuple[_Block, int]] = {}
-        self._end = 0  # segments get ascending addresses that are never used again
+        self._end = 0  # segments get ascending addresses, each used once
 
     def allocate(self, key: Hashable, num_bytes: int) -> None:
-        """Hold bytes under a name of the caller's until :meth:`free`; a request for nothing holds nothing."""
+        """Hold bytes under the caller's key until :meth:`free`; a request for 0 bytes holds nothing."""
         assert key not in self._used, f"{key} is held already"
         size = rounded_bytes(num_bytes)
         if not size:
@@ -129,7 +132,7 @@ class CachingAllocator:
         self.peak = self.peak.highest(now)
 
     def free(self, key: Hashable) -> None:
-        """Give back what :meth:`allocate` held under a name, if it held anything."""
+        """Release the bytes that :meth:`allocate` holds under a key, if any."""
         if key not in self._used:
             return
         block, num_bytes = self._used.pop(key)
@@ -143,7 +146,7 @@ class CachingAllocator:
         self._put(block)
 
     def empty_cache(self) -> None:
-        """Give the driver back all segments without any block in use."""
+        """Return all empty segments to the driver."""
         for pool in self._free.values():
             kept = [block for block in pool if block.before is not None or block.behind is not None]
             self.reserved_bytes -= sum(block.num_bytes for block in pool) - sum(block.num_bytes for block in kept)
@@ -181,15 +184,15 @@ class CachingAllocator:
 
 
 def replay(timeline: Timeline, iteration: int, capacity_bytes: int, num_iterations: int = 3) -> AllocatorUse:
-    """Return what a device's allocator needs for a steady iteration's buffers: of pipeline stages, the most.
+    """Return the allocator's peaks for the buffers of a steady iteration; in a pipeline, of the largest stage.
 
-    The iteration is repeated, because segments that the first one leaves behind are what the next one finds.
+    The iteration is repeated, because segments of one iteration remain for the next.
 
     Args:
-        timeline: says when its schedule's buffers are taken and given back.
-        iteration: the steady one.
+        timeline: the timeline of a schedule with buffers.
+        iteration: the steady iteration.
         capacity_bytes: of the device.
-        num_iterations: how often it is repeated.
+        num_iterations: how often to repeat it.
     """
     spans = [(buffer, held) for buffer, held in buffer_spans(timeline, iteration) if buffer.tier is Tier.GPU]
     period_s = timeline.period_s(iteration)
@@ -203,18 +206,18 @@ def replay(timeline: Timeline, iteration: int, capacity_bytes: int, num_iteratio
 def _replay(
     spans: Sequence[tuple[int, tuple[float, float] | None]], period_s: float, capacity_bytes: int, num_iterations: int
 ) -> AllocatorUse:
-    """Return what one device needs for buffers, each its bytes and from when to when it is held (``None``: always)."""
+    """Return the peaks of one device for buffers, each with its bytes and its life (``None``: always held)."""
     allocator = CachingAllocator(capacity_bytes)
-    # Period, moment in it, taken?, repetition, buffer, size.
+    # Period, time within it, allocated?, repetition, buffer, size.
     events: list[tuple[float, float, bool, int, int, int]] = []
     for number, (num_bytes, held) in enumerate(spans):
         if held is None:
             allocator.allocate((0, number), num_bytes)
         elif held[1] > held[0] and period_s > 0:
             for taken, moment_s in ((True, held[0]), (False, held[1])):
-                later, within_s = divmod(moment_s, period_s)  # equal moments must stay equal in every repetition
+                later, within_s = divmod(moment_s, period_s)  # equal times must stay equal in every repetition
                 events += [(i + later, within_s, taken, i, number, num_bytes) for i in range(num_iterations)]
-    # At one instant what ends is freed before what begins is taken, as everywhere (False sorts first).
+    # At one instant, buffers are freed before others are allocated (False sorts first).
     for _, _, taken, i, number, size in sorted(events):
         if taken:
             allocator.allocate((i, number), size)

@@ -1,8 +1,8 @@
-"""What joins the ranks: which fabric a collective or a transfer takes, and what each rank sends there.
+"""Fabrics between ranks: which one a collective or transfer uses, and how many bytes each rank sends.
 
-[Note: Rings] One ring goes through all ranks of a group: each sends and receives all but its own share of the bytes. It
-enters each node once, over the NICs of its devices together, and the slower of both levels sets the pace (bus
-bandwidth of NCCL's rings, see ``doc/PERFORMANCE.md`` of https://github.com/NVIDIA/nccl-tests).
+[Note: Rings] One ring goes through all ranks of a group. Each rank sends and receives all bytes but its own share. The
+ring enters each node once, over the NICs of its devices in the group, and the slower level sets the pace (bus bandwidth
+of NCCL's rings, see ``doc/PERFORMANCE.md`` of https://github.com/NVIDIA/nccl-tests).
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ class Ring:
     """One level of a collective.
 
     Attributes:
-        fabric: that it crosses.
+        fabric: the fabric of this level.
         num_bytes: the bytes of the collective as each rank sees them on this level.
-        time_s: at full speed, latency apart.
+        time_s: at full speed, without latency.
     """
 
     fabric: Fabric
@@ -42,11 +42,11 @@ class Fabrics:
         """Return the levels of a collective, inside a node and between nodes; none for a group of one rank.
 
         Args:
-            group: whose ranks take part.
-            num_bytes: that every rank has in the end, times how often the ring carries it round.
+            group: the ranks that take part.
+            num_bytes: the bytes that every rank has at the end, times the number of rounds of the ring.
 
         Raises:
-            ValueError: the group needs several nodes, and nothing joins them.
+            ValueError: the group needs several nodes, and the profile has no fabric between nodes.
         """
         size = group.per_node * group.nodes
         rings = []
@@ -57,7 +57,7 @@ class Fabrics:
         return rings
 
     def all_to_all_s(self, group: Group, num_bytes: float) -> float:
-        """Return the time in which every rank of a group sends each other rank its part of so many bytes."""
+        """Return the time of an all-to-all of ``num_bytes`` per rank."""
         size = group.per_node * group.nodes
         inside, across = num_bytes * (group.per_node - 1) / size, num_bytes * (size - group.per_node) / size
         levels = [(self._inside(), inside)] if inside else []
@@ -66,10 +66,10 @@ class Fabrics:
         return slowest_s + sum(fabric.latency_s.value for fabric, _ in levels)
 
     def between(self, stage: int, other: int) -> Fabric:
-        """Return what a rank's transfer to its counterpart in another pipeline stage crosses.
+        """Return the fabric of a rank's transfer to its counterpart in another pipeline stage.
 
         Raises:
-            ValueError: that is on another node, and nothing joins them.
+            ValueError: the counterpart is on another node, and the profile has no fabric between nodes.
         """
         return self._between_nodes() if self._layout.crosses(stage, other) else self._inside()
 

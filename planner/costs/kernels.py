@@ -1,4 +1,4 @@
-"""What kernels take on a device."""
+"""The time of kernels on a device."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from planner.decisions import Precision
 from planner.graph import Attention, Elementwise, Gemm, Kernel
 from planner.models.kernels import Collective
 
-# Outputs along each side of what one multiprocessor computes at a time.
+# Outputs along each side of the tile that one multiprocessor computes at a time.
 _TILE = 128
 
 
@@ -18,9 +18,9 @@ class KernelCosts:
     """Times of kernels on one rank's device, and the bytes that they touch.
 
     Args:
-        rank: whose device.
-        layout: where the ranks are that take part in collectives inside a unit.
-        fabrics: what joins them.
+        rank: the rank that has the device.
+        layout: where the other ranks of collectives inside a unit are.
+        fabrics: the fabrics between ranks.
         precision: types of weights and activations.
     """
 
@@ -35,18 +35,18 @@ class KernelCosts:
         return sum(self.time_and_bytes(kernel)[0] for kernel in kernels)
 
     def on_device(self, duration_s: float, num_bytes: float) -> tuple[tuple[Resource, float], ...]:
-        """Return what work on the device uses; where the CPU is the device, that is cores and DRAM."""
+        """Return the resources that work on the device uses. If the CPU is the device, these are cores and DRAM."""
         device = self._rank.profile.device
         if device.kind == "gpu" or duration_s <= 0:
             return ((Resource.DEVICE, 1.0),)
-        # Caches keep part of the traffic from DRAM; more than the device can draw alone it cannot be.
+        # Caches absorb part of the traffic to DRAM. It is at most what the device can draw alone.
         dram = min(
             num_bytes / duration_s, device.memory_bytes_per_s.value, self._rank.profile.host.dram_bytes_per_s.value
         )
         return ((Resource.CORES, float(device.num_cores)), (Resource.DRAM, dram))
 
     def time_and_bytes(self, kernel: Kernel) -> tuple[float, float]:
-        """Return (seconds, bytes touched) of one kernel entry, all its repetitions together."""
+        """Return (seconds, bytes touched) of one kernel entry, with all its repetitions."""
         key = id(kernel)
         if key not in self._kernels:
             self._kernels[key] = self._price(kernel)
@@ -55,7 +55,7 @@ class KernelCosts:
     def _price(self, kernel: Kernel) -> tuple[float, float]:
         device = self._rank.profile.device
         match kernel:
-            case Gemm() if kernel.batched:  # one kernel: all products together fill the device
+            case Gemm() if kernel.batched:  # one kernel, in which all products together fill the device
                 num_bytes = self._dtype_bytes * (kernel.m * kernel.k + kernel.k * kernel.n + kernel.m * kernel.n)
                 num_bytes *= kernel.count
                 time_s = self._rank.read_s(device.gemm[self._dtype], kernel.flop, "GEMM")
@@ -64,7 +64,7 @@ class KernelCosts:
                 flop = kernel.flop / kernel.count
                 if device.multiprocessors:
                     idle = wave_factor(kernel.m, kernel.n, device.multiprocessors)
-                else:  # a product of few rows leaves part of the device idle: rate r / (r + r_half) of the curve's
+                else:  # few rows leave part of the device idle: the curve's rate times r / (r + r_half)
                     idle = 1 + device.gemm_rows_half.value / kernel.m
                 time_s = self._rank.read_s(device.gemm[self._dtype], flop, "GEMM") * idle
                 num_bytes = self._dtype_bytes * (kernel.m * kernel.k + kernel.k * kernel.n + kernel.m * kernel.n)
@@ -82,7 +82,7 @@ class KernelCosts:
                 return self._inside_unit_s(kernel) * kernel.count, float(kernel.num_bytes * kernel.count)
 
     def _inside_unit_s(self, kernel: Collective) -> float:
-        """Return the time of a collective inside a unit, which its next kernel waits for."""
+        """Return the time of a collective inside a unit. The unit's next kernel waits for it."""
         if kernel.kind == "all-to-all":
             return self._fabrics.all_to_all_s(self._layout.parts(kernel.num_ranks), kernel.num_bytes)
         rings = self._fabrics.rings(self._layout.tensor_group, kernel.num_bytes * kernel.num_passes)
@@ -90,11 +90,11 @@ class KernelCosts:
 
 
 def wave_factor(m: int, n: int, multiprocessors: int) -> float:
-    """Return how much longer a product of an (m, n) output takes because tiles come in whole waves.
+    """Return the factor by which a product of an (m, n) output is slower because tiles come in whole waves.
 
-    Each multiprocessor works on one tile at a time, of 128 x 128 outputs, the commonest of cuBLAS; a tile at the edge
-    and a wave that does not fill the device take as long as full ones (NVIDIA, *Matrix Multiplication Background*,
-    "Tile Quantization" and "Wave Quantization").
+    Each multiprocessor computes one tile at a time, of 128 x 128 outputs, the most common size in cuBLAS. A partial
+    tile or wave takes as long as a full one (NVIDIA, *Matrix Multiplication Background*, "Tile Quantization" and "Wave
+    Quantization").
     """
     tiles = -(-m // _TILE) * -(-n // _TILE)
     waves = -(-tiles // multiprocessors)

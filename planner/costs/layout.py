@@ -1,8 +1,8 @@
-"""Which ranks share what, and on which nodes they are.
+"""The layout of ranks: their groups, and their nodes.
 
 [Note: Layout] Ranks are numbered with tensor parallelism innermost, then data, then pipeline (DeepSpeed's
-``PipeModelDataParallelTopology``), and fill one node after the other. So a tensor group has neighbours, a data group
-one rank in every ``tensor``, and a stage is a block of ``tensor * data`` ranks.
+``PipeModelDataParallelTopology``), and fill one node after the other. So the ranks of a tensor group are neighbours,
+those of a data group are ``tensor`` apart, and a stage is a block of ``tensor * data`` ranks.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that run collectives together, as a hierarchy: some on each node, and several nodes."""
+    """Ranks that run collectives together: so many per node, on so many nodes."""
 
     per_node: int
     nodes: int
@@ -60,15 +60,15 @@ class Layout:
         return self.replicas(1)
 
     def replicas(self, parts: int) -> Group:
-        """Return the data-parallel ranks that hold the same of so many parts: every ``parts``-th."""
+        """Return the data-parallel ranks that hold the same one of ``parts`` parts: every ``parts``-th rank."""
         return self._group(self.data // parts, max(self.devices_per_node // (self.tensor * parts), 1))
 
     def parts(self, parts: int) -> Group:
-        """Return the data-parallel ranks that hold different ones of so many parts: neighbours."""
+        """Return the data-parallel ranks that hold different ones of ``parts`` parts: neighbours."""
         return self._group(parts, max(self.devices_per_node // self.tensor, 1))
 
     def crosses(self, stage: int, other: int) -> bool:
-        """Return whether some rank of a stage is on another node than its counterpart in another stage."""
+        """Return whether some rank of a stage and its counterpart in another stage are on different nodes."""
         block = self.data * self.tensor
         return any(
             (stage * block + rank) // self.devices_per_node != (other * block + rank) // self.devices_per_node

@@ -1,7 +1,7 @@
-"""The cost model: what each task of a schedule takes on one machine, and what it shares while it runs.
+"""The cost model: the duration of each task on one machine, and the resources that it shares while it runs.
 
-Costs are those of one *representative rank*: ranks are identical, so resources that a node's ranks share (cores, DRAM)
-are divided by the number of ranks on the node, and updates of all ranks run at the same time.
+Costs are those of one *representative rank*. Ranks are identical, so resources that the ranks of a node share (cores,
+DRAM) are divided by their number, and updates of all ranks run at the same time.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from planner.schedule.arrays import kind_of
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Work
 
-# Adding a micro-batch's gradient to what the host holds: two operands in, one out.
+# Passes to add a micro-batch's gradient to the sum on the host: two operands in, one out.
 _ACCUMULATE_PASSES = 3
 # A copy to or from memory that is not pinned goes through a pinned buffer: a core reads the source, fetches the lines
 # that it will write, and writes them; the copy engine reads them (or the other way round).
@@ -44,10 +44,10 @@ class CostModel:
         tensor_parallel: ranks that share every layer.
         pipeline_parallel: stages that share the layers.
         expert_parallel: data-parallel ranks that share every bank of experts.
-        optimizer: what updates the parameters.
+        optimizer: the optimizer.
 
     Attributes:
-        layout: which ranks share what, and on which nodes they are.
+        layout: the groups of ranks and their nodes.
         num_ranks, ranks_per_node: of the whole job, and of a full node; each has one device.
     """
 
@@ -67,7 +67,7 @@ class CostModel:
         self._units = {unit.name: unit for unit in units}
         self._dtype_bytes = precision.weight_bytes
         self._update_bytes = OPTIMIZERS[optimizer].update_bytes_per_param
-        # Memory binds every update, so that it takes AdamW's time by their bytes.
+        # Memory binds every update, so its time is AdamW's, scaled by the bytes that it moves.
         self._of_measured = self._update_bytes / MEASURED.update_bytes_per_param
         self._degrees = Degrees(data_parallel, tensor_parallel, pipeline_parallel, expert_parallel)
         self.layout = Layout(data_parallel, tensor_parallel, pipeline_parallel, profile.devices_per_node)
@@ -104,21 +104,21 @@ class CostModel:
         return self._rank.capacities()
 
     def prices(self, schedule: Schedule) -> list[Price]:
-        """Return the price of every task of a schedule; equal work has one object for its price."""
+        """Return the price of every task of a schedule; tasks of one kind share one object."""
         arrays, known = schedule.arrays, self._prices
         prices = [known.get(kind) or self.price(work) for kind, work in zip(arrays.kinds, arrays.works, strict=True)]
         return [prices[number] for number in arrays.work.tolist()]
 
     def price(self, task: Work) -> Price:
         """Return the price of one task."""
-        kind = kind_of(task)  # equal layers have equal tasks, and candidates of a search too
+        kind = kind_of(task)  # equal layers, and candidates of a search, have tasks of the same kinds
         if (price := self._prices.get(kind)) is None:
             price = self._compute(task) if task.lane is Lane.COMPUTE else self._price(task)
             price = self._prices[kind] = self._same.setdefault(price, price)
         return price
 
     def _parts(self, task: Work) -> int:
-        """Return how many different parts of what a collective is about the data-parallel ranks hold."""
+        """Return the number of different parts of a collective's parameters that data-parallel ranks hold."""
         if task.lane is not Lane.COLLECTIVE or task.unit not in self._units:
             return 1
         return self._units[task.unit].parts(self._degrees)
@@ -137,7 +137,7 @@ class CostModel:
         return self._storage(task) if task.lane in _STORAGE_READS | _STORAGE_WRITES else self._copy(task)
 
     def _launch(self, task: Work) -> Price:
-        """Price the host's own time: what a script does, an exchange between stages, or kernels, hooks and tensors."""
+        """Price the host's own time: the script's work, an exchange between stages, or kernels, hooks and tensors."""
         device = self.profile.device
         host_s = device.issue_s.value * task.num_kernels + _seconds(device.hook_s) * task.num_modules
         host_s += _seconds(device.step_s) * task.num_tensors
@@ -163,7 +163,7 @@ class CostModel:
         return Price(0.0, duration_s, self._kernels.on_device(duration_s, num_bytes))
 
     def kernels_of(self, task: Work) -> tuple[Kernel, ...]:
-        """Return what a task of the compute lane runs."""
+        """Return the kernels of a task of the compute lane."""
         unit = self._units[task.unit]
         match task.op:
             case Op.FORWARD:
@@ -182,13 +182,13 @@ class CostModel:
         return Price(0.0, duration_s, self._kernels.on_device(duration_s, self._update_bytes * task.num_params))
 
     def _cpu_update(self, task: Work) -> Price:
-        """Price an update by the rank's share of the node: all ranks update at the same time."""
+        """Price an update on the rank's share of the node, because all ranks update at the same time."""
         host, ranks = self.profile.host, self.ranks_per_node
         duration_s = self._rank.read_s(host.optimizer, task.num_params * ranks, "CPU optimizer")
         if host.optimizer_process_params_per_s is not None:
             duration_s = max(duration_s, task.num_params / host.optimizer_process_params_per_s.value)
         duration_s *= self._of_measured
-        # It cannot be faster than memory feeds it, whatever cores could do.
+        # It is at most as fast as memory allows.
         duration_s = max(duration_s, self._update_bytes * task.num_params * ranks / host.dram_bytes_per_s.value)
         if duration_s <= 0:
             return Price(0.0, 0.0)
@@ -208,13 +208,13 @@ class CostModel:
             duration_s = max(duration_s, task.num_bytes / link.pageable_rate("down" if down else "up"))
         if duration_s <= 0:
             return Price(0.0, 0.0)
-        # Where a core copies, the bytes are read from and written to the same DRAM.
+        # If a core copies, the bytes are read from and written to the same DRAM.
         num_passes = 2 if link.num_cores_per_copy.value else 1 if task.pinned else _STAGED_PASSES
         if task.op is Op.FLUSH and task.micro_batch:
             duration_s += self._rank.host_pass(_ACCUMULATE_PASSES * task.num_bytes).duration_s
             num_passes += _ACCUMULATE_PASSES
         if task.op is Op.FLUSH and (norm := self.profile.device.gradient_norm) is not None:
-            if self.asynchronous and task.micro_batch:  # of the sum, which is on the host
+            if self.asynchronous and task.micro_batch:  # the norm is of the sum, which is on the host
                 duration_s += self._rank.host_pass(self._dtype_bytes * task.num_params).duration_s
             else:
                 duration_s += self._rank.read_s(norm, task.num_params, "gradient norm")
@@ -231,7 +231,7 @@ class CostModel:
         return Price(0.0, duration_s, tuple(sorted(uses)))
 
     def _storage(self, task: Work) -> Price:
-        """Price a read or write of NVMe: all ranks of a node do theirs at the same time, past the page cache."""
+        """Price a read from or write to NVMe, past the page cache. All ranks of a node do theirs at the same time."""
         nvme = self.profile.nvme
         if nvme is None:
             raise ValueError(f"profile {self.profile.name} has no nvme; add it, or place nothing there")
@@ -249,7 +249,7 @@ class CostModel:
         return Price(0.0, duration_s, uses)
 
     def _collective(self, task: Work) -> Price:
-        """Price a collective over the ranks that share the data; each level's bytes cross what it is made of."""
+        """Price a collective over data-parallel ranks, with its levels inside and between nodes."""
         rings = self._fabrics.rings(self.layout.replicas(self._parts(task)), task.num_bytes)
         duration_s = max((ring.time_s for ring in rings), default=0.0)
         uses: list[tuple[Resource, float]] = [(Resource.FABRIC, 1.0)]
@@ -260,7 +260,7 @@ class CostModel:
         return Price(sum(ring.fabric.latency_s.value for ring in rings), duration_s, tuple(sorted(uses)))
 
     def _send(self, task: Work) -> Price:
-        """Price one rank's transfer to another stage; the outer stages exchange the gradient of tied embeddings."""
+        """Price one rank's transfer to another stage. The outer stages exchange the tied embedding's gradient."""
         last = self.layout.pipeline - 1
         to = {Lane.SEND: task.stage + 1, Lane.SEND_BACK: task.stage - 1}.get(task.lane, last - task.stage)
         fabric = self._fabrics.between(task.stage, to)
@@ -272,11 +272,11 @@ def _seconds(quantity: Quantity | None) -> float:
 
 
 def total_flop(units: Iterable[Unit], decisions: Decisions) -> float:
-    """Return the FLOP that one rank's iteration needs, without recomputation (the model FLOP of MFU).
+    """Return the FLOP of one rank's iteration without recomputation (the model FLOP of MFU).
 
     Args:
         units: of the whole model, or of one tensor-parallel rank's share.
-        decisions: how many micro-batches; of pipeline stages the mean is taken.
+        decisions: the plan's; in a pipeline, the result is the mean over stages.
     """
     kernels = itertools.chain.from_iterable((*unit.forward, *unit.backward) for unit in units)
     return decisions.num_micro_batches * flop(kernels) / decisions.pipeline_parallel

@@ -1,4 +1,4 @@
-"""What running tasks share, and what one rank has of a machine."""
+"""Resources that running tasks share, and one rank's part of them."""
 
 import dataclasses
 from enum import IntEnum
@@ -11,7 +11,7 @@ _WORTH_A_WARNING_S = 1e-3
 
 
 class Resource(IntEnum):
-    """What running tasks share."""
+    """A resource that running tasks share."""
 
     DEVICE = 0  # the device's compute: capacity 1
     CORES = 1  # CPU cores
@@ -29,13 +29,13 @@ class Resource(IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Price:
-    """What one task takes when alone, and what it uses per second of that.
+    """The duration of one task when it runs alone, and the resources that it uses.
 
     Attributes:
-        latency_s: paid first; nothing is shared meanwhile.
+        latency_s: paid first, without any resource.
         duration_s: at full speed.
         uses: (resource, amount per second at full speed), resources ascending.
-        weight: how fast its speed rises where it competes with others; see [Note: Fluid sharing].
+        weight: the weight of its speed when it competes with others; see [Note: Fluid sharing].
     """
 
     latency_s: float
@@ -45,7 +45,7 @@ class Price:
 
 
 class RankHardware:
-    """What one of the ranks of a job has of a machine: a device, and a share of its node's host, links and drives.
+    """One rank's part of a machine: a device, and a share of its node's host, links and drives.
 
     Args:
         profile: the machine.
@@ -54,7 +54,7 @@ class RankHardware:
     Attributes:
         profile: the machine.
         ranks_per_node: of a full node.
-        ranks_per_uplink: ranks behind one switch copy at the same time, so that all their bytes cross its uplink.
+        ranks_per_uplink: ranks behind one switch; they copy at the same time, so all their bytes cross its uplink.
         warnings: sentences about readings outside the measured range, in order of appearance.
     """
 
@@ -65,7 +65,7 @@ class RankHardware:
         self.warnings: dict[str, None] = {}
 
     def capacities(self) -> dict[Resource, float]:
-        """Return what one rank has of every resource."""
+        """Return one rank's capacity of every resource."""
         profile, ranks = self.profile, self.ranks_per_node
         link = profile.host_link
         capacity = {
@@ -87,7 +87,7 @@ class RankHardware:
         return capacity
 
     def storage_capacities(self) -> dict[Resource, float]:
-        """Return a rank's share of the node's drives; without drives nothing can use them, and any number will do."""
+        """Return a rank's share of the node's drives. Without drives no task uses them, and any number will do."""
         nvme = self.profile.nvme
         if nvme is None:
             return {Resource.NVME_READ: 1.0, Resource.NVME_WRITE: 1.0, Resource.NVME: 1.0}

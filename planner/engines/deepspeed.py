@@ -1,4 +1,4 @@
-"""What a configuration of DeepSpeed decides, as decisions that can be simulated beside ours."""
+"""Configurations of DeepSpeed as decisions, which can be simulated beside ours."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from planner.engines.setup import Setup
 
 Device = Literal["none", "cpu", "nvme"]
 
-# What ZeRO-1 and 2 do without: parameters are whole on every device, so nothing is gathered.
+# Decisions that ZeRO-1 and 2 do not need: parameters are whole on every device, so nothing is gathered.
 _WHOLE: Final[dict[str, Any]] = {
     "module_hooks": False,
     "max_prefetch_params": None,
@@ -32,16 +32,16 @@ _WHOLE: Final[dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeepSpeed:
-    """The settings of DeepSpeed that a schedule depends on; by default DeepSpeed's own.
+    """The settings of DeepSpeed that a schedule depends on, with DeepSpeed's defaults.
 
     Attributes:
-        stage: of ZeRO.
+        stage: the ZeRO stage.
         optimizer_device: where optimizer state is; ``none`` is the device.
         cpu_ratio: the fraction of the parameters that the CPU updates (Twin-Flow), in stage 3.
         param_device: where parameters are, in stage 3.
-        pipeline_read, pipeline_write: whether state on NVMe is read, or written, beside updates.
+        pipeline_read, pipeline_write: whether reads from NVMe, or writes to it, overlap with updates.
         reduce_bucket_params, prefetch_params, max_live_params, max_reuse_params: see :mod:`planner.engines.policies`.
-        persistent_params: parameters of at most so many values stay on the device.
+        persistent_params: parameters with at most so many values stay on the device.
     """
 
     stage: int = 0
@@ -58,10 +58,10 @@ class DeepSpeed:
 
 
 def configured(setup: Setup, settings: DeepSpeed) -> Iterator[Decisions]:
-    """Yield what DeepSpeed does under some settings: with activations kept, and with all recomputed.
+    """Yield the decisions of DeepSpeed under some settings: with activations kept, and with all recomputed.
 
-    Which of the two is the model's business and not the configuration's. Stages 1 and 2 with the optimizer on the host
-    move gradients as stage 3 does. Parameters leave the device for units whose updates all do.
+    The model, not the configuration, decides between the two. Stages 1 and 2 with the optimizer on the host move
+    gradients as stage 3 does. Parameters leave the device if all updates of their unit do.
     """
     buckets_bytes = NUM_REDUCE_BUFFERS * settings.reduce_bucket_params * setup.precision.weight_bytes
     options: dict[str, Any] = {"device_buffer_bytes": buckets_bytes if setup.data_parallel > 1 else 0}
@@ -80,7 +80,7 @@ def configured(setup: Setup, settings: DeepSpeed) -> Iterator[Decisions]:
 
 
 def _placed(setup: Setup, settings: DeepSpeed) -> Iterator[Decisions]:
-    """Yield who updates what, by the policies of published engines."""
+    """Yield the update places, by the policies of published engines."""
     if settings.stage == 3:
         if settings.optimizer_device == "nvme":
             yield from zero_infinity(
@@ -99,7 +99,7 @@ def _placed(setup: Setup, settings: DeepSpeed) -> Iterator[Decisions]:
 
 
 def _fetched(setup: Setup, settings: DeepSpeed, decisions: Decisions) -> dict[str, UnitDecision]:
-    """Return units with their parameters where they are to be."""
+    """Return units with the places of their parameters."""
     if settings.param_device == "none" or settings.stage < 3:
         return decisions.units
     found, stay = {}, setup.tied

@@ -1,7 +1,7 @@
 """Engine policies: how published engines, and ours, would place one model on one machine.
 
-Each policy only makes :class:`planner.decisions.Decisions`; all are lowered by the same passes and scored by the same
-simulator, so "what would DeepSpeed take here?" is the same question as "what would we take?".
+A policy only makes :class:`planner.decisions.Decisions`. The same passes lower them all and the same simulator scores
+them, so "how long would DeepSpeed take here?" is the same question as "how long would we take?".
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from planner.decisions import (
 from planner.engines.setup import Mix, Setup, pieces
 from planner.optimizers import OPTIMIZERS
 
-# The fractions and strides that are tried when a policy leaves them to its user.
+# The fractions and strides to try if a policy leaves them to its user.
 TWIN_FLOW_FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 INTERLEAVED_STRIDES = (2, 3, 4, 5, 6, 8, 10)
 
@@ -35,9 +35,9 @@ def gpu_only(setup: Setup) -> Iterator[Decisions]:
 
 
 def zero_offload(setup: Setup, gradient_path: GradientPath = GradientPath.ZERO3_ASYNC) -> Iterator[Decisions]:
-    """DeepSpeed ZeRO-3 with the optimizer on the CPU: no overlap of the update with anything.
+    """DeepSpeed ZeRO-3 with the optimizer on the CPU: updates overlap with nothing.
 
-    The blocking gradient path is that of DeepSpeed before 0.19.5, and every paper's baseline.
+    DeepSpeed before 0.19.5, the baseline of every paper, has the blocking gradient path.
     """
     name = "zero-offload" if gradient_path is GradientPath.ZERO3_ASYNC else "zero-offload-blocking"
     for activations in _ACTIVATIONS:
@@ -77,7 +77,7 @@ def interleaved(
         return Place.GPU if i < first else Place.STREAM if i % stride == stride - 1 else Place.CPU
 
     engine = _deepspeed(setup, GradientPath.ZERO3_ASYNC)
-    # Its one slot holds a whole subgroup, whose pieces pass through ours.
+    # Its one slot holds a whole subgroup. In our schedule the pieces of that subgroup pass through slots.
     piece = max((size for unit in setup.units for size in pieces(setup, unit)), default=0)
     slot_bytes = OPTIMIZERS[setup.optimizer].state_bytes_per_param * (setup.subgroup_params - piece)
     for stride in strides:
@@ -91,9 +91,9 @@ def interleaved(
 def zero_infinity(setup: Setup, *, pipeline_read: bool = False, pipeline_write: bool = False) -> Iterator[Decisions]:
     """DeepSpeed ZeRO-Infinity: optimizer state on NVMe, parameters on the device.
 
-    Gradients leave the device through pinned buffers and are written to NVMe beside backward; at the step every
-    subgroup's state and gradient are read, updated and written in turn, unless reading the next or writing the previous
-    one is asked to overlap (``stage3.py`` and ``partitioned_optimizer_swapper.py``).
+    Gradients leave the device through pinned buffers, and are written to NVMe during backward. At the step, every
+    subgroup's state and gradient are read, updated and written in turn, unless settings let the next read or the
+    previous write overlap (``stage3.py`` and ``partitioned_optimizer_swapper.py``).
     """
     for activations in _ACTIVATIONS:
         yield _decide(
@@ -111,13 +111,13 @@ def ratel(setup: Setup, counts: Sequence[int] | None = None, num_on_host: int | 
     """LoHan (Ratel): parameters and optimizer state on NVMe, updates during backward, activations swapped.
 
     As soon as a unit's gradient is on the host, its state is read, updated and written back, while backward goes on
-    (*active gradient offloading*): one subgroup is read or written while another is updated. Of the activations as much
-    is swapped as pays, the rest is recomputed (arXiv 2403.06504); how much, its iteration-time model chooses.
+    (*active gradient offloading*). One subgroup is read or written while another is updated. Some activations are
+    swapped, and the rest is recomputed (arXiv 2403.06504); an iteration-time model chooses how many.
 
     Args:
-        setup: clipping is not asked for, as updates start before all gradients are there.
-        counts: of how many segments activations are swapped, the first ones; by default every number is tried.
-        num_on_host: how many of those the host has room for; the first ones go on to NVMe. By default all stay there.
+        setup: the request; it must not clip, because updates start before all gradients are there.
+        counts: numbers of segments, from the first, whose activations are swapped; by default every number is tried.
+        num_on_host: swapped segments that stay on the host; the first ones go on to NVMe. By default all stay.
     """
     segments = setup.swappable
     shared = setup.tied
@@ -147,17 +147,16 @@ def ratel(setup: Setup, counts: Sequence[int] | None = None, num_on_host: int | 
 
 
 def mixed(setup: Setup, mix: Mix) -> Decisions:
-    """Our policy at one point: updates wherever rates and memory allow, each gating only its unit's next forward.
+    """Our policy at one point: every update has its own place, and only its unit's next forward waits for it.
 
-    Resident state goes to the units whose deadline is nearest, the first in forward order, and of a layer's experts to
-    the most visited; gradients of what is streamed stay on the device for the first units too, as theirs are the last
-    to come and the first to be used. Streamed subgroups are spread evenly among those that the CPU updates, so that
-    both sides stay busy, and so is what comes from NVMe, units that are fetched, unless the last ones are, and segments
-    that offload among those that recompute. Units with a shared weight, and those that are updated on the device, keep
-    their parameters there. What is very small always does: anywhere else it would take a turn, and a slot, for next to
-    nothing.
+    Resident state goes to the units with the earliest deadlines: the first in forward order, and within a layer the
+    most visited experts. Gradients of streamed subgroups stay on the device for the first units too, because they are
+    made last and used first. Streamed subgroups are spread evenly among those that the CPU updates, so that both stay
+    busy. Subgroups from NVMe, fetched units (unless the last ones are fetched) and offloading segments are spread
+    evenly too. Units with a shared weight, and units updated on the device, keep their parameters there. So do very
+    small units: anywhere else they would take a slot and a turn for almost nothing.
 
-    A search comes by the same mixes again and again: each is one object.
+    Each mix is made once, because a search meets the same mixes again and again.
     """
     known = setup.known_mixes
     if (found := known.get(mix)) is None:
@@ -224,7 +223,7 @@ def _mixed(setup: Setup, mix: Mix) -> Decisions:
 
 
 def num_subgroups(setup: Setup) -> int:
-    """Return how many subgroups one rank's parameters make, cut across units."""
+    """Return the number of subgroups of one rank's parameters, if they are cut across units."""
     return -(-sum(sum(pieces(setup, unit)) for unit in setup.units) // setup.subgroup_params)
 
 
@@ -238,7 +237,7 @@ def _spread(total: int, num_gpu: int, num_stream: int, num_nvme: int) -> Iterato
 
 
 def _activations(setup: Setup, mix: Mix) -> dict[str, Activations]:
-    """Return what becomes of the activations of every segment that need not keep them."""
+    """Return the decision on activations of every segment that can recompute or offload them."""
     found: dict[str, Activations] = dict.fromkeys(setup.swappable, "keep")
     rest = list(found)[: max(len(found) - mix.num_keep, 0)]
     leave = dict(zip(rest, _evenly(len(rest), mix.num_offload), strict=True))
@@ -249,23 +248,23 @@ def _activations(setup: Setup, mix: Mix) -> dict[str, Activations]:
 
 
 def _evenly(total: int, count: int) -> list[bool]:
-    """Return which of ``total`` in a row are chosen if ``count`` of them are, evenly spaced (Bresenham)."""
+    """Choose ``count`` of ``total`` items in a row, evenly spaced (Bresenham)."""
     count = min(count, total)
     return [(i + 1) * count // total > i * count // total for i in range(total)]
 
 
-_decided = functools.lru_cache(4096)(UnitDecision)  # most units are decided alike, in all mixtures of a search
+_decided = functools.lru_cache(4096)(UnitDecision)  # most units have equal decisions, in all mixes of a search
 _ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute")
 _AFTER_BACKWARD = {"overlap_next_forward": False}
-# DeepSpeed's default ``reduce_bucket_size``: gradients are copied into one buffer of so many before they are reduced,
-# and ``reduce_scatter_coalesced`` makes its flat input from that (``runtime/comm/coalesced_collectives.py``).
+# DeepSpeed's default ``reduce_bucket_size``: gradients are copied into one buffer of so many values before the
+# reduction, and ``reduce_scatter_coalesced`` makes its flat input from it (``runtime/comm/coalesced_collectives.py``).
 REDUCE_BUCKET_PARAMS = 500_000_000
 NUM_REDUCE_BUFFERS = 2
 # DeepSpeed's default ``stage3_prefetch_bucket_size``.
 PREFETCH_BUCKET_PARAMS = 50_000_000
 # DeepSpeed's default ``stage3_max_reuse_distance``.
 MAX_REUSE_PARAMS = 1_000_000_000
-# DeepSpeed's default ``stage3_max_live_parameters``: gathered parameters are kept until there are so many.
+# DeepSpeed's default ``stage3_max_live_parameters``: at most so many gathered parameters are kept.
 MAX_LIVE_PARAMS = 1_000_000_000
 
 
@@ -286,7 +285,7 @@ def _deepspeed(setup: Setup, gradient_path: GradientPath) -> dict[str, Any]:
 
 
 def num_live_segments(setup: Setup, max_live_params: int = MAX_LIVE_PARAMS) -> int:
-    """Return how many layers' gathered parameters DeepSpeed keeps, beside those of the embedding and the head."""
+    """Return the number of layers whose gathered parameters DeepSpeed keeps, beside the embedding and the head."""
     segments: dict[str, int] = defaultdict(int)
     ends = 0
     for unit in setup.units:
@@ -300,9 +299,10 @@ def num_live_segments(setup: Setup, max_live_params: int = MAX_LIVE_PARAMS) -> i
 def _decide(
     setup: Setup, policy: str, activations: Activations, place: Callable[[int], Place], **options: object
 ) -> Decisions:
-    """Return decisions that treat all units alike; ``place`` maps a subgroup's number to its place.
+    """Return decisions that treat all units equally; ``place`` maps a subgroup's number to its place.
 
-    These engines cut subgroups across units, ours are cut within: a piece belongs to the subgroup that it begins in.
+    These engines cut subgroups across units, we cut them within units. Each of our pieces counts for the subgroup in
+    which it begins.
     """
     units: dict[str, UnitDecision] = {}
     offset = 0
@@ -333,5 +333,5 @@ POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {
     "twin-flow": twin_flow,
     "interleaved": interleaved,
 }
-# Those that need NVMe, which not every machine has: tried where it may be used.
+# Policies that need NVMe. They are tried if the request allows it.
 STORAGE_POLICIES: dict[str, Callable[[Setup], Iterator[Decisions]]] = {"zero-infinity": zero_infinity, "ratel": ratel}

@@ -1,4 +1,4 @@
-"""What an engine is asked to place: a model on a machine, with what is decided already."""
+"""The input of an engine policy: a model, and the decisions that are fixed already."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from planner.graph import Degrees, Unit
 from planner.optimizers import Optimizer
 from planner.terms import Storage
 
-# Units of at most this share of the largest one's parameters are very small.
+# A unit is very small if it has at most this share of the largest unit's parameters.
 _SMALL = 1e-2
 
 
@@ -25,21 +25,21 @@ class Mix:
     """A point of the family that our own policy searches (all counts from 0).
 
     Attributes:
-        num_gpu, num_stream: of :attr:`Setup.movable` subgroups, those updated on the device, resident or streamed; the
-            rest is updated on the CPU.
-        num_nvme: subgroups among that rest whose state is on NVMe.
-        num_keep: segments, from the last on, whose activations are kept.
-        num_offload, num_evict: segments among the others whose activations are offloaded, and go on to NVMe.
+        num_gpu, num_stream: :attr:`Setup.movable` subgroups updated on the device, resident or streamed; the CPU
+            updates the rest.
+        num_nvme: subgroups of that rest whose state is on NVMe.
+        num_keep: segments whose activations are kept, counted from the last.
+        num_offload, num_evict: other segments whose activations are offloaded to the host, or on to NVMe.
         num_host: units whose parameters are fetched for every use.
-        spread: 1 if these are evenly spaced among those that may be fetched, 0 if they are the last ones.
-        num_on_nvme: of these, from the last on, those whose parameters are on NVMe, and so their state.
+        spread: 1 if fetched units are evenly spaced among those that may be fetched, 0 if they are the last ones.
+        num_on_nvme: fetched units, counted from the last, whose parameters and state are on NVMe.
         num_slots: slots per ring of parameters.
-        num_state_slots: slots that streamed state passes through.
-        num_gradient_slots: units that backward may run ahead of gradients leaving.
-        num_stay: units with streamed subgroups, from the first on, whose gradients for them stay on the device.
-        num_nvme_slots: host buffers that state from NVMe passes through.
-        spill: 1 if gradients that are updated from there wait there too.
-        zero_stage: what is sharded over devices.
+        num_state_slots: slots for streamed state.
+        num_gradient_slots: units by which backward may run ahead of gradient copies to the host.
+        num_stay: units with streamed subgroups whose gradients stay on the device, counted from the first.
+        num_nvme_slots: host buffers for state from NVMe.
+        spill: 1 if gradients wait on NVMe when their state is there.
+        zero_stage: the ZeRO stage.
     """
 
     num_gpu: int
@@ -62,7 +62,7 @@ class Mix:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What the user asks for, the same for every engine.
+    """The user's request, the same for every engine.
 
     Attributes:
         units: the model's units for this micro-batch, in forward order.
@@ -74,7 +74,7 @@ class Setup:
         clip: clip gradients by their global norm.
         subgroup_params: parameters in one subgroup.
         tensor_parallel, pipeline_parallel, expert_parallel, expert_units: see :class:`planner.decisions.Decisions`.
-        storage: what our own policy may use beside device and host.
+        storage: what our own policy may use in addition to device and host.
     """
 
     units: tuple[Unit, ...]
@@ -93,24 +93,24 @@ class Setup:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What all decisions for it have in common."""
+        """The fields that all decisions for this setup have in common."""
         common = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del common["units"], common["storage"]
         return common
 
     @functools.cached_property
     def known_mixes(self) -> "dict[Mix, Decisions]":
-        """What :func:`mixed` has made so far."""
+        """The decisions that :func:`mixed` has made so far."""
         return {}
 
     @functools.cached_property
     def degrees(self) -> Degrees:
-        """How many ranks share what."""
+        """The degrees of parallelism."""
         return Degrees(self.data_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel)
 
     @functools.cached_property
     def movable(self) -> Mapping[str, int]:
-        """How many subgroups of each unit a mix places, by name: none of those that are very small."""
+        """The number of subgroups that a mix places, by unit; very small units have none."""
         large = max(unit.num_params for unit in self.units) * _SMALL
         return {unit.name: len(pieces(self, unit)) if unit.num_params > large else 0 for unit in self.units}
 
@@ -127,7 +127,7 @@ class Setup:
 
     @functools.cached_property
     def in_turn(self) -> tuple[Unit, ...]:
-        """The units in forward order, but a layer's experts by how much they compute."""
+        """The units in forward order; the experts of a layer by how much they compute."""
         groups = itertools.groupby(self.units, key=lambda unit: (unit.segment, ".experts." in unit.name))
         return tuple(
             unit
@@ -136,7 +136,7 @@ class Setup:
         )
 
     def replicas(self, unit: Unit) -> int:
-        """Return how many ranks have the same part of a unit."""
+        """Return the number of ranks with the same part of a unit."""
         return self.data_parallel // unit.parts(self.degrees)
 
 
