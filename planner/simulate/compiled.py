@@ -1,10 +1,10 @@
 """The simulator's kernel, compiled by numba. Imported only to compile it; see [Note: Kernel file] in :mod:`.loaded`.
 
-A moment at which something happens costs what it touches, not what there is: a lane that waits is looked at again only
-when the task that it waits for ends; the next moment comes off a heap of the lanes that are under way; and speeds are
-solved again only for tasks that a *crowded* resource, one that cannot serve all its users at full speed, joins to a
-change. A running task keeps the time at which it will end, and that is recomputed only when its speed changes: no
-rounding residue builds up, and at every moment at least one task gets further, so rounding cannot stall the clock.
+An event costs time in proportion to what it changes, not to the size of the system. A waiting lane is looked at again
+only when the task that it waits for ends. The next event comes off a heap of the running lanes. Speeds are solved again
+only for tasks that a *crowded* resource connects to a change; a resource is crowded if it cannot serve all its users at
+full speed. A running task stores the time of its end, which changes only with its speed. So rounding errors do not
+build up, at least one task advances at every event, and rounding cannot stall the clock.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ _OPTIONS: dict[str, Any] = {"error_model": "numpy", "_nrt": False}
 
 
 def _jit(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    # The kernel allocates nothing, and without _nrt=False it would spend nine tenths of its time counting references to
-    # the arrays it is given. Inlining halves the rest.
+    # The kernel allocates nothing. Without _nrt=False it would spend nine tenths of its time on counting references to
+    # its arrays. Inlining halves the rest.
     return cast("Callable[_P, _T]", numba.njit(**_OPTIONS, forceinline=True)(function))
 
 
@@ -49,7 +49,7 @@ def _reset(state: State) -> None:
 
 @_jit
 def _link_lanes(tasks: Tasks, lanes: Lanes) -> None:
-    """Put the first task of each lane at its head, and find the next task in the same lane as each task."""
+    """Make the first task of each lane its head, and find each task's successor in its lane."""
     lanes.head[:] = NONE
     for i in range(len(tasks.lane) - 1, -1, -1):
         tasks.next_in_lane[i] = lanes.head[tasks.lane[i]]
@@ -58,7 +58,7 @@ def _link_lanes(tasks: Tasks, lanes: Lanes) -> None:
 
 @_jit
 def _set_event(lane: int, time_s: float, lanes: Lanes, counts: Ints) -> None:
-    """Move a lane to its place in the heap, or put it there."""
+    """Insert a lane into the heap, or move it to its place."""
     place = lanes.place[lane]
     if place == NONE:
         place = counts[HEAP]
@@ -87,7 +87,7 @@ def _set_event(lane: int, time_s: float, lanes: Lanes, counts: Ints) -> None:
 
 @_jit
 def _pop_event(lanes: Lanes, counts: Ints) -> int:
-    """Take the lane of the earliest event off the heap."""
+    """Remove the lane of the earliest event from the heap."""
     lane: int = lanes.heap[0]
     lanes.place[lane] = NONE
     counts[HEAP] -= 1
@@ -108,7 +108,7 @@ def _note_change(resource: int, resources: Resources, counts: Ints, moment: int)
 
 @_jit
 def _run_head(lane: int, state: State, now_s: float, moment: int) -> None:
-    """Let the head of a lane, its latency paid, run: it becomes a user of its resources."""
+    """Run the head of a lane after its latency: it becomes a user of its resources."""
     tasks, lanes, resources, counts = state
     task = lanes.head[lane]
     lanes.state[lane] = _RUNNING
@@ -135,7 +135,7 @@ def _run_head(lane: int, state: State, now_s: float, moment: int) -> None:
 
 @_jit
 def _release(lane: int, state: State, moment: int) -> None:
-    """Take the head of a lane off its resources."""
+    """Remove the head of a lane from the users of its resources."""
     tasks, lanes, resources, counts = state
     task = lanes.head[lane]
     entry = lane * (len(lanes.rate) // len(lanes.head))
@@ -161,7 +161,7 @@ def _push_ready(lane: int, lanes: Lanes, counts: Ints) -> None:
 
 @_jit
 def _end_head(lane: int, state: State, now_s: float) -> None:
-    """End the head of a lane; the next one, and those that wait for it, may be able to start."""
+    """End the head of a lane. The next task in the lane, and tasks that wait for this one, may now start."""
     tasks, lanes, _, counts = state
     task = lanes.head[lane]
     tasks.end_s[task] = now_s
@@ -180,7 +180,7 @@ def _end_head(lane: int, state: State, now_s: float) -> None:
 
 @_jit
 def _start(state: State, now_s: float, moment: int) -> None:
-    """Start all that can start now, run those whose latency is paid, and end at once what has no work."""
+    """Start all tasks that can start now, run those after their latency, and end tasks without work at once."""
     tasks, lanes, _, counts = state
     while counts[READY] > 0:
         counts[READY] -= 1
@@ -190,7 +190,7 @@ def _start(state: State, now_s: float, moment: int) -> None:
             k, stop = lanes.next_pred[lane], tasks.pred_ptr[task + 1]
             while k < stop and tasks.end_s[tasks.pred[k]] != _NOT_YET:
                 k += 1
-            if k < stop:  # look again when that one has ended
+            if k < stop:  # look again when that predecessor has ended
                 lanes.next_pred[lane] = k + 1
                 lanes.next_waiting[lane] = tasks.waiting[tasks.pred[k]]
                 tasks.waiting[tasks.pred[k]] = lane
@@ -215,7 +215,7 @@ def _capacity(resource: int, resources: Resources) -> float:
 
 @_jit
 def _is_crowded(resource: int, lanes: Lanes, resources: Resources) -> bool:
-    demand = 0.0  # afresh: adding and subtracting would leave rounding residue behind
+    demand = 0.0  # computed anew: additions and subtractions would leave rounding errors
     entry = resources.first[resource]
     while entry != NONE:
         demand += lanes.rate[entry]
@@ -225,10 +225,10 @@ def _is_crowded(resource: int, lanes: Lanes, resources: Resources) -> bool:
 
 @_jit
 def _collect(state: State, moment: int) -> None:
-    """Add to the members all running tasks that crowded resources join to a change at this moment.
+    """Add to the members all running tasks that crowded resources connect to a change at this event.
 
-    Where all its users can have full speed, a resource holds nobody back, so that nothing passes through it: what
-    happened there matters to its users only if it is crowded now, or was.
+    A resource that serves all its users at full speed slows nobody, so changes do not spread through it. A change
+    matters to its users only if it is or was crowded.
     """
     tasks, lanes, resources, counts = state
     num_changed, counts[CHANGED] = counts[CHANGED], 0
@@ -260,7 +260,7 @@ def _collect(state: State, moment: int) -> None:
 
 @_jit
 def _weigh(state: State) -> None:
-    """Sum up load and room, afresh: subtracting what has settled would leave rounding residue behind."""
+    """Sum up load and room anew: subtracting settled tasks would leave rounding errors."""
     tasks, lanes, resources, counts = state
     for m in range(counts[MEMBERS]):
         task = lanes.head[lanes.members[m]]
@@ -281,7 +281,7 @@ def _weigh(state: State) -> None:
 
 @_jit
 def _limit(task: int, tasks: Tasks, resources: Resources) -> float:
-    """Return the level at which a rising task has full speed, or the first of its resources is full."""
+    """Return the level at which a rising task reaches full speed, or the first of its resources is full."""
     lowest: float = 1.0 / tasks.weight[task]
     for k in range(tasks.use_ptr[task], tasks.use_ptr[task + 1]):
         resource = tasks.use_resource[k]
@@ -292,7 +292,7 @@ def _limit(task: int, tasks: Tasks, resources: Resources) -> float:
 
 @_jit
 def _fill(state: State) -> None:
-    """Write the weighted max-min fair speeds of the members, which are all that use the resources that hold them."""
+    """Write the weighted max-min fair speeds of the members. Nobody else uses the resources that limit them."""
     tasks, lanes, resources, counts = state
     for m in range(counts[MEMBERS]):
         lanes.new_speed[lanes.members[m]] = _NOT_YET
@@ -315,7 +315,7 @@ def _fill(state: State) -> None:
 
 @_jit
 def _solve(state: State, now_s: float, moment: int) -> None:
-    """Solve the speeds that a change at this moment may have changed, and move the ends of the tasks."""
+    """Solve the speeds that may have changed at this event, and move the ends of those tasks."""
     _collect(state, moment)
     _fill(state)
     lanes, counts = state.lanes, state.counts
@@ -366,10 +366,10 @@ def _run_heads(state: State) -> None:
 
 
 def kernel(state: State, only_heads: int) -> int:
-    """Run all tasks, filling ``start_s`` and ``end_s``; return the number of moments at which any moved.
+    """Run all tasks, filling ``start_s`` and ``end_s``; return the number of events.
 
-    Tasks that can never end keep an ``end_s`` of -1. With ``only_heads`` write to ``speed`` how fast the heads of all
-    lanes run while exactly they are running, and return 0.
+    Tasks that can never end keep an ``end_s`` of -1. With ``only_heads``, write to ``speed`` the speeds of all heads
+    while they alone run, and return 0.
     """
     if only_heads:
         _run_heads(state)
@@ -378,12 +378,12 @@ def kernel(state: State, only_heads: int) -> int:
 
 
 def compile_kernel(state: State) -> tuple[str, bytes]:
-    """Compile the kernel for this machine and for arrays of the types that a state has.
+    """Compile the kernel for this machine and for the array types of a state.
 
     Returns:
-        What it is called in an object file, and that file.
+        The kernel's symbol, and the object file.
     """
-    # Without what Python would call it by, the code refers to nothing of Python's or numba's.
+    # Without a Python wrapper, the code refers to nothing of Python's or numba's.
     alone: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     dispatcher = numba.njit(**_OPTIONS, **alone)(kernel)
     signature = (numba.typeof(state), numba.int64)  # type: ignore[no-untyped-call]

@@ -1,10 +1,10 @@
-"""The critical path: the chain of tasks that sets the length of an iteration, and what slows it.
+"""The critical path: the chain of tasks that determines the length of an iteration, and what slows it.
 
-[Note: Critical path] A task starts when the last of those that it waits for has ended: the tasks that it comes after,
-or the one before it in its lane. So walking back from the beginning of the next iteration, always to whatever ended
-last, tiles the iteration without gaps. Under fluid sharing a task of the chain may also take longer than it would
-alone; that difference is its ``slowed_s``. It is laid to the resource that, of those the task uses, was in greatest
-demand while it ran: all that ran at the time together, each with its own mean rate.
+[Note: Critical path] A task starts when the last of its predecessors has ended, or the task before it in its lane. So a
+walk back from the beginning of the next iteration, always to the task that ended last, covers the iteration without
+gaps. Under fluid sharing, a task of the chain may take longer than alone; the difference is its ``slowed_s``. It is
+attributed to the task's resource with the highest demand while the task ran, summed over all running tasks at their
+mean rates.
 """
 
 import dataclasses
@@ -20,19 +20,19 @@ from planner.schedule.tasks import Lane, Op, Phase
 from planner.schedule.timeline import Timeline
 
 _Key = tuple[int, int]  # iteration, task
-# Times are differences of moments, which have this relative error.
+# The relative error of times, which are differences of timestamps.
 _ROUNDING = 1e-12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One task of the chain, as far as it lies within the iteration.
+    """One task of the chain; only its part within the iteration.
 
     Attributes:
-        iteration, task: which execution.
-        start_s, end_s: since the iteration began.
-        slowed_s: how much of that is due to sharing.
-        shared: the resource that was short, if it was slowed.
+        iteration, task: the execution.
+        start_s, end_s: in seconds since the iteration began.
+        slowed_s: the part of its time that is due to sharing.
+        shared: the resource that slowed it, if any.
     """
 
     iteration: int
@@ -44,18 +44,18 @@ class Step:
 
     @property
     def length_s(self) -> float:
-        """Seconds of the iteration that it is responsible for."""
+        """Its share of the iteration, in seconds."""
         return self.end_s - self.start_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """What the steps of one kind contribute to the critical path.
+    """The sum of the critical path's steps of one kind.
 
     Attributes:
-        phase, lane, op: what they have in common.
-        num_tasks: how many.
-        length_s, slowed_s: added up.
+        phase, lane, op: the kind.
+        num_tasks: the number of steps.
+        length_s, slowed_s: sums over the steps.
         shared: the resource that slowed them most.
     """
 
@@ -71,14 +71,14 @@ class Part:
 def critical_steps(timeline: Timeline, iteration: int) -> tuple[Step, ...]:
     """Return the critical path of one iteration in order of time; see [Note: Critical path].
 
-    In a simulated timeline the steps tile the period; in a measured one what is missing is time in which nothing
-    that the schedule knows of ran.
+    In a simulated timeline, the steps cover the period. In a measured one, gaps are times in which no task of the
+    schedule ran.
     """
     begin_s, end_s = timeline.begin_s(iteration), timeline.begin_s(iteration) + timeline.period_s(iteration)
     before = _before_in_lane(timeline.schedule)
     tasks = timeline.schedule.tasks
     current: _Key = (iteration + 1, timeline.schedule.first_forward or 0)
-    if current[0] >= timeline.num_iterations:  # the last iteration ends with whatever ends last in it
+    if current[0] >= timeline.num_iterations:  # the last iteration ends with its last task
         current = (iteration, int(np.nanargmax(timeline.end_s[iteration])))
         steps = [_step(timeline, current, begin_s, end_s)]
     else:
@@ -91,7 +91,7 @@ def critical_steps(timeline: Timeline, iteration: int) -> tuple[Step, ...]:
         known = [key for key in waited if key[0] >= 0 and not np.isnan(timeline.start_s[key])]
         if not known:
             break
-        # Of several that ended at once, take the one that started last: it is the shortest explanation.
+        # Of several tasks that ended at once, take the one that started last: it is the shortest explanation.
         current = max(known, key=lambda key: (timeline.end_s[key], timeline.start_s[key], key))
         if (step := _step(timeline, current, begin_s, end_s)).length_s > 0:
             steps.append(step)
@@ -99,7 +99,7 @@ def critical_steps(timeline: Timeline, iteration: int) -> tuple[Step, ...]:
 
 
 def critical_path(timeline: Timeline, iteration: int) -> dict[str, float]:
-    """Return how many seconds of one period each lane is responsible for, largest first."""
+    """Return each lane's share of one period, in seconds, largest first."""
     shares: dict[str, float] = defaultdict(float)
     for step in reversed(critical_steps(timeline, iteration)):
         shares[timeline.schedule.tasks[step.task].lane.value] += step.length_s
@@ -113,14 +113,14 @@ def slowed(
     prices: Sequence[Price],
     capacities: Mapping[Resource, float],
 ) -> tuple[Step, ...]:
-    """Return steps with what sharing costs each of them, and which resource was short.
+    """Return steps with their slowdown by sharing, and the resource that caused it.
 
     Args:
-        timeline: a simulated one.
-        iteration: whose steps they are.
+        timeline: a simulated timeline.
+        iteration: the iteration of the steps.
         steps: from :func:`critical_steps`.
-        prices: of each task of the schedule, that the timeline was simulated with.
-        capacities: likewise.
+        prices: the price of each task of the schedule, as in the simulation.
+        capacities: the capacities of the simulation.
     """
     begin_s = timeline.begin_s(iteration)
     demand = _Demand(timeline, prices, capacities)
@@ -128,7 +128,7 @@ def slowed(
 
 
 def parts(schedule: Schedule, steps: Sequence[Step]) -> tuple[Part, ...]:
-    """Return steps summed by phase, lane and op, in the order in which the kinds first appear."""
+    """Return steps summed by phase, lane and op, in order of appearance."""
     kinds: dict[tuple[Phase, Lane, Op], list[Step]] = defaultdict(list)
     for step in steps:
         task = schedule.tasks[step.task]
@@ -159,7 +159,7 @@ def _step(timeline: Timeline, key: _Key, begin_s: float, end_s: float) -> Step:
 
 
 def _before_in_lane(schedule: Schedule) -> list[tuple[int, int]]:
-    """Return for every task its lane's task before it, and how many iterations back that is (0 or 1)."""
+    """Return for every task the previous task in its lane, and how many iterations back that is (0 or 1)."""
     latest = {(task.lane, task.stage): (task.index, 1) for task in schedule.tasks}  # the last of the previous iteration
     result = []
     for task in schedule.tasks:
@@ -183,7 +183,7 @@ def _slowed(timeline: Timeline, begin_s: float, step: Step, price: Price, demand
 
 
 class _Demand:
-    """How much of every resource is used, on average over any stretch of time; each pipeline stage has its own."""
+    """The mean use of every resource over any interval; each pipeline stage has its own resources."""
 
     def __init__(self, timeline: Timeline, prices: Sequence[Price], capacities: Mapping[Resource, float]) -> None:
         self._capacities = capacities
@@ -200,7 +200,7 @@ class _Demand:
             )
 
     def share(self, resource: Resource, stage: int, start_s: float, end_s: float) -> float:
-        """Return the used share of a resource's capacity in a stage from one moment to another."""
+        """Return the used share of a resource's capacity in a stage over an interval."""
         times_s, amounts = self._used[resource, stage]
         used = np.interp(end_s, times_s, amounts) - np.interp(start_s, times_s, amounts)
         return float(used) / (self._capacities[resource] * (end_s - start_s))
@@ -209,7 +209,7 @@ class _Demand:
 def _cumulative(
     starts_s: npt.NDArray[np.float64], ends_s: npt.NDArray[np.float64], amounts: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return times and the total amount used up to each of them; linear in between."""
+    """Return times and the total amount used up to each, linear in between."""
     lengths_s = ends_s - starts_s
     real = lengths_s > 0
     rates = amounts[real] / lengths_s[real]

@@ -1,4 +1,4 @@
-"""The fast simulator: the same answers as :mod:`planner.simulate.reference`, millions of tasks per second."""
+"""The fast simulator: the results of :mod:`planner.simulate.reference`, at millions of tasks per second."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from planner.simulate.system import Floats, FluidSystem
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TaskTimes:
-    """When every task of a system ran.
+    """Start and end of every task of a system.
 
     Attributes:
-        start_s: float64[n], when each task left its queue; its latency comes after that.
-        end_s: float64[n].
-        num_events: moments after 0 at which a latency or a task ended.
+        start_s: float64[n], when each task left its queue; its latency follows.
+        end_s: float64[n], when each task ended.
+        num_events: times after 0 at which a latency or a task ended.
     """
 
     start_s: Floats
@@ -25,7 +25,7 @@ class TaskTimes:
 
     @property
     def makespan_s(self) -> float:
-        """Time from the beginning, 0, to the last end."""
+        """The time of the last end; the simulation begins at 0."""
         return float(self.end_s.max(initial=0.0))
 
 
@@ -46,7 +46,7 @@ def simulate(system: FluidSystem) -> TaskTimes:
 
 
 def solve_speeds(system: FluidSystem, running: Sequence[int]) -> Floats:
-    """Return the speeds, float64[len(running)] in [0, 1], that these tasks have while exactly they are running."""
+    """Return the speeds, float64[len(running)] in [0, 1], of these tasks while no others run."""
     from planner.simulate.loaded import kernel_for  # noqa: PLC0415 - as above
 
     state = _state(system, np.array(running, dtype=np.int32))
@@ -55,7 +55,7 @@ def solve_speeds(system: FluidSystem, running: Sequence[int]) -> Floats:
 
 
 def _state(system: FluidSystem, head: Ints32) -> State:
-    """Return what the kernel works on, in memory that it will initialise itself: from here every call costs."""
+    """Return the kernel's state, in memory that the kernel initialises itself, because calls from here are slow."""
     num_tasks, num_lanes, num_resources = system.num_tasks, len(head), len(system.capacity)
     num_entries = num_lanes * system.max_uses
     empty, i32, i64 = np.empty, np.int32, np.int64

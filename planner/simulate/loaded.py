@@ -1,8 +1,8 @@
-"""The simulator's kernel as machine code: compiled by numba once, and then loaded from a file without numba.
+"""The simulator's kernel as machine code: compiled by numba once, then loaded from a file without numba.
 
-[Note: Kernel file] To import numba and read its own cache takes a second, as that imports a whole compiler. So the
-object file that numba makes is kept in a file of ours, which LLVM alone loads in less than a tenth of that. The name of
-the file has a digest of all that the code depends on, and its first line a digest of the code: what is damaged is
+[Note: Kernel file] Importing numba and reading its own cache takes a second, because that imports a whole compiler. So
+we store numba's object file ourselves, and LLVM alone loads it in less than a tenth of that time. The file's name
+contains a digest of everything that the code depends on. Its first line has a digest of the code; a damaged file is
 compiled again.
 """
 
@@ -29,12 +29,12 @@ _LOCK = threading.Lock()
 
 
 class Kernel:
-    """:func:`planner.simulate.compiled.kernel`, ready to be called. It does not hold Python's lock while it runs.
+    """:func:`planner.simulate.compiled.kernel`, ready to be called. It releases the GIL while it runs.
 
     Args:
-        symbol: what it is called in an object file.
-        code: that file.
-        num_arguments: how many it takes, see :func:`_flattened`.
+        symbol: the kernel's name in the object file.
+        code: the object file.
+        num_arguments: the number of its arguments, see :func:`_flattened`.
     """
 
     def __init__(self, symbol: str, code: bytes, num_arguments: int) -> None:
@@ -44,12 +44,12 @@ class Kernel:
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)  # owns the code
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
-        # What numba compiles takes where its value and its exception go, and returns a status: 0 unless it raised.
+        # A function compiled by numba takes pointers for its value and its exception, and returns 0 unless it raised.
         kind = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * num_arguments)
         self._function = kind(self._engine.get_function_address(symbol))
 
     def __call__(self, state: State, *, only_heads: bool = False) -> int:
-        """Call it."""
+        """Call the kernel."""
         value, exception = ctypes.c_int64(), ctypes.c_void_p()
         status = self._function(ctypes.addressof(value), ctypes.addressof(exception), *_flattened(state), only_heads)
         assert status == 0, "the kernel raises nothing"
@@ -60,7 +60,7 @@ _kernel: Kernel | None = None
 
 
 def kernel_for(state: State) -> Kernel:
-    """Return the kernel: of this process, from its file, or compiled, which takes some seconds once."""
+    """Return the kernel: loaded already, from its file, or compiled, which takes some seconds once."""
     global _kernel  # noqa: PLW0603 - one for the process
     with _LOCK:
         if _kernel is None:
@@ -70,7 +70,7 @@ def kernel_for(state: State) -> Kernel:
 
 
 def kernel_paths() -> list[Path]:
-    """Return where the file may be, the first choice first: beside the source, or in the user's cache."""
+    """Return the places for the file, in order: beside the source, then in the user's cache."""
     digest = hashlib.sha256()
     for part in (version("numba"), version("llvmlite"), llvm.get_process_triple(), llvm.get_host_cpu_name()):
         digest.update(f"{part}\n".encode())
@@ -83,7 +83,7 @@ def kernel_paths() -> list[Path]:
 
 
 def _read() -> tuple[str, bytes] | None:
-    """Return symbol and code of the file, if there is one and it is whole."""
+    """Return symbol and code from the file, if there is an undamaged one."""
     for path in kernel_paths():
         with suppress(OSError, ValueError):
             head, code = path.read_bytes().split(b"\n", 1)
@@ -94,7 +94,7 @@ def _read() -> tuple[str, bytes] | None:
 
 
 def _compile(state: State) -> tuple[str, bytes]:
-    """Compile the kernel, and write its file where that can be done."""
+    """Compile the kernel, and write its file to the first place that can be written."""
     from planner.simulate.compiled import compile_kernel  # noqa: PLC0415 - numba, which takes long to import
 
     symbol, code = compile_kernel(state)
@@ -110,8 +110,8 @@ def _compile(state: State) -> tuple[str, bytes]:
 def _flattened(state: tuple[Any, ...]) -> Iterator[int]:
     """Yield the arguments that numba makes of nested tuples of C-contiguous arrays.
 
-    They are, of each array, its owner and its parent (of what is borrowed neither), the number of items, the bytes of
-    one, the address, the shape and the strides.
+    For each array these are its owner and parent (null for borrowed arrays), the number of items, the bytes of one, the
+    address, the shape and the strides.
     """
     for part in state:
         if isinstance(part, tuple):

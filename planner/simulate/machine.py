@@ -1,4 +1,4 @@
-"""The simulated machine: walks a schedule in virtual time."""
+"""The simulated machine: runs a schedule in virtual time."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -17,19 +17,19 @@ from planner.simulate.system import Capacity, Floats, FluidSystem, Ints, capacit
 Capacities = Mapping[Resource, Capacity]
 
 _RESOURCE_NAMES = tuple(resource.name.lower() for resource in Resource)
-# Iterations simulated at first, and at most, in search of a cycle.
+# Iterations to simulate in search of a cycle: at first, and at most.
 _FIRST_ITERATIONS, _MAX_ITERATIONS = 4, 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """A simulated timeline, and the iterations of it that repeat from then on; see [Note: Steady state].
+    """A simulated timeline, and the cycle of iterations that repeats; see [Note: Steady state].
 
     Attributes:
         timeline: several iterations.
         steady: index of the first iteration of the cycle (or of the last complete iteration, if none was found).
         converged: whether a cycle was found.
-        cycle: number of iterations after which all repeats.
+        cycle: the number of iterations in the cycle.
     """
 
     timeline: Timeline
@@ -55,12 +55,12 @@ class Simulation:
 
 
 class SimulatedMachine:
-    """Collects issued tasks and prices them; :meth:`run` then lets virtual time pass.
+    """Collects issued tasks; :meth:`run` then simulates them.
 
     Args:
-        schedule: what is walked.
+        schedule: the schedule.
         prices: the price of each task (see :meth:`planner.costs.model.CostModel.prices`), or its measured duration.
-        capacities: what there is of each resource.
+        capacities: the capacity of each resource.
     """
 
     def __init__(self, schedule: Schedule, prices: Sequence[Price], capacities: Capacities) -> None:
@@ -81,16 +81,16 @@ class SimulatedMachine:
         return self.simulated(num_iterations)
 
     def simulated(self, num_iterations: int) -> Timeline:
-        """Simulate so many iterations, as if a loop had issued them: issuing whole ones takes no virtual time."""
+        """Simulate ``num_iterations`` as if a loop had issued them, which takes no virtual time."""
         result = simulate(self.system(num_iterations))
         shape = (num_iterations, self._schedule.num_tasks)
         return Timeline(self._schedule, result.start_s.reshape(shape), result.end_s.reshape(shape))
 
     def system(self, num_iterations: int) -> FluidSystem:
-        """Return the arrays of one iteration, tiled; every pipeline stage has lanes and resources of its own."""
+        """Return the arrays of one iteration, repeated; every pipeline stage has its own lanes and resources."""
         schedule, stages = self._schedule, range(self._schedule.num_stages)
         arrays, count = schedule.arrays, schedule.num_tasks
-        # Equal work has one price, and there is little work that differs.
+        # Tasks of one kind have one price, and there are few kinds.
         identities = np.fromiter(map(id, self._prices), np.int64, count)
         _, firsts, price = np.unique(identities, return_index=True, return_inverse=True)
         prices = [self._prices[first] for first in firsts.tolist()]
@@ -117,7 +117,7 @@ class SimulatedMachine:
         )
 
     def _predecessors(self, num_iterations: int) -> tuple[Ints, Ints]:
-        """Return CSR pointers and indices; the first iteration has no previous one to wait for."""
+        """Return CSR pointers and indices; the first iteration does not wait for a previous one."""
         arrays, count = self._schedule.arrays, self._schedule.num_tasks
         first, first_counts = arrays.after, arrays.num_after
         previous, previous_counts = arrays.after_previous, arrays.num_after_previous
@@ -134,7 +134,7 @@ def _uses(prices: Sequence[Price], price: Ints) -> tuple[Ints, Floats]:
     """Return how many resources each task uses, and (resource, rate) of each use, one task after another.
 
     Args:
-        prices: those that differ.
+        prices: the different prices.
         price: int64[n], the price of each task.
     """
     sizes = np.fromiter((len(each.uses) for each in prices), np.int64, len(prices))
@@ -145,17 +145,17 @@ def _uses(prices: Sequence[Price], price: Ints) -> tuple[Ints, Floats]:
 
 
 def run(schedule: Schedule, prices: Sequence[Price], capacities: Capacities, num_iterations: int) -> Timeline:
-    """Walk a schedule for some iterations in virtual time."""
+    """Run ``num_iterations`` of a schedule in virtual time."""
     return SimulatedMachine(schedule, prices, capacities).simulated(num_iterations)
 
 
 def run_until_steady(schedule: Schedule, cost: CostModel, *, quick: bool = False) -> Simulation:
-    """Walk a schedule until its iteration repeats itself; see [Note: Steady state].
+    """Run a schedule until its iterations repeat; see [Note: Steady state].
 
     Args:
-        schedule: what is walked.
+        schedule: the schedule.
         cost: prices of its tasks.
-        quick: take the second iteration as steady without looking further (what a search needs).
+        quick: take the second iteration as steady without further search, as the planner's search does.
     """
     prices, capacities = cost.prices(schedule), cost.capacities()
     if quick:

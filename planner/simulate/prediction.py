@@ -1,4 +1,4 @@
-"""What a schedule is predicted to take: time by phase, memory by tier, and what binds."""
+"""Predictions for a schedule: time by phase, memory by tier, and the critical path."""
 
 import dataclasses
 
@@ -17,8 +17,8 @@ class TierMemory(Frozen):
 
     Attributes:
         peak_bytes: most bytes held at any moment of the iteration.
-        capacity_bytes: what there is.
-        by_class: what each class holds at that moment.
+        capacity_bytes: the capacity of the tier.
+        by_class: bytes of each class at that moment.
     """
 
     peak_bytes: int
@@ -27,7 +27,7 @@ class TierMemory(Frozen):
 
     @property
     def missing_bytes(self) -> int:
-        """How much too little there is; 0 if it fits."""
+        """Bytes by which the peak exceeds the capacity; 0 if it fits."""
         return max(self.peak_bytes - self.capacity_bytes, 0)
 
 
@@ -40,8 +40,8 @@ class Prediction(Frozen):
         model_flop_per_s: per device, without recomputation.
         memory: peaks by tier.
         busy_s: seconds that each lane is occupied.
-        critical_s: seconds of the critical path that each lane is responsible for.
-        converged: whether the simulated iteration repeated itself exactly.
+        critical_s: each lane's share of the critical path, in seconds.
+        converged: whether the simulated iterations repeated exactly.
         warnings: what the user should know about the numbers.
     """
 
@@ -65,13 +65,13 @@ class Prediction(Frozen):
 
     @property
     def missing_bytes(self) -> dict[Tier, int]:
-        """How much too little there is, of the tiers that are too small."""
+        """Missing bytes of the tiers that are too small."""
         return {tier: use.missing_bytes for tier, use in self.memory.items() if use.missing_bytes}
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is trained: the units for one micro-batch, and how many tokens that is."""
+    """The units for one micro-batch, and the sequence length."""
 
     units: tuple[Unit, ...]
     seq_len: int
@@ -82,7 +82,7 @@ class Workload:
 
 
 def predict(workload: Workload, decisions: Decisions, cost: CostModel, simulation: Simulation) -> Prediction:
-    """Summarise a simulation."""
+    """Summarise a simulation as a prediction."""
     timeline, steady = simulation.timeline, simulation.steady
     phases = simulation.phases
     return Prediction(
@@ -99,7 +99,7 @@ def predict(workload: Workload, decisions: Decisions, cost: CostModel, simulatio
 
 
 def memory_peaks(timeline: Timeline, iteration: int, cost: CostModel) -> dict[Tier, TierMemory]:
-    """Return peaks against capacities: one device's, and those of all ranks on one node together."""
+    """Return peaks and capacities: of one device, and of a node's host and drives with all its ranks."""
     capacity, scale = capacities(cost), _num_holders(cost)
     use = memory_use(timeline, iteration)
     return {
@@ -123,18 +123,18 @@ def capacities(cost: CostModel) -> dict[Tier, int]:
 
 
 def needs_bytes(timeline: Timeline, iteration: int, cost: CostModel) -> dict[Tier, int]:
-    """Return the peaks of :func:`memory_peaks` alone: what a search needs, hundreds of times."""
+    """Return only the peaks of :func:`memory_peaks`. A search needs them hundreds of times."""
     ranks = _num_holders(cost)
     return {tier: ranks[tier] * most for tier, most in peak_bytes(timeline, iteration).items()}
 
 
 def _num_holders(cost: CostModel) -> dict[Tier, int]:
-    """Return how many ranks hold something in one memory of each tier."""
+    """Return the number of ranks that share one memory of each tier."""
     return {Tier.GPU: 1, Tier.HOST: cost.ranks_per_node, Tier.NVME: cost.ranks_per_node}
 
 
 def always_held(schedule: Schedule, cost: CostModel) -> dict[Tier, int]:
-    """Return a lower bound of each tier's peak without simulating: what is held all the time."""
+    """Return the bytes that are always held on each tier: a lower bound of the peak without a simulation."""
     most = schedule.arrays.always_held.max(axis=1, initial=0).tolist()
     ranks = _num_holders(cost)
     return {tier: ranks[tier] * held for tier, held in zip(TIERS, most, strict=True)}

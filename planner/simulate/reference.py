@@ -1,4 +1,4 @@
-"""The simulator, slow and obvious: what the fast kernel is held against. See [Note: Fluid sharing]."""
+"""The simulator, slow and obvious. Tests compare the fast kernel with it. See [Note: Fluid sharing]."""
 
 import math
 from collections import Counter, deque
@@ -21,10 +21,10 @@ def max_min_speeds(
     """Return the weighted max-min fair speeds, in [0, 1], of tasks that all run at once.
 
     Args:
-        uses: of each task, what it uses of each resource at full speed.
-        capacity: of each resource, for 1, 2, ... users; the last entry also holds for more.
-        weights: of each task, how fast its speed rises.
-        number: type to calculate with: ``float``, or ``Fraction`` for exact results.
+        uses: for each task, its use of each resource at full speed.
+        capacity: for each resource, its capacity with 1, 2, ... users; the last entry also holds for more.
+        weights: for each task, how fast its speed rises.
+        number: the type for the calculation: ``float``, or ``Fraction`` for exact results.
     """
     users = Counter(r for use in uses for r in use)
     room = {r: capacity[r][min(users[r], len(capacity[r])) - 1] for r in users}
@@ -49,7 +49,7 @@ def simulate_reference(system: FluidSystem, number: Callable[[float], Number] = 
     """Return when each task leaves its queue (before its latency) and when it ends, in seconds: two float64[n].
 
     Args:
-        system: what to simulate.
+        system: the system to simulate.
         number: type to calculate with: ``float``, or ``Fraction`` for exact times (rounded only when returned).
 
     Raises:
@@ -67,7 +67,7 @@ def simulate_reference(system: FluidSystem, number: Callable[[float], Number] = 
     now = number(0)
     while True:
         moved = True
-        while moved:  # an end lets others start, and a start with nothing to do is an end
+        while moved:  # an end lets others start, and a task without work ends at its start
             moved = False
             for queue in queues:
                 head = queue[0] if queue else -1

@@ -1,4 +1,4 @@
-"""A schedule with durations in place of prices: nothing is shared, and all that is left is who waits for whom."""
+"""A schedule with given durations instead of prices: nothing is shared, only the waiting is simulated."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from planner.simulate.machine import SimulatedMachine
 
 Seconds = npt.NDArray[np.float64]
 
-# Iterations that are simulated, and those of them that are not yet read: what lanes begin with has to wear off.
+# Iterations to simulate, and to skip at the beginning, until the effect of the start is gone.
 _NUM, _FIRST = 9, 4
 
 
@@ -21,7 +21,7 @@ class Replays:
     """Simulates one schedule with many sets of durations; its arrays are built once.
 
     Args:
-        schedule: what is walked.
+        schedule: the schedule.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -30,7 +30,7 @@ class Replays:
         self._system = machine.system(_NUM)
 
     def period_s(self, durations_s: Seconds) -> float:
-        """Return the seconds per iteration if tasks take so long, each alone on the machine.
+        """Return the seconds per iteration if tasks have these durations.
 
         Args:
             durations_s: float64[num_tasks], seconds.

@@ -1,4 +1,4 @@
-"""What the simulator's kernel works on: arrays by name, as plain data that needs no compiler."""
+"""The state of the simulator's kernel: named arrays, plain data without a compiler."""
 
 from typing import NamedTuple
 
@@ -9,15 +9,15 @@ from planner.simulate.system import Floats, Ints
 
 Ints32 = npt.NDArray[np.int32]
 
-# What is counted: entries in use of each stack or list, and tasks that have ended.
+# Positions of counters: used entries of each stack or list, and ended tasks.
 HEAP, READY, CHANGED, MEMBERS, ENDED = range(5)
 NUM_COUNTS = 5
 NONE = -1
-"""In place of a task, a lane or an entry: there is none."""
+"""Stands for no task, no lane or no entry."""
 
 
 class Tasks(NamedTuple):
-    """What the kernel reads and writes per task; see :class:`planner.simulate.system.FluidSystem`."""
+    """The kernel's arrays per task; see :class:`planner.simulate.system.FluidSystem`."""
 
     lane: Ints32
     latency_s: Floats
@@ -35,10 +35,10 @@ class Tasks(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """State of each lane; ``head`` is the task under way or next, ``NONE`` when there is none left.
+    """The kernel's arrays per lane. ``head`` is the running or the next task, ``NONE`` at the end.
 
     ``rate``, ``following`` and ``preceding`` have ``width`` entries per lane, one per resource that a task may use.
-    They chain up the running users of each resource.
+    They link the running users of each resource.
     """
 
     head: Ints32
@@ -61,20 +61,20 @@ class Lanes(NamedTuple):
 
 
 class Resources(NamedTuple):
-    """State of each resource."""
+    """The kernel's arrays per resource."""
 
     capacity: Floats
     first: Ints32  # entry of its first running user
     num_users: Ints
-    crowded: npt.NDArray[np.bool_]  # its running users want more than it has
-    room: Floats  # scratch: capacity that tasks whose speed is settled leave
+    crowded: npt.NDArray[np.bool_]  # whether its running users need more than its capacity
+    room: Floats  # scratch: the capacity that tasks with a settled speed leave
     load: Floats  # scratch: how fast the others fill it
     changed_at: Ints  # last moment at which it was put on the list
     changed: Ints32  # list: resources whose users have to be solved
 
 
 class State(NamedTuple):
-    """All that the kernel works on; all but what a system says may be uninitialised memory before."""
+    """All arrays of the kernel. Only those that a system provides are initialised."""
 
     tasks: Tasks
     lanes: Lanes

@@ -1,15 +1,15 @@
-"""When a simulated iteration repeats itself.
+"""The steady state: when simulated iterations repeat.
 
-[Note: Steady state] Iterations settle into a *cycle*: of one iteration, or of several that differ, such as two that
-alternate because work handed on from lane to lane comes back only every second time. Equal periods alone do not show
-it: while a lane falls behind, the lanes that do not wait for it yet keep a period that will not last. Two iterations
-are the same if each task starts and ends at the same moments after the iteration's beginning.
+[Note: Steady state] Iterations settle into a *cycle*, of one iteration or of several different ones; two may alternate,
+for example, if work that passes from lane to lane returns only every second time. Equal periods do not prove a cycle:
+while one lane falls behind, lanes that do not wait for it yet keep a period that will not last. Two iterations are
+equal if each task starts and ends at the same times after the iteration's beginning.
 
-Let *reach* be how many iterations later something may still run beside what is left of an iteration. What happens from
-the first start of iteration i on depends on earlier iterations only through when the tasks of those from i - reach on
-start and end: that says who runs beside whom, and thus every speed. So if as many iterations in a row are the same as
-those ``length`` later, all that follow are. We also ask that each iteration of the cycle was seen twice, and leave out
-the last one: nothing later runs beside it, and it has no period.
+Let *reach* be the number of iterations by which tasks of one iteration may still overlap with later ones. From the
+first start of iteration i on, everything depends on earlier iterations only through the start and end times of
+iterations from i - reach on: these determine which tasks overlap, and so every speed. So if that many iterations in a
+row equal those ``length`` later, all following iterations do too. We also require that each iteration of the cycle was
+seen twice. The last iteration does not count: nothing later overlaps with it, and it has no period.
 """
 
 import dataclasses
@@ -18,20 +18,20 @@ import numpy as np
 
 from planner.schedule.timeline import Timeline
 
-# Moments that differ by less than this part of the period are the same.
+# Times that differ by less than this fraction of the period are equal.
 _SAME = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cycle:
-    """Iterations that repeat from then on: ``length`` of them, beginning with the index ``first``."""
+    """The iterations that repeat: ``length`` of them, from index ``first`` on."""
 
     first: int
     length: int
 
 
 def find_cycle(timeline: Timeline) -> Cycle | None:
-    """Return the shortest cycle that a timeline shows, and of that the first occurrence; ``None`` if it shows none."""
+    """Return the first occurrence of the shortest cycle in a timeline; ``None`` if there is none."""
     num_iterations = timeline.num_iterations
     begin_s = np.array([timeline.begin_s(i) for i in range(num_iterations)])
     period_s = np.diff(begin_s)
@@ -51,7 +51,7 @@ def find_cycle(timeline: Timeline) -> Cycle | None:
 
 
 def _reach(timeline: Timeline) -> int:
-    """Return how many iterations after an iteration something may run beside what is left of it."""
+    """Return the number of later iterations with which an iteration may overlap."""
     first_s, last_s = timeline.start_s.min(axis=1), timeline.end_s.max(axis=1)
     slack_s = _SAME * (last_s - first_s)
     begun = np.searchsorted(np.maximum.accumulate(first_s), last_s - slack_s)  # iterations begun before each one's end

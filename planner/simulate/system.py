@@ -1,23 +1,21 @@
-"""What the simulator runs: tasks on lanes that share resources, as flat arrays.
+"""The input of the simulator: tasks on lanes that share resources, as flat arrays.
 
-[Note: Fluid sharing] A *lane* runs its tasks first-in first-out, in issue order: a task starts when the task before it
-in its lane and all its predecessors have ended. It first pays its latency, which uses no resources; then it is
-*running* with a speed in [0, 1], and its remaining work (at first ``duration_s``, the time it takes alone at full
-speed) falls at that rate; it ends when none is left. A running task uses ``speed * rate`` of every resource it
-crosses. Speeds are weighted max-min fair (progressive filling, Bertsekas and Gallager, *Data Networks*, 2nd ed.,
-section 6.5.2): a level rises from 0, and with it every task's speed, ``weight * level``, until one of its resources is
-full or it has full speed; it stops there, and the others rise on. What is shared fairly is thus the *speed relative to
-the weight*. Weights matter only where tasks compete, and only their ratios do: a task of weight 1/8 beside one of
-weight 1 gets an eighth of its speed on a full resource, and whatever the other leaves. The capacity of a resource may
-depend on how many running tasks use it. Nothing here depends on the order in which things that happen at the same
-moment are looked at, so there are no ties to break.
+[Note: Fluid sharing] A *lane* runs its tasks first-in first-out, in issue order. A task starts when the task before it
+in its lane and all its predecessors have ended. First it pays its latency, which uses no resources. Then it *runs* with
+a speed in [0, 1]. Its remaining work is at first ``duration_s``, its time alone at full speed, and falls at that speed;
+the task ends when none is left. A running task uses ``speed * rate`` of each of its resources. Speeds are weighted
+max-min fair (progressive filling, Bertsekas and Gallager, *Data Networks*, 2nd ed., section 6.5.2). A level rises from
+0, and with it every task's speed, ``weight * level``. A task stops rising when it has full speed or one of its
+resources is full; the others rise on. So the *speed relative to the weight* is shared fairly. Weights matter only if
+tasks compete, and only their ratios matter: on a full resource, a task of weight 1/8 beside one of weight 1 gets an
+eighth of its speed, plus what the other leaves. The capacity of a resource may depend on the number of its running
+users. Results do not depend on the order in which simultaneous events are processed, so there are no ties to break.
 
-[Note: Folding] Ranks that have equal tasks and start together stay together: max-min fair speeds are unique, so
-exchanging two ranks, which leaves the system as it is, leaves their speeds as they are. One *representative* of R ranks
-is then exact if it gets 1/R of every resource that they share and the whole of every resource that each has alone.
-Where a capacity depends on the number of users, k users of the representative stand for R * k (:func:`fold_capacity`).
-It is not exact if ranks differ (fewer of them on the last node), start apart, or compete with something that is there
-only once.
+[Note: Folding] Ranks with equal tasks that start together stay together: max-min fair speeds are unique, and exchanging
+two ranks does not change the system. So one *representative* of R ranks is exact if it gets 1/R of every shared
+resource and the whole of every resource that each rank has alone. If a capacity depends on the number of users, k users
+of the representative stand for R * k (:func:`fold_capacity`). The representative is not exact if ranks differ (fewer of
+them on the last node), start at different times, or compete with a task that exists only once.
 """
 
 import dataclasses
@@ -59,11 +57,11 @@ class FluidTask(NamedTuple):
 
     Attributes:
         lane: number of its lane, from 0.
-        duration_s: time it takes alone at full speed, without latency.
+        duration_s: its time alone at full speed, without latency.
         latency_s: paid first, without using resources.
-        after: indices of tasks that must have ended; all issued earlier.
-        uses: amount per second, at full speed, of each resource it crosses; amounts of 0 are left out.
-        weight: how fast its speed rises where it competes with others; 1 for work in the foreground.
+        after: indices of its predecessors, all issued earlier.
+        uses: amount per second at full speed, by resource; amounts of 0 are omitted.
+        weight: how fast its speed rises when it competes; 1 for work in the foreground.
     """
 
     lane: int
@@ -76,10 +74,10 @@ class FluidTask(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FluidSystem:
-    """Tasks in issue order, and what they share; see [Note: Fluid sharing].
+    """Tasks in issue order, and the resources that they share; see [Note: Fluid sharing].
 
-    ``pred[pred_ptr[i]:pred_ptr[i + 1]]`` are the predecessors of task ``i``, and likewise for what it uses. Arrays are
-    kept as contiguous read-only views.
+    ``pred[pred_ptr[i]:pred_ptr[i + 1]]`` are the predecessors of task ``i``; its uses are stored in the same way.
+    Arrays are stored as contiguous read-only views.
 
     Attributes:
         lane: int32[n], the lane of each task; lanes are numbered from 0.
@@ -168,37 +166,37 @@ class FluidSystem:
 
     @functools.cached_property
     def num_lanes(self) -> int:
-        """Number of lanes, counting empty ones below the highest that is used."""
+        """Number of lanes, including unused ones below the highest."""
         return int(self.lane.max(initial=-1)) + 1
 
     @functools.cached_property
     def max_uses(self) -> int:
-        """Most resources that any task uses."""
+        """The largest number of resources of a task."""
         return int(np.diff(self.use_ptr).max(initial=0))
 
     def predecessors(self, task: int) -> list[int]:
-        """Return the indices of the tasks that a task comes after."""
+        """Return the indices of a task's predecessors."""
         return [int(p) for p in self.pred[self.pred_ptr[task] : self.pred_ptr[task + 1]]]
 
     def uses(self, task: int) -> dict[int, float]:
-        """Return what a task uses of each resource, in amount per second at full speed."""
+        """Return a task's use of each resource, in amount per second at full speed."""
         part = slice(self.use_ptr[task], self.use_ptr[task + 1])
         return {int(r): float(a) for r, a in zip(self.use_resource[part], self.use_rate[part], strict=True)}
 
     def describe(self, task: int) -> str:
-        """Return how messages call a task, such as ``task 3 (fetch layers.0) on lane h2d``."""
+        """Return a task's name for messages, such as ``task 3 (fetch layers.0) on lane h2d``."""
         lane = int(self.lane[task])
         lane_name = self.lane_names[lane] if 0 <= lane < len(self.lane_names) else str(lane)
         name = f" ({self.task_name(task)})" if self.task_name else ""
         return f"task {task}{name} on lane {lane_name}"
 
     def describe_resource(self, resource: int) -> str:
-        """Return how messages call a resource, such as ``resource link_down``."""
+        """Return a resource's name for messages, such as ``resource link_down``."""
         named = 0 <= resource < len(self.resource_names)
         return f"resource {self.resource_names[resource] if named else resource}"
 
     def never_ends(self, task: int) -> StuckError:
-        """Return the error that a task which has started can never end."""
+        """Return the error for a started task that can never end."""
         empty = [self.describe_resource(r) for r in self.uses(task) if not self.capacity[r].any()]
         reason = f"{empty[0]} has no capacity; give it some" if empty else "it hardly moves; give its resources more"
         return StuckError(f"{self.describe(task)} can never end: {reason}")
@@ -233,7 +231,8 @@ class FluidSystem:
 
     def _check_predecessors(self) -> None:
         owner = self._owners("pred_ptr", self.pred)
-        # Earlier tasks only: with lanes in issue order, this alone rules out cycles, also those through a lane.
+        # Predecessors are earlier tasks. With lanes in issue order, this alone rules out cycles, also those through a
+        # lane.
         if (k := _first((self.pred < 0) | (self.pred >= owner))) is not None:
             p = int(self.pred[k])
             later = owner[k] <= p < self.num_tasks
@@ -262,7 +261,7 @@ class FluidSystem:
             )
 
     def _owners(self, pointer_name: str, values: npt.NDArray[Any]) -> Ints:
-        """Return the task that each entry of a pointed-to array belongs to, having checked the pointers."""
+        """Check pointers, and return the task of each entry of the array that they point into."""
         pointers: Ints = getattr(self, pointer_name)
         sizes = np.diff(pointers)
         if (
@@ -276,10 +275,10 @@ class FluidSystem:
 
 
 def capacity_rows(capacity: Sequence[Capacity], resource_names: Sequence[str] = ()) -> Floats:
-    """Return capacities as :class:`FluidSystem` takes them, float64[r, k].
+    """Return capacities in the form of :class:`FluidSystem`, float64[r, k].
 
     Raises:
-        ValueError: no number at all for a resource.
+        ValueError: a resource has no number at all.
     """
     rows = [list(row) if isinstance(row, Sequence) else [row] for row in capacity]
     if empty := [r for r, row in enumerate(rows) if not row]:
@@ -290,7 +289,7 @@ def capacity_rows(capacity: Sequence[Capacity], resource_names: Sequence[str] = 
 
 
 def fold_capacity(capacity: Capacity, num_ranks: int) -> Capacity:
-    """Return what one of some equal ranks has of a resource that all of them share; see [Note: Folding]."""
+    """Return one rank's capacity of a resource that ``num_ranks`` equal ranks share; see [Note: Folding]."""
     if not isinstance(capacity, Sequence):
         return capacity / num_ranks
     last = len(capacity) - 1
@@ -299,7 +298,7 @@ def fold_capacity(capacity: Capacity, num_ranks: int) -> Capacity:
 
 
 def pointers(sizes: Sequence[int] | Ints) -> Ints:
-    """Return int64[n + 1]: where each of n rows begins if they are laid one after another, and where the last ends."""
+    """Return int64[n + 1]: the start of each of n consecutive rows, and the end of the last."""
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
