@@ -17,7 +17,7 @@ from planner.bounds.loads import Loads
 from planner.bounds.order import order_bound_s
 from planner.bounds.program import LinearProgram, bound
 from planner.bounds.proof import Certificate, Proof
-from planner.bounds.solver import Solution, Solver, solve
+from planner.bounds.solver import solve
 from planner.choices.choice import Choice
 from planner.choices.space import NEVER_S, OVERRUN, Space
 from planner.choices.variants import Variant
@@ -46,27 +46,20 @@ def certify(rivals: Sequence[Variant], own: Variant, decisions: Decisions, itera
         iteration_s: the plan's predicted iteration time.
     """
     limit_s, cost = _LIMIT * iteration_s, own.cost
-    with ThreadPoolExecutor(1) as pool:  # HiGHS solves one program while Python makes the next
-        begun = []
-        for space in own.space.stages():
-            program = conditions(space, cost, limit_s)
-            begun.append((space, program, pool.submit(Solver(program).solve)))
-        placed = _placed(own.space, cost, decisions, limit_s)
-        placing = pool.submit(Solver(placed).solve)
+    placed = _placed(own.space, cost, decisions, limit_s)
+    with ThreadPoolExecutor(2) as pool:  # HiGHS solves one program while Python makes the next
+        placing = pool.submit(solve, placed)
+        proving = pool.map(lambda space: _prove(own.choice, space, cost, limit_s), own.space.stages())
         order_s = _order_s(own.space, cost, decisions)
-        proofs = [_proof(own.choice, space, cost, program, solved.result()) for space, program, solved in begun]
-        solution = placing.result()
+        proofs, solution = list(proving), placing.result()
     assert solution is not None, "the plan itself satisfies the conditions"
     bound_s = min(proof.bound_s for proof in proofs if proof.bound_s is not None)
     for rival in sorted(rivals, key=computing_s):
         if rival.choice == own.choice:
             continue
         for space in rival.space.stages():
-            if computing_s(rival) >= bound_s:
-                proof = _by_computing(rival, space)
-            else:
-                program = conditions(space, rival.cost, limit_s)
-                proof = _proof(rival.choice, space, rival.cost, program, solve(program))
+            enough = computing_s(rival) >= bound_s
+            proof = _by_computing(rival, space) if enough else _prove(rival.choice, space, rival.cost, limit_s)
             proofs.append(proof)
             bound_s = min(bound_s, proof.bound_s if proof.bound_s is not None else bound_s)
     # Proofs are exact, but the simulated time is rounded: it may be one digit below a bound that the plan attains.
@@ -187,8 +180,10 @@ def _order_s(space: Space, cost: CostModel, decisions: Decisions) -> float:
     return order_bound_s(schedule, CostModel.of(cost.profile, space.units, decisions))
 
 
-def _proof(choice: Choice, space: Space, cost: CostModel, program: LinearProgram, solution: Solution | None) -> Proof:
-    """Turn an optimum of the conditions into a proof of a bound; if there is none, prove that nothing fits."""
+def _prove(choice: Choice, space: Space, cost: CostModel, limit_s: float) -> Proof:
+    """Prove a bound for one choice and ZeRO stage, or that nothing fits."""
+    program = conditions(space, cost, limit_s)
+    solution = solve(program)
     if solution is None:
         if proof := _does_not_fit(choice, space, conditions(space, cost, NEVER_S, soft=True)):
             return proof

@@ -76,7 +76,7 @@ _KNOWN: deque[_Known] = deque(maxlen=4)
 def _conditions(space: Space, cost: CostModel) -> LinearProgram:
     """Return the conditions without a limit on the time; spaces with equal conditions share one program."""
     space = space.without_order()
-    if known := next((known for known in _KNOWN if known.is_of(space, cost)), None):
+    if known := next((known for known in tuple(_KNOWN) if known.is_of(space, cost)), None):
         return known.program
     placement = Placement(space, cost, NEVER_S)
     Work(placement)
