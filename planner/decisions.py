@@ -25,8 +25,8 @@ class GradientPath(StrEnum):
     """How gradients leave the device."""
 
     ONCE = "once"  # in the weights' type, pinned, asynchronous: 2 B/param in bf16
-    # DeepSpeed ZeRO-3 (up to 0.19): bf16 out, back in, fp32 out: 8 B/param. The last copy also converts. It runs on the
-    # stream that backward's kernels wait for, so its time is fully exposed.
+    # DeepSpeed ZeRO-3 (up to 0.19): bf16 out and back in, and after the last micro-batch fp32 out [Note: Accumulation].
+    # The fp32 copy also converts. It runs on the stream that backward's kernels wait for, so its time is fully exposed.
     ZERO3_BLOCKING = "zero3-blocking"  # the last copy is unpinned, and the caller waits for it
     ZERO3_PINNED = "zero3-pinned"  # the caller waits for the last copy, to a pinned buffer of the NVMe swapper
     ZERO3_ASYNC = "zero3-async"  # the last copy is pinned, and the caller does not wait

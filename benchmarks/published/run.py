@@ -125,7 +125,7 @@ FITTINGS = (
         "polaris-a100-40g",
         "offloaded_update",
         (
-            "*-7b-*-dp1-*-blocking-flush",
+            "*-7b-*-tp1-dp1-mb4-gb4-*-blocking-flush",
             "*-7b-*-dp4-*-async-flush",
             "*-7b-*-dp8-*-async-flush",
             "*-7b-*-dp16-*-k5",

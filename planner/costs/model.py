@@ -213,8 +213,8 @@ class CostModel:
         if task.op is Op.FLUSH and task.micro_batch:
             duration_s += self._rank.host_pass(_ACCUMULATE_PASSES * task.num_bytes).duration_s
             num_passes += _ACCUMULATE_PASSES
-        if task.op is Op.FLUSH and (norm := self.profile.device.gradient_norm) is not None:
-            if self.asynchronous and task.micro_batch:  # the norm is of the sum, which is on the host
+        if task.num_params and (norm := self.profile.device.gradient_norm) is not None:
+            if self.asynchronous and task.op is Op.FLUSH and task.micro_batch:  # the norm is of the sum, on the host
                 duration_s += self._rank.host_pass(self._dtype_bytes * task.num_params).duration_s
             else:
                 duration_s += self._rank.read_s(norm, task.num_params, "gradient norm")

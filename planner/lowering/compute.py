@@ -71,7 +71,7 @@ def launch(program: Program) -> None:
         return
     hooks = program.decisions.module_hooks
     path = program.decisions.gradient_path
-    awaited = {Op.FLUSH, Op.SCATTER} if path is GradientPath.ONCE else {Op.FLUSH} if path.blocks else set[Op]()
+    awaited = {Op.FLUSH, Op.SCATTER} if path is GradientPath.ONCE else {Op.OVERWRITE} if path.blocks else set[Op]()
     for unit in program.units:
         num_modules = unit.unit.num_modules if hooks else 0
         for tasks in (unit.forwards, unit.agains, unit.backwards):

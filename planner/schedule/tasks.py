@@ -29,7 +29,8 @@ class Op(StrEnum):
     FETCH = "fetch"  # parameters: host -> slot on the device
     GATHER = "gather"  # parameters: all-gather of the ranks' shards
     SCATTER = "scatter"  # gradients: reduce-scatter over the ranks
-    FLUSH = "flush"  # gradients: device -> host
+    FLUSH = "flush"  # gradients: device -> host, where later micro-batches add to earlier ones
+    OVERWRITE = "overwrite"  # gradients: device -> host, in place of those of earlier micro-batches
     PASS = "pass"  # a pass over host memory (scaling, casting) in engines that do not fuse it into the update
     CLIP = "clip"  # gradient norm over everything, clip coefficient: a barrier
     UPDATE = "update"  # optimizer step of one subgroup, where the lane says

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from planner.decisions import Decisions, GradientPath, HostUpdate, Place
+from planner.decisions import Decisions, HostUpdate, Place
 from planner.graph import Unit, segments
 from planner.lowering import slots
 from planner.lowering.activations import OffloadRooms
@@ -289,23 +289,31 @@ class Walk:
         self.flushes[iteration, task.unit, task.micro_batch].append(self.node)
 
     def _flush(self, task: Task) -> None:
+        self.flushes[self.node[0], task.unit, task.micro_batch].append(self.node)
+        self._arrive(task.unit, self._new(task), adds=task.micro_batch > 0)
+
+    def _overwrite(self, task: Task) -> None:
+        """Copy the device's sum to a buffer on the host; after the last micro-batch also to the gradients."""
         key = (self.node[0], task.unit, task.micro_batch)
         self.flushes[key].append(self.node)
-        twice = self.decisions.gradient_path is not GradientPath.ONCE
-        if twice and self.memory.get(("round trip", *key)) != "back":
-            self.write(("round trip", *key), self._reduced(task.unit, task.micro_batch) and "out")
-            return
-        if twice:
-            self.expect(self.read(("round trip", *key)), "back", "the gradient")
+        device, buffer = ("summed on the device", *key), ("buffer of the sum", task.unit)
+        if len(self.flushes[key]) - (task.unit in self.replicated) <= 1:
+            before = self.read(device) if task.micro_batch else frozenset()
+            if task.micro_batch:
+                self.write(device, before | self._new(task))
+            self.write(buffer, before | self._new(task))
         else:
-            self._reduced(task.unit, task.micro_batch)
-        new = self._reduced(task.unit, task.micro_batch)
-        if task.unit in self.spill_room:
-            self.write(("spill room", self.spill_room[task.unit]), task.unit)
-        for piece in self.host_pieces(task.unit):
-            place = self._arrival(task.unit, piece)
-            old = self.read(place, frozenset()) if task.micro_batch else frozenset()
-            self.write(place, old | {(self.node[0], micro_batch) for micro_batch in new})
+            self._arrive(task.unit, self.read(device), adds=False)
+
+    def _new(self, task: Task) -> frozenset[tuple[int, int]]:
+        return frozenset((self.node[0], micro_batch) for micro_batch in self._reduced(task.unit, task.micro_batch))
+
+    def _arrive(self, unit: str, gradient: frozenset[tuple[int, int]], *, adds: bool) -> None:
+        if unit in self.spill_room:
+            self.write(("spill room", self.spill_room[unit]), unit)
+        for piece in self.host_pieces(unit):
+            place = self._arrival(unit, piece)
+            self.write(place, gradient | (self.read(place, frozenset()) if adds else frozenset()))
 
     def _spill(self, task: Task) -> None:
         if task.unit in self.spill_room:
@@ -392,10 +400,9 @@ class Walk:
             self.write(("host weights", task.unit, task.piece), self.node[0] + 1)
 
     def _load(self, task: Task) -> None:
-        if task.piece < 0:  # the gradient, on its way there and back again
-            place = ("round trip", self.node[0], task.unit, task.micro_batch)
-            self.expect(self.read(place), "out", "the gradient")
-            self.write(place, "back")
+        if task.piece < 0:  # the sum of gradients, to which the device will add
+            on_device = ("summed on the device", self.node[0], task.unit, task.micro_batch)
+            self.write(on_device, self.read(("buffer of the sum", task.unit)))
             return
         if self.decisions.flushes(task.unit, Place.STREAM):
             self._summed(task.unit, task.piece, Place.STREAM)

@@ -201,7 +201,7 @@ def test_tensor_parallel_ranks_share_every_layer():
         units, setup = setup_of(some)
         decisions = decide(some, setup)
         schedule = lower(units, decisions, asynchronous=True)
-        flushed.append(sum(task.num_bytes for task in schedule.tasks if task.op is Op.FLUSH))
+        flushed.append(sum(task.num_bytes for task in schedule.tasks if task.op is Op.OVERWRITE))
         assert decisions.tensor_parallel == some.parallel.tensor_parallel
     assert flushed[1] == pytest.approx(flushed[0] / 2, rel=0.01)
     profile = load_profile("a100x4-40g")

@@ -233,7 +233,8 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     state = {"adamw": 12, "sgd": 8, "adagrad": 8, "lion": 8}[decisions.optimizer]
     once = decisions.gradient_path is GradientPath.ONCE
     leaving += come_back
-    assert moved[Op.FLUSH] == (weight + (0 if once else 4)) * leaving * batches
+    assert moved[Op.FLUSH] == (weight * leaving * batches if once else 0)
+    assert moved[Op.OVERWRITE] == (0 if once else (weight * batches + 4) * leaving)
     gradient_loads = weight * (come_back + (0 if once else leaving * batches))
     assert moved[Op.LOAD] == state * params[Place.STREAM] + gradient_loads
     no_master = 0 if decisions.precision.master_is_weight else weight * stored_weights
