@@ -13,9 +13,9 @@ from torch import nn
 
 from executor.checks import check_decisions
 from executor.distributed.shards import Share
-from executor.memory.handover import Handover
 from executor.memory.pieces import Part
 from executor.memory.state import write_weights
+from executor.memory.transfer_file import TransferFile
 from executor.memory.units import ParameterState, UnitState
 from executor.module.guards import check_has_values, check_kinds, check_plain, check_unprepared
 from executor.optimizer.table import OptimizerEntry, entry_of
@@ -72,18 +72,18 @@ def prepare_session(
         ValueError: the optimizer is not known or not the planned one, the decisions cannot be executed, or the model
             is another one, prepared already, without values, or checkpoints activations itself.
         DeviceMemoryError: a tier is too small.
-        StorageError: what the plan has on NVMe cannot be kept there.
+        StorageError: what the plan has on NVMe cannot be transfer there.
         RankError: another rank has failed.
     """
     check_kinds(model, optimizer)
     check_unprepared(model)
     check_plain(model)
     check_has_values(model)
-    way = Way(units, decisions, options)
-    return model, OffloadedOptimizer(optimizer, entry_of(optimizer), model, way)
+    config = ExecutionConfig(units, decisions, options)
+    return model, OffloadedOptimizer(optimizer, entry_of(optimizer), model, config)
 
 
-class Way(NamedTuple):
+class ExecutionConfig(NamedTuple):
     """How a model is trained: its units in forward order, for the decided micro-batch, the decisions, and options."""
 
     units: tuple[Unit, ...]
@@ -100,8 +100,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         session: executes the plan.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, entry: OptimizerEntry, model: nn.Module, way: Way) -> None:
-        session = Session(model, entry, optimizer.param_groups, *way)
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, entry: OptimizerEntry, model: nn.Module, config: ExecutionConfig
+    ) -> None:
+        session = Session(model, entry, optimizer.param_groups, *config)
         with contextlib.ExitStack() as failing:
             failing.push(session)  # which nobody else could close, and without that the model is not prepared again
             super().__init__(optimizer.param_groups, optimizer.defaults)  # keeps the very dicts that it is given
@@ -109,7 +111,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.session = session
             self._given = optimizer
             self._model = model
-            self._way = way
+            self._config = config
             self.write_states(
                 {
                     session.name_of(parameter): (state, group)
@@ -148,7 +150,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._check_open("step()")
         if closure is not None:
             raise ValueError("step(closure) computes again inside the step, which no plan has; call step()")
-        self.session.step()
+        self.session.driver.step()
         self._given._opt_called = True  # type: ignore[attr-defined]  # schedulers built on it look whether it has stepped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -158,7 +160,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             GradientError: micro-batches are under way, of which gradients have left, and others are to come.
         """
         if not self.session.closed:
-            self.session.check_zero_grad()
+            self.session.driver.check_zero_grad()
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -220,12 +222,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for group, their in zip(self.param_groups, theirs, strict=True):
             group.update({k: v for k, v in their.items() if k != "params"})
 
-    def change(self, way: Way, folder: Path) -> int:
+    def switch_plan(self, config: ExecutionConfig, folder: Path) -> int:
         """Go on in another way, between two iterations, from the very state that training is in.
 
-        The state passes through a file in ``folder`` (see :mod:`executor.memory.handover`), and the session that has
-        ended gives its memory back before the next one takes its own. If that cannot begin, training goes on as before.
-        All ranks change together, and stay as many, with the same degrees.
+        The state passes through a file in ``folder`` (see :mod:`executor.memory.transfer_file`), and the session that
+        has ended gives its memory back before the next one takes its own. If that cannot begin, training goes on as
+        before. All ranks change together, and stay as many, with the same degrees.
 
         Returns:
             The bytes of the file.
@@ -236,23 +238,25 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             OutOfOrderError: in the middle of an iteration.
             StorageError: there is no room for the file.
         """
-        check_decisions(way.decisions, self.entry)
-        now, then = (dataclasses.asdict(one.decisions.degrees) for one in (self._way, way))
+        check_decisions(config.decisions, self.entry)
+        now, then = (dataclasses.asdict(one.decisions.degrees) for one in (self._config, config))
         if different := next((name for name in now if now[name] != then[name]), None):
             raise ValueError(
                 f"the other plan has {different} {then[different]}, but training is under way with {now[different]}; "
                 "plan with that, or save a checkpoint and resume from it under the other plan"
             )
-        steps = {entry.share.name: entry.step for _, entry in self.session.parameter_states().values()}
-        self._wholes = {entry.share.name: entry.share.whole for _, entry in self.session.parameter_states().values()}
-        kept = self._hand_over(folder)
-        failure = self._enter(way, kept, steps)
+        steps = {entry.share.name: entry.step for _, entry in self.session.access.parameter_states().values()}
+        self._wholes = {
+            entry.share.name: entry.share.whole for _, entry in self.session.access.parameter_states().values()
+        }
+        transfer = self._write_transfer_file(folder)
+        failure = self._start_session(config, transfer, steps)
         if failure is not None:
-            if (again := self._enter(self._way, kept, steps)) is not None:  # a rank is gone
+            if (again := self._start_session(self._config, transfer, steps)) is not None:  # a rank is gone
                 raise again
             raise failure
-        self._way = way
-        return kept.num_bytes
+        self._config = config
+        return transfer.num_bytes
 
     def _check_open(self, call: str) -> None:
         if self.session.closed:
@@ -261,35 +265,39 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "state_dict() before closing, and prepare() the model with another optimizer to train on"
             )
 
-    def _hand_over(self, folder: Path) -> Handover:
+    def _write_transfer_file(self, folder: Path) -> TransferFile:
         """Move all weights and state into a file, and end the session."""
-        shares = {parameter.share.name: parameter.share for _, parameter in self.session.parameter_states().values()}
+        shares = {
+            parameter.share.name: parameter.share for _, parameter in self.session.access.parameter_states().values()
+        }
         in_float32 = [*self.entry.buffers, *(["master"] if self._keeps_master else [])]
         likes = {
             name: torch.empty(share.whole_shape, dtype=share.whole.dtype, device="meta")
             for name, share in shares.items()
         }
         likes |= {f"{name}/{key}": likes[name].float() for name in shares for key in in_float32}
-        kept = self.session.together.handover(folder, likes)
+        transfer = TransferFile(folder, likes, self.session.runtime.ranks)
         for name, _, state in self._states():
-            kept.keep(name, self.session.full_parameter(name))
+            transfer.write(name, self.session.access.weights(name))
             for key, values in state.items():
-                kept.keep(f"{name}/{key}", values)
+                transfer.write(f"{name}/{key}", values)
         self.session.close(give_back=False)
         for name, share in shares.items():
-            share.whole.data = kept[name]
-        return kept
+            share.whole.data = transfer[name]
+        return transfer
 
-    def _enter(self, way: Way, kept: Handover, steps: Mapping[str, int]) -> Exception | None:
-        """Begin a session with what was kept; return what keeps it from beginning."""
+    def _start_session(
+        self, config: ExecutionConfig, transfer: TransferFile, steps: Mapping[str, int]
+    ) -> Exception | None:
+        """Begin a session with what was transfer; return what keeps it from beginning."""
         del self.session
         gc.collect()  # the last one's memory is in cycles
         torch.cuda.empty_cache()  # blocks of other sizes would not serve; nothing where there is no GPU
         try:
-            self.session = Session(self._model, self.entry, self.param_groups, *way)
+            self.session = Session(self._model, self.entry, self.param_groups, *config)
         except (ValueError, MemoryError, OSError) as error:
             for name, parameter in self._wholes.items():
-                parameter.data = kept[name]
+                parameter.data = transfer[name]
             self.session = None  # type: ignore[assignment]  # until the last one is back
             return error.with_traceback(None)  # whose frames have its memory
         groups = {self.session.name_of(p): group for group in self.param_groups for p in group["params"]}
@@ -297,29 +305,29 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for name in self._wholes:
             trained = self.entry.buffers if steps[name] or self.entry.starts_at else ()
             keys = [*trained, *(["master"] if self._keeps_master else [])]
-            entries[name] = ({key: kept[f"{name}/{key}"] for key in keys}, groups.get(name, self.defaults))
+            entries[name] = ({key: transfer[f"{name}/{key}"] for key in keys}, groups.get(name, self.defaults))
         self.write_states(entries)
-        for _, entry in self.session.parameter_states().values():
+        for _, entry in self.session.access.parameter_states().values():
             entry.step = steps[entry.share.name]
         return None
 
     @property
     def _keeps_master(self) -> bool:
         """Whether there are master copies beside the weights."""
-        return self._way.decisions.precision.weights == "bf16"
+        return self._config.decisions.precision.weights == "bf16"
 
     def _states(self) -> Iterator[tuple[str, int, dict[str, torch.Tensor]]]:
         """Yield name, number of updates and all state of every parameter, whole; float32, on the host.
 
         What is in one place are views of its unit's state. All ranks do so together.
         """
-        units = {unit.name: unit for unit, _ in self.session.parameter_states().values()}
-        names = collections.Counter(p.share.name for _, p in self.session.parameter_states().values())
+        units = {unit.name: unit for unit, _ in self.session.access.parameter_states().values()}
+        names = collections.Counter(p.share.name for _, p in self.session.access.parameter_states().values())
         found: dict[str, dict[str, list[tuple[Share, torch.Tensor]]]] = {}
         for unit in units.values():
             keys = ("master", *self.entry.buffers)
             own = _own(self.session, unit, len(keys))
-            flat = {key: self.session.collected(values, unit) for key, values in zip(keys, own, strict=True)}
+            flat = {key: unit.unsharded(values) for key, values in zip(keys, own, strict=True)}
             if not self._keeps_master:
                 del flat["master"]
             for entry in unit.parameters:
@@ -331,7 +339,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 names[share.name] -= 1
                 if not names[share.name]:  # others may have rows of the same
                     parts = found.pop(share.name)
-                    wholes = {key: self.session.together.whole(held) for key, held in parts.items()}
+                    wholes = {key: self.session.collectives.unshard(held) for key, held in parts.items()}
                     yield share.name, entry.step, wholes
 
     def _read_states(self) -> dict[str, dict[str, Any]]:
@@ -346,15 +354,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Set the state of parameters, by name; each piece is had once, which may be on NVMe."""
         if not entries:
             return
-        found = [(u, p) for u, p in self.session.parameter_states().values() if p.share.name in entries]
-        if self.session.snapshots is not None:
-            self.session.snapshots.take_rest()  # of checkpoints of the state that was
+        found = [(u, p) for u, p in self.session.access.parameter_states().values() if p.share.name in entries]
+        if self.session.runtime.snapshots is not None:
+            self.session.runtime.snapshots.take_remaining()  # of checkpoints of the state that was
         for _, parameter in found:
             # Where steps are not told, state tells that there was one.
             entry, _ = entries[parameter.share.name]
             there = any(entry.get(key) is not None for key in self.entry.buffers)
             parameter.step = int(entry.get("step", there))
-        with self.session.changing_at_rest():
+        with self.session.access.changing():
             for unit in {id(unit): unit for unit, _ in found}.values():
                 self._write_unit(unit, entries)
 
@@ -362,7 +370,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         mine = {p.name: _of_share(p, entries[p.share.name]) for p in unit.parameters if p.share.name in entries}
         parts = [(p, part) for p in unit.parameters if p.name in mine for part in p.parts]
         for piece in {part.piece.index: part.piece for _, part in parts}.values():
-            with self.session.state_of(unit, piece, writes=True) as state:
+            with self.session.runtime.state.state_of(unit, piece, writes=True) as state:
                 for parameter, part in parts:
                     if part.piece.index == piece.index:
                         self._write_part(state, parameter, part, mine[parameter.name])
@@ -374,7 +382,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self, state: tuple[torch.Tensor, ...], parameter: ParameterState, part: Part, entry: _Entry
     ) -> None:
         """Set what a piece's state has of a parameter; of the master copy, only on NVMe is nobody else to do so."""
-        master, *buffers = (_of_piece(tensor, part) for tensor in state)
+        master, *buffers = (tensor[part.within] for tensor in state)
         values_of, group = entry
         initial = None
         if self.entry.starts_at and not parameter.step:  # not from the state, which has the model's type
@@ -394,7 +402,7 @@ def _own(session: Session, unit: UnitState, count: int) -> tuple[torch.Tensor, .
     whole = torch.empty(count, sum(piece.num_params for piece in unit.pieces))
     for piece in unit.pieces:
         held = slice(piece.start - unit.start, piece.stop - unit.start)
-        with session.state_of(unit, piece) as state:
+        with session.runtime.state.state_of(unit, piece) as state:
             for target, values in zip(whole, state, strict=True):
                 target[held].copy_(values)
     return whole.unbind()
@@ -405,7 +413,3 @@ def _of_share(parameter: ParameterState, entry: _Entry) -> _Entry:
     values_of, group = entry
     tensors = {key: values for key, values in values_of.items() if key != "step" and values is not None}
     return {key: parameter.share.part(values).reshape(-1) for key, values in tensors.items()}, group
-
-
-def _of_piece(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    return tensor[part.start - part.piece.start : part.stop - part.piece.start]

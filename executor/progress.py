@@ -105,7 +105,7 @@ class Progress:
         self._reach(Op.FORWARD, unit)
         self._ended_after = 0
 
-    def again(self, unit: str) -> None:
+    def recompute(self, unit: str) -> None:
         """A forward inside backward has come to a unit. Raises as :meth:`forward`."""
         self._reach(self._again[unit], unit)
 

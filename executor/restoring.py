@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from executor.checkpoint import Checkpoint, CheckpointError, Wanted
+from executor.checkpoint import Checkpoint, CheckpointError, ReadRequest
 from executor.checkpoint.files.flusher import Buffer
 from executor.checkpoint.source import MASTER
 from executor.distributed.shards import assemble, whole_name
@@ -45,23 +45,23 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
     """
     session = optimizer.session
     of_ranks = checkpoint.manifest.extra["ranks"]
-    together = session.together
-    extra: dict[str, Any] = of_ranks[together.rank if together.rank < len(of_ranks) else 0]
+    collectives = session.collectives
+    extra: dict[str, Any] = of_ranks[collectives.rank if collectives.rank < len(of_ranks) else 0]
     stock = optimizer.entry.stock.__name__
     if extra["optimizer"] != stock or len(extra["groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
             f"{checkpoint.folder} has the state of {extra['optimizer']} with {len(extra['groups'])} group(s), but the "
             f"optimizer is {stock} with {len(optimizer.param_groups)}; make it as it was when it was saved"
         )
-    held = list(session.parameter_states().values())
+    held = list(session.access.parameter_states().values())
     if missing := {entry.share.name for _, entry in held} - extra["steps"].keys():
         raise CheckpointError(f"{checkpoint.folder} has no {min(missing)}; the checkpoint is of another model")
-    if session.snapshots is not None:
-        session.snapshots.take_rest()  # of checkpoints of the state that was
+    if session.runtime.snapshots is not None:
+        session.runtime.snapshots.take_remaining()  # of checkpoints of the state that was
     units = list({unit.name: unit for unit, _ in held}.values())
     keys = (MASTER, *optimizer.entry.buffers)
     alike = [unit for unit in units if all(_is_there(checkpoint, entry, keys) for entry in unit.parameters)]
-    with session.changing_at_rest():
+    with session.access.changing():
         _read_shares(optimizer, checkpoint, alike, keys)
         _read_wholes(optimizer, checkpoint, [unit for unit in units if unit not in alike], keys, extra["steps"])
     for _, entry in held:
@@ -69,9 +69,9 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
     for group, saved in zip(optimizer.param_groups, extra["groups"], strict=True):
         for key, value in saved.items():
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-    if len(of_ranks) == together.size:
+    if len(of_ranks) == collectives.size:
         set_rng_state(extra["rng"])
-        session.agree_on_chance()  # they may have shared no layers, or others
+        session.sync_rng_state()  # they may have shared no layers, or others
     return extra
 
 
@@ -125,7 +125,10 @@ def _read_pieces(
     optimizer: OffloadedOptimizer, checkpoint: Checkpoint, pieces: Sequence[_Held], keys: Sequence[str]
 ) -> None:
     with contextlib.ExitStack() as stack:
-        states = [stack.enter_context(optimizer.session.state_of(*held, reads=False, writes=True)) for held in pieces]
+        states = [
+            stack.enter_context(optimizer.session.runtime.state.state_of(*held, reads=False, writes=True))
+            for held in pieces
+        ]
         on_host = [[torch.empty(t.shape) if t.is_cuda else t for t in state] for state in states]
         checkpoint.read(
             wanted
@@ -140,11 +143,11 @@ def _read_pieces(
             _write_weights(unit, piece, state[0])
 
 
-def _of_piece(unit: UnitState, piece: Piece, key: str, values: torch.Tensor) -> Iterator[Wanted]:
+def _of_piece(unit: UnitState, piece: Piece, key: str, values: torch.Tensor) -> Iterator[ReadRequest]:
     for parameter in unit.parameters:
-        for part in (part for part in parameter.parts if part.piece.index == piece.index):
-            out = values[part.start - piece.start : part.stop - piece.start]
-            yield Wanted(_tensor(parameter.share.own_name, key), part.start - parameter.start, _bytes_of(out))
+        for part in parameter.parts_in(piece):
+            out = _bytes_of(values[part.within])
+            yield ReadRequest(_tensor(parameter.share.own_name, key), part.start - parameter.start, out)
 
 
 def _write_weights(unit: UnitState, piece: Piece, master: torch.Tensor) -> None:
@@ -160,7 +163,7 @@ def _read_resident(checkpoint: Checkpoint, unit: UnitState) -> None:
     """Read the weights of a unit that are resident, though the rank's state is of a shard of them."""
     flat = torch.empty(unit.parameters[-1].stop)
     checkpoint.read(
-        Wanted(parameter.share.own_name, 0, _bytes_of(flat[parameter.start : parameter.stop]))
+        ReadRequest(parameter.share.own_name, 0, _bytes_of(flat[parameter.start : parameter.stop]))
         for parameter in unit.parameters
     )
     unit.device_weights[: len(flat)].copy_(flat)
@@ -200,7 +203,7 @@ def _whole(checkpoint: Checkpoint, tensor: str, shape: torch.Size) -> torch.Tens
                     "checkpoint is of another model"
                 )
             parts[own] = torch.empty(record.shape)
-    checkpoint.read(Wanted(own, 0, _bytes_of(values)) for own, values in parts.items())
+    checkpoint.read(ReadRequest(own, 0, _bytes_of(values)) for own, values in parts.items())
     whole = torch.empty(shape)
     try:
         assemble(tensor, parts, whole)

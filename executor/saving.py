@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, final
 
@@ -16,6 +17,7 @@ from executor.checkpoint import (
     Level,
     Levels,
     Outcome,
+    RankInfo,
 )
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.places.retention import candidates, parse_name
@@ -68,20 +70,27 @@ class Checkpoints:
     ) -> None:
         self._optimizer = optimizer
         self._session = session = optimizer.session
-        if session.snapshots is None:
+        if session.runtime.snapshots is None:
             raise ValueError("the session has no room for checkpoints; give it checkpoint_buffer_bytes")
-        member = session.together.member()
-        self._rank = member.rank
-        several_nodes = member.size > int(os.environ.get("LOCAL_WORLD_SIZE") or member.size)
-        self.levels = Levels(levels, tell, files=files, is_first=member.rank == 0, several_nodes=several_nodes)
+        rank, size = session.collectives.rank, session.collectives.size
+        nonce = session.collectives.broadcast(secrets.randbits(32))  # the same on all ranks
+        rank_info = RankInfo(rank, size, f"{nonce:08x}" if size > 1 else "")
+        self._rank = rank
+        several_nodes = size > int(os.environ.get("LOCAL_WORLD_SIZE") or size)
+        self.levels = Levels(levels, tell, files=files, is_first=rank == 0, several_nodes=several_nodes)
         store = self.levels.fastest
-        self._flusher = Flusher(store.files, session.snapshots.ring, patience_s=_PATIENCE_S)
+        self._flusher = Flusher(store.files, session.runtime.snapshots.ring, patience_s=_PATIENCE_S)
         self._engine = CheckpointEngine(
-            session.snapshots, store, self._flusher, keep=levels[0].keep, member=member, tell=self.levels.made
+            session.runtime.snapshots,
+            store,
+            self._flusher,
+            keep=levels[0].keep,
+            rank_info=rank_info,
+            tell=self.levels.made,
         )
-        session.snapshots.engine = self._engine
-        num_bytes = round(session.together.mean(self._engine.num_bytes) * member.size)
-        if member.rank == 0:
+        session.runtime.snapshots.engine = self._engine
+        num_bytes = round(session.collectives.mean(self._engine.num_bytes) * size)
+        if rank == 0:
             try:
                 self.levels.check_room(num_bytes)
             except CheckpointError:
@@ -101,9 +110,9 @@ class Checkpoints:
             OutOfOrderError: in the middle of an iteration.
             CheckpointError: one was begun here already.
         """
-        self._session.check_between_iterations()
+        self._session.access.check_idle()
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        parameters = [parameter for _, parameter in self._session.parameters()]
+        parameters = [parameter for _, parameter in self._session.runtime.state.parameters()]
         steps = {parameter.share.name: parameter.step for parameter in parameters}
         shared = {p.share.name: list(p.share.whole_shape) for p in parameters if not p.share.is_whole}
         own = {
@@ -118,18 +127,18 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait until checkpoints that have begun are durable, or have failed; between iterations."""
-        self.take_rest()
+        self.take_remaining()
         self._engine.wait()
 
     def settle(self) -> None:
         """Wait as :meth:`finish` does, and until nothing is under way in the background; levels below may be filled."""
-        self.take_rest()
+        self.take_remaining()
         self._engine.settle()
 
-    def take_rest(self) -> None:
+    def take_remaining(self) -> None:
         """Take what has not been taken of checkpoints that have begun, without an iteration; between iterations."""
         self._session.synchronize()
-        self._engine.take_rest()
+        self._engine.take_remaining()
 
     def bring_down(self, patience_s: float) -> None:
         """Bring the newest checkpoint to all levels, and wait for that, but not for long; after :meth:`finish`.
@@ -156,13 +165,13 @@ class Checkpoints:
                     opened = True
                 except DamagedError as error:
                     failure, opened = str(error), False
-                if not self._session.together.any(not opened):  # restoring begins with what all do together
+                if not self._session.collectives.any(not opened):  # restoring begins with what all do together
                     try:
                         extra = restore(self._optimizer, checkpoint)
                         restored = True
                     except DamagedError as error:
                         failure, restored = str(error), False
-                    if not self._session.together.any(not restored):
+                    if not self._session.collectives.any(not restored):
                         return Resumed(path, checkpoint.manifest.step, tuple(refused), extra)
             refused.append(failure)
         if path is not None:
@@ -176,7 +185,7 @@ class Checkpoints:
         """Yield the checkpoints that rank 0 has found; all ranks do so together."""
         found = iter([(level, *(parse_name(folder.name) or (0, 0))) for level, folder in there])
         while True:
-            level, step, nonce = (self._session.together.of_first(value) for value in next(found, (-1, 0, 0)))
+            level, step, nonce = (self._session.collectives.broadcast(value) for value in next(found, (-1, 0, 0)))
             if level < 0:
                 return
             yield self.levels.stores[level].folder(step, nonce)
@@ -187,8 +196,8 @@ class Checkpoints:
         Closing twice is allowed.
         """
         self._engine.close()
-        if self._session.snapshots is not None:
-            self._session.snapshots.engine = None
+        if self._session.runtime.snapshots is not None:
+            self._session.runtime.snapshots.engine = None
         self._flusher.close()
         self.levels.close()
 

@@ -3,10 +3,10 @@
 [Note: Lazy] A checkpoint begins between two iterations, and costs the training loop nothing then: what is only a
 number is kept by value, and that is all. Tensors are taken by tasks of the schedule ([Note: Snapshots] in
 :mod:`planner.lowering.snapshots`) during the next iteration: those of a device are copied, in chunks, into buffers that
-are hashed and written by threads of the flusher, and those in host memory are lent to these. An update waits until its
-own piece is copied, or written, so nothing is torn; a copy waits for a free buffer, so memory is bounded. When the last
-piece has been taken another thread makes the files durable and the checkpoint known. Whatever fails costs the
-checkpoint, never the training.
+are hashed and written by threads of the flusher, and those in host memory are leased to these threads. An update waits
+until its own piece is copied, or written, so nothing is torn; a copy waits for a free buffer, so memory is bounded.
+When the last piece has been taken another thread makes the files durable and the checkpoint known. Whatever fails costs
+the checkpoint, never the training.
 
 [Note: Parts] Every rank writes its own files into one folder, and what it has written into a file ``part-<rank>.json``,
 which appears at once, by a rename. Rank 0 waits for all of them. The ranks need no other connection, and no collective
@@ -27,21 +27,21 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from executor.checkpoint.files.flusher import Flusher, Loan, yield_cores
+from executor.checkpoint.files.flusher import Flusher, Lease, lower_thread_priority
 from executor.checkpoint.files.opening import Folder
-from executor.checkpoint.files.patience import SLOWEST_BYTES_PER_S, InTime, no_answer
 from executor.checkpoint.files.system_calls import CheckpointError
+from executor.checkpoint.files.timeouts import SLOWEST_BYTES_PER_S, TimeLimited, timeout_error
 from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format.layout import layout
 from executor.checkpoint.format.manifest import Manifest, Part, TensorRecord, tensors_of
-from executor.checkpoint.keeper import Keeper
 from executor.checkpoint.places.store import Draft, JoinedDraft, Store
+from executor.checkpoint.retention_thread import RetentionThread
 from executor.checkpoint.source import (
     _VALUE_BYTES,
     MODEL_FOLDER,
     OPTIMIZER_FOLDER,
     Key,
-    Member,
+    RankInfo,
     Source,
     _boxes_of,
     _path,
@@ -60,7 +60,7 @@ class Outcome:
         step: of the checkpoint.
         path: its folder; ``None`` if it failed, or this is not rank 0.
         error: why it failed, or could not take the place of older ones; ``None`` if all is well.
-        blocked_s: how long copies waited for buffers, and changes for what was lent.
+        blocked_s: how long copies waited for buffers, and changes for what was leased.
         latency_s: from its beginning until it was durable.
         level: where, by its index, fastest first.
     """
@@ -81,8 +81,8 @@ class CheckpointEngine:
         source: of state.
         store: where checkpoints go.
         flusher: writes them.
-        keep: how many stay, see [Note: Read again] in :mod:`executor.checkpoint.keeper`.
-        member: which of the ranks this is.
+        keep: how many stay, see [Note: Read again] in :mod:`executor.checkpoint.retention_thread`.
+        rank_info: which of the ranks this is.
         patience_s: longest wait of rank 0 for the others' parts, and of the others for rank 0.
         tell: is called with how each one ended, in the thread that made it durable.
     """
@@ -94,24 +94,24 @@ class CheckpointEngine:
         flusher: Flusher,
         *,
         keep: int = 2,
-        member: Member | None = None,
+        rank_info: RankInfo | None = None,
         patience_s: float = 120.0,
         tell: Callable[[Outcome], None] = lambda _outcome: None,
     ) -> None:
         self._source = source
         self._store = store
         self._flusher = flusher
-        self._member = member or Member()
-        self._keeper = Keeper(store, keep) if self._member.rank == 0 else None
+        self._rank_info = rank_info or RankInfo()
+        self._retention = RetentionThread(store, keep) if self._rank_info.rank == 0 else None
         self._patience_s = patience_s
         self._tell = tell
-        self._in_time = InTime()
+        self._in_time = TimeLimited()
         self._boxes = _boxes_of(source)
         self._runs = {key: _runs(slices, self._boxes) for key, slices in source.slices.items()}
-        entries = files_of(source, self._member.rank)
+        entries = files_of(source, self._rank_info.rank)
         self._layouts = {path: layout(tuple(of_file)) for path, of_file in entries.items()}
         self._captures: dict[int, _Capture] = {}  # that are being taken, by turn
-        self._loans: dict[Key, tuple[_Capture, list[Loan]]] = {}  # of pieces that have not changed since
+        self._leases: dict[Key, tuple[_Capture, list[Lease]]] = {}  # of pieces that have not changed since
         self._lock = threading.Condition()  # guards what follows
         self._open_ones: list[_Capture] = []
         self._work: queue.SimpleQueue[_Capture | None] = queue.SimpleQueue()
@@ -154,7 +154,7 @@ class CheckpointEngine:
                 self._open_ones.append(capture)
                 self._captures[turn] = capture
         if hangs:  # what it would write could not be made known either, and would fill the drive
-            capture.error = no_answer(self._longest_s)
+            capture.error = timeout_error(self._longest_s)
             self._tell(self._outcome(capture, None))
 
     def take(self, key: Key, turn: int) -> None:
@@ -180,21 +180,21 @@ class CheckpointEngine:
             capture.taken_s = time.monotonic()
             self._work.put(capture)
 
-    def release(self, key: Key, *, in_haste: bool = True) -> None:
+    def release(self, key: Key, *, may_copy: bool = True) -> None:
         """Wait until a piece may change. Nothing is raised: a failure ends the checkpoint.
 
-        What is not written yet is copied where it can be, unless nobody is ``in_haste``.
+        What is not written yet is copied where there is a buffer, if it ``may_copy``.
         """
-        if key not in self._loans:
+        if key not in self._leases:
             return
-        capture, loans = self._loans[key]
+        capture, leases = self._leases[key]
         begin_s = time.monotonic()
         with contextlib.suppress(CheckpointError):  # its files have failed with it
-            self._flusher.settle(loans, in_haste=in_haste)
+            self._flusher.end_leases(leases, may_copy=may_copy)
         capture.blocked_s += time.monotonic() - begin_s
-        self._loans.pop(key, None)  # now: others may wait for the same
+        self._leases.pop(key, None)  # now: others may wait for the same
 
-    def take_rest(self) -> None:
+    def take_remaining(self) -> None:
         """Take what has not been taken, while nothing is under way, and release all. Nothing is raised."""
         for turn, capture in sorted(self._captures.items()):
             while capture.left:
@@ -213,14 +213,14 @@ class CheckpointEngine:
             else:
                 return
         for capture in lost:
-            capture.error = no_answer(self._longest_s)
+            capture.error = timeout_error(self._longest_s)
             self._tell(self._outcome(capture, None))
 
     def settle(self) -> None:
         """Wait as :meth:`wait` does, and until retention has read the newest one again and removed what may go."""
         self.wait()
-        if self._keeper is not None:
-            self._keeper.wait()
+        if self._retention is not None:
+            self._retention.wait()
 
     @property
     def _longest_s(self) -> float:
@@ -237,23 +237,23 @@ class CheckpointEngine:
         self._work.put(None)
         self.wait()
         self._thread.join(_END_S)
-        if self._keeper is not None:
-            self._keeper.close(_END_S)
+        if self._retention is not None:
+            self._retention.close(_END_S)
 
     def _release_all(self) -> None:
-        for key in list(self._loans):
-            self.release(key, in_haste=False)  # all is waited for together
+        for key in list(self._leases):
+            self.release(key, may_copy=False)  # all is waited for together
 
     def _open(self, capture: "_Capture") -> None:
         """Make the files, when the first piece is taken: the training loop does not wait for that."""
         if capture.draft is not None:
             return
-        patience_s = self._flusher.patience_s + (self._patience_s if self._member.rank else 0.0)
+        patience_s = self._flusher.patience_s + (self._patience_s if self._rank_info.rank else 0.0)
         capture.draft, capture.writers = self._in_time.do(lambda: self._opened(capture.step), _abandon, patience_s)
 
     def _opened(self, step: int) -> "_Opened":
         folders = (MODEL_FOLDER, OPTIMIZER_FOLDER)
-        rank, nonce = self._member.rank, self._member.nonce
+        rank, nonce = self._rank_info.rank, self._rank_info.nonce
         draft: Draft | JoinedDraft
         if rank == 0:
             draft = self._store.begin(step, folders, nonce)
@@ -271,19 +271,19 @@ class CheckpointEngine:
         return draft, writers
 
     def _append(self, capture: "_Capture", key: Key) -> None:
-        loans: list[Loan] = []
-        self._loans[key] = capture, loans  # first, as what is lent before a failure is lent too
+        leases: list[Lease] = []
+        self._leases[key] = capture, leases  # first, as what is leased before a failure is leased too
         for state, values in zip(self._source.keys, self._source.tensors(key), strict=True):
             for index, start, stop in self._runs[key]:
                 held = values[_VALUE_BYTES * start : _VALUE_BYTES * stop]
-                writer = capture.writers[_path(state, self._member.rank, index)]
+                writer = capture.writers[_path(state, self._rank_info.rank, index)]
                 if isinstance(held, np.ndarray):
-                    loans += writer.lend(held)
+                    leases += writer.lease(held)
                 else:
                     writer.append(held, self._source.copy)
 
     def _run(self) -> None:
-        yield_cores()
+        lower_thread_priority()
         while (capture := self._work.get()) is not None:
             try:
                 self._end(capture)
@@ -307,8 +307,8 @@ class CheckpointEngine:
                 return  # it has been given up, and that was told
         outcome = self._outcome(capture, path)
         self._tell(outcome)
-        if path is not None and self._keeper is not None:
-            self._keeper.made(path, lambda error: self._tell(dataclasses.replace(outcome, error=error)))
+        if path is not None and self._retention is not None:
+            self._retention.made(path, lambda error: self._tell(dataclasses.replace(outcome, error=error)))
 
     def _outcome(self, capture: "_Capture", path: Path | None) -> Outcome:
         reason = None if capture.error is None else str(capture.error)
@@ -319,9 +319,9 @@ class CheckpointEngine:
         part = Part(files=tuple(writer.finish() for writer in capture.writers.values()), tensors=self._tensors)
         extra = json.loads(capture.extra)
         if isinstance(capture.draft, JoinedDraft):
-            capture.draft.hand_in(self._member.rank, part, extra)
+            capture.draft.hand_in(self._rank_info.rank, part, extra)
             return None
-        parts, extras = capture.draft.collect(self._member.size, part, extra, self._patience_s)
+        parts, extras = capture.draft.collect(self._rank_info.size, part, extra, self._patience_s)
         return capture.draft.commit(Manifest.of(capture.step, parts, {"ranks": extras}))
 
     @functools.cached_property
@@ -332,7 +332,7 @@ class CheckpointEngine:
         if capture.draft is not None:
             _abandon((capture.draft, capture.writers))
         if isinstance(capture.draft, JoinedDraft):
-            capture.draft.refuse(self._member.rank, str(capture.error))
+            capture.draft.refuse(self._rank_info.rank, str(capture.error))
 
 
 _Opened = tuple[Draft | JoinedDraft, dict[str, ShardWriter]]

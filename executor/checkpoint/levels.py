@@ -14,7 +14,7 @@ from executor.checkpoint.files.system_calls import Files
 from executor.checkpoint.places.locating import check_reachable, check_room, is_remote, store_at
 from executor.checkpoint.places.retention import LEAST_KEPT, AbstractStore
 from executor.checkpoint.places.store import Store
-from executor.checkpoint.promotion import Offer, Promoter
+from executor.checkpoint.promotion import Promoter, PromotionRequest
 
 DEFAULT_EVERY: Final = 100
 MORE_THAN_KEPT: Final = 2
@@ -106,9 +106,9 @@ class Levels:
                     failing.callback(RunLock(store.root).close)
             self._locks = failing.pop_all()
         self._tell = tell
-        self._newest: Offer | None = None
+        self._newest: PromotionRequest | None = None
         self._promoters = [
-            Promoter(index, self.stores[index], levels[index].keep, tell, self._passing(index + 1))
+            Promoter(index, self.stores[index], levels[index].keep, tell, self._forwarder(index + 1))
             for index in (range(1, len(levels)) if is_first else ())
         ]
 
@@ -123,8 +123,10 @@ class Levels:
         """Say how a checkpoint of training ended, and offer it to the levels below."""
         self._tell(outcome)
         if outcome.path is not None and outcome.error is None:
-            self._newest = Offer(outcome.step, outcome.path, self.fastest, always=False, begin_s=time.monotonic())
-            self._offer(1, self._newest)
+            self._newest = PromotionRequest(
+                outcome.step, outcome.path, self.fastest, always=False, begin_s=time.monotonic()
+            )
+            self._submit(1, self._newest)
 
     def check_room(self, num_bytes: int) -> None:
         """Check that every folder has room: for what stays, what is new, and what the level below still reads.
@@ -147,7 +149,7 @@ class Levels:
         if self._newest is None or not self._promoters:
             return
         deadline_s = time.monotonic() + patience_s
-        self._offer(1, dataclasses.replace(self._newest, always=True))
+        self._submit(1, dataclasses.replace(self._newest, always=True))
         try:
             came = all(promoter.wait(deadline_s) for promoter in self._promoters)
             why = f"not within {patience_s:g} s after training"
@@ -162,10 +164,10 @@ class Levels:
             promoter.close(why)
         self._locks.close()
 
-    def _passing(self, index: int) -> Callable[[Offer], None]:
-        return lambda offer: self._offer(index, offer)
+    def _forwarder(self, index: int) -> Callable[[PromotionRequest], None]:
+        return lambda request: self._submit(index, request)
 
-    def _offer(self, index: int, offer: Offer) -> None:
-        """Offer a checkpoint to a level, if it is its turn; levels below then get it from there."""
-        if index <= len(self._promoters) and (offer.always or offer.step % self.levels[index].every == 0):
-            self._promoters[index - 1].offer(offer)
+    def _submit(self, index: int, request: PromotionRequest) -> None:
+        """Submit a checkpoint to a level, if its interval has come; levels below then get it from there."""
+        if index <= len(self._promoters) and (request.always or request.step % self.levels[index].every == 0):
+            self._promoters[index - 1].submit(request)

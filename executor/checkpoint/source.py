@@ -56,7 +56,7 @@ class Source(Protocol):
     def tensors(self, key: Key) -> Sequence[Any]:
         """Return them, at rest: flat float32 tensors as bytes, which are sliced and given to ``copy``.
 
-        Those that are arrays are lent.
+        Those that are arrays are leased.
         """
         ...
 
@@ -67,7 +67,7 @@ class Source(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Member:
+class RankInfo:
     """Which of the ranks this is.
 
     Attributes:
@@ -114,7 +114,7 @@ def _boxes_of(source: Source) -> dict[str, tuple[Box, ...]]:
 def _runs(slices: Sequence[Slice], held: Mapping[str, Sequence[Box]]) -> list[tuple[int, int, int]]:
     """Return what goes into files as it lies in a piece: index of the file, start and stop in values of the piece.
 
-    Parameters that follow each other in the piece do so in the file, and are one run: whole chunks of it can be lent.
+    Parameters that follow each other in the piece do so in the file, and are one run: whole chunks of it can be leased.
     """
     runs: list[tuple[int, int, int]] = []
     for piece in slices:

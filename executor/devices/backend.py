@@ -19,7 +19,7 @@ from planner.schedule.tasks import Lane
 
 Array = npt.NDArray[Any]
 
-Moment = object
+Event = object
 """A point in time on a lane, made by :meth:`Backend.mark`: seconds on the host's clock, or an event on a stream."""
 
 
@@ -36,7 +36,7 @@ class Meter(Protocol):
         """Most bytes held while each task of the caller's lanes was under way, by the task's index."""
         ...
 
-    def turn_to(self, task: int | None) -> None:
+    def set_task(self, task: int | None) -> None:
         """Say which task is under way from now on; ``None``: none."""
         ...
 
@@ -50,16 +50,16 @@ class Backend(Protocol):
         """Enter a lane: what the calling thread does until it leaves belongs to it."""
         ...
 
-    def mark(self, lane: Lane) -> Moment:
-        """Return the moment at which everything that this thread has given to the lane so far has ended."""
+    def record_event(self, lane: Lane) -> Event:
+        """Return the event at which everything that this thread has given to the lane so far has ended."""
         ...
 
-    def follow(self, lane: Lane, moment: Moment) -> None:
-        """Make what this thread gives to the lane from now on wait for a moment that has been marked."""
+    def wait_event(self, lane: Lane, event: Event) -> None:
+        """Make what this thread gives to the lane from now on wait for a event that has been marked."""
         ...
 
-    def seconds(self, moment: Moment) -> float:
-        """Return when a moment was, in seconds on the host's clock; wait for it if it is yet to come."""
+    def event_time_s(self, event: Event) -> float:
+        """Return when a event was, in seconds on the host's clock; wait for it if it is yet to come."""
         ...
 
     def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:
@@ -82,7 +82,7 @@ class Backend(Protocol):
         """Return device memory that comes and goes, taken on a lane; it is metered as what the caller takes."""
         ...
 
-    def used(self, tensor: torch.Tensor) -> None:
+    def record_stream(self, tensor: torch.Tensor) -> None:
         """Tell the allocator that the lane uses a tensor which may be dropped before the lane has got that far."""
         ...
 
@@ -114,7 +114,7 @@ class Backend(Protocol):
 
 
 class HostBackend:
-    """The calling thread computes; nothing is asynchronous, so a moment that has been marked is over.
+    """The calling thread computes; nothing is asynchronous, so a event that has been marked is over.
 
     Updates on this device use as many threads as torch does when it is made: they are its cores.
     """
@@ -129,17 +129,17 @@ class HostBackend:
         """See :class:`Backend`."""
         yield
 
-    def mark(self, lane: Lane) -> float:  # noqa: ARG002 - one of the Backend's methods
+    def record_event(self, lane: Lane) -> float:  # noqa: ARG002 - one of the Backend's methods
         """See :class:`Backend`."""
         return time.perf_counter()
 
-    def follow(self, lane: Lane, moment: Moment) -> None:
+    def wait_event(self, lane: Lane, event: Event) -> None:
         """See :class:`Backend`."""
 
-    def seconds(self, moment: Moment) -> float:
+    def event_time_s(self, event: Event) -> float:
         """See :class:`Backend`."""
-        assert isinstance(moment, float)
-        return moment
+        assert isinstance(event, float)
+        return event
 
     def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:  # noqa: ARG002 - one of the Backend's methods
         """See :class:`Backend`."""
@@ -169,7 +169,7 @@ class HostBackend:
             meter.count(taken)
         return taken
 
-    def used(self, tensor: torch.Tensor) -> None:
+    def record_stream(self, tensor: torch.Tensor) -> None:
         """See :class:`Backend`."""
 
     def update(

@@ -19,7 +19,7 @@ import torch
 
 from executor.distributed.ranks import Ranks, this_machine
 
-Choice = tuple[int, ...] | Literal["auto", "free"]
+CoreChoice = tuple[int, ...] | Literal["auto", "free"]
 """Cores that the ranks of this machine divide; ``auto``: those open to the process, which is bound if there are several
 ranks; ``free``: the same, but nothing is bound."""
 
@@ -107,8 +107,8 @@ def open_cores() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def take(
-    choice: Choice, num_wanted: int | None, ranks: Ranks | None, *, on_device: bool
+def take_cores(
+    choice: CoreChoice, num_wanted: int | None, ranks: Ranks | None, *, on_device: bool
 ) -> tuple[Cores, Callable[[], None]]:
     """Take a rank's share of the cores, see [Note: Shares of cores]; all ranks do so together.
 
@@ -132,13 +132,13 @@ def take(
                 "choose from those, or leave cores out"
             )
         allowed = frozenset(choice)
-    alike = _ranks_alike(allowed, ranks)
-    position = 0 if ranks is None else alike.index(ranks.rank)
-    is_bound = choice != "free" and (len(alike) > 1 or choice != "auto") and hasattr(os, "sched_setaffinity")
-    own = divide(in_order(allowed), position, len(alike))
+    sharing = _ranks_with_same_cores(allowed, ranks)
+    position = 0 if ranks is None else sharing.index(ranks.rank)
+    is_bound = choice != "free" and (len(sharing) > 1 or choice != "auto") and hasattr(os, "sched_setaffinity")
+    own = divide(in_order(allowed), position, len(sharing))
     cores = Cores.of(own, num_wanted, is_bound=is_bound, on_device=on_device)
     num_threads = torch.get_num_threads()
-    if len(alike) > 1:
+    if len(sharing) > 1:
         torch.set_num_threads(max(min(num_threads, cores.num_issuing), 1))
     unbind = _bind(cores.own) if is_bound else lambda: None
 
@@ -149,11 +149,11 @@ def take(
     return cores, give_back
 
 
-def _ranks_alike(allowed: frozenset[int], ranks: Ranks | None) -> list[int]:
+def _ranks_with_same_cores(allowed: frozenset[int], ranks: Ranks | None) -> list[int]:
     """Return the ranks on this machine that may use the same cores, this one included."""
     if ranks is None:
         return [0]
-    return ranks.alike(f"{this_machine()} {ranges(allowed)}")
+    return ranks.ranks_with_same(f"{this_machine()} {ranges(allowed)}")
 
 
 def _bind(cores: Sequence[int]) -> Callable[[], None]:

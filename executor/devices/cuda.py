@@ -14,7 +14,7 @@ from typing import Final, Self
 
 import torch
 
-from executor.devices.backend import Moment, as_array, sum_of_squares
+from executor.devices.backend import Event, as_array, sum_of_squares
 from executor.direct_io import pages
 from executor.optimizer.table import Rule
 from executor.optimizer.workers import WorkerTeam
@@ -70,16 +70,16 @@ class Clock:
         self._lock = threading.Lock()
         self._anchors = [(zero_s, zero)]  # by time
 
-    def seconds(self, moment: _Event) -> float:
+    def time_s(self, event: _Event) -> float:
         """Return when an event was that has ended."""
         with self._lock:
             zero_s, zero = self._anchors[0]
-            about_s = zero_s + zero.seconds_to(moment)
+            about_s = zero_s + zero.seconds_to(event)
             i = bisect.bisect(self._anchors, about_s, key=operator.itemgetter(0))
             near_s, near = min(self._anchors[max(i - 1, 0) : i + 1], key=lambda anchor: abs(anchor[0] - about_s))
-            found_s = near_s + near.seconds_to(moment)
+            found_s = near_s + near.seconds_to(event)
             if abs(found_s - near_s) > _NEAR_S:
-                bisect.insort(self._anchors, (found_s, moment), key=operator.itemgetter(0))
+                bisect.insort(self._anchors, (found_s, event), key=operator.itemgetter(0))
             return found_s
 
 
@@ -110,25 +110,25 @@ class CudaBackend:
         with torch.cuda.stream(stream):
             yield
 
-    def mark(self, lane: Lane) -> Moment:
+    def record_event(self, lane: Lane) -> Event:
         """Return the host's time, or an event on the current stream."""
         return time.perf_counter() if lane in _HOST_LANES else _Event(self._pool)
 
-    def follow(self, lane: Lane, moment: Moment) -> None:
+    def wait_event(self, lane: Lane, event: Event) -> None:
         """Make the current stream, or the calling thread, wait for an event; a time on the host is over."""
-        if isinstance(moment, _Event):
+        if isinstance(event, _Event):
             if lane in _HOST_LANES | _PACED_LANES:
-                moment.event.synchronize()
+                event.event.synchronize()
             else:
-                torch.cuda.current_stream(self.device).wait_event(moment.event)
+                torch.cuda.current_stream(self.device).wait_event(event.event)
 
-    def seconds(self, moment: Moment) -> float:
-        """Return the time of a moment, on the host's clock."""
-        if isinstance(moment, _Event):
-            moment.event.synchronize()
-            return self._clock.seconds(moment)
-        assert isinstance(moment, float)
-        return moment
+    def event_time_s(self, event: Event) -> float:
+        """Return the time of an event, on the host's clock."""
+        if isinstance(event, _Event):
+            event.event.synchronize()
+            return self._clock.time_s(event)
+        assert isinstance(event, float)
+        return event
 
     def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:
         """Return device memory, or host memory that is registered exactly: torch's own rounds up to powers of two."""
@@ -200,7 +200,7 @@ class CudaBackend:
         """Return memory of the current stream; torch itself counts it."""
         return torch.empty(num_items, dtype=dtype, device=self.device)
 
-    def used(self, tensor: torch.Tensor) -> None:
+    def record_stream(self, tensor: torch.Tensor) -> None:
         """Keep the allocator from reusing a tensor before the current stream is done with it."""
         tensor.record_stream(torch.cuda.current_stream(self.device))
 
@@ -279,7 +279,7 @@ class _CudaMeter:
         """Most bytes held at one time."""
         return max(self._peak_bytes, self._now_bytes())
 
-    def turn_to(self, task: int | None) -> None:
+    def set_task(self, task: int | None) -> None:
         """See :class:`executor.devices.backend.Meter`. Memory is taken when work is issued: no stream is waited for."""
         if self._task is not None:
             self.peak_bytes_of[self._task] = self._now_bytes()

@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from executor.callbacks import in_backward
 from executor.gradients import OffloadedGradient
-from executor.listener import in_backward
 
 
 @final
@@ -60,7 +60,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count a tensor that another thread has just made."""
         self._see(tensor, counts=True)
 
-    def turn_to(self, task: int | None) -> None:
+    def set_task(self, task: int | None) -> None:
         """Say which task of the caller is under way from now on; ``None``: none."""
         self._settle()
         with self._lock:

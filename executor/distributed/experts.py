@@ -16,12 +16,12 @@ from typing import final
 import torch
 from torch import nn
 
-from executor.distributed.collectives import swap
+from executor.callbacks import ModuleCallbacks, in_backward
+from executor.distributed.collectives import all_to_all
 from executor.distributed.groups import Group
 from executor.distributed.products import grouped_product
 from executor.distributed.shards import BindingError, Share
 from executor.distributed.tensor_parallel import Undo, replace_forward
-from executor.listener import Marks, in_backward
 from planner.graph import Unit
 
 
@@ -44,7 +44,11 @@ class _Bank:
 
 
 def split_experts(
-    model: nn.Module, units: tuple[Unit, ...], shares: Mapping[str, Share], group: Group | None, marks: Marks
+    model: nn.Module,
+    units: tuple[Unit, ...],
+    shares: Mapping[str, Share],
+    group: Group | None,
+    callbacks: ModuleCallbacks,
 ) -> list[Undo]:
     """Let experts compute unit by unit, each where it is; return what undoes it.
 
@@ -53,7 +57,7 @@ def split_experts(
         units: its units.
         shares: by the names that the units use.
         group: who shares experts; ``None`` if nobody does.
-        marks: where the model is.
+        callbacks: where the model is.
 
     Raises:
         BindingError: experts are not as ``transformers`` has them.
@@ -75,7 +79,7 @@ def split_experts(
     for path, of_layer in banks.items():
         module = model.get_submodule(path)
         _check(path, module, of_layer)
-        undo.append(replace_forward(module, _Experts(module, of_layer, before[path], group, marks)))
+        undo.append(replace_forward(module, _Experts(module, of_layer, before[path], group, callbacks)))
     return undo
 
 
@@ -99,13 +103,13 @@ class _Experts:
     """The forward of a module of experts; see [Note: Experts apart]."""
 
     def __init__(
-        self, module: nn.Module, banks: Sequence[_Bank], before: str, group: Group | None, marks: Marks
+        self, module: nn.Module, banks: Sequence[_Bank], before: str, group: Group | None, callbacks: ModuleCallbacks
     ) -> None:
         self._module = module
         self._banks = banks
         self._before = before
         self._group = group if group is not None and group.size > 1 else None
-        self._marks = marks
+        self._callbacks = callbacks
         self._num_own = banks[-1].stop
         self._num_ranks = self._group.size if self._group else 1
 
@@ -129,13 +133,13 @@ class _Experts:
         assert self._group is not None
         every = [self._num_own] * self._num_ranks
         theirs = torch.empty_like(counts)  # visits of every rank to every expert of this one
-        self._group.swap(theirs, counts, every, every)
+        self._group.all_to_all(theirs, counts, every, every)
         num_sent, num_received = torch.stack((counts, theirs)).view(2, self._num_ranks, -1).sum(-1).tolist()
         experts = torch.arange(self._num_own, device=counts.device).repeat(self._num_ranks)
         order = torch.sort(experts.repeat_interleave(theirs), stable=True).indices
-        received = swap(visits, self._group, num_sent, num_received)[order]
+        received = all_to_all(visits, self._group, num_sent, num_received)[order]
         made = self._compute(received, theirs.view(self._num_ranks, -1).sum(0).tolist())
-        return swap(made[_inverse(order)], self._group, num_received, num_sent)
+        return all_to_all(made[_inverse(order)], self._group, num_received, num_sent)
 
     def _compute(self, visits: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Return what this rank's experts make of visits, which are sorted by expert; ``counts`` for each of them."""
@@ -143,7 +147,7 @@ class _Experts:
         starts = [0, *itertools.accumulate(counts)]
         made = []
         for bank in self._banks:
-            self._marks.at_forward(bank.unit)
+            self._callbacks.on_forward(bank.unit)
             made.append(self._apply(bank, visits[starts[bank.first] : starts[bank.stop]], counts))
             self._mark_backward(bank.unit, made[-1])
         return torch.cat(made)
@@ -157,7 +161,7 @@ class _Experts:
 
     def _mark_backward(self, unit: str, values: torch.Tensor) -> None:
         if values.requires_grad and torch.is_grad_enabled() and not in_backward():
-            values.register_hook(lambda _gradient: self._marks.at_backward(unit))  # type: ignore[no-untyped-call]
+            values.register_hook(lambda _gradient: self._callbacks.on_backward(unit))  # type: ignore[no-untyped-call]
 
 
 def _trained(share: Share) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from executor.distributed.groups import Group
 from executor.distributed.mesh import Groups, Mesh
-from executor.distributed.watchdog import LANE_THREAD, SILENCE_S, RankError, Watch, apart
+from executor.distributed.watchdog import LANE_THREAD, SILENCE_S, RankError, Watchdog, describe_mismatch
 from planner.graph import Degrees, Unit
 
 _POLL_S: Final = 0.1  # how long after another rank's failure a waiting thread notices it
@@ -57,9 +57,9 @@ class Ranks:
         rank, size: this rank, and how many there are.
         mesh: where it is among them.
         tensor, experts: those that share layers, and experts, with it.
-        num_values: how many numbers :meth:`call` adds up; to be set once, the same on all.
-        mark: of what this rank has decided for itself and all must decide alike; to be set.
-        waits: whether a thread that is no lane's waits for a collective just now.
+        num_values: how many numbers :meth:`check_same_call` adds up; to be set once, the same on all.
+        decision_hash: of what this rank has decided for itself and all must decide alike; to be set.
+        is_waiting: whether a thread that is no lane's waits for a collective just now.
         num_ended: collectives so far.
 
     Raises:
@@ -74,13 +74,15 @@ class Ranks:
         # Who fails is told by our watch, with the cause: NCCL's own would end the process before.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         self._on_device = device.type == "cuda"
-        self.num_values = self.mark = self.num_ended = 0
-        self.waits = False
+        self.num_values = self.decision_hash = self.num_ended = 0
+        self.is_waiting = False
         self._stopped = threading.Event()
         self._under_way: dict[dist.ProcessGroup, threading.Event] = {}  # set when what a group has begun has ended
         store = dist.distributed_c10d._get_default_store()
         prefix = f"ullage {store.add(f'ullage sessions of rank {self.rank}', 1)}"  # all ranks count alike
-        self._watch = Watch(dist.distributed_c10d.PrefixStore(prefix, store), self.rank, size, silence_s=silence_s)
+        self._watchdog = Watchdog(
+            dist.distributed_c10d.PrefixStore(prefix, store), self.rank, size, silence_s=silence_s
+        )
         everybody = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         self._all = Group(range(size), self.rank, device=everybody, hosts=everybody, on_device=False, wait=self._wait)
         self._groups, self._parts = [everybody], [self._all]
@@ -92,7 +94,7 @@ class Ranks:
             parts: self._group(self.mesh.replicas(parts)) for parts in dict.fromkeys((1, degrees.expert_parallel))
         }
         self._on_failure: Callable[[RankError], None] = lambda _error: None
-        self._watch.start(self._failed)
+        self._watchdog.start(self._failed)
         atexit.register(self._at_exit)
 
     def watch(self, on_failure: Callable[[RankError], None], waits_for: Callable[[], tuple[str, int]]) -> None:
@@ -100,19 +102,19 @@ class Ranks:
 
         Args:
             on_failure: called with the failure.
-            waits_for: see :class:`executor.distributed.watchdog.Watch`.
+            waits_for: see :class:`executor.distributed.watchdog.Watchdog`.
         """
         self._on_failure = on_failure
-        self._watch.waits_for = waits_for
-        self._watch.check()  # it may have been too early for that
+        self._watchdog.waits_for = waits_for
+        self._watchdog.check()  # it may have been too early for that
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
+    def reporting_failures(self) -> Iterator[None]:
         """Tell the others of what goes wrong inside, and leave them then."""
         try:
             yield
         except BaseException as error:
-            self.tell(error)
+            self.report_failure(error)
             self.close(together=False)
             raise
 
@@ -125,19 +127,19 @@ class Ranks:
 
     # What the caller's thread needs, over the hosts.
 
-    def sums(self, values: Sequence[float]) -> list[float]:
+    def all_reduce(self, values: Sequence[float]) -> list[float]:
         """Return the sums over ranks, element by element, in float64; the same bits on all ranks.
 
         Raises:
             RankError: a rank has failed. So do all methods below.
         """
         total = torch.tensor(values, dtype=torch.float64)
-        self._all.add_up(total)
+        self._all.all_reduce(total)
         result: list[float] = total.tolist()
         return result
 
-    def call(self, doing: str, values: Sequence[float] = ()) -> list[float]:
-        """Return :meth:`sums`, if all ranks are at the same point and have decided alike.
+    def check_same_call(self, doing: str, values: Sequence[float] = ()) -> list[float]:
+        """Return :meth:`all_reduce`, if all ranks are at the same point and have decided alike.
 
         This is before whatever else they exchange there: ranks that are apart would take each other's numbers for what
         they are not, or end in gloo, which ends the process where sizes differ. See [Note: Ranks apart] in
@@ -147,15 +149,15 @@ class Ranks:
             doing: what this rank does, in words.
             values: :attr:`num_values` numbers; zeros if they are left out.
         """
-        given = zlib.crc32(doing.encode()) % _MARKS, self.mark % _MARKS
+        given = zlib.crc32(doing.encode()) % _MARKS, self.decision_hash % _MARKS
         head = [float(number) for mark in given for number in (mark, mark * mark)]
-        total = self.sums([*head, *(values or (0.0,) * self.num_values)])
+        total = self.all_reduce([*head, *(values or (0.0,) * self.num_values)])
         for sum_, squares, is_place in ((*total[0:2], True), (*total[2:4], False)):
             if self.size * int(squares) == int(sum_) ** 2:  # then they are equal (Cauchy and Schwarz)
                 continue
-            told = self.told(f"{doing if is_place else self.mark}"[:_TEXT_BYTES])
+            told = self.all_gather_text(f"{doing if is_place else self.decision_hash}"[:_TEXT_BYTES])
             if is_place:
-                raise RankError(f"rank {apart(dict(enumerate(told)))}")
+                raise RankError(f"rank {describe_mismatch(dict(enumerate(told)))}")
             different = next(rank for rank, mark in enumerate(told) if mark != told[0])
             raise RankError(
                 f"rank {different} has updated otherwise than rank 0 before {doing}: let all ranks skip steps, clip "
@@ -163,47 +165,49 @@ class Ranks:
             )
         return total[4:]
 
-    def of_first(self, values: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         """Return rank 0's values, in host memory, where this rank has a tensor of the same shape and type."""
-        return self._all.of_first(values)
+        return self._all.broadcast(values)
 
-    def agree_on_chance(self) -> None:
+    def sync_rng_state(self) -> None:
         """Let those that share layers begin with the same random numbers: what they drop out must be the same."""
-        torch.set_rng_state(self.tensor.collected(torch.get_rng_state()).view(self.tensor.size, -1)[0])
+        torch.set_rng_state(self.tensor.all_gather_on_host(torch.get_rng_state()).view(self.tensor.size, -1)[0])
         if self._on_device:
-            torch.cuda.set_rng_state(self.tensor.collected(torch.cuda.get_rng_state()).view(self.tensor.size, -1)[0])
+            torch.cuda.set_rng_state(
+                self.tensor.all_gather_on_host(torch.cuda.get_rng_state()).view(self.tensor.size, -1)[0]
+            )
 
-    def agree(self, what: str, value: str) -> None:
+    def check_same(self, what: str, value: str) -> None:
         """Check that all ranks have the same value.
 
         Raises:
             ValueError: they do not.
         """
-        self._all.agree(what, value.encode())
+        self._all.check_same(what, value.encode())
 
-    def told(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """Return what each rank says, in the order of ranks: short texts of ASCII."""
         values = torch.frombuffer(bytearray(text.encode("ascii").ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
-        every = self._all.collected(values).view(self.size, _TEXT_BYTES)
+        every = self._all.all_gather_on_host(values).view(self.size, _TEXT_BYTES)
         return [bytes(row.tolist()).rstrip(b"\0").decode("ascii") for row in every]
 
-    def alike(self, value: str) -> list[int]:
+    def ranks_with_same(self, value: str) -> list[int]:
         """Return the ranks that have the same value as this one, in order, this one included."""
-        return self._all.alike(value.encode())
+        return self._all.ranks_with_same(value.encode())
 
     # The end.
 
-    def tell(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed: they raise :class:`RankError`."""
-        self._watch.tell(error)
+        self._watchdog.report_failure(error)
 
     def stop(self) -> None:
         """Let no thread of this rank wait for a collective any longer."""
         self._stopped.set()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all ranks have come here."""
-        self._all.meet()
+        self._all.barrier()
 
     def close(self, *, together: bool) -> None:
         """Leave the others; ``together`` if they do so too, after they met. Closing twice is allowed.
@@ -212,7 +216,7 @@ class Ranks:
         always a rank that has nothing under way in a group: it goes first, its connections close, and that ends what
         the others still have.
         """
-        self._watch.leave(together=together)
+        self._watchdog.stop(together=together)
         self._stopped.set()
         if not together:
             self._abort_devices()  # or to destroy them would wait for kernels that wait for ranks that are gone
@@ -222,14 +226,14 @@ class Ranks:
                 dist.destroy_process_group(group)
                 self._groups.remove(group)
                 for part in self._parts:
-                    part.leave(group)
+                    part.forget(group)
         if not self._groups:
             atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
         """Leave by a process that ends without having closed: nothing may be under way when the interpreter goes."""
         if (error := getattr(sys, "last_value", None)) is not None:  # nobody has caught it
-            self.tell(error)
+            self.report_failure(error)
         self.close(together=False)
         if self._groups:  # the process would crash, and has said why it ends
             sys.stdout.flush()
@@ -260,7 +264,7 @@ class Ranks:
         self._check()
         is_lane = threading.current_thread().name.startswith(LANE_THREAD)
         try:
-            self.waits = self.waits or not is_lane
+            self.is_waiting = self.is_waiting or not is_lane
             work = begin()
             if group not in self._on_devices:  # work.wait() could not be left if another rank fails
                 done = self._under_way[group] = threading.Event()
@@ -272,14 +276,14 @@ class Ranks:
         except RankError:
             raise
         except RuntimeError as error:  # a connection was closed, or NCCL was aborted
-            raise self._watch.explain(error) from error
+            raise self._watchdog.explain(error) from error
         finally:
             self.num_ended += 1
             if not is_lane:
-                self.waits = False
+                self.is_waiting = False
 
     def _check(self) -> None:
-        self._watch.check()
+        self._watchdog.check()
         if self._stopped.is_set():
             raise RankError("this rank was stopped while it waited for the others")
 

@@ -188,7 +188,7 @@ def whole_name(own_name: str) -> str:
     return cut["name"]
 
 
-def whole_of(parts: Sequence[tuple[Share, torch.Tensor]], ranks: Ranks | None) -> torch.Tensor:
+def unshard(parts: Sequence[tuple[Share, torch.Tensor]], ranks: Ranks | None) -> torch.Tensor:
     """Return the whole values of a parameter, ``[whole_shape]``; all ranks do so together.
 
     Args:
@@ -205,9 +205,9 @@ def whole_of(parts: Sequence[tuple[Share, torch.Tensor]], ranks: Ranks | None) -
     for share, values in parts:
         of_all = values.reshape(-1)
         if ranks is not None and share.dim is not None:
-            of_all = ranks.tensor.collected(of_all)
+            of_all = ranks.tensor.all_gather_on_host(of_all)
         if ranks is not None and share.rows is not None:
-            of_all = ranks.experts.collected(of_all)
+            of_all = ranks.experts.all_gather_on_host(of_all)
         share.join(of_all.view(-1, share.shape.numel()).unbind(), whole)
     return whole
 

@@ -8,7 +8,7 @@ explanation, as a closed connection names nobody.
 
 [Note: Ranks apart] A rank that does something else than the others (evaluates alone, or has a batch less) waits for
 what never comes, and so do they, though none has failed. So each says with its sign of life what it waits for
-(:attr:`Watch.waits_for`). Where all wait, nothing moves on any, and they wait for different things, that is told.
+(:attr:`Watchdog.waits_for`). Where all wait, nothing moves on any, and they wait for different things, that is told.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class Store(Protocol):
 
 
 @final
-class Watch:
+class Watchdog:
     """Watches the other ranks from a thread of its own, and tells them if this one fails.
 
     Args:
@@ -72,7 +72,7 @@ class Watch:
         self._store = store
         self._rank = rank
         self._silence_s = silence_s
-        self._sign_s = min(silence_s / 5, 2.0)  # between two signs of life
+        self._heartbeat_period_s = min(silence_s / 5, 2.0)  # between two heartbeats of life
         self.waits_for: Callable[[], tuple[str, int]] = lambda: ("", 0)
         self._waits: Mapping[int, str] = {}  # what each rank waits for, and that it is so since then
         self._still_since_s = time.monotonic()
@@ -107,7 +107,7 @@ class Watch:
         if self._failure is not None:
             raise self._failure
 
-    def tell(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed; only the first failure of all counts."""
         if isinstance(error, RankError) or self._leaving.is_set():
             return
@@ -116,12 +116,12 @@ class Watch:
 
     def explain(self, error: Exception) -> RankError:
         """Return why a collective has failed, once that is known, or what it said itself if nobody says more."""
-        if self._failed.wait(self._silence_s + 2 * self._sign_s):
+        if self._failed.wait(self._silence_s + 2 * self._heartbeat_period_s):
             assert self._failure is not None
             return self._failure
         return RankError(f"ranks can no longer reach each other: {error}")
 
-    def leave(self, *, together: bool) -> None:
+    def stop(self, *, together: bool) -> None:
         """Stop watching, and tell the others, if all leave ``together``, that this is right. Twice is allowed."""
         if not self._leaving.is_set():
             self._leaving.set()
@@ -135,57 +135,57 @@ class Watch:
             self._handles.clear()
 
     def _run(self) -> None:
-        signs, heard_s = dict.fromkeys(self._others, b""), dict.fromkeys(self._others, time.monotonic())
-        number, sign_s = 0, 0.0
+        heartbeats, heard_s = dict.fromkeys(self._others, b""), dict.fromkeys(self._others, time.monotonic())
+        number, heartbeat_s = 0, 0.0
         while not self._leaving.wait(_PERIOD_S):
             try:
-                if reason := self._said() or self._ended():
+                if reason := self._reported_failure() or self._dead_process():
                     self._fail(reason)
                     return
-                if time.monotonic() - sign_s < self._sign_s:
+                if time.monotonic() - heartbeat_s < self._heartbeat_period_s:
                     continue
-                late = number > 0 and time.monotonic() - sign_s > self._silence_s / 2  # we have slept, not they
-                sign_s, number = time.monotonic(), number + 1
+                late = number > 0 and time.monotonic() - heartbeat_s > self._silence_s / 2  # we have slept, not they
+                heartbeat_s, number = time.monotonic(), number + 1
                 doing, num_ended = self.waits_for()
                 own = f"{num_ended} {doing}" if doing else ""
-                self._store.set(f"sign {self._rank}", f"{number} {own}")
-                found = {other: self._sign(other) for other in self._others}
+                self._store.set(f"heartbeat {self._rank}", f"{number} {own}")
+                found = {other: self._heartbeat(other) for other in self._others}
                 for other in self._others:
-                    if late or found[other] != signs[other]:
-                        signs[other], heard_s[other] = b"" if late else found[other], sign_s
-                    elif sign_s - heard_s[other] > self._silence_s and not self._has_left(other):
+                    if late or found[other] != heartbeats[other]:
+                        heartbeats[other], heard_s[other] = b"" if late else found[other], heartbeat_s
+                    elif heartbeat_s - heard_s[other] > self._silence_s and not self._has_left(other):
                         self._fail(f"{other} has given no sign of life for {self._silence_s:g} s")
                         return
-                if reason := self._stuck(own, {} if late else found, sign_s):
+                if reason := self._deadlock(own, {} if late else found, heartbeat_s):
                     self._fail(reason)
                     return
             except Exception as error:  # noqa: BLE001 - whatever the store raises, it is no more
                 if not self._leaving.is_set():
-                    self._fail(self._ended() or f"0 is gone, or whoever served the store of the ranks: {error}")
+                    self._fail(self._dead_process() or f"0 is gone, or whoever served the store of the ranks: {error}")
                 return
 
-    def _stuck(self, own: str, signs: Mapping[int, bytes], now_s: float) -> str:
+    def _deadlock(self, own: str, heartbeats: Mapping[int, bytes], now_s: float) -> str:
         """Return in words that all ranks wait, and for different things, if that is so since long."""
-        waits = {other: sign.decode().partition(" ")[2] for other, sign in signs.items()} | {self._rank: own}
+        waits = {other: sign.decode().partition(" ")[2] for other, sign in heartbeats.items()} | {self._rank: own}
         if waits != self._waits or not all(waits.values()):
             self._waits, self._still_since_s = waits, now_s
         if now_s - self._still_since_s <= self._silence_s:
             return ""
-        return apart({rank: words.partition(" ")[2] for rank, words in waits.items()})
+        return describe_mismatch({rank: words.partition(" ")[2] for rank, words in waits.items()})
 
     def _fail(self, reason: str) -> None:
         self._failure = RankError(f"rank {reason}")
         self._failed.set()
         self._on_failure(self._failure)
 
-    def _said(self) -> str | None:
+    def _reported_failure(self) -> str | None:
         """Return the first failure that a rank has told, unless it is our own."""
         if not self._store.check([_FAILED]):
             return None
         reason = self._store.get(_FAILED).decode()
         return None if reason.startswith(f"{self._rank} ") else reason
 
-    def _ended(self) -> str | None:
+    def _dead_process(self) -> str | None:
         """Return which process beside us has ended without having left."""
         if not self._handles:
             return None
@@ -197,13 +197,13 @@ class Watch:
             os.close(handle)
             if not self._has_left(other):
                 with contextlib.suppress(Exception):  # its last word, if it had one
-                    if said := self._said():
+                    if said := self._reported_failure():
                         return said
                 return f"{other} (process {self._process[other]}) has ended without a word: it was killed, or crashed"
         return None
 
-    def _sign(self, other: int) -> bytes:
-        key = f"sign {other}"
+    def _heartbeat(self, other: int) -> bytes:
+        key = f"heartbeat {other}"
         return self._store.get(key) if self._store.check([key]) else b""
 
     def _has_left(self, other: int) -> bool:
@@ -213,7 +213,7 @@ class Watch:
             return self._leaving.is_set()
 
 
-def apart(doing: Mapping[int, str]) -> str:
+def describe_mismatch(doing: Mapping[int, str]) -> str:
     """Return in words that ranks do different things, for an error about a rank; empty if they do not.
 
     Args:

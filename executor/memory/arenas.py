@@ -15,7 +15,7 @@ ALIGNMENT_BYTES: Final = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Refusal:
+class MemoryShortage:
     """Why an arena gave nothing, in numbers; as a string, in words.
 
     Attributes:
@@ -45,7 +45,7 @@ class Refusal:
 class DeviceMemoryError(MemoryError):
     """A plan asks for more memory than a tier has; the message shows who holds what.
 
-    Its one argument is the :class:`Refusal`.
+    Its one argument is the :class:`MemoryShortage`.
     """
 
 
@@ -127,8 +127,8 @@ class Arena:
         """Give all blocks up. What still views them keeps them."""
         self._blocks.clear()
 
-    def _message(self, name: str, num_bytes: int) -> Refusal:
-        return Refusal(self.tier, name, num_bytes, self.capacity_bytes, self.by_class())
+    def _message(self, name: str, num_bytes: int) -> MemoryShortage:
+        return MemoryShortage(self.tier, name, num_bytes, self.capacity_bytes, self.by_class())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -327,7 +327,7 @@ class StoredState:
         layout = self._layouts[key]
         return self._held[key].buffer[: layout.weight_bytes].view(self._dtype) if layout.weight_bytes else None
 
-    def changed(self, key: Key) -> None:
+    def set_changed(self, key: Key) -> None:
         """Say that the state of a piece in its buffer is newer than that in the file, and its weights are all there."""
         self._held[key].is_changed = True
 

@@ -22,7 +22,7 @@ from typing import Final, Literal, final
 
 import torch
 
-from executor.direct_io import BLOCK_BYTES, NO_ROOM, go_direct, in_blocks
+from executor.direct_io import BLOCK_BYTES, DISK_FULL_ERRNOS, enable_direct_io, in_blocks
 
 _CHUNK_BYTES: Final = 8 << 20  # one request; smaller ones are slower, and Linux cuts off what is beyond 2 GiB
 _VERSIONS: Final = {1: "", 2: "two versions of "}
@@ -61,7 +61,7 @@ class RecordFile:
         self._discard = weakref.finalize(self, _discard, self._fd, path)
         self._lock = threading.Lock()
         self._num_under_way = 0
-        self.is_direct = go_direct(self._fd)
+        self.is_direct = enable_direct_io(self._fd)
 
     @property
     def num_bytes(self) -> int:
@@ -69,7 +69,7 @@ class RecordFile:
         return self._starts[-1]
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Where it is, and how it is read and written."""
         way = "past" if self.is_direct else "through (no O_DIRECT there)"
         return f"state in {self.path.parent}, {way} the page cache"
@@ -171,7 +171,7 @@ def _create(path: Path, num_bytes: int, what: str) -> int:
         os.posix_fallocate(fd, 0, num_bytes)
     except OSError as error:
         _discard(fd, path)
-        if error.errno not in NO_ROOM:
+        if error.errno not in DISK_FULL_ERRNOS:
             raise StorageError(
                 f"{path}: no space can be taken: {error.strerror}; choose another --storage-dir"
             ) from error

@@ -66,6 +66,11 @@ class Part:
     start: int
     stop: int
 
+    @property
+    def within(self) -> slice:
+        """The same range, counted from the beginning of the piece."""
+        return slice(self.start - self.piece.start, self.stop - self.piece.start)
+
 
 def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]:
     """Return the pieces of the shard that begins at ``start`` in a unit's flat range, in its order."""

@@ -27,6 +27,7 @@ class ParameterState:
         arrived: the iteration in which its gradient arrived last.
         flushed: the iteration in which its gradient reached the host last.
         squares: sums of squares of its latest gradient, part by part.
+        leaving, staying: the parts whose gradient goes to the host, and those whose gradient stays on the device.
     """
 
     name: str
@@ -38,22 +39,24 @@ class ParameterState:
     arrived: int = NEVER
     flushed: int = NEVER
     squares: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    leaving: tuple[Part, ...] = dataclasses.field(init=False)
+    staying: tuple[Part, ...] = dataclasses.field(init=False)
 
-    def leaving_parts(self) -> Iterator[Part]:
-        """Yield the parts whose gradient goes to the host."""
-        return (part for part in self.parts if part.piece.leaves)
+    def __post_init__(self) -> None:
+        self.leaving = tuple(part for part in self.parts if part.piece.leaves)
+        self.staying = tuple(part for part in self.parts if not part.piece.leaves)
 
-    def staying_parts(self) -> Iterator[Part]:
-        """Yield the parts whose gradient stays on the device."""
-        return (part for part in self.parts if not part.piece.leaves)
+    def parts_in(self, piece: Piece) -> Iterator[Part]:
+        """Yield the parts that lie in a piece."""
+        return (part for part in self.parts if part.piece.index == piece.index)
 
     def values_of(self, part: Part, values: torch.Tensor) -> torch.Tensor:
         """Return what a part has of the share's values, which are flat."""
         return values[part.start - self.start : part.stop - self.start]
 
 
-class Arrived(NamedTuple):
-    """A gradient that is on its way to the host: flat values, and where in the unit's range these begin."""
+class FlatGradient(NamedTuple):
+    """Values of a gradient, flat, and where in the unit's range they begin."""
 
     values: torch.Tensor
     start: int
@@ -64,8 +67,8 @@ class Arrived(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pile:
-    """What this rank alone has of a unit's gradient, until the ranks add it up.
+class GradientBucket:
+    """This rank's gradient of a unit, until the ranks reduce it.
 
     Attributes:
         values: ``[padded]``, of which only what is ``present`` and the pads are defined.
@@ -111,7 +114,7 @@ class UnitState:
         host, device: optimizer state on either tier.
         host_gradients: of all pieces whose gradients arrive apart from weights, in the type of the weights.
         spilled: where gradients of pieces arrive that go on to NVMe, by piece.
-        piles: gradients that the ranks have not added up yet, by the micro-batch in which they will.
+        buckets: gradients that the ranks have not reduced yet, by the micro-batch in which they will.
         flushing: gradients on their way to the host, by micro-batch, then by parameter.
         device_gradients: gradients that stay on the device, by parameter and piece.
         spent: gradients that updates on the device have been given, until the unit's next forward [Note: Spent].
@@ -133,16 +136,25 @@ class UnitState:
     device: Moments
     host_gradients: torch.Tensor
     spilled: Mapping[int, torch.Tensor]
-    piles: dict[int, Pile] = dataclasses.field(default_factory=dict)
-    flushing: dict[int, dict[str, Arrived]] = dataclasses.field(default_factory=dict)
+    buckets: dict[int, GradientBucket] = dataclasses.field(default_factory=dict)
+    flushing: dict[int, dict[str, FlatGradient]] = dataclasses.field(default_factory=dict)
     device_gradients: dict[tuple[str, int], torch.Tensor] = dataclasses.field(default_factory=dict)
     spent: list[torch.Tensor] = dataclasses.field(default_factory=list)
     changed: set[int] = dataclasses.field(default_factory=set)
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether ranks keep, or update, only shards of it."""
+        return len(self.own_weights) < len(self.device_weights)
+
+    @property
     def on_nvme(self) -> bool:
         """Whether its parameters are on NVMe."""
         return bool(self.landing)
+
+    def unsharded(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return all of what ranks hold shards of, flat, on the host; all ranks call it together."""
+        return self.group.all_gather_on_host(shard) if self.group is not None and self.is_sharded else shard
 
     def master(self, piece: Piece) -> torch.Tensor:
         """Return the float32 master copy of a piece."""
@@ -163,11 +175,36 @@ class UnitState:
 
     def is_trained(self, piece: Piece) -> bool:
         """Return whether a gradient may come for any of a piece."""
-        return any(
-            part.piece.index == piece.index and parameter.share.trains
-            for parameter in self.parameters
-            for part in parameter.parts
-        )
+        return any(parameter.share.trains and any(parameter.parts_in(piece)) for parameter in self.parameters)
+
+    def has_gradient(self, piece: Piece, iteration: int) -> bool:
+        """Return whether a gradient of a piece has arrived in an iteration, even if no update reads it.
+
+        It may have taken the place of weights [Note: In place], or wait on the device to be dropped.
+        """
+
+        def has_arrived(parameter: ParameterState) -> bool:
+            if piece.leaves:
+                return parameter.flushed == iteration
+            return (parameter.name, piece.index) in self.device_gradients
+
+        return any(any(parameter.parts_in(piece)) and has_arrived(parameter) for parameter in self.parameters)
+
+    def keep_gradient(self, parameter: ParameterState, gradient: FlatGradient, *, first: bool, copy: bool) -> None:
+        """Keep on the device the parts of a gradient that are updated there.
+
+        Args:
+            parameter: whose gradient it is.
+            gradient: its values.
+            first: whether this is the first one of the iteration; later ones are added to it.
+            copy: whether to copy the values; a view would keep all of ``gradient`` alive.
+        """
+        for part in parameter.staying:
+            key, values = (parameter.name, part.piece.index), gradient.of(part)
+            if not first:
+                self.device_gradients[key].add_(values)
+            else:
+                self.device_gradients[key] = values.clone() if copy else values
 
     def state(self, piece: Piece) -> tuple[torch.Tensor, ...]:
         """Return all optimizer state of a piece: the master copy first."""

@@ -4,7 +4,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # as documented
 
 
-def apart(values: torch.Tensor) -> torch.Tensor:
+def with_own_storage(values: torch.Tensor) -> torch.Tensor:
     """Return the same values in the same memory, with a storage that has nothing else.
 
     What goes by storages then takes them for a tensor of their own: ``torch.save`` writes no more than them, and

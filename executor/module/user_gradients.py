@@ -53,16 +53,16 @@ class UserGradients:
         self._scales.clear()
         self._dropped = False
 
-    @unguarded()
-    def offer(self, iteration: int, micro_batch: int) -> None:
+    def expose(self, iteration: int, micro_batch: int) -> None:
         """Let every parameter that got a gradient have a stand-in for it, until the next micro-batch or the step."""
-        self._num_added = micro_batch + 1
-        for name, parts in self._parts.items():
-            if any(part.arrived == iteration for part in parts):
-                whole = parts[0].share.whole
-                if name not in self._stand_ins:
-                    self._stand_ins[name] = OffloadedGradient(whole, name, self)
-                whole.grad = self._stand_ins[name]
+        with unguarded():
+            self._num_added = micro_batch + 1
+            for name, parts in self._parts.items():
+                if any(part.arrived == iteration for part in parts):
+                    whole = parts[0].share.whole
+                    if name not in self._stand_ins:
+                        self._stand_ins[name] = OffloadedGradient(whole, name, self)
+                    whole.grad = self._stand_ins[name]
 
     def gradient_norm(self, name: str) -> torch.Tensor:
         """Return the 2-norm of a parameter's gradient, a float32 scalar; waits until all gradients are there.
@@ -89,55 +89,55 @@ class UserGradients:
         """Return what gradients of the latest iteration are multiplied by, and whether any was dropped."""
         return sorted(set(self._scales.values())), self._dropped
 
-    @unguarded()
-    def go_on(self, iteration: int) -> None:
+    def begin_micro_batch(self, iteration: int) -> None:
         """Take the stand-ins away as the next micro-batch begins, which adds to the gradients that they are for.
 
         Raises:
             GradientError: a gradient was replaced or dropped.
         """
-        if not self._num_added:
-            return
-        for name, parts in self._parts.items():
-            gradient = parts[0].share.whole.grad
-            arrived = any(part.arrived == iteration for part in parts)
-            if arrived and not isinstance(gradient, OffloadedGradient):
-                raise GradientError(
-                    f"the gradient of {name} was {'dropped' if gradient is None else 'replaced'} after micro-batch "
-                    f"{self._num_added} of {self._num_micro_batches}, but has been added up already; leave gradients "
-                    "alone until the last backward"
-                )
-        self.clear()
+        with unguarded():
+            if not self._num_added:
+                return
+            for name, parts in self._parts.items():
+                gradient = parts[0].share.whole.grad
+                arrived = any(part.arrived == iteration for part in parts)
+                if arrived and not isinstance(gradient, OffloadedGradient):
+                    raise GradientError(
+                        f"the gradient of {name} was {'dropped' if gradient is None else 'replaced'} after micro-batch "
+                        f"{self._num_added} of {self._num_micro_batches}, but has been added up already; leave "
+                        "gradients alone until the last backward"
+                    )
+            self.clear()
 
-    @unguarded()
     def clear(self) -> None:
         """Take all stand-ins away."""
-        self._num_added = 0
-        for parts in self._parts.values():
-            whole = parts[0].share.whole
-            if isinstance(whole.grad, OffloadedGradient):
-                whole.grad = None
+        with unguarded():
+            self._num_added = 0
+            for parts in self._parts.values():
+                whole = parts[0].share.whole
+                if isinstance(whole.grad, OffloadedGradient):
+                    whole.grad = None
 
-    @unguarded()
-    def take_back(self, iteration: int) -> None:
+    def begin_step(self, iteration: int) -> None:
         """Take the stand-ins away as the step begins; what the user has dropped is not updated, as in torch.
 
         Raises:
             GradientError: a gradient was replaced, or dropped after its update had begun.
         """
-        for name, parts in self._parts.items():
-            whole = parts[0].share.whole
-            gradient = whole.grad
-            for part in parts:
-                if part.arrived == iteration and gradient is None:
-                    self._drop(part)
-            if gradient is not None and not isinstance(gradient, OffloadedGradient):
-                raise GradientError(
-                    f"the gradient of {name} was replaced after backward, which its update would not see; "
-                    "change it in a hook on the parameter (parameter.register_hook)"
-                )
-            whole.grad = None
-        self._num_added = 0
+        with unguarded():
+            for name, parts in self._parts.items():
+                whole = parts[0].share.whole
+                gradient = whole.grad
+                for part in parts:
+                    if part.arrived == iteration and gradient is None:
+                        self._drop(part)
+                if gradient is not None and not isinstance(gradient, OffloadedGradient):
+                    raise GradientError(
+                        f"the gradient of {name} was replaced after backward, which its update would not see; "
+                        "change it in a hook on the parameter (parameter.register_hook)"
+                    )
+                whole.grad = None
+            self._num_added = 0
 
     def _drop(self, parameter: ParameterState) -> None:
         if not self._waits:

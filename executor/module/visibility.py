@@ -5,11 +5,11 @@ from typing import final
 
 from executor.distributed.shards import Share
 from executor.memory.state import ModelState, without_values
-from executor.module.guarded_parameters import guard, refusal, unguard, unguarded
+from executor.module.guarded_parameters import guard, lift_guard, refusal, unguard, unguarded
 
 
 @final
-class Sight:
+class WeightVisibility:
     """Keeps weights of fetched units out of sight while they are not there, and all of them from being written to.
 
     [Note: Out of sight] Units that are fetched share slots, so that a parameter would show another unit's weights most
@@ -43,7 +43,7 @@ class Sight:
             unit: frozenset(name for name in (unit, *others) if name in self._leaves) for unit, others in shared.items()
         }
         self._shown: frozenset[str] = frozenset(self._leaves)
-        self._turned_to: str | None = None
+        self._shown_for: str | None = None
         self._all = {id(leaf): (leaf, name) for leaves in self._leaves.values() for leaf, name in leaves}
         for share in shares:  # where leaves are rows of it, it has no values at all
             if id(share.whole) not in self._all:
@@ -51,11 +51,11 @@ class Sight:
                 guard(share.whole, share.name)
         self._versions = self._versions_now()
 
-    def turn_to(self, unit: str) -> None:
+    def show(self, unit: str) -> None:
         """Show what a unit computes with, and nothing else; what no unit is called shows nothing."""
-        if unit == self._turned_to:
+        if unit == self._shown_for:
             return
-        self._turned_to = unit
+        self._shown_for = unit
         used = self._used_by.get(unit, frozenset())
         with unguarded():
             for name in self._shown - used:
@@ -67,10 +67,10 @@ class Sight:
                 for leaf, weights, _ in self._views.get(name, ()):
                     leaf.data = weights
                 for leaf, _ in self._leaves[name]:
-                    unguard(leaf)
+                    lift_guard(leaf)
         self._shown = used
 
-    def check_untouched(self) -> None:
+    def check_unmodified(self) -> None:
         """Check that no parameter was written to while its unit computed, since it was checked last.
 
         Raises:

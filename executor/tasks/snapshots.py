@@ -76,18 +76,17 @@ class Snapshots:
         if self.engine is not None:
             self.engine.release(key)
 
-    def take_rest(self) -> None:
+    def take_remaining(self) -> None:
         """Take all that is left of checkpoints that have begun, while nothing is under way; state may change then."""
         if self.engine is not None:
-            self.engine.take_rest()
+            self.engine.take_remaining()
 
     def tensors(self, key: Key) -> Sequence[torch.Tensor | Buffer | StoredValues]:
         """See :class:`executor.checkpoint.source.Source`."""
-        unit, stored = self._state.units[key[0]], self._state.stored
+        unit = self._state.units[key[0]]
         piece = unit.pieces[key[1]]
         if piece.place is Place.NVME:
-            assert stored is not None
-            return stored.values(key)
+            return self._state.nvme.values(key)
         tensors = [tensor.detach().view(torch.uint8) for tensor in unit.state(piece)]
         if piece.place is Place.GPU:
             return tensors
@@ -104,13 +103,12 @@ class Snapshots:
 
     def _wait(self) -> None:
         """Wait until what the lane has been given, or waits for, is done."""
-        self._backend.seconds(self._backend.mark(Lane.SNAPSHOT))
+        self._backend.event_time_s(self._backend.record_event(Lane.SNAPSHOT))
 
     def _slices_of(self, key: Key, number: int) -> list[Slice]:
         """Return what this rank gives of a piece; what several ranks have one of them gives, in turn by unit."""
         unit = self._state.units[key[0]]
-        is_sharded = len(unit.own_weights) < len(unit.device_weights)
-        if unit.group is not None and not is_sharded and number % unit.group.size != unit.group.rank:
+        if unit.group is not None and not unit.is_sharded and number % unit.group.size != unit.group.rank:
             return []
         return [
             Slice(
@@ -118,7 +116,7 @@ class Snapshots:
                 tuple(parameter.share.shape),
                 part.start - parameter.start,
                 part.stop - parameter.start,
-                part.start - part.piece.start,
+                part.within.start,
             )
             for parameter in unit.parameters
             for part in parameter.parts

@@ -8,16 +8,16 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from executor.checkpoint.files.flusher import Buffer, Chunk, Flusher, Loan, Pending
+from executor.checkpoint.files.flusher import Buffer, Chunk, Flusher, Lease, Pending
 from executor.checkpoint.files.system_calls import CheckpointError, write_all
 from executor.checkpoint.format.layout import Layout
 from executor.checkpoint.format.manifest import FileRecord
-from executor.direct_io import BLOCK_BYTES, NO_ROOM, alignment_bytes, in_blocks
+from executor.direct_io import BLOCK_BYTES, DISK_FULL_ERRNOS, alignment_bytes, in_blocks
 
 CopyChunk = Callable[[Buffer, Any], None]
 """Copies bytes into a part of a buffer."""
 
-_LEAST_LENT: Final = 1 / 64  # of a chunk: a transfer of its own costs more than the copy of fewer bytes
+_LEAST_LEASED: Final = 1 / 64  # of a chunk: a transfer of its own costs more than the copy of fewer bytes
 
 
 @final
@@ -25,7 +25,7 @@ class ShardWriter:
     """A file that is being written.
 
     Values are given in the order of the layout. What has been given may change at once: it is in a buffer, or written.
-    What has been lent may change when the loan has been settled ([Note: Loans] in
+    What has been leased may change when the lease has ended ([Note: Leases] in
     :mod:`executor.checkpoint.files.flusher`).
 
     Args:
@@ -83,41 +83,41 @@ class ShardWriter:
         """
         self._put(values, copy)
 
-    def lend(self, values: Buffer) -> list[Loan]:
+    def lease(self, values: Buffer) -> list[Lease]:
         """Write the next bytes from where they are, if transfers can begin there, and copies of the rest.
 
         Returns:
-            What is lent: :meth:`Flusher.settle` it before values change.
+            What is leased: :meth:`Flusher.end_leases` it before values change.
 
         Raises:
             CheckpointError: some write has failed, or none has ended for too long.
         """
-        least_bytes = max(int(_LEAST_LENT * self._flusher.chunk_bytes), BLOCK_BYTES)
-        loans = []
+        least_bytes = max(int(_LEAST_LEASED * self._flusher.chunk_bytes), BLOCK_BYTES)
+        leases = []
         while len(values):
             begin = min(-self._end % BLOCK_BYTES, len(values))
             end = begin + (min(len(values), self._room) - begin) // BLOCK_BYTES * BLOCK_BYTES
             if end - begin >= least_bytes and values[begin:].ctypes.data % self._alignment_bytes == 0:
                 self._put(values[:begin], np.copyto)
-                loans.append(self._lend(values[begin:end]))
+                leases.append(self._lease(values[begin:end]))
                 values = values[end:]
             else:
                 count = min(self._room, len(values))
                 self._put(values[:count], np.copyto)
                 values = values[count:]
-        return loans
+        return leases
 
     @property
     def _room(self) -> int:
         """Bytes up to the end of the chunk."""
         return self._flusher.chunk_bytes - self._end % self._flusher.chunk_bytes
 
-    def _lend(self, values: Buffer) -> Loan:
+    def _lease(self, values: Buffer) -> Lease:
         if self._done.failure is not None:
             raise self._error(self._done.failure)
-        loan = self._open_chunk().lend(values)
+        lease = self._open_chunk().lease(values)
         self._went_on(len(values))
-        return loan
+        return lease
 
     def finish(self) -> FileRecord:
         """Make the file whole and durable, the header last; return what the manifest says of it.
@@ -164,7 +164,7 @@ class ShardWriter:
         while len(values):
             chunk = self._open_chunk()
             try:
-                self._flusher.furnish(chunk)
+                self._flusher.take_buffer(chunk)
             except OSError as error:
                 raise self._error(error) from error
             assert chunk.buffer is not None
@@ -212,7 +212,7 @@ class ShardWriter:
         if isinstance(error, CheckpointError):
             return error
         where = f"{self._full_path}: {error.strerror}"
-        if error.errno in NO_ROOM:
+        if error.errno in DISK_FULL_ERRNOS:
             made = CheckpointError(f"{where}; it needs {self.layout.num_bytes:,} B: make room, or keep fewer")
         else:
             made = CheckpointError(f"{where}; this checkpoint is given up")

@@ -37,7 +37,7 @@ _LEAST_DIRECT_BYTES: Final = 64 << 10  # shorter stretches are copied: a call ta
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
+class ReadRequest:
     """Values that are to be read.
 
     Attributes:
@@ -96,7 +96,7 @@ class Checkpoint:
             for chunk in range(len(record.checksums)):
                 yield buffer[: file.load(chunk, buffer, ())]
 
-    def read(self, wanted: Iterable[Wanted]) -> None:
+    def read(self, wanted: Iterable[ReadRequest]) -> None:
         """Read values; after an error what is where they go is undefined.
 
         Raises:
@@ -126,7 +126,7 @@ class Checkpoint:
     def __exit__(self, *_exc_info: object) -> None:
         self.close()
 
-    def _stretches(self, wanted: Wanted) -> Iterator[tuple[int, int, Buffer]]:
+    def _stretches(self, wanted: ReadRequest) -> Iterator[tuple[int, int, Buffer]]:
         """Yield which file has a part of what is wanted, the offset there, and where it goes."""
         record = self.manifest.tensors.get(wanted.name)
         if record is None:

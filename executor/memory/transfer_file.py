@@ -27,7 +27,7 @@ _FAILED: Final = "failed"
 
 
 @final
-class Handover:
+class TransferFile:
     """Tensors in a file, mapped: pages that the system may write out, and not memory that is held.
 
     Args:
@@ -45,9 +45,11 @@ class Handover:
     def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks | None = None) -> None:
         sizes = [-(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for tensor in tensors.values()]
         self.num_bytes = max(sum(sizes), 1)
-        mates = [0] if ranks is None else ranks.alike(f"{this_machine()} {Path('/proc/self/ns/pid').readlink()}")
+        mates = (
+            [0] if ranks is None else ranks.ranks_with_same(f"{this_machine()} {Path('/proc/self/ns/pid').readlink()}")
+        )
         turn = 0 if ranks is None else mates.index(ranks.rank)
-        self._mine = set(itertools.islice(tensors, turn, None, len(mates)))
+        self._written_here = set(itertools.islice(tensors, turn, None, len(mates)))
         with contextlib.ExitStack() as files:
             made = self._step(ranks, folder, lambda: _make(folder, self.num_bytes, files) if not turn else "")
             where = made[0 if ranks is None else mates[0]]
@@ -61,19 +63,19 @@ class Handover:
 
             self._step(ranks, folder, map_it)  # before whoever has made it closes it
         starts = itertools.accumulate(sizes, initial=0)
-        self._kept = {
+        self._tensors = {
             name: flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for (name, tensor), start in zip(tensors.items(), starts, strict=False)
         }
 
-    def keep(self, name: str, values: torch.Tensor) -> None:
+    def write(self, name: str, values: torch.Tensor) -> None:
         """Copy a tensor, which all ranks have, into the file; it is there on all when they have met."""
-        if name in self._mine:
-            self._kept[name].copy_(values)
+        if name in self._written_here:
+            self._tensors[name].copy_(values)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return what was kept: a view of the file, which stays as long as anything views it."""
-        return self._kept[name]
+        return self._tensors[name]
 
     def _step(self, ranks: Ranks | None, folder: Path, do: Callable[[], str]) -> list[str]:
         """Do something that may fail, all ranks together; return what it gave on each."""
@@ -82,7 +84,7 @@ class Handover:
             result = do()
         except OSError as error:
             failure = error
-        every = [result] if ranks is None else ranks.told(_FAILED if failure else result)
+        every = [result] if ranks is None else ranks.all_gather_text(_FAILED if failure else result)
         if failure is None and _FAILED not in every:
             return every
         why = failure.strerror if failure else f"rank {every.index(_FAILED)} cannot make it, or reach it"

@@ -17,14 +17,14 @@ from executor.devices.backend import Backend
 from executor.distributed.ranks import Ranks
 from executor.gradients import GradientError
 from executor.memory.state import ModelState
-from executor.memory.units import Arrived, ParameterState, Pile, UnitState
+from executor.memory.units import FlatGradient, GradientBucket, ParameterState, UnitState
 from planner.decisions import Decisions
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Op, Task
 
 
 @final
-class Exchange:
+class ScheduleCollectives:
     """Performs the tasks of the collective lane.
 
     Args:
@@ -52,61 +52,52 @@ class Exchange:
             if task.op is Op.SCATTER:
                 self._scattered.setdefault(task.unit, []).append(task.micro_batch)
 
-    def gather(self, unit: UnitState) -> None:
+    def all_gather(self, unit: UnitState) -> None:
         """Make a unit's weights whole on the device, where each rank has its own shard."""
         assert unit.group is not None
-        unit.group.gather(unit.device_weights, unit.own_weights)
+        unit.group.all_gather(unit.device_weights, unit.own_weights)
 
     def collect(self, unit: UnitState, parameter: ParameterState, flat: torch.Tensor, micro_batch: int) -> None:
         """Take the gradient of what several ranks have from autograd, in the thread that runs backward."""
         due = next(m for m in self._scattered[unit.name] if m >= micro_batch)
-        pile = unit.piles.get(due) or unit.piles.setdefault(due, Pile(torch.empty_like(unit.device_weights), set()))
-        held = pile.values[parameter.start : parameter.stop]
-        if parameter.name in pile.present:
+        if (bucket := unit.buckets.get(due)) is None:
+            bucket = unit.buckets[due] = _empty_bucket(unit)
+        held = bucket.values[parameter.start : parameter.stop]
+        if parameter.name in bucket.present:
             held.add_(flat)
         else:
             held.copy_(flat)
-            pile.present.add(parameter.name)
+            bucket.present.add(parameter.name)
 
-    def scatter(self, task: Task) -> None:
+    def reduce_scatter(self, task: Task) -> None:
         """Add up a unit's gradient over the ranks, and take what this rank updates to where it is needed."""
         unit = self._state.units[task.unit]
-        pile = unit.piles.pop(task.micro_batch, None) or Pile(torch.empty_like(unit.device_weights), set())
+        bucket = unit.buckets.pop(task.micro_batch, None) or _empty_bucket(unit)
         for parameter in unit.parameters:
-            if parameter.name not in pile.present:
-                pile.values[parameter.start : parameter.stop].zero_()
-        pile.values[unit.parameters[-1].stop :].zero_()
-        self._backend.scale(pile.values, self.mean_factor)
-        mean = pile.values
+            if parameter.name not in bucket.present:
+                bucket.values[parameter.start : parameter.stop].zero_()
+        bucket.values[unit.parameters[-1].stop :].zero_()
+        self._backend.scale(bucket.values, self.mean_factor)
+        mean = bucket.values
         assert unit.group is not None
         if self._shards:
-            mean = self._backend.scratch(len(unit.own_weights), pile.values.dtype)
-            unit.group.scatter(mean, pile.values)
+            mean = self._backend.scratch(len(unit.own_weights), mean.dtype)
+            unit.group.reduce_scatter(mean, bucket.values)
         else:
-            unit.group.add_up(mean)
-        self._backend.used(pile.values)
-        self._keep(unit, Arrived(mean, unit.start), first=task.micro_batch == self._scattered[unit.name][0])
-        unit.flushing[task.micro_batch] = {
-            parameter.name: Arrived(mean, unit.start) for parameter in unit.parameters if any(parameter.leaving_parts())
-        }
+            unit.group.all_reduce(mean)
+        self._backend.record_stream(bucket.values)
+        gradient, first = FlatGradient(mean, unit.start), task.micro_batch == self._scattered[unit.name][0]
+        copy = any(piece.leaves for piece in unit.pieces)
+        for parameter in unit.parameters:
+            unit.keep_gradient(parameter, gradient, first=first, copy=copy)
+        unit.flushing[task.micro_batch] = {p.name: gradient for p in unit.parameters if p.leaving}
 
     def first_summed(self, task: Task) -> int:
         """Return the first micro-batch whose gradient a ``SCATTER`` adds up; the task's own is the last."""
         before = [m for m in self._scattered[task.unit] if m < task.micro_batch]
         return before[-1] + 1 if before else 0
 
-    def _keep(self, unit: UnitState, mean: Arrived, *, first: bool) -> None:
-        """Keep on the device what is updated there."""
-        whole = not any(piece.leaves for piece in unit.pieces)
-        for parameter in unit.parameters:
-            for part in parameter.staying_parts():
-                key = (parameter.name, part.piece.index)
-                if not first:
-                    unit.device_gradients[key].add_(mean.of(part))
-                else:  # a view keeps all of it
-                    unit.device_gradients[key] = mean.of(part) if whole else mean.of(part).clone()
-
-    def agree_on_arrivals(self, parameters: Sequence[ParameterState], iteration: int, doing: str) -> None:
+    def sync_arrivals(self, parameters: Sequence[ParameterState], iteration: int, doing: str) -> None:
         """Count a gradient as arrived if it did so on any rank, once this rank's have.
 
         Args:
@@ -117,7 +108,9 @@ class Exchange:
         Raises:
             GradientError: a parameter has one on some ranks only, and its update may have begun without.
         """
-        arrived = self._ranks.call(doing, [float(parameter.arrived == iteration) for parameter in parameters])
+        arrived = self._ranks.check_same_call(
+            doing, [float(parameter.arrived == iteration) for parameter in parameters]
+        )
         for parameter, count in zip(parameters, arrived, strict=True):
             if 0 < count < self._ranks.size and not self._waits:
                 raise GradientError(
@@ -128,7 +121,9 @@ class Exchange:
                 parameter.arrived = iteration
                 parameter.step += 1
 
-    def summed(self, parameters: Sequence[tuple[UnitState, ParameterState]], squares: Sequence[float]) -> list[float]:
+    def sum_squares(
+        self, parameters: Sequence[tuple[UnitState, ParameterState]], squares: Sequence[float]
+    ) -> list[float]:
         """Return sums of squares of whole gradients, given those of what this rank has of each.
 
         What several ranks have counts once: the first of them gives it. Of what is not divided over tensor-parallel
@@ -145,8 +140,8 @@ class Exchange:
         for i, (unit, _) in enumerate(parameters):
             if self._shards or unit.group is None or unit.group.rank == 0:
                 rows[mesh.tensor * count + i] = squares[i]
-        self._ranks.call("clipping, or reading norms")
-        rows = self._ranks.sums(rows)
+        self._ranks.check_same_call("clipping, or reading norms")
+        rows = self._ranks.all_reduce(rows)
         totals = []
         for i, (_, parameter) in enumerate(parameters):
             of_ranks = rows[i::count]
@@ -158,3 +153,7 @@ class Exchange:
                 )
             totals.append(sum(of_ranks) if divided else of_ranks[0])
         return totals
+
+
+def _empty_bucket(unit: UnitState) -> GradientBucket:
+    return GradientBucket(torch.empty_like(unit.device_weights), set())

@@ -12,7 +12,7 @@ SLOWEST_BYTES_PER_S: Final = 10e6
 _T = TypeVar("_T")
 
 
-def no_answer(patience_s: float) -> CheckpointError:
+def timeout_error(patience_s: float) -> CheckpointError:
     """Return what to raise when nothing has ended for so long."""
     return CheckpointError(
         f"nothing has ended for {patience_s:g} s: the drive does not keep up, or does not answer; this checkpoint is "
@@ -21,7 +21,7 @@ def no_answer(patience_s: float) -> CheckpointError:
 
 
 @final
-class InTime:
+class TimeLimited:
     """Does things that may hang, one at a time, in threads of their own. While one hangs others fail at once."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class InTime:
             OSError: whatever ``do`` raises.
         """
         if self._thread is not None and self._thread.is_alive():
-            raise no_answer(patience_s)
+            raise timeout_error(patience_s)
         found: list[_T | OSError] = []
         lock = threading.Lock()  # guards found, and whether it comes too late
         too_late = False
@@ -63,7 +63,7 @@ class InTime:
         with lock:
             if not found:
                 too_late = True
-                raise no_answer(patience_s)
+                raise timeout_error(patience_s)
         if isinstance(found[0], OSError):
             raise found[0]
         return found[0]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Final, final
 
-from executor.checkpoint.files.flusher import yield_cores
+from executor.checkpoint.files.flusher import lower_thread_priority
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.places.retention import LEAST_KEPT, AbstractStore
@@ -26,7 +26,7 @@ PATIENCE_S: Final = 60.0
 
 
 @final
-class Keeper:
+class RetentionThread:
     """Keeps the newest checkpoints of a place.
 
     Args:
@@ -81,7 +81,7 @@ class Keeper:
             tell(f"older ones could not be removed: {error}")
 
     def _run(self) -> None:
-        yield_cores()
+        lower_thread_priority()
         num_whole = 0
         while (made := self._next()) is not None:
             folder, tell = made
