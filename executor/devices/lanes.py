@@ -1,8 +1,8 @@
-"""Machines that make a schedule happen: one thread per lane, and the caller's own thread for what it computes itself.
+"""Runs a schedule on real lanes: one thread per lane, and the caller's thread for what it computes itself.
 
-[Note: Caller lanes] Forward, backward and the norm run in the thread that calls the model: nobody can start them but
-the caller. Issuing such a task means that the caller is there now. It waits for what the task comes after, starts the
-task, and leaves it *open*; the task ends when the caller's next one is issued, or at :meth:`LaneMachine.end_open`.
+[Note: Caller lanes] Forward, backward and the norm run in the thread that calls the model. Issuing such a task means
+that the caller has reached it. The caller waits for the task's dependencies, starts the task, and leaves it *open*. The
+task ends when the caller's next one is issued, or at :meth:`LaneMachine.end_open`.
 """
 
 import atexit
@@ -24,28 +24,28 @@ from planner.schedule.timeline import Span, Timeline
 
 CALLER_LANES: Final = frozenset({Lane.COMPUTE, Lane.LAUNCH})
 NUM_RECORDED: Final = 200
-"""Iterations of which times are kept, the latest: so that memory does not grow with the run."""
-_END_S: Final = 30.0  # for tasks to end that have begun when all stops; what hangs, on a drive say, is not waited for
+"""Number of latest iterations whose times are kept, so that memory does not grow with the run."""
+_END_S: Final = 30.0  # wait for tasks that have begun when all stops; one that hangs, on a drive say, is left behind
 
 Perform = Callable[[Task, int], None]
 """Does the work of one task of an iteration; called in the thread of the task's lane."""
 
 
 class LaneError(RuntimeError):
-    """A task failed in the thread of its lane; what it raised is the cause."""
+    """A task failed in the thread of its lane; its exception is the cause."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Ticket:
-    """One execution of a task. ``end`` is set when the work has been done, or given to a stream."""
+    """One run of a task. ``end`` is set when the work has been done, or given to a stream."""
 
     task: Task
     iteration: int
-    after: Sequence["_Ticket"]  # until it starts: a chain of tickets would keep every iteration in memory
+    after: Sequence["_Ticket"]  # cleared when it starts: a chain of tickets would keep every iteration in memory
     is_recorded: bool
     start: Event = None  # if it is recorded
     end: Event = None
-    awaited: tuple[threading.Condition, ...] = ()  # by threads, until it ends
+    awaited: tuple[threading.Condition, ...] = ()  # threads that wait for its end
 
     @property
     def name(self) -> str:
@@ -63,12 +63,12 @@ class LaneMachine:
         record: whether to keep times for :meth:`timeline`. May be changed between iterations. The latest
             :data:`NUM_RECORDED` iterations that were recorded are kept.
         on_caller: called in the caller's thread when a task of its lanes begins, with the task's index. May be changed.
-        on_stop: called when it stops, in the thread that stops it, with the failure if there is one: what tasks wait
-            for apart from other tasks must then be given up.
+        on_stop: called when it stops, in the thread that stops it, with the failure if there is one. It must end
+            whatever tasks wait for besides other tasks.
 
     Attributes:
-        is_waiting: whether the caller waits for tasks just now.
-        num_ended: of all tasks so far.
+        is_waiting: whether the caller waits for tasks now.
+        num_ended: number of tasks that have ended.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class LaneMachine:
         self._last: dict[Lane, Event] = {}  # when the latest task of each lane ends
         lanes = {task.lane for task in schedule.tasks} - CALLER_LANES
         self._queues: dict[Lane, queue.SimpleQueue[_Ticket | None]] = {lane: queue.SimpleQueue() for lane in lanes}
-        # Of each thread, which wakes for what it waits for only: to wake takes longer than most tasks take to issue.
+        # One per thread, so that a thread wakes only for its own dependencies: waking takes longer than issuing a task.
         self._turns = {lane: threading.Condition(lock) for lane in lanes} | dict.fromkeys(CALLER_LANES, self._changed)
         # Daemons, since the interpreter would wait for others before it calls what is registered at exit.
         self._end_by_s = math.inf
@@ -132,7 +132,7 @@ class LaneMachine:
                 self._num_pending += 1
             lane_queue.put(ticket)
             return
-        # The time to issue a compute task runs beside the task itself, on a device that runs apart.
+        # On a GPU, the time to issue a compute task runs beside the task itself.
         if ended := [t for t in self._open if not (t.task.op is Op.ISSUE and task.lane is Lane.COMPUTE)]:
             self._end(ended)
         self._wait_in_caller(self._begin, ticket)
@@ -142,7 +142,7 @@ class LaneMachine:
         self._open.append(ticket)
 
     def end_open(self) -> None:
-        """End what is open on the caller's lanes, because the caller has turned to something else."""
+        """End open tasks of the caller's lanes, because the caller does something else now."""
         if self._open:
             self._end(list(self._open))
 
@@ -185,11 +185,11 @@ class LaneMachine:
         return timeline.without({i - begin for i in self._left_out if begin <= i <= end})
 
     def exclude(self, iteration: int) -> None:
-        """Leave an iteration that is not a whole one out of every timeline."""
+        """Leave an incomplete iteration out of every timeline."""
         self._left_out = {i for i in self._left_out if i in self._recorded} | {iteration}
 
     def fail(self, error: BaseException) -> None:
-        """Stop because of what happened elsewhere; who waits or issues next raises it."""
+        """Stop because of a failure elsewhere; whoever waits or issues next raises it."""
         self._stop(error)
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ class LaneMachine:
             self._stop(error if isinstance(error, RankError) else _lane_error(ticket, lane, error))
 
     def _begin(self, ticket: _Ticket) -> bool:
-        """Wait for what a ticket comes after and start it; return False if the machine has stopped instead."""
+        """Wait for a ticket's dependencies and start it; return False if the machine has stopped."""
         after, lane = ticket.after, ticket.task.lane
         if self._open and lane in CALLER_LANES:  # the caller cannot wait for itself: its tickets run in order anyway
             after = [t for t in after if t not in self._open]

@@ -1,4 +1,4 @@
-"""Collectives inside a model's own computing, which autograd goes through."""
+"""Collectives that autograd can differentiate, for use inside a model's forward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from executor.distributed.groups import Group
 
 
 def copy_to_group(values: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return what all ranks of a group have; each one's gradient is a part of the whole (Megatron-LM's ``f``).
+    """Return ``values``, which are the same on all ranks; backward all-reduces the gradient (Megatron-LM's ``f``).
 
     Raises:
         RankError: a rank has failed, here or in backward. So do all functions here.
@@ -19,13 +19,13 @@ def copy_to_group(values: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def reduce_from_group(values: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the sum of what the ranks of a group have, in place; the gradient is all ranks' (Megatron-LM's ``g``)."""
+    """All-reduce ``values`` in place and return them; backward passes the gradient on (Megatron-LM's ``g``)."""
     result: torch.Tensor = _ReduceFromGroup.apply(values, group)  # type: ignore[no-untyped-call]
     return result
 
 
 def gather_last_dim(values: torch.Tensor, group: Group, size: int) -> torch.Tensor:
-    """Return the first ``size`` values of the last dimension, which the ranks of a group share equally."""
+    """All-gather the last dimension, of which each rank has an equal part; return its first ``size`` values."""
     result: torch.Tensor = _GatherLastDim.apply(values, group, size)  # type: ignore[no-untyped-call]
     return result
 
@@ -38,7 +38,7 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gradient = gradient.contiguous()  # a product has just made it, so that it is nobody else's
+        gradient = gradient.contiguous()  # a product has just made it, so it may be overwritten
         ctx.group.all_reduce(gradient)
         return gradient, None
 
@@ -74,7 +74,7 @@ class _GatherLastDim(torch.autograd.Function):
 def all_to_all(
     values: torch.Tensor, group: Group, num_sent: Sequence[int], num_received: Sequence[int]
 ) -> torch.Tensor:
-    """Return the rows that the ranks of a group have for this one, given its own for them, in the order of ranks."""
+    """Send each rank its rows of ``values``; return the rows received from each, in the order of ranks."""
     result: torch.Tensor = _AllToAll.apply(values, group, num_sent, num_received)  # type: ignore[no-untyped-call]
     return result
 

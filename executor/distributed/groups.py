@@ -1,4 +1,4 @@
-"""Some of a plan's ranks, which run collectives together."""
+"""A group of ranks, and its collectives."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ _reduce_scatter: Final[Callable[..., Any]] = getattr(dist, "reduce_scatter_singl
 
 
 class Wait(Protocol):
-    """Begins a collective and waits, not for ever: [Note: Failed ranks] in :mod:`executor.distributed.watchdog`."""
+    """Begins a collective and waits for it; [Note: Failed ranks] in :mod:`executor.distributed.watchdog`."""
 
     def __call__(self, group: dist.ProcessGroup, begin: Callable[[], Any]) -> None:
         """Begin a collective of a group, and wait for it.
@@ -26,20 +26,20 @@ class Wait(Protocol):
 
 @final
 class Group:
-    """Some ranks as one of them sees them; one that is alone has nothing to exchange.
+    """A group of ranks, as one of them sees it. With one rank, collectives return at once.
 
-    What works on the device's tensors is for one thread at a time, and so is :meth:`all_gather_on_host`, beside it.
+    One thread at a time may call the methods that take tensors on the device. Another may call the rest meanwhile.
 
     Args:
-        ranks: their numbers among all.
+        ranks: the group's ranks, by their global numbers.
         rank: this one's.
-        device: who runs collectives on the device; ``None`` where the rank is alone.
-        hosts: who runs them over the hosts.
-        on_device: whether the device is not the host.
+        device: process group for tensors on the device; ``None`` if the group has one rank.
+        hosts: process group for tensors in host memory; likewise.
+        on_device: whether the device is a GPU.
         wait: for a collective.
 
     Attributes:
-        rank, size: this rank among them, and how many there are.
+        rank, size: this rank's number within the group, and the number of its ranks.
     """
 
     def __init__(
@@ -59,18 +59,18 @@ class Group:
         self._wait = wait
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        """Fill ``whole``, ``[size * n]``, with every rank's ``own``, ``[n]``, which may be its place in it."""
+        """Fill ``whole``, ``[size * n]``, with every rank's ``own``, ``[n]``, which may be a view of ``whole``."""
         if (group := self._device) is None:
             whole.copy_(own)
         else:
             self._wait(group, lambda: _all_gather(whole, own, group=group, async_op=True))
 
     def all_reduce(self, values: torch.Tensor) -> None:
-        """Replace ``values`` by the sum of all ranks' in their own type; the same bits on all ranks."""
+        """Replace ``values`` by the sum over all ranks, in their own type; the bits are the same on all ranks."""
         self._reduce(values, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, values: torch.Tensor) -> None:
-        """Replace ``values`` by the greatest of all ranks', element by element."""
+        """Replace ``values`` by the maximum over all ranks, element by element."""
         self._reduce(values, dist.ReduceOp.MAX)
 
     def reduce_scatter(self, own: torch.Tensor, values: torch.Tensor) -> None:
@@ -88,7 +88,7 @@ class Group:
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, num_received: Sequence[int], num_sent: Sequence[int]
     ) -> None:
-        """Give every rank its rows of ``sent``, and take those that it has for this one, each in the order of ranks.
+        """Send every rank its rows of ``sent``, and receive the rows that each has for this one, in the order of ranks.
 
         Args:
             received: ``[sum(num_received), ...]``, contiguous.
@@ -103,7 +103,7 @@ class Group:
         self._wait(group, lambda: dist.all_to_all_single(received, sent, *counts, group=group, async_op=True))
 
     def all_gather_on_host(self, own: torch.Tensor) -> torch.Tensor:
-        """Return every rank's ``own``, ``[n]``, one behind the other, in host memory, ``[size * n]``."""
+        """Return every rank's ``own``, ``[n]``, one after the other, in host memory: ``[size * n]``."""
         own = own.to("cpu").contiguous()
         if (group := self._hosts) is None:
             return own
@@ -112,7 +112,7 @@ class Group:
         return whole
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the first rank's values, in host memory, where this one has a tensor of the same shape and type."""
+        """Return the first rank's values, in host memory. Every rank passes a tensor of the same shape and type."""
         values = values.to("cpu", copy=True).contiguous()
         if (group := self._hosts) is not None and values.numel():
             as_bytes = values.view(-1).view(torch.uint8)  # gloo does not take all types
@@ -120,20 +120,20 @@ class Group:
         return values
 
     def barrier(self) -> None:
-        """Wait until all have come here."""
+        """Wait until all ranks have called this."""
         if (group := self._hosts) is not None:
             self._wait(group, lambda: dist.barrier(group=group, async_op=True))
 
     def forget(self, group: dist.ProcessGroup) -> None:
-        """Forget who ran collectives, as it is destroyed; its connections close when nobody has it any more."""
+        """Drop a process group that is being destroyed; its connections close with the last reference."""
         self._device = None if self._device is group else self._device
         self._hosts = None if self._hosts is group else self._hosts
 
     def check_same(self, what: str, value: bytes) -> None:
-        """Check that all have the same value; as :meth:`all_gather_on_host` does, over the hosts.
+        """Check that all ranks have the same value.
 
         Raises:
-            ValueError: they do not.
+            ValueError: a rank has another one.
         """
         digests = self._digests(value)
         different = [rank for rank, its in digests.items() if not torch.equal(its, digests[self._ranks[0]])]
@@ -142,7 +142,7 @@ class Group:
             raise ValueError(f"{names}; give the same to ranks {', '.join(map(str, self._ranks))}")
 
     def ranks_with_same(self, value: bytes) -> list[int]:
-        """Return the ranks that have the same value as this one, by their numbers among all, in order."""
+        """Return the global numbers of the ranks with the same value as this one, in order."""
         digests = self._digests(value)
         own = digests[self._ranks[self.rank]]
         return [rank for rank, its in digests.items() if torch.equal(its, own)]

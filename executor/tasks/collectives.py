@@ -1,10 +1,10 @@
-"""What ranks do together in a schedule: weights are gathered, gradients added up.
+"""Collectives of the schedule: all-gather of weights, all-reduce or reduce-scatter of gradients.
 
-[Note: Mean gradients] Gradients are added up in the weights' type, as ``DistributedDataParallel`` does: each rank
-multiplies its own by one over the number of ranks, and the sum of these is taken. Where whole gradients pile up over
-micro-batches (the schedule scatters once), each rank first adds up its own; where every micro-batch is scattered, the
-means are added up. A rank on which a parameter got no gradient adds zeros, and the parameter is updated if it got one
-on any rank, as with ``find_unused_parameters``.
+[Note: Mean gradients] Gradients are reduced in the weights' type, as ``DistributedDataParallel`` does: each rank
+divides its own by the number of ranks, and these are summed. If the schedule reduces once for all micro-batches, each
+rank first accumulates its own gradients. If it reduces every micro-batch, the means are accumulated. A rank on which a
+parameter got no gradient contributes zeros. The parameter is updated if it got one on any rank, as with
+``find_unused_parameters``.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class ScheduleCollectives:
         ranks: all ranks.
 
     Attributes:
-        mean_factor: what multiplies gradients, so that their sum over data-parallel ranks is their mean.
+        mean_factor: multiplies gradients, so that their sum over data-parallel ranks is the mean.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class ScheduleCollectives:
                 self._scattered.setdefault(task.unit, []).append(task.micro_batch)
 
     def all_gather(self, unit: UnitState) -> None:
-        """Make a unit's weights whole on the device, where each rank has its own shard."""
+        """All-gather a unit's weights on the device, of which each rank has a shard."""
         assert unit.group is not None
         unit.group.all_gather(unit.device_weights, unit.own_weights)
 
     def collect(self, unit: UnitState, parameter: ParameterState, flat: torch.Tensor, micro_batch: int) -> None:
-        """Take the gradient of what several ranks have from autograd, in the thread that runs backward."""
+        """Put a gradient into its unit's bucket, in the thread that runs backward."""
         due = next(m for m in self._scattered[unit.name] if m >= micro_batch)
         if (bucket := unit.buckets.get(due)) is None:
             bucket = unit.buckets[due] = _empty_bucket(unit)
@@ -70,7 +70,7 @@ class ScheduleCollectives:
             bucket.present.add(parameter.name)
 
     def reduce_scatter(self, task: Task) -> None:
-        """Add up a unit's gradient over the ranks, and take what this rank updates to where it is needed."""
+        """Reduce a unit's gradient over the ranks, and keep the part that this rank updates."""
         unit = self._state.units[task.unit]
         bucket = unit.buckets.pop(task.micro_batch, None) or _empty_bucket(unit)
         for parameter in unit.parameters:
@@ -93,20 +93,20 @@ class ScheduleCollectives:
         unit.flushing[task.micro_batch] = {p.name: gradient for p in unit.parameters if p.leaving}
 
     def first_summed(self, task: Task) -> int:
-        """Return the first micro-batch whose gradient a ``SCATTER`` adds up; the task's own is the last."""
+        """Return the first micro-batch whose gradient a ``SCATTER`` task reduces; the task's own is the last."""
         before = [m for m in self._scattered[task.unit] if m < task.micro_batch]
         return before[-1] + 1 if before else 0
 
     def sync_arrivals(self, parameters: Sequence[ParameterState], iteration: int, doing: str) -> None:
-        """Count a gradient as arrived if it did so on any rank, once this rank's have.
+        """Count a gradient as arrived if it has arrived on any rank.
 
         Args:
-            parameters: what the rank has of all of them.
+            parameters: this rank's part of all of them.
             iteration: the one under way.
-            doing: the same in words, with what all ranks must have in common.
+            doing: what this rank does, in words; must be the same on all ranks.
 
         Raises:
-            GradientError: a parameter has one on some ranks only, and its update may have begun without.
+            GradientError: a parameter has one on some ranks only, and its update may have begun without it.
         """
         arrived = self._ranks.check_same_call(
             doing, [float(parameter.arrived == iteration) for parameter in parameters]
@@ -124,13 +124,13 @@ class ScheduleCollectives:
     def sum_squares(
         self, parameters: Sequence[tuple[UnitState, ParameterState]], squares: Sequence[float]
     ) -> list[float]:
-        """Return sums of squares of whole gradients, given those of what this rank has of each.
+        """Return sums of squares of whole gradients, given those of this rank's parts.
 
-        What several ranks have counts once: the first of them gives it. Of what is not divided over tensor-parallel
-        ranks all must have the same bits, as the model's own arithmetic is the same on all; a NaN is one like another.
+        A part that several ranks hold counts once. If a parameter is not divided over tensor-parallel ranks, all of
+        them must have the same bits, because their arithmetic is the same; all NaN count as equal.
 
         Raises:
-            GradientError: they do not, so these ranks no longer train one model.
+            GradientError: they have not, so these ranks no longer train one model.
         """
         mesh = self._ranks.mesh
         if self._ranks.size == mesh.degrees.data_parallel and not self._shards and mesh.degrees.expert_parallel == 1:
