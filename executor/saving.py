@@ -1,4 +1,4 @@
-"""Checkpoints of training under a plan: everything that it needs to go on as if it had not stopped."""
+"""Checkpoints of training under a plan: everything needed to resume as if it had not stopped."""
 
 import contextlib
 import dataclasses
@@ -30,13 +30,13 @@ _PATIENCE_S = 60.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resumed:
-    """What training goes on from.
+    """Where training resumes.
 
     Attributes:
-        path: where the checkpoint is; ``None`` if there was none, and training begins at the beginning.
-        step: iterations behind it.
-        refused: why newer checkpoints were passed over.
-        extra: what it has beside the model and the optimizer.
+        path: of the checkpoint; ``None`` if there was none, and training starts anew.
+        step: iterations that it contains.
+        refused: why newer checkpoints were skipped.
+        extra: what was saved beside the model and the optimizer.
     """
 
     path: Folder | None = None
@@ -47,17 +47,17 @@ class Resumed:
 
 @final
 class Checkpoints:
-    """Makes checkpoints of a prepared model and its optimizer, and brings them back.
+    """Saves checkpoints of a prepared model and its optimizer, and restores them.
 
     Args:
-        optimizer: what ``prepare`` returned, for a session with room for checkpoints.
-        levels: where they go, fastest first. Training writes to the first, a folder that all ranks share; each further
-            one gets its checkpoints from the one above, of the steps that are multiples of its interval.
-        tell: is called with how each one ended on each level, in another thread.
-        files: what writes into folders.
+        optimizer: that ``prepare`` returned, for a session with buffers for checkpoints.
+        levels: where they go, fastest first. Training writes to the first, a folder that all ranks share. Each further
+            level gets copies from the one above, of the steps that are multiples of its interval.
+        tell: called in another thread with the outcome of each checkpoint on each level.
+        files: system calls that write into folders.
 
     Raises:
-        ValueError: the session was made without room for checkpoints, or the levels do not fit together.
+        ValueError: the session has no buffers for checkpoints, or the levels do not fit together.
         CheckpointError: a place cannot be used, has no room, or is not shared by all nodes.
     """
 
@@ -98,17 +98,17 @@ class Checkpoints:
                 raise
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
-        """Begin a checkpoint between two iterations; it is taken during the next one, and written beside training.
+        """Begin a checkpoint between two iterations. The next iteration takes it, and it is written beside training.
 
-        All ranks do so together.
+        All ranks call this together.
 
         Args:
-            step: iterations of training behind the present state.
-            extra: what else is to be kept, as plain JSON (an LR scheduler's ``state_dict()``, the place in the data).
+            step: iterations of training that the present state contains.
+            extra: anything else to save, as plain JSON (an LR scheduler's ``state_dict()``, the position in the data).
 
         Raises:
             OutOfOrderError: in the middle of an iteration.
-            CheckpointError: one was begun here already.
+            CheckpointError: a checkpoint was already begun after this iteration.
         """
         self._session.access.check_idle()
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
@@ -126,34 +126,34 @@ class Checkpoints:
         self._engine.begin(step, self._session.iteration, own)
 
     def finish(self) -> None:
-        """Wait until checkpoints that have begun are durable, or have failed; between iterations."""
+        """Wait until all checkpoints that have begun are durable, or have failed; call it between iterations."""
         self.take_remaining()
         self._engine.wait()
 
     def settle(self) -> None:
-        """Wait as :meth:`finish` does, and until nothing is under way in the background; levels below may be filled."""
+        """Wait as :meth:`finish` does, and until old checkpoints on the first level are verified and removed."""
         self.take_remaining()
         self._engine.settle()
 
     def take_remaining(self) -> None:
-        """Take what has not been taken of checkpoints that have begun, without an iteration; between iterations."""
+        """Take the rest of checkpoints that have begun now, instead of in the next iteration."""
         self._session.synchronize()
         self._engine.take_remaining()
 
     def bring_down(self, patience_s: float) -> None:
-        """Bring the newest checkpoint to all levels, and wait for that, but not for long; after :meth:`finish`.
+        """Copy the newest checkpoint to all levels, and wait at most ``patience_s``; call :meth:`finish` first.
 
-        What does not come there in time, or until Ctrl-C, is given up and told.
+        A copy that is not done by then, or at Ctrl-C, is given up and reported.
         """
         self.levels.bring_down(patience_s)
 
     def resume(self) -> Resumed:
-        """Bring back the newest checkpoint that is whole, see :func:`restore`; all ranks do so together.
+        """Restore the newest checkpoint that is whole, see :func:`restore`; all ranks call this together.
 
-        It is read once: what is found to be damaged on the way, by any rank, is passed over.
+        Each is read only once. If any rank finds damage on the way, it is skipped.
 
         Raises:
-            CheckpointError: it is of another model or optimizer, or none is whole: the model's weights are lost then.
+            CheckpointError: it is of another model or optimizer, or none is whole. The model's weights are then lost.
         """
         there, refused = candidates(self.levels.stores) if self._rank == 0 else ([], [])
         path = None
@@ -182,7 +182,7 @@ class Checkpoints:
         return Resumed(refused=tuple(refused))
 
     def _of_first(self, there: Sequence[tuple[int, Folder]]) -> Iterator[Folder]:
-        """Yield the checkpoints that rank 0 has found; all ranks do so together."""
+        """Yield the checkpoints that rank 0 has found; all ranks call this together."""
         found = iter([(level, *(parse_name(folder.name) or (0, 0))) for level, folder in there])
         while True:
             level, step, nonce = (self._session.collectives.broadcast(value) for value in next(found, (-1, 0, 0)))
@@ -191,7 +191,7 @@ class Checkpoints:
             yield self.levels.stores[level].folder(step, nonce)
 
     def close(self) -> None:
-        """Give up what has not been taken or is on its way to other levels, wait for the rest, and end the threads.
+        """Give up what has not been taken or copied to other levels yet, wait for the rest, and end the threads.
 
         Closing twice is allowed.
         """

@@ -12,6 +12,7 @@ from typing import Any, Self, final
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # as documented
 
 from executor.checks import check_decisions, check_groups, check_units
 from executor.devices.backend import Meter
@@ -24,7 +25,6 @@ from executor.distributed.shards import shares_of
 from executor.distributed.tensor_parallel import share_layers
 from executor.iteration import IterationDriver
 from executor.memory.arenas import MeasuredMemory
-from executor.memory.views import with_own_storage
 from executor.module.batches import bind_batches
 from executor.module.binding import bind, bind_state_dict, outside
 from executor.module.guards import bind_guards
@@ -255,7 +255,7 @@ class Session:
                 runtime.check_same_call()
                 self.access.make_current(runtime.doing)
                 for name, parts in runtime.state.by_share.items() if give_back else ():
-                    parts[0][1].share.whole.data = with_own_storage(self.access.kept_weights(name))
+                    parts[0][1].share.whole.data = _with_own_storage(self.access.kept_weights(name))
                 if self._ranks is not None:
                     self._ranks.barrier()
                 together = found = True
@@ -292,3 +292,16 @@ def _move_buffers(model: nn.Module, device: torch.device, ranks: Ranks | None) -
         for name, buffer in module.named_buffers(recurse=False):
             values = buffer if ranks is None else ranks.broadcast(buffer)
             setattr(module, name, values.to(device))
+
+
+def _with_own_storage(values: torch.Tensor) -> torch.Tensor:
+    """Return the same values in the same memory, with a storage that has nothing else.
+
+    What goes by storages then takes them for a tensor of their own: ``torch.save`` writes no more than them, and
+    ``safetensors`` sees no shared memory. The block that they are part of is kept as long as any of its parts is.
+    """
+    values = values.detach()
+    if values.untyped_storage().nbytes() <= values.nbytes:
+        return values
+    # By capsule, which has any host memory as the CPU's; torch.from_dlpack(values) would name pinned memory CUDA's.
+    return from_dlpack(to_dlpack(values))

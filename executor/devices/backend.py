@@ -20,7 +20,7 @@ from planner.schedule.tasks import Lane
 Array = npt.NDArray[Any]
 
 Event = object
-"""A point in time on a lane, made by :meth:`Backend.mark`: seconds on the host's clock, or an event on a stream."""
+"""Made by :meth:`Backend.record_event`: a time on the host's clock, or an event on a stream."""
 
 
 class Meter(Protocol):

@@ -1,9 +1,9 @@
-"""Where every parameter's weight, optimizer state and gradient are, according to the decisions.
+"""Memory of every parameter's weight, optimizer state and gradient, where the decisions want it.
 
 [Note: Version counters] ``leaf.data`` is a view of the unit's block or slot, the same one whenever the unit computes
-(see [Note: Out of sight] in :mod:`executor.module.visibility`). Whatever is written there later goes through the
-block's own tensor, which autograd does not count as a change of the parameter: what it saved of the weights in forward
-is the same address, and holds the same bytes again before backward reads them (see [Note: Static slots] in
+(see [Note: Out of sight] in :mod:`executor.module.visibility`). Later writes go through the block's own tensor, which
+autograd does not count as a modification of the parameter. The weights that autograd saved in forward are at the same
+address, and the slot holds the same bytes again before backward reads them (see [Note: Static slots] in
 :mod:`planner.lowering.parameters`).
 """
 
@@ -32,15 +32,15 @@ _SECTOR_BYTES = 4 * SECTOR_PARAMS
 class ModelState:
     """All units of a model, and the memory they are in.
 
-    Parameters are copied out of the model and become views of slots and blocks, one by one, so that no more than one
-    of them is in memory twice.
+    Parameters are copied out of the model one by one, and become views of slots and blocks. So at most one of them is
+    in memory twice.
 
     Args:
         units: in forward order.
         decisions: where things live.
         shares: what this rank has of the model's parameters, by the names that the units use.
         gpu, host: where memory is taken.
-        ranks: all ranks, which begin with the first one's values; ``None`` if there is one.
+        ranks: all ranks, which begin with rank 0's values; ``None`` with one.
         storage_dir: where state on NVMe is kept.
         written: names of the units in the order in which checkpoints are written, see [Note: Slabs as in files].
 
@@ -106,22 +106,21 @@ class ModelState:
                         share.whole.data = without_values(share.whole_shape, self.dtype)
 
     def give_back(self, *, in_iteration: bool = False, lost: bool = False) -> None:
-        """Give the model the weights of the last step where no session will: one cannot begin, or ends too soon.
+        """Give the model the weights of the last step, if a session cannot begin or ends in the middle of an iteration.
 
-        Each is where it is kept, so that it takes no new memory. Not so on NVMe, and not in the middle of an iteration:
-        gradients may have taken the place of weights then (see [Note: In place] in :mod:`executor.memory.pieces`) and
-        uploads may be due, but master copies are those of the last step.
+        Weights stay in the memory where they are kept. Two kinds take new memory: those on NVMe, and all of them in the
+        middle of an iteration. Then gradients may have overwritten weights (see [Note: In place] in
+        :mod:`planner.decisions`) and uploads may be due, but master copies are those of the last step.
 
         Args:
             in_iteration: updates of the last step have ended, and none of this iteration has begun.
-            lost: there are none to give, as they are not those of one step. So it is too where only all ranks together
-                have them. Parameters are no numbers then, rather than what was left in a slot.
+            lost: the weights are not those of one step, or only all ranks together have them. Parameters are then NaN.
         """
         for held in self.by_share.values():
             share = held[0][1].share
             if lost or self._ranks is not None:
                 share.whole.data = without_values(share.whole_shape, self.dtype)
-            elif share.leaf is share.whole or not share.whole.is_contiguous():  # else it has not been emptied yet
+            elif share.leaf is share.whole or not share.whole.is_contiguous():  # else it still has its values
                 share.whole.data = unshard(
                     [(p.share, self._weights(unit, p, from_masters=in_iteration)) for unit, p in held], None
                 )
@@ -292,7 +291,7 @@ def _parameters(unit: Unit, pieces: tuple[Piece, ...], shares: Mapping[str, Shar
 
 
 def _clear_pads(unit: UnitState, num_params: int) -> None:
-    """Set to zero what lies behind the unit's last parameter, see [Note: Shards] in :mod:`executor.memory.pieces`."""
+    """Set the padding after a unit's last parameter to zero, see [Note: Shards] in :mod:`executor.memory.pieces`."""
     if unit.slot < 0:
         unit.device_weights[num_params:].zero_()
     for piece in unit.pieces:
@@ -306,19 +305,19 @@ def _clear_pads(unit: UnitState, num_params: int) -> None:
 
 
 def _move_in(unit: UnitState, parameter: ParameterState, values: torch.Tensor) -> None:
-    """Copy a share into the unit's memory and make what computes a view of its slot or block."""
+    """Copy a share into the unit's memory, and make its parameter a view of the slot or block."""
     write_weights(unit, parameter, values)
     share = parameter.share
     share.leaf.data = unit.device_weights[parameter.start : parameter.stop].view(share.shape)
 
 
 def without_values(shape: torch.Size, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """Return a tensor that takes no memory; who computes with it nevertheless gets what is no number."""
+    """Return a tensor of NaN that takes no memory."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
 
 
 def write_weights(unit: UnitState, parameter: ParameterState, values: torch.Tensor) -> None:
-    """Set the weights of a share and what the rank has of its master copy, but on NVMe.
+    """Set the weights of a share, and this rank's part of its master copy, except on NVMe.
 
     ``values`` are the share's, flat.
     """

@@ -1,11 +1,10 @@
 """Parameters that refuse to be written to.
 
-[Note: Guarded parameters] A plan keeps weights in memory of its own, so that what a user writes to a parameter would be
-lost: at the next upload or fetch, or when an update rounds the master copy. So a parameter has another class while its
-unit does not compute, which looks at every call of torch that it takes part in (``__torch_function__``) and refuses
-those that write to it. What is a view of it (``parameter.data``, ``parameter[0]``) is guarded likewise. While the unit
-computes it is an ordinary parameter, which costs the model nothing. What is written then shows in the parameter's
-version, see :meth:`executor.module.visibility.WeightVisibility.check_unmodified`.
+[Note: Guarded parameters] A plan keeps weights in memory of its own. A user's write to a parameter would be lost at the
+next upload or fetch, or when an update rounds the master copy. So while its unit does not compute, a parameter has the
+class :class:`Guarded`, whose ``__torch_function__`` refuses calls that write to it. Its views (``parameter.data``,
+``parameter[0]``) are guarded too. While the unit computes, it is an ordinary parameter, without any overhead. A write
+then changes the parameter's version, see :meth:`executor.module.visibility.WeightVisibility.check_unmodified`.
 """
 
 import re

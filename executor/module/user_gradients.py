@@ -1,6 +1,6 @@
-"""Gradients between backward and step: what the user may do to them, and what comes of it.
+"""Gradients between backward and step: what the user may do with them.
 
-What goes through all parameters here does so past [Note: Guarded parameters], as it looks at their gradients alone.
+Loops over all parameters run unguarded ([Note: Guarded parameters]), because they touch only ``.grad``.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,10 +20,9 @@ class UserGradients:
 
     Args:
         decisions: what is executed.
-        parameters: what the rank has of all of them.
-        norms: waits until all gradients of the iteration under way are there, and returns their norms by the names of
-            whole parameters.
-        complete: takes it that no more gradients come in this iteration, as they are looked at or scaled now.
+        parameters: this rank's parts of all of them.
+        norms: waits for all gradients of the iteration, and returns their norms by names of whole parameters.
+        complete: ends the iteration's micro-batches, because gradients are read or scaled now.
     """
 
     def __init__(
@@ -44,17 +43,17 @@ class UserGradients:
         self._norms: dict[str, torch.Tensor] | None = None
         self._scales: dict[str, float] = {}
         self._dropped = False
-        self._num_added = 0  # micro-batches whose gradients the stand-ins are for
-        self._stand_ins: dict[str, OffloadedGradient] = {}  # made once: it takes longer than all else that is done here
+        self._num_added = 0  # micro-batches whose sum of gradients the stand-ins represent
+        self._stand_ins: dict[str, OffloadedGradient] = {}  # made once, because that is slow
 
     def begin_iteration(self) -> None:
-        """Forget the last iteration's."""
+        """Clear the last iteration's norms and scales."""
         self._norms = None
         self._scales.clear()
         self._dropped = False
 
     def expose(self, iteration: int, micro_batch: int) -> None:
-        """Let every parameter that got a gradient have a stand-in for it, until the next micro-batch or the step."""
+        """Set ``grad`` of every parameter that got one to a stand-in, until the next micro-batch or the step."""
         with unguarded():
             self._num_added = micro_batch + 1
             for name, parts in self._parts.items():
@@ -82,15 +81,15 @@ class UserGradients:
         self._scales[name] = self.scale(name) * factor
 
     def scale(self, name: str) -> float:
-        """Return what a parameter's gradient is to be multiplied by."""
+        """Return the factor of a parameter's gradient."""
         return self._scales.get(name, 1.0)
 
     def decided(self) -> tuple[list[float], bool]:
-        """Return what gradients of the latest iteration are multiplied by, and whether any was dropped."""
+        """Return the factors of the latest iteration's gradients, and whether any gradient was dropped."""
         return sorted(set(self._scales.values())), self._dropped
 
     def begin_micro_batch(self, iteration: int) -> None:
-        """Take the stand-ins away as the next micro-batch begins, which adds to the gradients that they are for.
+        """Remove the stand-ins, as the next micro-batch begins, which adds to the gradients.
 
         Raises:
             GradientError: a gradient was replaced or dropped.
@@ -110,7 +109,7 @@ class UserGradients:
             self.clear()
 
     def clear(self) -> None:
-        """Take all stand-ins away."""
+        """Remove all stand-ins."""
         with unguarded():
             self._num_added = 0
             for parts in self._parts.values():
@@ -119,7 +118,7 @@ class UserGradients:
                     whole.grad = None
 
     def begin_step(self, iteration: int) -> None:
-        """Take the stand-ins away as the step begins; what the user has dropped is not updated, as in torch.
+        """Remove the stand-ins, as the step begins. A parameter whose gradient was dropped is not updated, as in torch.
 
         Raises:
             GradientError: a gradient was replaced, or dropped after its update had begun.
