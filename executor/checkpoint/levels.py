@@ -1,4 +1,4 @@
-"""Checkpoints on several levels: the fastest place gets them from training, each slower one from the one above."""
+"""Checkpoints on several levels: training writes to the fastest; each slower one gets copies from the one above."""
 
 import contextlib
 import dataclasses
@@ -18,17 +18,17 @@ from executor.checkpoint.promotion import Promoter, PromotionRequest
 
 DEFAULT_EVERY: Final = 100
 MORE_THAN_KEPT: Final = 2
-"""Checkpoints that there are beside those that stay: the newest, not read again yet, and the one being written."""
+"""Checkpoints beside those that stay: the newest, which is not verified yet, and the one being written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Level:
-    """A place where checkpoints are, and how often.
+    """A place for checkpoints, and their interval.
 
     Attributes:
         place: a folder, or a URL that ``fsspec`` knows.
-        every: iterations from one to the next, a multiple of those of the level above; the last one of all comes too.
-        keep: the newest that stay, at least two.
+        every: iterations between checkpoints, a multiple of the level above's. The last checkpoint of a run comes too.
+        keep: number of newest checkpoints that stay, at least two.
     """
 
     place: str | Path
@@ -67,14 +67,14 @@ def check_levels(levels: Sequence[Level]) -> None:
 
 @final
 class Levels:
-    """The places of a run's checkpoints, and what is on its way between them.
+    """The places of a run's checkpoints, and the copies between them.
 
     Args:
         levels: fastest first; the first is a folder.
-        tell: is called with how each checkpoint ended on each level, in some thread.
-        files: what writes into folders.
-        is_first: whether this is the rank that copies; the others only read.
-        several_nodes: whether ranks are on several.
+        tell: called with the outcome of each checkpoint on each level, in some thread.
+        files: system calls that write into folders.
+        is_first: whether this is rank 0, which copies; the others only read.
+        several_nodes: whether the ranks are on several nodes.
 
     Attributes:
         levels: the same.

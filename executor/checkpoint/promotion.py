@@ -1,9 +1,9 @@
-"""Checkpoints on their way from one place to another, in the background.
+"""Copies checkpoints from one place to another, in the background.
 
-[Note: Promotion] A copy is not believed: every chunk is checked when it is read, hashed again just before it is written
-by the protocol of its place, and read again there before it gets its name. While it is read retention leaves it where
-it is. One is on its way to a place at a time, and one more waits: a newer one takes the place of that which waits,
-which is then not copied. Whatever fails costs that checkpoint in that place, and nothing else.
+[Note: Promotion] Every chunk of a copy is checked three times: when it is read, just before it is written, and when it
+is read again in its new place, before the copy gets its name. Retention does not remove the source meanwhile. Each
+place copies one checkpoint at a time, and one more may wait. A newer one replaces the one that waits, which is then not
+copied. A failure costs that checkpoint in that place, and nothing else.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from executor.checkpoint.format.manifest import FileRecord
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.places.retention import AbstractStore, in_use, step_of
 
-_END_S: Final = 10.0  # for a thread to notice that it shall end; a place that hangs is not waited for
+_END_S: Final = 10.0  # wait for a thread to end; one that hangs is left behind
 
 
 def promote(source: Checkpoint, store: AbstractStore, check: Callable[[], None] = lambda: None) -> Folder:
-    """Copy a checkpoint to another place; return where it is then, read again and whole.
+    """Copy a checkpoint to another place and verify the copy; return its folder.
 
     Args:
         source: the checkpoint.
-        store: the place. If it has the very same checkpoint already that is all.
-        check: is called before every chunk, and ends the copy if it raises.
+        store: the place. If it has the same checkpoint already, nothing is copied.
+        check: called before every chunk; ends the copy if it raises.
 
     Raises:
         CheckpointError: the source is damaged, the place cannot be written, or it has another checkpoint of that step.
@@ -77,14 +77,14 @@ def _chunks(checkpoint: Checkpoint, record: FileRecord, check: Callable[[], None
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromotionRequest:
-    """A checkpoint that is there to be copied.
+    """A checkpoint to copy.
 
     Attributes:
-        step: of it.
+        step: of the checkpoint.
         folder: where it is.
-        store: whose that is.
-        always: whether levels get it whose interval has not come.
-        begin_s: when it was first offered.
+        store: that has it.
+        always: whether levels copy it even if their interval has not come.
+        begin_s: when it was first submitted.
     """
 
     step: int
@@ -96,14 +96,14 @@ class PromotionRequest:
 
 @final
 class Promoter:
-    """Brings checkpoints to one level, in a thread of least priority. See [Note: Promotion].
+    """Copies checkpoints to one level, in a thread of lowest priority. See [Note: Promotion].
 
     Args:
         level: index of the level.
         store: its place.
-        keep: how many stay there, see :meth:`AbstractStore.prune`.
-        tell: is called with how each one ended, in some thread.
-        forward: is called with what the level below can have: from here, or, if it has not come here, from where it is.
+        keep: how many checkpoints stay there, see :meth:`AbstractStore.prune`.
+        tell: called with each outcome, in some thread.
+        forward: called with the request for the level below: from here, or, if the copy failed, from its source.
     """
 
     def __init__(
@@ -119,16 +119,16 @@ class Promoter:
         self._keep = keep
         self._tell = tell
         self._forward = forward
-        self._last: PromotionRequest | None = None  # that came here
+        self._last: PromotionRequest | None = None  # that was copied here
         self._changed = threading.Condition()  # guards what follows
         self._under_way: PromotionRequest | None = None
         self._waiting: PromotionRequest | None = None
-        self._end: str | None = None  # why nothing is copied any more
+        self._end: str | None = None  # why copying has ended
         self._thread = threading.Thread(target=self._run, name=f"checkpoint level {level}", daemon=True)
         self._thread.start()
 
     def submit(self, request: PromotionRequest) -> None:
-        """Copy a checkpoint, when that under way has ended, unless a newer one comes before."""
+        """Copy a checkpoint after the present one, unless a newer one is submitted before."""
         with self._changed:
             overtaken, self._waiting = self._waiting, request
             self._changed.notify_all()
@@ -141,14 +141,14 @@ class Promoter:
             self._forward(overtaken)
 
     def wait(self, deadline_s: float) -> bool:
-        """Wait until nothing is under way, or ``time.monotonic()`` is ``deadline_s``; return whether nothing is."""
+        """Wait until all copies have ended, or ``time.monotonic()`` is ``deadline_s``; return whether they have."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._under_way is None and self._waiting is None, max(deadline_s - time.monotonic(), 0)
             )
 
     def close(self, why: str) -> None:
-        """Give up what is under way, for a reason, and end the thread. Closing twice is allowed."""
+        """Give up the present copy, for the reason ``why``, and end the thread. Closing twice is allowed."""
         with self._changed:
             self._end = self._end or why
             self._changed.notify_all()
@@ -169,7 +169,7 @@ class Promoter:
             self._store.tidy()
 
     def _process(self, request: PromotionRequest) -> PromotionRequest:
-        """Copy a checkpoint, say how that ended, and return what the level below can have."""
+        """Copy a checkpoint and report the outcome; return the request for the level below."""
         try:
             folder = self._copy(request)
         except Exception as error:  # noqa: BLE001 - of a driver, too: nothing else may end for it

@@ -1,7 +1,7 @@
-"""Threads that hash and write what is in a bounded number of buffers, or in memory that is leased to them.
+"""Threads that hash and write checkpoint data, from a bounded number of buffers or from leased memory.
 
-They call nothing but xxh3 and ``pwrite`` for long, both of which let go of Python's interpreter lock: training, which
-launches kernels from Python, is not held up by them.
+Most of their time is in xxh3 and ``pwrite``, which release Python's interpreter lock. So they do not hold up training,
+which launches kernels from Python.
 
 [Note: Leases] State in host memory is not copied. Its owner leases it to the threads, goes on, and ends the lease
 before it changes the memory. Usually it has been written by then. What no thread has begun to write is copied if there
@@ -28,10 +28,10 @@ from executor.checkpoint.files.timeouts import timeout_error
 from executor.direct_io import BLOCK_BYTES, in_blocks, pages
 
 CHUNK_BYTES: Final = 4 << 20
-"""Bytes of one write: smaller ones are slower past the page cache, and larger ones only take memory."""
+"""Bytes of one write. Smaller writes are slower with ``O_DIRECT``; larger ones only take memory."""
 
 NUM_WRITERS: Final = 12
-"""Threads that write: while some make checksums, as many as drives do well with keep them busy."""
+"""Number of writing threads: while some hash, the others keep the drive busy."""
 
 _LEAST_PRIORITY: Final = 19  # of "nice"
 
@@ -54,13 +54,13 @@ def lower_thread_priority() -> None:
 
 
 def ring_of(num_buffers: int, chunk_bytes: int = CHUNK_BYTES) -> Buffer:
-    """Return memory for buffers, uint8 ``[num_buffers, chunk_bytes]``, that begin at whole blocks."""
+    """Return buffers, uint8 ``[num_buffers, chunk_bytes]``, aligned to blocks."""
     return pages(num_buffers * chunk_bytes).reshape(num_buffers, chunk_bytes)
 
 
 @final
 class Pending:
-    """What is under way for one file, and what went wrong with it."""
+    """Chunks of one file that are not written yet, and the first error."""
 
     def __init__(self) -> None:
         self.num_open = 0
@@ -69,19 +69,19 @@ class Pending:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Chunk:
-    """Bytes of a file that are hashed and written together, in a buffer of the ring or leased, part by part.
+    """Bytes of a file that are hashed and written together; parts are in a buffer of the ring, or leased.
 
     Attributes:
-        done: of their file.
-        fd: of the file.
-        offset: in the file, of the first.
-        keep: is called with the checksum, in the thread that writes.
-        skip: bytes at the beginning that are hashed and not written, whole blocks.
-        length: how many there are; what is written is rounded up to whole blocks, with zeros.
-        buffer: has each byte that is not leased, at its own place; ``None`` while all are.
+        done: state of the file.
+        fd: descriptor of the file.
+        offset: of the first byte in the file.
+        keep: called with the checksum, in the writing thread.
+        skip: bytes at the beginning that are hashed but not written, whole blocks.
+        length: number of bytes. Writes are padded with zeros to whole blocks.
+        buffer: all bytes that are not leased, each at its own position; ``None`` while all are leased.
         leases: in the order of the file.
         is_submitted: whether it is complete.
-        has_begun: whether a thread has begun with it: leases stay where they are then.
+        has_begun: whether a thread has begun to write it; leases are not copied then.
     """
 
     done: Pending
@@ -96,7 +96,7 @@ class Chunk:
     has_begun: bool = False
 
     def lease(self, data: Buffer) -> "Lease":
-        """Let whole blocks, from a block on, be written from where they are."""
+        """Add whole blocks that are written from where they are."""
         assert self.length % BLOCK_BYTES == 0 == len(data) % BLOCK_BYTES
         lease = Lease(self, self.length, data)
         self.leases.append(lease)
@@ -104,7 +104,7 @@ class Chunk:
         return lease
 
     def parts(self) -> Iterator[tuple[int, Buffer]]:
-        """Yield where each part begins in the chunk, and its bytes; the last is filled up to whole blocks."""
+        """Yield each part's position in the chunk, and its bytes; the last is padded to whole blocks."""
         begin = 0
         for lease in self.leases:
             if lease.is_leased:
@@ -123,14 +123,14 @@ class Chunk:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Lease:
-    """A part of a chunk that is somebody else's memory.
+    """A part of a chunk in memory of its owner.
 
     Attributes:
-        chunk: which.
-        begin: where, in the chunk.
+        chunk: that it is a part of.
+        begin: position in the chunk.
         data: whole blocks.
-        is_leased: whether they may not change yet.
-        is_copying: whether somebody is copying them into the chunk's buffer.
+        is_leased: whether the owner must not change it yet.
+        is_copying: whether it is being copied into the chunk's buffer.
     """
 
     chunk: Chunk
@@ -142,12 +142,12 @@ class Lease:
 
 @final
 class Flusher:
-    """Threads that write what is in a ring of buffers, or leased.
+    """Threads that write from a ring of buffers, or from leases.
 
     Args:
-        files: what writes.
+        files: system calls that write.
         ring: uint8 ``[num_buffers, chunk_bytes]``, whole blocks: see :func:`ring_of`.
-        num_threads: that write at once.
+        num_threads: number of threads.
         patience_s: longest wait for a buffer or a write; a drive that does not answer must not stop training.
 
     Attributes:
@@ -176,11 +176,11 @@ class Flusher:
 
     @property
     def num_ended(self) -> int:
-        """Writes that have ended so far: while this grows the drive answers."""
+        """Number of writes that have ended: while it grows, the drive answers."""
         return self._num_ended
 
     def take_buffer(self, chunk: Chunk) -> None:
-        """Give a chunk a buffer, if it has none; waits until there is one.
+        """Give a chunk a buffer if it has none; wait until one is free.
 
         Raises:
             CheckpointError: a write of the same file has failed, or none has ended for too long.
@@ -192,7 +192,7 @@ class Flusher:
             self._take_buffer(chunk)
 
     def submit(self, chunk: Chunk) -> None:
-        """Hash and write a chunk, after what was submitted before; then free its buffer."""
+        """Queue a chunk to be hashed and written; its buffer is freed then."""
         with self._changed:
             chunk.done.num_open += 1
             chunk.is_submitted = True
@@ -201,17 +201,17 @@ class Flusher:
                 self._submitted.notify()
 
     def drop(self, chunk: Chunk) -> None:
-        """Give a chunk up that was not submitted."""
+        """Drop a chunk that was not submitted."""
         with self._changed:
             self._changed.wait_for(lambda: not _is_copying(chunk))
             self._free_memory(chunk)
 
     def end_leases(self, leases: Sequence[Lease], *, may_copy: bool) -> None:
-        """Wait until nobody reads what was leased, see [Note: Leases].
+        """Wait until no thread reads leased memory, see [Note: Leases].
 
         Args:
-            leases: what was leased.
-            may_copy: copy what can be, as the owner has something else to do.
+            leases: to end.
+            may_copy: whether to copy what can be copied, so that the owner waits less.
 
         Raises:
             CheckpointError: nothing has ended for too long; their files have failed then, and what is leased may
@@ -237,7 +237,7 @@ class Flusher:
         return lease.is_leased and not lease.is_copying and not lease.chunk.has_begun and has_room
 
     def _copy_lease(self, lease: Lease) -> None:
-        """Copy what is leased into the chunk's buffer, without the lock meanwhile; no thread begins with the chunk."""
+        """Copy a lease into its chunk's buffer, without the lock. No thread begins to write the chunk meanwhile."""
         chunk = lease.chunk
         buffer = self._take_buffer(chunk)
         if chunk in self._queue:
@@ -250,7 +250,7 @@ class Flusher:
             self._changed.acquire()
         lease.is_copying = lease.is_leased = False
         if chunk.is_submitted and not _is_copying(chunk):
-            self._queue.appendleft(chunk)  # a buffer is worth more than memory that was leased
+            self._queue.appendleft(chunk)  # first, because it holds a buffer
             self._submitted.notify()
         self._changed.notify_all()
 
@@ -260,7 +260,7 @@ class Flusher:
         return chunk.buffer
 
     def _free_memory(self, chunk: Chunk) -> None:
-        """Let the chunk's buffer be another's, and what was leased change."""
+        """Free a chunk's buffer, and end its leases."""
         if chunk.buffer is not None:
             self._free.append(chunk.buffer)
             chunk.buffer = None
@@ -280,7 +280,7 @@ class Flusher:
                 raise done.failure
 
     def close(self) -> None:
-        """End the threads, after what they have. Closing twice is allowed."""
+        """End the threads after all queued writes. Closing twice is allowed."""
         with self._changed:
             self._is_closed = True
             self._submitted.notify_all()
@@ -295,7 +295,7 @@ class Flusher:
         self.close()
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        """Wait as long as something ends from time to time; not at all while nothing has since it was last too long."""
+        """Wait until ``ready``, while writes end in time; fail at once if none has ended since the last timeout."""
         num_ended = -1
 
         def goes_on() -> bool:
@@ -324,7 +324,7 @@ class Flusher:
                 self._free_memory(chunk)
 
     def _next(self) -> Chunk | None:
-        """Wait for something to do; ``None``: there will be nothing more."""
+        """Wait for the next chunk; return ``None`` when closed and nothing is left."""
         with self._changed:
             self._submitted.wait_for(lambda: bool(self._queue) or self._is_closed)
             if not self._queue:

@@ -1,4 +1,4 @@
-"""Writes one file of a checkpoint, value behind value, in bounded memory."""
+"""Writes one file of a checkpoint from beginning to end, in bounded memory."""
 
 import contextlib
 import mmap
@@ -24,9 +24,8 @@ _LEAST_LEASED: Final = 1 / 64  # of a chunk: a transfer of its own costs more th
 class ShardWriter:
     """A file that is being written.
 
-    Values are given in the order of the layout. What has been given may change at once: it is in a buffer, or written.
-    What has been leased may change when the lease has ended ([Note: Leases] in
-    :mod:`executor.checkpoint.files.flusher`).
+    Values come in the order of the layout. Appended values are copied, and may change at once. Leased values may change
+    when the lease has ended ([Note: Leases] in :mod:`executor.checkpoint.files.flusher`).
 
     Args:
         flusher: writes.
@@ -48,7 +47,7 @@ class ShardWriter:
         self._checksums: dict[int, str] = {}
         self._fd: int | None = None
         self._chunk: Chunk | None = None  # that is not full
-        self._end = 0  # of what has been given
+        self._end = 0  # position of the next byte
         try:
             self._fd = self._open()
             self._files.allocate(self._fd, in_blocks(layout.num_bytes))
@@ -59,13 +58,13 @@ class ShardWriter:
         self._put(np.frombuffer(layout.header, np.uint8), np.copyto)
 
     def _open(self) -> int:
-        """Make the file, or take that of an old checkpoint, which is none from now on ([Note: Spares])."""
+        """Make the file, or overwrite that of an old checkpoint, which is then gone ([Note: Spares])."""
         try:
             return self._files.create(self._full_path)
         except FileExistsError:
             fd = self._files.reuse(self._full_path)
         try:
-            write_all(self._files, fd, memoryview(bytes(BLOCK_BYTES)), 0)  # no header, no file of tensors
+            write_all(self._files, fd, memoryview(bytes(BLOCK_BYTES)), 0)  # readers refuse a file without a header
         except OSError:
             self._files.close(fd)
             raise
@@ -76,7 +75,7 @@ class ShardWriter:
 
         Args:
             values: flat, of bytes; they are cut into slices.
-            copy: is called with a part of a buffer and such a slice, and returns when it has been copied.
+            copy: called with a part of a buffer and such a slice; returns when it has been copied.
 
         Raises:
             CheckpointError: some write has failed, or none has ended for too long.
@@ -84,10 +83,10 @@ class ShardWriter:
         self._put(values, copy)
 
     def lease(self, values: Buffer) -> list[Lease]:
-        """Write the next bytes from where they are, if transfers can begin there, and copies of the rest.
+        """Write the next bytes from where they are if they are aligned, and copies of the rest.
 
         Returns:
-            What is leased: :meth:`Flusher.end_leases` it before values change.
+            The leases: call :meth:`Flusher.end_leases` before values change.
 
         Raises:
             CheckpointError: some write has failed, or none has ended for too long.
@@ -120,7 +119,7 @@ class ShardWriter:
         return lease
 
     def finish(self) -> FileRecord:
-        """Make the file whole and durable, the header last; return what the manifest says of it.
+        """Make the file complete and durable, the header last; return its record for the manifest.
 
         Raises:
             CheckpointError: something could not be written.
@@ -150,9 +149,9 @@ class ShardWriter:
             self._flusher.drop(self._chunk)
             self._chunk = None
         if self._fd is not None:
-            with contextlib.suppress(OSError):  # that is why it is abandoned, perhaps
+            with contextlib.suppress(OSError):  # which may be why it is abandoned
                 self._flusher.wait(self._done)
-            if not self._done.num_open:  # else a write hangs, and the number may not become another file's
+            if not self._done.num_open:  # else a write hangs, and its descriptor must not be reused
                 self._close()
 
     def _close(self) -> None:
@@ -196,13 +195,13 @@ class ShardWriter:
             self._submit_chunk()
 
     def _submit_chunk(self) -> None:
-        """Have the open chunk written, but for the header."""
+        """Submit the open chunk."""
         if self._chunk is not None:
             self._flusher.submit(self._chunk)
             self._chunk = None
 
     def _write_header(self) -> None:
-        """Write it from memory of its own: who waited for a buffer here could keep others from giving theirs back."""
+        """Write the header from memory of its own: waiting for a buffer here could block those that free buffers."""
         assert self._fd is not None
         memory = mmap.mmap(-1, len(self.layout.header))
         memory[:] = self.layout.header
