@@ -1,4 +1,4 @@
-"""How a session is executed, as its caller chooses."""
+"""Options of a session."""
 
 import dataclasses
 from pathlib import Path

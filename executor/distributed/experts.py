@@ -1,11 +1,11 @@
-"""Banks of experts that fall into several units, on one rank or on several.
+"""Banks of experts that are divided over several units or ranks.
 
-[Note: Experts apart] ``transformers`` keeps all experts of a layer in two parameters, and computes with all of them in
-one module. Where a bank falls into units, or other ranks have other experts, this is that module's forward, in the same
-arithmetic (its ``grouped_mm``): visits of tokens are sorted by expert, and every unit's experts compute in their turn,
-so that the schedule's tasks are theirs. Ranks that share experts first exchange how many visits each has for the
-others' experts, then the visits, and afterwards what experts made of them. An expert that no token visits takes part
-with no rows, so its gradient is zero, as it is in one parameter with the others'.
+[Note: Experts apart] ``transformers`` keeps all experts of a layer in two parameters, and computes all of them in one
+module. If these experts are divided over units or ranks, this module's forward is replaced, with the same arithmetic
+(``grouped_mm``). Tokens are sorted by expert, and the units' experts compute one after another, each as a task of the
+schedule. Expert-parallel ranks first exchange the number of tokens for each other's experts, then the tokens, and
+finally the experts' outputs. An expert without tokens computes zero rows, so its gradient is zero, as in one joint
+parameter.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ from planner.graph import Unit
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Bank:
-    """Some experts of a layer, which are a unit's.
+    """The experts of a layer that belong to one unit.
 
     Attributes:
-        unit: its name.
-        first, stop: these experts, of the rank's own.
+        unit: name of the unit.
+        first, stop: range among the rank's own experts.
         gate_up: ``[stop - first, 2 * ffn, hidden]``.
         down: ``[stop - first, hidden, ffn]``.
     """
@@ -50,17 +50,17 @@ def split_experts(
     group: Group | None,
     callbacks: ModuleCallbacks,
 ) -> list[Undo]:
-    """Let experts compute unit by unit, each where it is; return what undoes it.
+    """Make experts compute unit by unit, each on its rank; return what undoes it.
 
     Args:
-        model: whose experts fall into several units.
+        model: the user's.
         units: its units.
         shares: by the names that the units use.
-        group: who shares experts; ``None`` if nobody does.
+        group: expert-parallel group; ``None`` without one.
         callbacks: where the model is.
 
     Raises:
-        BindingError: experts are not as ``transformers`` has them.
+        BindingError: the experts are not like those of ``transformers``.
     """
     banks: dict[str, list[_Bank]] = {}
     before: dict[str, str] = {}  # the unit that sends visits to experts
@@ -116,7 +116,7 @@ class _Experts:
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return what experts make of tokens, ``[tokens, hidden]``, each token's sum by its routing weights."""
+        """Return the sum of experts' outputs by routing weights for each token, ``[tokens, hidden]``."""
         num_tokens, top = top_k_index.shape
         ids, order = torch.sort(top_k_index.reshape(-1))
         counts = torch.bincount(ids, minlength=self._num_ranks * self._num_own)
@@ -129,10 +129,10 @@ class _Experts:
         return result
 
     def _exchanged(self, visits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Give visits to the ranks that have their experts, and take what these make of them."""
+        """Send tokens to the ranks of their experts, and receive the outputs."""
         assert self._group is not None
         every = [self._num_own] * self._num_ranks
-        theirs = torch.empty_like(counts)  # visits of every rank to every expert of this one
+        theirs = torch.empty_like(counts)  # tokens of every rank for every expert of this one
         self._group.all_to_all(theirs, counts, every, every)
         num_sent, num_received = torch.stack((counts, theirs)).view(2, self._num_ranks, -1).sum(-1).tolist()
         experts = torch.arange(self._num_own, device=counts.device).repeat(self._num_ranks)
@@ -142,7 +142,7 @@ class _Experts:
         return all_to_all(made[_inverse(order)], self._group, num_received, num_sent)
 
     def _compute(self, visits: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Return what this rank's experts make of visits, which are sorted by expert; ``counts`` for each of them."""
+        """Return the outputs of this rank's experts for tokens that are sorted by expert, ``counts`` for each."""
         self._mark_backward(self._before, visits)
         starts = [0, *itertools.accumulate(counts)]
         made = []

@@ -164,7 +164,7 @@ class ModelState:
             for parameter in unit.parameters:
                 share = parameter.share
                 of_all = share.of_all(share.whole.detach())
-                values = share.mine(self._ranks.broadcast(of_all) if self._ranks else of_all).reshape(-1)
+                values = share.own_part(self._ranks.broadcast(of_all) if self._ranks else of_all).reshape(-1)
                 for part in parameter.parts:
                     if part.piece.place is Place.NVME:
                         assert keep is not None

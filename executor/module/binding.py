@@ -1,4 +1,4 @@
-"""Finds a plan's units in a user's model, and tells a session where the model is.
+"""Finds a plan's units in a user's model, and places hooks that report where the model is.
 
 [Note: Module boundaries] A compute task lasts from the hook of its unit to the next unit's. Forward pre-hooks on the
 modules that own or read parameters report where forward is (and recomputation, which is forward inside backward). Hooks

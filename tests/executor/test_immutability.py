@@ -89,7 +89,7 @@ class Oracle:
         session.runtime.machine._perform = watched
 
     def _place(self, key):
-        return self._session._state.units[key[0]].pieces[key[1]].place
+        return self._session.runtime.state.units[key[0]].pieces[key[1]].place
 
     def _change_of(self, key):
         return {Place.STREAM: Op.STORE, Place.NVME: Op.SWAP_OUT}.get(self._place(key), Op.UPDATE)
@@ -97,13 +97,13 @@ class Oracle:
     def _digest(self, key):
         """Return a hash of a piece's state where it lives; on NVMe there are two versions, and the files are read."""
         if self._place(key) is Place.NVME:
-            values, scratch = self._session._state.stored.values(key), torch.empty(1 << 20, dtype=torch.uint8)
+            values, scratch = self._session.runtime.state.stored.values(key), torch.empty(1 << 20, dtype=torch.uint8)
             held = [torch.empty(len(value), dtype=torch.uint8) for value in values]
             scratch = scratch[-scratch.data_ptr() % 4096 :][: 64 * 4096]
             for value, target in zip(values, held, strict=True):
                 value.read(target, scratch)
         else:
-            unit = self._session._state.units[key[0]]
+            unit = self._session.runtime.state.units[key[0]]
             held = [tensor.detach().view(torch.uint8) for tensor in unit.state(unit.pieces[key[1]])]
         return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in held)).digest()
 
