@@ -1,4 +1,4 @@
-"""What of a plan and of an optimizer can be executed; everything else is refused by name."""
+"""Checks that a plan and an optimizer can be executed; everything else is refused by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +9,10 @@ from planner.graph import Unit
 
 
 def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
-    """Check that decisions are ours to execute, with a certain optimizer.
+    """Check that decisions can be executed with an optimizer.
 
     Raises:
-        ValueError: they are not; names what is too much, and the remedy.
+        ValueError: they cannot; names the reason and the remedy.
     """
     if decisions.optimizer != entry.planned_as:
         raise ValueError(
@@ -39,7 +39,7 @@ def check_units(decisions: Decisions, units: tuple[Unit, ...]) -> None:
     """Check that units can be executed as they were planned.
 
     Raises:
-        ValueError: one that is not on the device was planned as if no token came to its experts.
+        ValueError: a unit that is not on the device was planned without tokens for its experts.
     """
     for unit in units:
         elsewhere = unit.num_params and (decisions.units[unit.name].fetched or decisions.gathers(unit))
@@ -59,7 +59,7 @@ def check_groups(entry: OptimizerEntry, groups: list[dict[str, Any]], names: Map
         names: of the model's parameters, by identity.
 
     Raises:
-        ValueError: a flag that our updates do not know, or a parameter of another model.
+        ValueError: a flag that our updates do not support, or a parameter of another model.
     """
     for group in groups:
         entry.rule(group)  # refuses what kernels do not know

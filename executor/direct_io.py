@@ -15,7 +15,7 @@ BLOCK_BYTES: Final = 4096
 
 _WORD_BYTES, _SECTOR_BYTES = 4, 512
 
-NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+DISK_FULL_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a drive, or a share of it, that is full."""
 
 
@@ -42,7 +42,7 @@ def pages(num_bytes: int, *, inherited: bool = True) -> npt.NDArray[np.uint8]:
     return np.frombuffer(memory, np.uint8)
 
 
-def go_direct(fd: int, *, probes: bool = True) -> bool:
+def enable_direct_io(fd: int, *, probes: bool = True) -> bool:
     """Leave the page cache out from now on, if that is possible (not on tmpfs and some network file systems).
 
     Args:
@@ -72,7 +72,7 @@ def alignment_bytes(fd: int, *, writes: bool) -> int:
         fd: of a file.
         writes: whether its first block is going to be written, which is tried; else the file is read.
     """
-    if not go_direct(fd, probes=writes):
+    if not enable_direct_io(fd, probes=writes):
         return 1
     transfer = os.pwritev if writes else os.preadv
     with mmap.mmap(-1, 2 * BLOCK_BYTES) as pages, memoryview(pages) as memory:

@@ -1,11 +1,11 @@
-"""How a session is executed, as its caller chooses."""
+"""Options of a session."""
 
 import dataclasses
 from pathlib import Path
 from typing import Literal
 
 from executor.devices.backend import Backend, HostBackend
-from executor.devices.cores import Choice
+from executor.devices.cores import CoreChoice
 from executor.module.batches import BatchShapes
 
 
@@ -31,7 +31,7 @@ class SessionOptions:
 
     device: Literal["cpu", "cuda"] = "cpu"
     num_threads: int | None = None
-    cores: Choice = "auto"
+    cores: CoreChoice = "auto"
     gpu_capacity_bytes: int | None = None
     host_capacity_bytes: int | None = None
     storage_dir: Path | None = None

@@ -1,4 +1,4 @@
-"""The entry: a user's model and optimizer in, the same model and an optimizer with the same face out."""
+"""The entry: puts a user's model and optimizer under a plan; the returned optimizer has the same interface."""
 
 import collections
 import contextlib
@@ -13,9 +13,9 @@ from torch import nn
 
 from executor.checks import check_decisions
 from executor.distributed.shards import Share
-from executor.memory.handover import Handover
 from executor.memory.pieces import Part
 from executor.memory.state import write_weights
+from executor.memory.transfer_file import TransferFile
 from executor.memory.units import ParameterState, UnitState
 from executor.module.guards import check_has_values, check_kinds, check_plain, check_unprepared
 from executor.optimizer.table import OptimizerEntry, entry_of
@@ -28,7 +28,7 @@ from planner.schedule.loop import OutOfOrderError
 _ON_CPU = SessionOptions()
 
 _Entry = tuple[Mapping[str, Any], Mapping[str, Any]]
-"""What a saved state has of a parameter, and of its group."""
+"""A parameter's entry in a saved state, and its group's."""
 
 
 def prepare_session(
@@ -43,17 +43,17 @@ def prepare_session(
     The model is changed in place: its parameters move to where the plan keeps them. The training loop stays as it is,
     with the returned optimizer instead of the given one (of which the state, if any, is taken over).
 
-    A plan for several ranks is executed by as many processes (``torchrun``), all of which run the same loop, each with
-    its own part of every batch. They begin with rank 0's weights and buffers; the given optimizer's state is each
-    rank's own. Norms are those of all ranks. All ranks evaluate, save, load and close together. On GPUs, the current
-    device is the rank's (``torch.cuda.set_device``). If a rank fails, the others raise
+    A plan for several ranks needs as many processes (``torchrun``), all of which run the same loop, each with its own
+    part of every batch. They begin with rank 0's weights and buffers; the given optimizer's state is each rank's own.
+    Norms are those of all ranks. All ranks evaluate, save, load and close together. On GPUs, set each rank's device
+    first (``torch.cuda.set_device``). If a rank fails, the others raise
     :class:`executor.distributed.watchdog.RankError`.
 
-    Every rank gives the whole model and optimizer, also where the plan has ranks share layers or experts. Ranks that
-    share layers (``tensor_parallel`` neighbours: ranks 0 and 1, 2 and 3, ... if these are two) get the same batches and
-    draw the same random numbers; while the model trains with ``labels``, the logits in what it returns are the rank's
-    share. What shares experts has its own part of every batch. Parameters of experts that fall into several units have
-    a shape but no values until the session is closed.
+    Every rank passes the whole model and optimizer, also with tensor or expert parallelism. Tensor-parallel ranks
+    (ranks 0 and 1, 2 and 3, ... if ``tensor_parallel`` is 2) get the same batches and draw the same random numbers.
+    While the model trains with ``labels``, the logits in its output are the rank's share. Expert-parallel ranks have
+    their own part of every batch. Parameters of experts that are divided over several units have a shape but no values
+    until the session is closed.
 
     Args:
         model: an unmodified module with the planned parameters.
@@ -69,22 +69,22 @@ def prepare_session(
 
     Raises:
         TypeError: the model is no module, or the optimizer none.
-        ValueError: the optimizer is not known or not the planned one, the decisions cannot be executed, or the model
-            is another one, prepared already, without values, or checkpoints activations itself.
+        ValueError: the optimizer is unknown or does not match the plan, the decisions cannot be executed, or the model
+            does not match the plan, is prepared already, has no values, or checkpoints activations itself.
         DeviceMemoryError: a tier is too small.
-        StorageError: what the plan has on NVMe cannot be kept there.
+        StorageError: the plan's state on NVMe cannot be kept there.
         RankError: another rank has failed.
     """
     check_kinds(model, optimizer)
     check_unprepared(model)
     check_plain(model)
     check_has_values(model)
-    way = Way(units, decisions, options)
-    return model, OffloadedOptimizer(optimizer, entry_of(optimizer), model, way)
+    config = ExecutionConfig(units, decisions, options)
+    return model, OffloadedOptimizer(optimizer, entry_of(optimizer), model, config)
 
 
-class Way(NamedTuple):
-    """How a model is trained: its units in forward order, for the decided micro-batch, the decisions, and options."""
+class ExecutionConfig(NamedTuple):
+    """What a session executes: units in forward order, for the decided micro-batch, decisions, and options."""
 
     units: tuple[Unit, ...]
     decisions: Decisions
@@ -93,23 +93,25 @@ class Way(NamedTuple):
 
 @final
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose updates run where a plan says. It shares the parameter groups of the one it stands for.
+    """An optimizer whose updates run where a plan says. It shares the parameter groups of the given one.
 
     Attributes:
-        entry: what it computes.
+        entry: the optimizer's kernels and state.
         session: executes the plan.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, entry: OptimizerEntry, model: nn.Module, way: Way) -> None:
-        session = Session(model, entry, optimizer.param_groups, *way)
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, entry: OptimizerEntry, model: nn.Module, config: ExecutionConfig
+    ) -> None:
+        session = Session(model, entry, optimizer.param_groups, *config)
         with contextlib.ExitStack() as failing:
-            failing.push(session)  # which nobody else could close, and without that the model is not prepared again
+            failing.push(session)  # nobody else could close it, and the model could not be prepared again
             super().__init__(optimizer.param_groups, optimizer.defaults)  # keeps the very dicts that it is given
             self.entry = entry
             self.session = session
             self._given = optimizer
             self._model = model
-            self._way = way
+            self._config = config
             self.write_states(
                 {
                     session.name_of(parameter): (state, group)
@@ -128,7 +130,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def __reduce_ex__(self, _protocol: object) -> str:
-        """Refuse to be pickled or copied, as ``torch.save`` and ``copy.deepcopy`` would: there is no state in it.
+        """Refuse to be pickled or copied (``torch.save``, ``copy.deepcopy``), because the state is in the session.
 
         Raises:
             TypeError: always.
@@ -139,26 +141,26 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         )
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Begin the updates and return while they run; each is done before its parameter is used next.
+        """Begin the updates and return while they run; each ends before the next use of its parameter.
 
         Raises:
             ValueError: there is a closure.
-            OutOfOrderError: not all planned micro-batches have been there, or the session is closed.
+            OutOfOrderError: no micro-batch has run, or one is under way, or the session is closed.
         """
         self._check_open("step()")
         if closure is not None:
             raise ValueError("step(closure) computes again inside the step, which no plan has; call step()")
-        self.session.step()
+        self.session.driver.step()
         self._given._opt_called = True  # type: ignore[attr-defined]  # schedulers built on it look whether it has stepped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing after a step, which uses gradients up; after backward, drop them: there is no update then.
+        """Drop gradients after backward, so that no update reads them; after a step there are none.
 
         Raises:
-            GradientError: micro-batches are under way, of which gradients have left, and others are to come.
+            GradientError: some micro-batches of the iteration have run, and others are to come.
         """
         if not self.session.closed:
-            self.session.check_zero_grad()
+            self.session.driver.check_zero_grad()
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -172,10 +174,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], max_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in the format of the optimizer that it stands for, in float32 on the host.
+        """Return the state in the format of the given optimizer, in float32 on the host.
 
-        Where weights are bf16, each parameter also has its float32 ``master``. Waits for updates under way. It is
-        whole on every rank, and all ranks call it together.
+        If weights are bf16, each parameter also has its float32 ``master``. Waits for updates. Every rank gets the
+        whole state, and all ranks call it together.
 
         Raises:
             OutOfOrderError: in the middle of an iteration, or the session is closed.
@@ -195,12 +197,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict`, or that of the optimizer it stands for, returned.
+        """Load a state that :meth:`state_dict`, or that of the given optimizer's class, returned.
 
-        Without a ``master`` the model's present weights are the master copy. Every rank gives the whole state.
+        Without a ``master``, the model's present weights are the master copy. Every rank passes the whole state.
 
         Raises:
-            ValueError: other groups, or groups of other sizes, than this optimizer has.
+            ValueError: the groups differ from this optimizer's in number or size.
             OutOfOrderError: in the middle of an iteration, or the session is closed.
         """
         self._check_open("load_state_dict()")
@@ -220,39 +222,41 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for group, their in zip(self.param_groups, theirs, strict=True):
             group.update({k: v for k, v in their.items() if k != "params"})
 
-    def change(self, way: Way, folder: Path) -> int:
-        """Go on in another way, between two iterations, from the very state that training is in.
+    def switch_plan(self, config: ExecutionConfig, folder: Path) -> int:
+        """Switch to another plan between two iterations, with the present state.
 
-        The state passes through a file in ``folder`` (see :mod:`executor.memory.handover`), and the session that has
-        ended gives its memory back before the next one takes its own. If that cannot begin, training goes on as before.
-        All ranks change together, and stay as many, with the same degrees.
+        The state passes through a file in ``folder`` (see :mod:`executor.memory.transfer_file`). The old session frees
+        its memory before the new one takes its own. If the new one cannot begin, training goes on under the old plan.
+        All ranks switch together, and keep their number and degrees.
 
         Returns:
             The bytes of the file.
 
         Raises:
-            ValueError: the new decisions cannot be executed, or are for other ranks. So do all that
-                :func:`prepare_session` raises; where another rank cannot begin, this is a RankError.
+            ValueError: the new decisions cannot be executed, or are for other ranks. All that :func:`prepare_session`
+                raises is raised too. If another rank cannot begin, it is a RankError.
             OutOfOrderError: in the middle of an iteration.
             StorageError: there is no room for the file.
         """
-        check_decisions(way.decisions, self.entry)
-        now, then = (dataclasses.asdict(one.decisions.degrees) for one in (self._way, way))
+        check_decisions(config.decisions, self.entry)
+        now, then = (dataclasses.asdict(one.decisions.degrees) for one in (self._config, config))
         if different := next((name for name in now if now[name] != then[name]), None):
             raise ValueError(
                 f"the other plan has {different} {then[different]}, but training is under way with {now[different]}; "
                 "plan with that, or save a checkpoint and resume from it under the other plan"
             )
-        steps = {entry.share.name: entry.step for _, entry in self.session.parameter_states().values()}
-        self._wholes = {entry.share.name: entry.share.whole for _, entry in self.session.parameter_states().values()}
-        kept = self._hand_over(folder)
-        failure = self._enter(way, kept, steps)
+        steps = {entry.share.name: entry.step for _, entry in self.session.access.parameter_states().values()}
+        self._wholes = {
+            entry.share.name: entry.share.whole for _, entry in self.session.access.parameter_states().values()
+        }
+        transfer = self._write_transfer_file(folder)
+        failure = self._start_session(config, transfer, steps)
         if failure is not None:
-            if (again := self._enter(self._way, kept, steps)) is not None:  # a rank is gone
+            if (again := self._start_session(self._config, transfer, steps)) is not None:  # a rank is gone
                 raise again
             raise failure
-        self._way = way
-        return kept.num_bytes
+        self._config = config
+        return transfer.num_bytes
 
     def _check_open(self, call: str) -> None:
         if self.session.closed:
@@ -261,65 +265,69 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "state_dict() before closing, and prepare() the model with another optimizer to train on"
             )
 
-    def _hand_over(self, folder: Path) -> Handover:
-        """Move all weights and state into a file, and end the session."""
-        shares = {parameter.share.name: parameter.share for _, parameter in self.session.parameter_states().values()}
+    def _write_transfer_file(self, folder: Path) -> TransferFile:
+        """Write all weights and state into a file, and close the session."""
+        shares = {
+            parameter.share.name: parameter.share for _, parameter in self.session.access.parameter_states().values()
+        }
         in_float32 = [*self.entry.buffers, *(["master"] if self._keeps_master else [])]
         likes = {
             name: torch.empty(share.whole_shape, dtype=share.whole.dtype, device="meta")
             for name, share in shares.items()
         }
         likes |= {f"{name}/{key}": likes[name].float() for name in shares for key in in_float32}
-        kept = self.session.together.handover(folder, likes)
+        transfer = TransferFile(folder, likes, self.session.runtime.ranks)
         for name, _, state in self._states():
-            kept.keep(name, self.session.full_parameter(name))
+            transfer.write(name, self.session.access.weights(name))
             for key, values in state.items():
-                kept.keep(f"{name}/{key}", values)
+                transfer.write(f"{name}/{key}", values)
         self.session.close(give_back=False)
         for name, share in shares.items():
-            share.whole.data = kept[name]
-        return kept
+            share.whole.data = transfer[name]
+        return transfer
 
-    def _enter(self, way: Way, kept: Handover, steps: Mapping[str, int]) -> Exception | None:
-        """Begin a session with what was kept; return what keeps it from beginning."""
+    def _start_session(
+        self, config: ExecutionConfig, transfer: TransferFile, steps: Mapping[str, int]
+    ) -> Exception | None:
+        """Begin a session with the transferred state; return the error if it cannot begin."""
         del self.session
-        gc.collect()  # the last one's memory is in cycles
-        torch.cuda.empty_cache()  # blocks of other sizes would not serve; nothing where there is no GPU
+        gc.collect()  # reference cycles hold the old session's memory
+        torch.cuda.empty_cache()  # cached blocks have other sizes; does nothing without a GPU
         try:
-            self.session = Session(self._model, self.entry, self.param_groups, *way)
+            self.session = Session(self._model, self.entry, self.param_groups, *config)
         except (ValueError, MemoryError, OSError) as error:
             for name, parameter in self._wholes.items():
-                parameter.data = kept[name]
-            self.session = None  # type: ignore[assignment]  # until the last one is back
-            return error.with_traceback(None)  # whose frames have its memory
+                parameter.data = transfer[name]
+            self.session = None  # type: ignore[assignment]  # until the old one is back
+            return error.with_traceback(None)  # its frames would hold memory
         groups = {self.session.name_of(p): group for group in self.param_groups for p in group["params"]}
         entries: dict[str, _Entry] = {}
         for name in self._wholes:
             trained = self.entry.buffers if steps[name] or self.entry.starts_at else ()
             keys = [*trained, *(["master"] if self._keeps_master else [])]
-            entries[name] = ({key: kept[f"{name}/{key}"] for key in keys}, groups.get(name, self.defaults))
+            entries[name] = ({key: transfer[f"{name}/{key}"] for key in keys}, groups.get(name, self.defaults))
         self.write_states(entries)
-        for _, entry in self.session.parameter_states().values():
+        for _, entry in self.session.access.parameter_states().values():
             entry.step = steps[entry.share.name]
         return None
 
     @property
     def _keeps_master(self) -> bool:
         """Whether there are master copies beside the weights."""
-        return self._way.decisions.precision.weights == "bf16"
+        return self._config.decisions.precision.weights == "bf16"
 
     def _states(self) -> Iterator[tuple[str, int, dict[str, torch.Tensor]]]:
-        """Yield name, number of updates and all state of every parameter, whole; float32, on the host.
+        """Yield name, number of updates and whole state of every parameter; float32, on the host.
 
-        What is in one place are views of its unit's state. All ranks do so together.
+        Tensors may be views of memory that the next unit reuses. All ranks call this together.
         """
-        units = {unit.name: unit for unit, _ in self.session.parameter_states().values()}
-        names = collections.Counter(p.share.name for _, p in self.session.parameter_states().values())
+        units = {unit.name: unit for unit, _ in self.session.access.parameter_states().values()}
+        names = collections.Counter(p.share.name for _, p in self.session.access.parameter_states().values())
         found: dict[str, dict[str, list[tuple[Share, torch.Tensor]]]] = {}
         for unit in units.values():
             keys = ("master", *self.entry.buffers)
             own = _own(self.session, unit, len(keys))
-            flat = {key: self.session.collected(values, unit) for key, values in zip(keys, own, strict=True)}
+            flat = {key: unit.unsharded(values) for key, values in zip(keys, own, strict=True)}
             if not self._keeps_master:
                 del flat["master"]
             for entry in unit.parameters:
@@ -331,7 +339,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 names[share.name] -= 1
                 if not names[share.name]:  # others may have rows of the same
                     parts = found.pop(share.name)
-                    wholes = {key: self.session.together.whole(held) for key, held in parts.items()}
+                    wholes = {key: self.session.collectives.unshard(held) for key, held in parts.items()}
                     yield share.name, entry.step, wholes
 
     def _read_states(self) -> dict[str, dict[str, Any]]:
@@ -343,18 +351,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return states
 
     def write_states(self, entries: Mapping[str, _Entry]) -> None:
-        """Set the state of parameters, by name; each piece is had once, which may be on NVMe."""
+        """Set the state of parameters, by name. Each piece is read and written once."""
         if not entries:
             return
-        found = [(u, p) for u, p in self.session.parameter_states().values() if p.share.name in entries]
-        if self.session.snapshots is not None:
-            self.session.snapshots.take_rest()  # of checkpoints of the state that was
+        found = [(u, p) for u, p in self.session.access.parameter_states().values() if p.share.name in entries]
+        if self.session.runtime.snapshots is not None:
+            self.session.runtime.snapshots.take_remaining()  # checkpoints that have begun need the old state
         for _, parameter in found:
-            # Where steps are not told, state tells that there was one.
+            # An optimizer without step counts has taken a step if it has state.
             entry, _ = entries[parameter.share.name]
             there = any(entry.get(key) is not None for key in self.entry.buffers)
             parameter.step = int(entry.get("step", there))
-        with self.session.changing_at_rest():
+        with self.session.access.changing():
             for unit in {id(unit): unit for unit, _ in found}.values():
                 self._write_unit(unit, entries)
 
@@ -362,7 +370,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         mine = {p.name: _of_share(p, entries[p.share.name]) for p in unit.parameters if p.share.name in entries}
         parts = [(p, part) for p in unit.parameters if p.name in mine for part in p.parts]
         for piece in {part.piece.index: part.piece for _, part in parts}.values():
-            with self.session.state_of(unit, piece, writes=True) as state:
+            with self.session.runtime.state.state_of(unit, piece, writes=True) as state:
                 for parameter, part in parts:
                     if part.piece.index == piece.index:
                         self._write_part(state, parameter, part, mine[parameter.name])
@@ -373,11 +381,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _write_part(
         self, state: tuple[torch.Tensor, ...], parameter: ParameterState, part: Part, entry: _Entry
     ) -> None:
-        """Set what a piece's state has of a parameter; of the master copy, only on NVMe is nobody else to do so."""
-        master, *buffers = (_of_piece(tensor, part) for tensor in state)
+        """Set a parameter's part of a piece's state. The master copy is set here only on NVMe."""
+        master, *buffers = (tensor[part.within] for tensor in state)
         values_of, group = entry
         initial = None
-        if self.entry.starts_at and not parameter.step:  # not from the state, which has the model's type
+        if self.entry.starts_at and not parameter.step:  # the saved state has the model's type
             initial = group[self.entry.starts_at]
         for target, key in zip(buffers, self.entry.buffers, strict=True):
             values = values_of.get(key)
@@ -390,22 +398,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def _own(session: Session, unit: UnitState, count: int) -> tuple[torch.Tensor, ...]:
-    """Return the state that the rank has of a unit, so many tensors, float32 ``[shard]``, on the host."""
+    """Return the rank's state of a unit: ``count`` tensors, float32 ``[shard]``, on the host."""
     whole = torch.empty(count, sum(piece.num_params for piece in unit.pieces))
     for piece in unit.pieces:
         held = slice(piece.start - unit.start, piece.stop - unit.start)
-        with session.state_of(unit, piece) as state:
+        with session.runtime.state.state_of(unit, piece) as state:
             for target, values in zip(whole, state, strict=True):
                 target[held].copy_(values)
     return whole.unbind()
 
 
 def _of_share(parameter: ParameterState, entry: _Entry) -> _Entry:
-    """Return what a saved state has of this rank's share of a parameter, flat."""
+    """Return this rank's share of a parameter's saved state, flat."""
     values_of, group = entry
     tensors = {key: values for key, values in values_of.items() if key != "step" and values is not None}
     return {key: parameter.share.part(values).reshape(-1) for key, values in tensors.items()}, group
-
-
-def _of_piece(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    return tensor[part.start - part.piece.start : part.stop - part.piece.start]

@@ -1,4 +1,4 @@
-"""Where the model is in the schedule: every mark of the model is a task of the schedule that the caller reaches."""
+"""Where the model is in the schedule: a hook of a unit reaches the unit's compute task."""
 
 from collections.abc import Callable
 from typing import Final, final
@@ -22,15 +22,15 @@ class Progress:
     """Follows the caller through forward and backward.
 
     Args:
-        loop: issues what the schedule has up to each mark.
-        machine: where that runs.
+        loop: issues the schedule's tasks up to each compute task.
+        machine: runs them.
         units: in forward order.
         decisions: which units run again in backward.
         backward_begins: called when the backward of a micro-batch begins, before anything of it is issued.
-        backward_ended: called with the micro-batch when all of its backward has been there.
+        backward_ended: called with the micro-batch when its backward has ended.
 
     Attributes:
-        task: where the caller is; ``None`` outside forward and backward.
+        task: the compute task that runs; ``None`` outside forward and backward.
     """
 
     def __init__(
@@ -75,28 +75,28 @@ class Progress:
 
     @property
     def num_complete(self) -> int:
-        """Micro-batches of this iteration that have been there, if others are to come and none is under way; else 0."""
+        """Micro-batches of this iteration that have run, if others are to come and none is under way; else 0."""
         expected = self._loop.expected()
         begins = expected is not None and expected.op is Op.FORWARD and expected.unit == self._first
         return expected.micro_batch if expected is not None and begins else 0
 
     def end_early(self) -> None:
-        """Pass over the micro-batches that do not come. Raises as :meth:`forward`."""
+        """Skip the micro-batches that are missing. Raises as :meth:`forward`."""
         self._ended_after = self.num_complete
         while (expected := self._loop.expected()) is not None and expected.op is not Op.CLIP:
             self._loop.reach(expected.op, expected.unit)
         self._machine.end_open()
 
     def is_at(self, op: Op, unit: str) -> bool:
-        """Return whether the caller is there already: a unit may have many modules that say so."""
+        """Return whether the caller is there already: a unit may have many modules with hooks."""
         return self.task is not None and self.task.unit == unit and self.task.op is op
 
     def awaits_gradient(self, unit: str) -> bool:
-        """Return whether a gradient of a unit may come now: backward is under way and has not left it."""
+        """Return whether a gradient of a unit may arrive now: backward runs and has not left the unit."""
         return self.task is not None and unit not in self._left
 
     def forward(self, unit: str) -> None:
-        """Forward has come to a unit.
+        """Forward has reached a unit.
 
         Raises:
             OutOfOrderError: the plan does not expect it here.
@@ -105,18 +105,18 @@ class Progress:
         self._reach(Op.FORWARD, unit)
         self._ended_after = 0
 
-    def again(self, unit: str) -> None:
-        """A forward inside backward has come to a unit. Raises as :meth:`forward`."""
+    def recompute(self, unit: str) -> None:
+        """Recomputation (a forward inside backward) has reached a unit. Raises as :meth:`forward`."""
         self._reach(self._again[unit], unit)
 
     def backward(self, unit: str) -> None:
-        """Backward has come to a unit. Raises as :meth:`forward`."""
+        """Backward has reached a unit. Raises as :meth:`forward`."""
         self._enter_backward()
         if (begins := self._begins_again.get(unit)) is not None:
             self._skip_to(*begins)
         expected = self._loop.expected()
         if expected is not None and expected.op in _RUN_AGAIN and expected.unit in self._segment[unit]:
-            return  # recomputation is about to begin, and says when it has ended
+            return  # recomputation is about to begin; its end calls recomputed()
         self.recomputed(unit)
 
     def recomputed(self, unit: str) -> None:
@@ -151,7 +151,7 @@ class Progress:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _advice(self, error: OutOfOrderError, op: Op, unit: str) -> str:
-        """Return what went wrong, and what to do about it, where another compute task was expected."""
+        """Return an error text with a remedy, where another compute task was expected."""
         expected = self._loop.expected()
         found = f"the model reached {op} {unit}, but the plan expects"
         rule = (
@@ -172,7 +172,7 @@ class Progress:
         return f"{found} optimizer.step(), since {why}; {skip}. {rule}"
 
     def _skip_to(self, op: Op, unit: str) -> None:
-        """Pass over units that backward never reaches, because nothing in or before them needs a gradient."""
+        """Skip units that backward never reaches, because nothing in or before them needs a gradient."""
         while (expected := self._loop.expected()) is not None and (expected.op, expected.unit) != (op, unit):
             ahead = self._index.get((op, unit, expected.micro_batch), -1) > expected.index
             if expected.op not in _INSIDE_BACKWARD or not ahead:

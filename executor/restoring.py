@@ -1,11 +1,11 @@
-"""State from checkpoints: back to where a plan keeps it, whatever plan and ranks it was saved under.
+"""Restores state from checkpoints to where a plan keeps it, whatever plan and ranks saved it.
 
-[Note: Restoring] What a rank keeps in host memory is read straight to there, all in one go. What it keeps elsewhere
-comes by way of the host: a piece at a time through the buffer of state on NVMe, and about :data:`STAGED_BYTES` at a
-time to a device. So a rank reads what it has and no more, each chunk about once, and takes no more memory than that,
-one piece, and the readers' buffers ([Note: Read ahead] in :mod:`executor.checkpoint.format.reader`). There are two
-exceptions: where weights of other ranks' shards are resident their master copies are read too, a unit's at a time, and
-where a layer was divided over other ranks than now its parameters are read whole.
+[Note: Restoring] State in host memory is read straight into place, all in one go. Other state passes through the host:
+one piece at a time to NVMe, and about :data:`STAGED_BYTES` at a time to a device. So a rank reads only its own state,
+each chunk about once. It needs memory only for that, one piece, and the readers' buffers ([Note: Read ahead] in
+:mod:`executor.checkpoint.format.reader`). There are two exceptions. If weights of other ranks' shards are resident,
+their master copies are read too, one unit at a time. If a layer was divided over other ranks than now, its parameters
+are read whole.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from executor.checkpoint import Checkpoint, CheckpointError, Wanted
+from executor.checkpoint import Checkpoint, CheckpointError, ReadRequest
 from executor.checkpoint.files.flusher import Buffer
 from executor.checkpoint.source import MASTER
 from executor.distributed.shards import assemble, whole_name
@@ -26,42 +26,41 @@ from executor.rng_state import set_rng_state
 from planner.decisions import Place
 
 STAGED_BYTES: Final = 256 << 20
-"""Host memory, about, for state on its way to a device."""
+"""Host memory for state on its way to a device, roughly."""
 
 _Held = tuple[UnitState, Piece]
 
 
 def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Set weights, state, step counts, groups and random numbers to what they were; return this rank's ``extra``.
+    """Restore weights, optimizer state, step counts, groups and RNG state; return this rank's ``extra``.
 
-    Whatever plan, number of ranks and tiers it was made under: every rank reads what it needs, see [Note: Restoring].
-    Every byte is checked as it is read. Ranks begin together, and wait for each other when all have read what they
-    need: one that finds damage leaves the others nothing to wait for.
+    The checkpoint may be from another plan, with other tiers and another number of ranks. Every rank reads what it
+    needs, see [Note: Restoring], and checks every byte. Ranks begin together and exchange nothing while they read,
+    so a rank that finds damage leaves no other waiting there.
 
     Raises:
-        CheckpointError: it is of another model or optimizer; nothing has changed then.
-        DamagedError: something in it is damaged or missing; some state has changed, and all will when another
-            checkpoint is restored.
+        CheckpointError: it is of another model or optimizer; nothing has changed.
+        DamagedError: something in it is damaged or missing; some state has changed. Restore another checkpoint.
     """
     session = optimizer.session
     of_ranks = checkpoint.manifest.extra["ranks"]
-    together = session.together
-    extra: dict[str, Any] = of_ranks[together.rank if together.rank < len(of_ranks) else 0]
+    collectives = session.collectives
+    extra: dict[str, Any] = of_ranks[collectives.rank if collectives.rank < len(of_ranks) else 0]
     stock = optimizer.entry.stock.__name__
     if extra["optimizer"] != stock or len(extra["groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
             f"{checkpoint.folder} has the state of {extra['optimizer']} with {len(extra['groups'])} group(s), but the "
             f"optimizer is {stock} with {len(optimizer.param_groups)}; make it as it was when it was saved"
         )
-    held = list(session.parameter_states().values())
+    held = list(session.access.parameter_states().values())
     if missing := {entry.share.name for _, entry in held} - extra["steps"].keys():
         raise CheckpointError(f"{checkpoint.folder} has no {min(missing)}; the checkpoint is of another model")
-    if session.snapshots is not None:
-        session.snapshots.take_rest()  # of checkpoints of the state that was
+    if session.runtime.snapshots is not None:
+        session.runtime.snapshots.take_remaining()  # of checkpoints of the state that was
     units = list({unit.name: unit for unit, _ in held}.values())
     keys = (MASTER, *optimizer.entry.buffers)
     alike = [unit for unit in units if all(_is_there(checkpoint, entry, keys) for entry in unit.parameters)]
-    with session.changing_at_rest():
+    with session.access.changing():
         _read_shares(optimizer, checkpoint, alike, keys)
         _read_wholes(optimizer, checkpoint, [unit for unit in units if unit not in alike], keys, extra["steps"])
     for _, entry in held:
@@ -69,9 +68,9 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
     for group, saved in zip(optimizer.param_groups, extra["groups"], strict=True):
         for key, value in saved.items():
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-    if len(of_ranks) == together.size:
+    if len(of_ranks) == collectives.size:
         set_rng_state(extra["rng"])
-        session.agree_on_chance()  # they may have shared no layers, or others
+        session.sync_rng_state()  # the checkpoint may have had other tensor-parallel ranks
     return extra
 
 
@@ -80,7 +79,7 @@ def _tensor(name: str, key: str) -> str:
 
 
 def _is_there(checkpoint: Checkpoint, parameter: ParameterState, keys: Sequence[str]) -> bool:
-    """Return whether the checkpoint has a rank's share as such."""
+    """Return whether the checkpoint has exactly this share of a parameter."""
     share, tensors = parameter.share, checkpoint.manifest.tensors
     found = [tensors.get(_tensor(share.own_name, key)) for key in keys]
     return all(record is not None and record.shape == tuple(share.shape) for record in found)
@@ -89,7 +88,7 @@ def _is_there(checkpoint: Checkpoint, parameter: ParameterState, keys: Sequence[
 def _read_shares(
     optimizer: OffloadedOptimizer, checkpoint: Checkpoint, units: Sequence[UnitState], keys: Sequence[str]
 ) -> None:
-    """Read the state of units whose shares are in the checkpoint as such, see [Note: Restoring]."""
+    """Read the state of units whose exact shares are in the checkpoint, see [Note: Restoring]."""
     at_once: list[_Held] = []
     passing: list[_Held] = []
     by_itself: list[_Held] = []
@@ -125,7 +124,10 @@ def _read_pieces(
     optimizer: OffloadedOptimizer, checkpoint: Checkpoint, pieces: Sequence[_Held], keys: Sequence[str]
 ) -> None:
     with contextlib.ExitStack() as stack:
-        states = [stack.enter_context(optimizer.session.state_of(*held, reads=False, writes=True)) for held in pieces]
+        states = [
+            stack.enter_context(optimizer.session.runtime.state.state_of(*held, reads=False, writes=True))
+            for held in pieces
+        ]
         on_host = [[torch.empty(t.shape) if t.is_cuda else t for t in state] for state in states]
         checkpoint.read(
             wanted
@@ -140,15 +142,15 @@ def _read_pieces(
             _write_weights(unit, piece, state[0])
 
 
-def _of_piece(unit: UnitState, piece: Piece, key: str, values: torch.Tensor) -> Iterator[Wanted]:
+def _of_piece(unit: UnitState, piece: Piece, key: str, values: torch.Tensor) -> Iterator[ReadRequest]:
     for parameter in unit.parameters:
-        for part in (part for part in parameter.parts if part.piece.index == piece.index):
-            out = values[part.start - piece.start : part.stop - piece.start]
-            yield Wanted(_tensor(parameter.share.own_name, key), part.start - parameter.start, _bytes_of(out))
+        for part in parameter.parts_in(piece):
+            out = _bytes_of(values[part.within])
+            yield ReadRequest(_tensor(parameter.share.own_name, key), part.start - parameter.start, out)
 
 
 def _write_weights(unit: UnitState, piece: Piece, master: torch.Tensor) -> None:
-    """Set what there is of a piece's weights beside its master copy, by that."""
+    """Set a piece's weights from its master copy, wherever they are kept beside it."""
     if unit.on_device:
         unit.own(piece).copy_(master)
     weight = unit.host_weight(piece)
@@ -157,10 +159,10 @@ def _write_weights(unit: UnitState, piece: Piece, master: torch.Tensor) -> None:
 
 
 def _read_resident(checkpoint: Checkpoint, unit: UnitState) -> None:
-    """Read the weights of a unit that are resident, though the rank's state is of a shard of them."""
+    """Read all resident weights of a unit of which the rank has state of one shard only."""
     flat = torch.empty(unit.parameters[-1].stop)
     checkpoint.read(
-        Wanted(parameter.share.own_name, 0, _bytes_of(flat[parameter.start : parameter.stop]))
+        ReadRequest(parameter.share.own_name, 0, _bytes_of(flat[parameter.start : parameter.stop]))
         for parameter in unit.parameters
     )
     unit.device_weights[: len(flat)].copy_(flat)
@@ -173,14 +175,14 @@ def _read_wholes(
     keys: Sequence[str],
     steps: Mapping[str, int],
 ) -> None:
-    """Read the state of units of whose parameters other shares were saved, by way of whole parameters."""
+    """Read the state of units that were saved with other shares, through whole parameters."""
     groups = {
         optimizer.session.name_of(parameter): group for group in optimizer.param_groups for parameter in group["params"]
     }
     done: set[str] = set()
     for unit in units:
         shares = [parameter.share for parameter in unit.parameters if parameter.share.name not in done]
-        done.update(share.name for share in shares)  # others may have rows of the same
+        done.update(share.name for share in shares)  # other units may have rows of the same
         entries = {}
         for share in shares:
             values = {key: _whole(checkpoint, _tensor(share.name, key), share.whole_shape) for key in keys}
@@ -190,7 +192,7 @@ def _read_wholes(
 
 
 def _whole(checkpoint: Checkpoint, tensor: str, shape: torch.Size) -> torch.Tensor:
-    """Return a whole tensor, from whatever shares of it were saved."""
+    """Return a whole tensor, assembled from the shares that were saved."""
     parts = {}
     for own, record in checkpoint.manifest.tensors.items():
         if whole_name(own) == tensor:
@@ -200,7 +202,7 @@ def _whole(checkpoint: Checkpoint, tensor: str, shape: torch.Size) -> torch.Tens
                     "checkpoint is of another model"
                 )
             parts[own] = torch.empty(record.shape)
-    checkpoint.read(Wanted(own, 0, _bytes_of(values)) for own, values in parts.items())
+    checkpoint.read(ReadRequest(own, 0, _bytes_of(values)) for own, values in parts.items())
     whole = torch.empty(shape)
     try:
         assemble(tensor, parts, whole)

@@ -1,8 +1,9 @@
-"""Checkpoints of training under a plan: everything that it needs to go on as if it had not stopped."""
+"""Checkpoints of training under a plan: everything needed to resume as if it had not stopped."""
 
 import contextlib
 import dataclasses
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, final
 
@@ -16,6 +17,7 @@ from executor.checkpoint import (
     Level,
     Levels,
     Outcome,
+    RankInfo,
 )
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.places.retention import candidates, parse_name
@@ -28,13 +30,13 @@ _PATIENCE_S = 60.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resumed:
-    """What training goes on from.
+    """Where training resumes.
 
     Attributes:
-        path: where the checkpoint is; ``None`` if there was none, and training begins at the beginning.
-        step: iterations behind it.
-        refused: why newer checkpoints were passed over.
-        extra: what it has beside the model and the optimizer.
+        path: of the checkpoint; ``None`` if there was none, and training starts anew.
+        step: iterations that it contains.
+        refused: why newer checkpoints were skipped.
+        extra: what was saved beside the model and the optimizer.
     """
 
     path: Folder | None = None
@@ -45,17 +47,17 @@ class Resumed:
 
 @final
 class Checkpoints:
-    """Makes checkpoints of a prepared model and its optimizer, and brings them back.
+    """Saves checkpoints of a prepared model and its optimizer, and restores them.
 
     Args:
-        optimizer: what ``prepare`` returned, for a session with room for checkpoints.
-        levels: where they go, fastest first. Training writes to the first, a folder that all ranks share; each further
-            one gets its checkpoints from the one above, of the steps that are multiples of its interval.
-        tell: is called with how each one ended on each level, in another thread.
-        files: what writes into folders.
+        optimizer: that ``prepare`` returned, for a session with buffers for checkpoints.
+        levels: where they go, fastest first. Training writes to the first, a folder that all ranks share. Each further
+            level gets copies from the one above, of the steps that are multiples of its interval.
+        tell: called in another thread with the outcome of each checkpoint on each level.
+        files: system calls that write into folders.
 
     Raises:
-        ValueError: the session was made without room for checkpoints, or the levels do not fit together.
+        ValueError: the session has no buffers for checkpoints, or the levels do not fit together.
         CheckpointError: a place cannot be used, has no room, or is not shared by all nodes.
     """
 
@@ -68,20 +70,27 @@ class Checkpoints:
     ) -> None:
         self._optimizer = optimizer
         self._session = session = optimizer.session
-        if session.snapshots is None:
+        if session.runtime.snapshots is None:
             raise ValueError("the session has no room for checkpoints; give it checkpoint_buffer_bytes")
-        member = session.together.member()
-        self._rank = member.rank
-        several_nodes = member.size > int(os.environ.get("LOCAL_WORLD_SIZE") or member.size)
-        self.levels = Levels(levels, tell, files=files, is_first=member.rank == 0, several_nodes=several_nodes)
+        rank, size = session.collectives.rank, session.collectives.size
+        nonce = session.collectives.broadcast(secrets.randbits(32))  # the same on all ranks
+        rank_info = RankInfo(rank, size, f"{nonce:08x}" if size > 1 else "")
+        self._rank = rank
+        several_nodes = size > int(os.environ.get("LOCAL_WORLD_SIZE") or size)
+        self.levels = Levels(levels, tell, files=files, is_first=rank == 0, several_nodes=several_nodes)
         store = self.levels.fastest
-        self._flusher = Flusher(store.files, session.snapshots.ring, patience_s=_PATIENCE_S)
+        self._flusher = Flusher(store.files, session.runtime.snapshots.ring, patience_s=_PATIENCE_S)
         self._engine = CheckpointEngine(
-            session.snapshots, store, self._flusher, keep=levels[0].keep, member=member, tell=self.levels.made
+            session.runtime.snapshots,
+            store,
+            self._flusher,
+            keep=levels[0].keep,
+            rank_info=rank_info,
+            tell=self.levels.made,
         )
-        session.snapshots.engine = self._engine
-        num_bytes = round(session.together.mean(self._engine.num_bytes) * member.size)
-        if member.rank == 0:
+        session.runtime.snapshots.engine = self._engine
+        num_bytes = round(session.collectives.mean(self._engine.num_bytes) * size)
+        if rank == 0:
             try:
                 self.levels.check_room(num_bytes)
             except CheckpointError:
@@ -89,21 +98,21 @@ class Checkpoints:
                 raise
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
-        """Begin a checkpoint between two iterations; it is taken during the next one, and written beside training.
+        """Begin a checkpoint between two iterations. The next iteration takes it, and it is written beside training.
 
-        All ranks do so together.
+        All ranks call this together.
 
         Args:
-            step: iterations of training behind the present state.
-            extra: what else is to be kept, as plain JSON (an LR scheduler's ``state_dict()``, the place in the data).
+            step: iterations of training that the present state contains.
+            extra: anything else to save, as plain JSON (an LR scheduler's ``state_dict()``, the position in the data).
 
         Raises:
             OutOfOrderError: in the middle of an iteration.
-            CheckpointError: one was begun here already.
+            CheckpointError: a checkpoint was already begun after this iteration.
         """
-        self._session.check_between_iterations()
+        self._session.access.check_idle()
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
-        parameters = [parameter for _, parameter in self._session.parameters()]
+        parameters = [parameter for _, parameter in self._session.runtime.state.parameters()]
         steps = {parameter.share.name: parameter.step for parameter in parameters}
         shared = {p.share.name: list(p.share.whole_shape) for p in parameters if not p.share.is_whole}
         own = {
@@ -117,34 +126,34 @@ class Checkpoints:
         self._engine.begin(step, self._session.iteration, own)
 
     def finish(self) -> None:
-        """Wait until checkpoints that have begun are durable, or have failed; between iterations."""
-        self.take_rest()
+        """Wait until all checkpoints that have begun are durable, or have failed; call it between iterations."""
+        self.take_remaining()
         self._engine.wait()
 
     def settle(self) -> None:
-        """Wait as :meth:`finish` does, and until nothing is under way in the background; levels below may be filled."""
-        self.take_rest()
+        """Wait as :meth:`finish` does, and until old checkpoints on the first level are verified and removed."""
+        self.take_remaining()
         self._engine.settle()
 
-    def take_rest(self) -> None:
-        """Take what has not been taken of checkpoints that have begun, without an iteration; between iterations."""
+    def take_remaining(self) -> None:
+        """Take the rest of checkpoints that have begun now, instead of in the next iteration."""
         self._session.synchronize()
-        self._engine.take_rest()
+        self._engine.take_remaining()
 
     def bring_down(self, patience_s: float) -> None:
-        """Bring the newest checkpoint to all levels, and wait for that, but not for long; after :meth:`finish`.
+        """Copy the newest checkpoint to all levels, and wait at most ``patience_s``; call :meth:`finish` first.
 
-        What does not come there in time, or until Ctrl-C, is given up and told.
+        A copy that is not done by then, or at Ctrl-C, is given up and reported.
         """
         self.levels.bring_down(patience_s)
 
     def resume(self) -> Resumed:
-        """Bring back the newest checkpoint that is whole, see :func:`restore`; all ranks do so together.
+        """Restore the newest checkpoint that is whole, see :func:`restore`; all ranks call this together.
 
-        It is read once: what is found to be damaged on the way, by any rank, is passed over.
+        Each is read only once. If any rank finds damage on the way, it is skipped.
 
         Raises:
-            CheckpointError: it is of another model or optimizer, or none is whole: the model's weights are lost then.
+            CheckpointError: it is of another model or optimizer, or none is whole. The model's weights are then lost.
         """
         there, refused = candidates(self.levels.stores) if self._rank == 0 else ([], [])
         path = None
@@ -156,13 +165,13 @@ class Checkpoints:
                     opened = True
                 except DamagedError as error:
                     failure, opened = str(error), False
-                if not self._session.together.any(not opened):  # restoring begins with what all do together
+                if not self._session.collectives.any(not opened):  # restoring begins with what all do together
                     try:
                         extra = restore(self._optimizer, checkpoint)
                         restored = True
                     except DamagedError as error:
                         failure, restored = str(error), False
-                    if not self._session.together.any(not restored):
+                    if not self._session.collectives.any(not restored):
                         return Resumed(path, checkpoint.manifest.step, tuple(refused), extra)
             refused.append(failure)
         if path is not None:
@@ -173,22 +182,22 @@ class Checkpoints:
         return Resumed(refused=tuple(refused))
 
     def _of_first(self, there: Sequence[tuple[int, Folder]]) -> Iterator[Folder]:
-        """Yield the checkpoints that rank 0 has found; all ranks do so together."""
+        """Yield the checkpoints that rank 0 has found; all ranks call this together."""
         found = iter([(level, *(parse_name(folder.name) or (0, 0))) for level, folder in there])
         while True:
-            level, step, nonce = (self._session.together.of_first(value) for value in next(found, (-1, 0, 0)))
+            level, step, nonce = (self._session.collectives.broadcast(value) for value in next(found, (-1, 0, 0)))
             if level < 0:
                 return
             yield self.levels.stores[level].folder(step, nonce)
 
     def close(self) -> None:
-        """Give up what has not been taken or is on its way to other levels, wait for the rest, and end the threads.
+        """Give up what has not been taken or copied to other levels yet, wait for the rest, and end the threads.
 
         Closing twice is allowed.
         """
         self._engine.close()
-        if self._session.snapshots is not None:
-            self._session.snapshots.engine = None
+        if self._session.runtime.snapshots is not None:
+            self._session.runtime.snapshots.engine = None
         self._flusher.close()
         self.levels.close()
 

@@ -28,7 +28,7 @@ from executor.checkpoint import Checkpoint
 from executor.checkpoint.files.flusher import CHUNK_BYTES, NUM_WRITERS
 from executor.checkpoint.files.system_calls import Files, write_all
 from executor.checkpoint.format.reader import NUM_READERS
-from executor.direct_io import go_direct, pages
+from executor.direct_io import enable_direct_io, pages
 from planner.plan.planning import default_precision
 
 OUTPUT = Path(__file__).parents[1] / "results" / "cpu_checkpoint_drive.json"
@@ -45,7 +45,7 @@ def raw_write(path: Path, data: memoryview) -> float:
     start_s = time.perf_counter()
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     os.posix_fallocate(fd, 0, len(data))
-    go_direct(fd, probes=False)
+    enable_direct_io(fd, probes=False)
     with concurrent.futures.ThreadPoolExecutor(NUM_WRITERS) as pool:
         chunks = range(0, len(data), CHUNK_BYTES)
         list(pool.map(lambda at: write_all(Files(), fd, data[at : at + CHUNK_BYTES], at), chunks))
@@ -64,7 +64,7 @@ def raw_read(path: Path, num_bytes: int) -> float:
     buffers = [pages(CHUNK_BYTES).data for _ in range(NUM_READERS)]
     start_s = time.perf_counter()
     fd = os.open(path, os.O_RDONLY)
-    go_direct(fd, probes=False)
+    enable_direct_io(fd, probes=False)
     with concurrent.futures.ThreadPoolExecutor(NUM_READERS) as pool:
         list(pool.map(read, range(NUM_READERS)))
     os.close(fd)
@@ -123,7 +123,7 @@ def write(training: Training, checkpoints: ullage.Checkpoints) -> float:
     training.optimizer.session.synchronize()  # updates of the last iteration may still be under way
     start_s = time.perf_counter()
     checkpoints.save(training.step)
-    checkpoints.take_rest()
+    checkpoints.take_remaining()
     path = checkpoints.levels.fastest.folder(training.step)
     while not path.exists():
         time.sleep(1e-3)

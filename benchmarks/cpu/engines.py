@@ -10,7 +10,7 @@ import torch
 
 import ullage
 from benchmarks.cpu.saving import Training, torch_save
-from executor.checkpoint import Checkpoint, Wanted
+from executor.checkpoint import Checkpoint, ReadRequest
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -144,7 +144,7 @@ class Ours:
             if values.dim():
                 found[key] = torch.empty_like(values)
                 name = names[number] if kind == "master" else f"{kind}.{names[number]}"
-                wanted.append(Wanted(name, 0, found[key].view(-1).view(torch.uint8).numpy()))
+                wanted.append(ReadRequest(name, 0, found[key].view(-1).view(torch.uint8).numpy()))
         with Checkpoint(folder / "ours" / f"step-{self._step:08d}") as checkpoint:
             checkpoint.read(wanted)
         return found, {key: state[key] for key in found}

@@ -6,13 +6,13 @@ from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
 from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format.layout import Entry, Layout, boxes, layout
 from executor.checkpoint.format.manifest import Manifest, Part, tensors_of
-from executor.checkpoint.format.reader import Checkpoint, Wanted
+from executor.checkpoint.format.reader import Checkpoint, ReadRequest
 from executor.checkpoint.levels import Level, Levels
 from executor.checkpoint.places.locating import checkpoint_at, store_at
 from executor.checkpoint.places.retention import Found
 from executor.checkpoint.places.store import Store
 from executor.checkpoint.promotion import promote
-from executor.checkpoint.source import Member, Slice
+from executor.checkpoint.source import RankInfo, Slice
 
 __all__ = [
     "Checkpoint",
@@ -27,13 +27,13 @@ __all__ = [
     "Level",
     "Levels",
     "Manifest",
-    "Member",
     "Outcome",
     "Part",
+    "RankInfo",
+    "ReadRequest",
     "ShardWriter",
     "Slice",
     "Store",
-    "Wanted",
     "boxes",
     "checkpoint_at",
     "layout",

@@ -1,16 +1,16 @@
-"""Checkpoints beside training: state is taken piece by piece while it is at rest, and written by other threads.
+"""Checkpoints beside training: pieces of state are taken between their updates, and written by other threads.
 
-[Note: Lazy] A checkpoint begins between two iterations, and costs the training loop nothing then: what is only a
-number is kept by value, and that is all. Tensors are taken by tasks of the schedule ([Note: Snapshots] in
-:mod:`planner.lowering.snapshots`) during the next iteration: those of a device are copied, in chunks, into buffers that
-are hashed and written by threads of the flusher, and those in host memory are lent to these. An update waits until its
-own piece is copied, or written, so nothing is torn; a copy waits for a free buffer, so memory is bounded. When the last
-piece has been taken another thread makes the files durable and the checkpoint known. Whatever fails costs the
-checkpoint, never the training.
+[Note: Lazy] A checkpoint begins between two iterations. Only numbers are copied then, so the training loop does not
+wait. Tasks of the schedule take the tensors during the next iteration ([Note: Snapshots] in
+:mod:`planner.lowering.snapshots`): those of a device are copied, in chunks, into buffers that
+are hashed and written by threads of the flusher, and those in host memory are leased to these threads. An update waits
+until its own piece is copied, or written, so nothing is torn; a copy waits for a free buffer, so memory is bounded.
+When the last piece has been taken another thread makes the files durable and the checkpoint known. Whatever fails costs
+the checkpoint, never the training.
 
-[Note: Parts] Every rank writes its own files into one folder, and what it has written into a file ``part-<rank>.json``,
-which appears at once, by a rename. Rank 0 waits for all of them. The ranks need no other connection, and no collective
-of a background thread can meet one of training.
+[Note: Parts] Every rank writes its own files into one folder, and lists them in a file ``part-<rank>.json``, which
+appears at once, by a rename. Rank 0 waits for all of these lists. So the background threads need no collectives, which
+could interfere with those of training.
 """
 
 import contextlib
@@ -27,21 +27,21 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from executor.checkpoint.files.flusher import Flusher, Loan, yield_cores
+from executor.checkpoint.files.flusher import Flusher, Lease, lower_thread_priority
 from executor.checkpoint.files.opening import Folder
-from executor.checkpoint.files.patience import SLOWEST_BYTES_PER_S, InTime, no_answer
 from executor.checkpoint.files.system_calls import CheckpointError
+from executor.checkpoint.files.timeouts import SLOWEST_BYTES_PER_S, TimeLimited, timeout_error
 from executor.checkpoint.files.writer import ShardWriter
 from executor.checkpoint.format.layout import layout
 from executor.checkpoint.format.manifest import Manifest, Part, TensorRecord, tensors_of
-from executor.checkpoint.keeper import Keeper
 from executor.checkpoint.places.store import Draft, JoinedDraft, Store
+from executor.checkpoint.retention_thread import RetentionThread
 from executor.checkpoint.source import (
     _VALUE_BYTES,
     MODEL_FOLDER,
     OPTIMIZER_FOLDER,
     Key,
-    Member,
+    RankInfo,
     Source,
     _boxes_of,
     _path,
@@ -49,7 +49,7 @@ from executor.checkpoint.source import (
     files_of,
 )
 
-_END_S: Final = 10.0  # for threads to end once all that they had has; what hangs is not waited for
+_END_S: Final = 10.0  # wait for threads to end; one that hangs is left behind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,11 +58,11 @@ class Outcome:
 
     Attributes:
         step: of the checkpoint.
-        path: its folder; ``None`` if it failed, or this is not rank 0.
-        error: why it failed, or could not take the place of older ones; ``None`` if all is well.
-        blocked_s: how long copies waited for buffers, and changes for what was lent.
-        latency_s: from its beginning until it was durable.
-        level: where, by its index, fastest first.
+        path: its folder; ``None`` if it failed, or on ranks other than 0.
+        error: why it failed, or why older ones could not be removed; ``None`` if all is well.
+        blocked_s: how long copies waited for buffers, and updates for leases.
+        latency_s: from its begin until it was durable.
+        level: index of its level, fastest first.
     """
 
     step: int
@@ -81,10 +81,10 @@ class CheckpointEngine:
         source: of state.
         store: where checkpoints go.
         flusher: writes them.
-        keep: how many stay, see [Note: Read again] in :mod:`executor.checkpoint.keeper`.
-        member: which of the ranks this is.
-        patience_s: longest wait of rank 0 for the others' parts, and of the others for rank 0.
-        tell: is called with how each one ended, in the thread that made it durable.
+        keep: how many checkpoints stay, see [Note: Read again] in :mod:`executor.checkpoint.retention_thread`.
+        rank_info: of this rank.
+        patience_s: longest wait of rank 0 for the other ranks, and of these for rank 0.
+        tell: called with each outcome, in the thread that made the checkpoint durable.
     """
 
     def __init__(
@@ -94,24 +94,24 @@ class CheckpointEngine:
         flusher: Flusher,
         *,
         keep: int = 2,
-        member: Member | None = None,
+        rank_info: RankInfo | None = None,
         patience_s: float = 120.0,
         tell: Callable[[Outcome], None] = lambda _outcome: None,
     ) -> None:
         self._source = source
         self._store = store
         self._flusher = flusher
-        self._member = member or Member()
-        self._keeper = Keeper(store, keep) if self._member.rank == 0 else None
+        self._rank_info = rank_info or RankInfo()
+        self._retention = RetentionThread(store, keep) if self._rank_info.rank == 0 else None
         self._patience_s = patience_s
         self._tell = tell
-        self._in_time = InTime()
+        self._in_time = TimeLimited()
         self._boxes = _boxes_of(source)
         self._runs = {key: _runs(slices, self._boxes) for key, slices in source.slices.items()}
-        entries = files_of(source, self._member.rank)
+        entries = files_of(source, self._rank_info.rank)
         self._layouts = {path: layout(tuple(of_file)) for path, of_file in entries.items()}
-        self._captures: dict[int, _Capture] = {}  # that are being taken, by turn
-        self._loans: dict[Key, tuple[_Capture, list[Loan]]] = {}  # of pieces that have not changed since
+        self._captures: dict[int, _Capture] = {}  # being taken, by turn
+        self._leases: dict[Key, tuple[_Capture, list[Lease]]] = {}  # of pieces that have not been released
         self._lock = threading.Condition()  # guards what follows
         self._open_ones: list[_Capture] = []
         self._work: queue.SimpleQueue[_Capture | None] = queue.SimpleQueue()
@@ -124,15 +124,15 @@ class CheckpointEngine:
         return sum(made.num_bytes for made in self._layouts.values())
 
     def begin(self, step: int, turn: int, extra: Mapping[str, Any]) -> None:
-        """Begin the checkpoint of a step, between two iterations; it is given up at once while an earlier one hangs.
+        """Begin the checkpoint of a step, between two iterations. If an earlier one hangs, give this one up at once.
 
         Args:
-            step: iterations of training that it has.
-            turn: number of the iteration during which its pieces are taken: the next one's.
-            extra: what else it has, as plain JSON; ranks other than 0 give what is their own.
+            step: iterations of training that it contains.
+            turn: number of the next iteration, which takes its pieces.
+            extra: anything else to save of this rank, as plain JSON.
 
         Raises:
-            CheckpointError: there is one of this turn already.
+            CheckpointError: one was begun for this turn already.
             ValueError: ``extra`` is not plain JSON.
         """
         if turn in self._captures:
@@ -153,14 +153,14 @@ class CheckpointEngine:
             if not hangs:
                 self._open_ones.append(capture)
                 self._captures[turn] = capture
-        if hangs:  # what it would write could not be made known either, and would fill the drive
-            capture.error = no_answer(self._longest_s)
+        if hangs:  # it could not be committed either, and would fill the drive
+            capture.error = timeout_error(self._longest_s)
             self._tell(self._outcome(capture, None))
 
     def take(self, key: Key, turn: int) -> None:
-        """Take a piece, if a checkpoint is made in this turn; it may change once it is released.
+        """Take a piece, if this turn makes a checkpoint; :meth:`release` it before it changes.
 
-        Pieces come in the order of the source. Nothing is raised: a failure ends the checkpoint.
+        Pieces come in the order of the source. It raises nothing: a failure ends the checkpoint.
         """
         capture = self._captures.get(turn)
         if capture is None:
@@ -180,29 +180,29 @@ class CheckpointEngine:
             capture.taken_s = time.monotonic()
             self._work.put(capture)
 
-    def release(self, key: Key, *, in_haste: bool = True) -> None:
-        """Wait until a piece may change. Nothing is raised: a failure ends the checkpoint.
+    def release(self, key: Key, *, may_copy: bool = True) -> None:
+        """Wait until a piece may change. It raises nothing: a failure ends the checkpoint.
 
-        What is not written yet is copied where it can be, unless nobody is ``in_haste``.
+        If it ``may_copy``, data that is not written yet is copied into free buffers.
         """
-        if key not in self._loans:
+        if key not in self._leases:
             return
-        capture, loans = self._loans[key]
+        capture, leases = self._leases[key]
         begin_s = time.monotonic()
         with contextlib.suppress(CheckpointError):  # its files have failed with it
-            self._flusher.settle(loans, in_haste=in_haste)
+            self._flusher.end_leases(leases, may_copy=may_copy)
         capture.blocked_s += time.monotonic() - begin_s
-        self._loans.pop(key, None)  # now: others may wait for the same
+        self._leases.pop(key, None)  # now, as another thread may wait for the same piece
 
-    def take_rest(self) -> None:
-        """Take what has not been taken, while nothing is under way, and release all. Nothing is raised."""
+    def take_remaining(self) -> None:
+        """Take all remaining pieces between iterations, and release all. It raises nothing."""
         for turn, capture in sorted(self._captures.items()):
             while capture.left:
                 self.take(capture.left[0], turn)
         self._release_all()
 
     def wait(self) -> None:
-        """Wait until all checkpoints have ended of which everything is taken; what hangs for long is given up."""
+        """Wait until all fully taken checkpoints have ended; give up those that hang."""
         with self._lock:
             while self._open_ones:
                 before = list(self._open_ones), self._flusher.num_ended
@@ -213,22 +213,22 @@ class CheckpointEngine:
             else:
                 return
         for capture in lost:
-            capture.error = no_answer(self._longest_s)
+            capture.error = timeout_error(self._longest_s)
             self._tell(self._outcome(capture, None))
 
     def settle(self) -> None:
-        """Wait as :meth:`wait` does, and until retention has read the newest one again and removed what may go."""
+        """Wait as :meth:`wait` does, and until retention has verified the newest one and removed old ones."""
         self.wait()
-        if self._keeper is not None:
-            self._keeper.wait()
+        if self._retention is not None:
+            self._retention.wait()
 
     @property
     def _longest_s(self) -> float:
-        """Longest time from one sign of life to the next: other ranks are waited for, or all of the page cache."""
+        """Longest time without progress: for the other ranks' parts, or to write back all of the page cache."""
         return self._patience_s + self._flusher.patience_s + self.num_bytes / SLOWEST_BYTES_PER_S
 
     def close(self) -> None:
-        """Give up what has not been taken, release all, and end the thread after the rest. Closing twice is allowed."""
+        """Give up checkpoints that are not fully taken, finish the others, end the thread. May be called twice."""
         while self._captures:
             _, capture = self._captures.popitem()
             capture.error = capture.error or CheckpointError("training ended before all of it was taken")
@@ -237,23 +237,23 @@ class CheckpointEngine:
         self._work.put(None)
         self.wait()
         self._thread.join(_END_S)
-        if self._keeper is not None:
-            self._keeper.close(_END_S)
+        if self._retention is not None:
+            self._retention.close(_END_S)
 
     def _release_all(self) -> None:
-        for key in list(self._loans):
-            self.release(key, in_haste=False)  # all is waited for together
+        for key in list(self._leases):
+            self.release(key, may_copy=False)  # waits for all together
 
     def _open(self, capture: "_Capture") -> None:
-        """Make the files, when the first piece is taken: the training loop does not wait for that."""
+        """Make the files when the first piece is taken, so that the training loop does not wait for it."""
         if capture.draft is not None:
             return
-        patience_s = self._flusher.patience_s + (self._patience_s if self._member.rank else 0.0)
+        patience_s = self._flusher.patience_s + (self._patience_s if self._rank_info.rank else 0.0)
         capture.draft, capture.writers = self._in_time.do(lambda: self._opened(capture.step), _abandon, patience_s)
 
     def _opened(self, step: int) -> "_Opened":
         folders = (MODEL_FOLDER, OPTIMIZER_FOLDER)
-        rank, nonce = self._member.rank, self._member.nonce
+        rank, nonce = self._rank_info.rank, self._rank_info.nonce
         draft: Draft | JoinedDraft
         if rank == 0:
             draft = self._store.begin(step, folders, nonce)
@@ -271,19 +271,19 @@ class CheckpointEngine:
         return draft, writers
 
     def _append(self, capture: "_Capture", key: Key) -> None:
-        loans: list[Loan] = []
-        self._loans[key] = capture, loans  # first, as what is lent before a failure is lent too
+        leases: list[Lease] = []
+        self._leases[key] = capture, leases  # first, so that leases before a failure are known
         for state, values in zip(self._source.keys, self._source.tensors(key), strict=True):
             for index, start, stop in self._runs[key]:
                 held = values[_VALUE_BYTES * start : _VALUE_BYTES * stop]
-                writer = capture.writers[_path(state, self._member.rank, index)]
+                writer = capture.writers[_path(state, self._rank_info.rank, index)]
                 if isinstance(held, np.ndarray):
-                    loans += writer.lend(held)
+                    leases += writer.lease(held)
                 else:
                     writer.append(held, self._source.copy)
 
     def _run(self) -> None:
-        yield_cores()
+        lower_thread_priority()
         while (capture := self._work.get()) is not None:
             try:
                 self._end(capture)
@@ -304,11 +304,11 @@ class CheckpointEngine:
             self._give_up(capture)
         with self._lock:
             if capture not in self._open_ones:
-                return  # it has been given up, and that was told
+                return  # it has been given up and reported
         outcome = self._outcome(capture, path)
         self._tell(outcome)
-        if path is not None and self._keeper is not None:
-            self._keeper.made(path, lambda error: self._tell(dataclasses.replace(outcome, error=error)))
+        if path is not None and self._retention is not None:
+            self._retention.made(path, lambda error: self._tell(dataclasses.replace(outcome, error=error)))
 
     def _outcome(self, capture: "_Capture", path: Path | None) -> Outcome:
         reason = None if capture.error is None else str(capture.error)
@@ -319,9 +319,9 @@ class CheckpointEngine:
         part = Part(files=tuple(writer.finish() for writer in capture.writers.values()), tensors=self._tensors)
         extra = json.loads(capture.extra)
         if isinstance(capture.draft, JoinedDraft):
-            capture.draft.hand_in(self._member.rank, part, extra)
+            capture.draft.hand_in(self._rank_info.rank, part, extra)
             return None
-        parts, extras = capture.draft.collect(self._member.size, part, extra, self._patience_s)
+        parts, extras = capture.draft.collect(self._rank_info.size, part, extra, self._patience_s)
         return capture.draft.commit(Manifest.of(capture.step, parts, {"ranks": extras}))
 
     @functools.cached_property
@@ -332,7 +332,7 @@ class CheckpointEngine:
         if capture.draft is not None:
             _abandon((capture.draft, capture.writers))
         if isinstance(capture.draft, JoinedDraft):
-            capture.draft.refuse(self._member.rank, str(capture.error))
+            capture.draft.refuse(self._rank_info.rank, str(capture.error))
 
 
 _Opened = tuple[Draft | JoinedDraft, dict[str, ShardWriter]]

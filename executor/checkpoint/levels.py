@@ -1,4 +1,4 @@
-"""Checkpoints on several levels: the fastest place gets them from training, each slower one from the one above."""
+"""Checkpoints on several levels: training writes to the fastest; each slower one gets copies from the one above."""
 
 import contextlib
 import dataclasses
@@ -14,21 +14,21 @@ from executor.checkpoint.files.system_calls import Files
 from executor.checkpoint.places.locating import check_reachable, check_room, is_remote, store_at
 from executor.checkpoint.places.retention import LEAST_KEPT, AbstractStore
 from executor.checkpoint.places.store import Store
-from executor.checkpoint.promotion import Offer, Promoter
+from executor.checkpoint.promotion import Promoter, PromotionRequest
 
 DEFAULT_EVERY: Final = 100
 MORE_THAN_KEPT: Final = 2
-"""Checkpoints that there are beside those that stay: the newest, not read again yet, and the one being written."""
+"""Checkpoints beside those that stay: the newest, which is not verified yet, and the one being written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Level:
-    """A place where checkpoints are, and how often.
+    """A place for checkpoints, and their interval.
 
     Attributes:
         place: a folder, or a URL that ``fsspec`` knows.
-        every: iterations from one to the next, a multiple of those of the level above; the last one of all comes too.
-        keep: the newest that stay, at least two.
+        every: iterations between checkpoints, a multiple of the level above's. The last checkpoint of a run comes too.
+        keep: number of newest checkpoints that stay, at least two.
     """
 
     place: str | Path
@@ -67,14 +67,14 @@ def check_levels(levels: Sequence[Level]) -> None:
 
 @final
 class Levels:
-    """The places of a run's checkpoints, and what is on its way between them.
+    """The places of a run's checkpoints, and the copies between them.
 
     Args:
         levels: fastest first; the first is a folder.
-        tell: is called with how each checkpoint ended on each level, in some thread.
-        files: what writes into folders.
-        is_first: whether this is the rank that copies; the others only read.
-        several_nodes: whether ranks are on several.
+        tell: called with the outcome of each checkpoint on each level, in some thread.
+        files: system calls that write into folders.
+        is_first: whether this is rank 0, which copies; the others only read.
+        several_nodes: whether the ranks are on several nodes.
 
     Attributes:
         levels: the same.
@@ -106,9 +106,9 @@ class Levels:
                     failing.callback(RunLock(store.root).close)
             self._locks = failing.pop_all()
         self._tell = tell
-        self._newest: Offer | None = None
+        self._newest: PromotionRequest | None = None
         self._promoters = [
-            Promoter(index, self.stores[index], levels[index].keep, tell, self._passing(index + 1))
+            Promoter(index, self.stores[index], levels[index].keep, tell, self._forwarder(index + 1))
             for index in (range(1, len(levels)) if is_first else ())
         ]
 
@@ -123,8 +123,10 @@ class Levels:
         """Say how a checkpoint of training ended, and offer it to the levels below."""
         self._tell(outcome)
         if outcome.path is not None and outcome.error is None:
-            self._newest = Offer(outcome.step, outcome.path, self.fastest, always=False, begin_s=time.monotonic())
-            self._offer(1, self._newest)
+            self._newest = PromotionRequest(
+                outcome.step, outcome.path, self.fastest, always=False, begin_s=time.monotonic()
+            )
+            self._submit(1, self._newest)
 
     def check_room(self, num_bytes: int) -> None:
         """Check that every folder has room: for what stays, what is new, and what the level below still reads.
@@ -147,7 +149,7 @@ class Levels:
         if self._newest is None or not self._promoters:
             return
         deadline_s = time.monotonic() + patience_s
-        self._offer(1, dataclasses.replace(self._newest, always=True))
+        self._submit(1, dataclasses.replace(self._newest, always=True))
         try:
             came = all(promoter.wait(deadline_s) for promoter in self._promoters)
             why = f"not within {patience_s:g} s after training"
@@ -162,10 +164,10 @@ class Levels:
             promoter.close(why)
         self._locks.close()
 
-    def _passing(self, index: int) -> Callable[[Offer], None]:
-        return lambda offer: self._offer(index, offer)
+    def _forwarder(self, index: int) -> Callable[[PromotionRequest], None]:
+        return lambda request: self._submit(index, request)
 
-    def _offer(self, index: int, offer: Offer) -> None:
-        """Offer a checkpoint to a level, if it is its turn; levels below then get it from there."""
-        if index <= len(self._promoters) and (offer.always or offer.step % self.levels[index].every == 0):
-            self._promoters[index - 1].offer(offer)
+    def _submit(self, index: int, request: PromotionRequest) -> None:
+        """Submit a checkpoint to a level, if its interval has come; levels below then get it from there."""
+        if index <= len(self._promoters) and (request.always or request.step % self.levels[index].every == 0):
+            self._promoters[index - 1].submit(request)

@@ -1,9 +1,9 @@
-"""Checkpoints on their way from one place to another, in the background.
+"""Copies checkpoints from one place to another, in the background.
 
-[Note: Promotion] A copy is not believed: every chunk is checked when it is read, hashed again just before it is written
-by the protocol of its place, and read again there before it gets its name. While it is read retention leaves it where
-it is. One is on its way to a place at a time, and one more waits: a newer one takes the place of that which waits,
-which is then not copied. Whatever fails costs that checkpoint in that place, and nothing else.
+[Note: Promotion] Every chunk of a copy is checked three times: when it is read, just before it is written, and when it
+is read again in its new place, before the copy gets its name. Retention does not remove the source meanwhile. Each
+place copies one checkpoint at a time, and one more may wait. A newer one replaces the one that waits, which is then not
+copied. A failure costs that checkpoint in that place, and nothing else.
 """
 
 import contextlib
@@ -14,23 +14,23 @@ from collections.abc import Callable, Iterator
 from typing import Final, final
 
 from executor.checkpoint.engine import Outcome
-from executor.checkpoint.files.flusher import Buffer, yield_cores
+from executor.checkpoint.files.flusher import Buffer, lower_thread_priority
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.format.manifest import FileRecord
 from executor.checkpoint.format.reader import Checkpoint
 from executor.checkpoint.places.retention import AbstractStore, in_use, step_of
 
-_END_S: Final = 10.0  # for a thread to notice that it shall end; a place that hangs is not waited for
+_END_S: Final = 10.0  # wait for a thread to end; one that hangs is left behind
 
 
 def promote(source: Checkpoint, store: AbstractStore, check: Callable[[], None] = lambda: None) -> Folder:
-    """Copy a checkpoint to another place; return where it is then, read again and whole.
+    """Copy a checkpoint to another place and verify the copy; return its folder.
 
     Args:
         source: the checkpoint.
-        store: the place. If it has the very same checkpoint already that is all.
-        check: is called before every chunk, and ends the copy if it raises.
+        store: the place. If it has the same checkpoint already, nothing is copied.
+        check: called before every chunk; ends the copy if it raises.
 
     Raises:
         CheckpointError: the source is damaged, the place cannot be written, or it has another checkpoint of that step.
@@ -76,15 +76,15 @@ def _chunks(checkpoint: Checkpoint, record: FileRecord, check: Callable[[], None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Offer:
-    """A checkpoint that is there to be copied.
+class PromotionRequest:
+    """A checkpoint to copy.
 
     Attributes:
-        step: of it.
+        step: of the checkpoint.
         folder: where it is.
-        store: whose that is.
-        always: whether levels get it whose interval has not come.
-        begin_s: when it was first offered.
+        store: that has it.
+        always: whether levels copy it even if their interval has not come.
+        begin_s: when it was first submitted.
     """
 
     step: int
@@ -96,14 +96,14 @@ class Offer:
 
 @final
 class Promoter:
-    """Brings checkpoints to one level, in a thread of least priority. See [Note: Promotion].
+    """Copies checkpoints to one level, in a thread of lowest priority. See [Note: Promotion].
 
     Args:
         level: index of the level.
         store: its place.
-        keep: how many stay there, see :meth:`AbstractStore.prune`.
-        tell: is called with how each one ended, in some thread.
-        pass_on: is called with what the level below can have: from here, or, if it has not come here, from where it is.
+        keep: how many checkpoints stay there, see :meth:`AbstractStore.prune`.
+        tell: called with each outcome, in some thread.
+        forward: called with the request for the level below: from here, or, if the copy failed, from its source.
     """
 
     def __init__(
@@ -112,42 +112,43 @@ class Promoter:
         store: AbstractStore,
         keep: int,
         tell: Callable[[Outcome], None],
-        pass_on: Callable[[Offer], None],
+        forward: Callable[[PromotionRequest], None],
     ) -> None:
         self._level = level
         self._store = store
         self._keep = keep
         self._tell = tell
-        self._pass_on = pass_on
-        self._last: Offer | None = None  # that came here
+        self._forward = forward
+        self._last: PromotionRequest | None = None  # that was copied here
         self._changed = threading.Condition()  # guards what follows
-        self._under_way: Offer | None = None
-        self._waiting: Offer | None = None
-        self._end: str | None = None  # why nothing is copied any more
+        self._under_way: PromotionRequest | None = None
+        self._waiting: PromotionRequest | None = None
+        self._end: str | None = None  # why copying has ended
         self._thread = threading.Thread(target=self._run, name=f"checkpoint level {level}", daemon=True)
         self._thread.start()
 
-    def offer(self, offer: Offer) -> None:
-        """Copy a checkpoint, when that under way has ended, unless a newer one comes before."""
+    def submit(self, request: PromotionRequest) -> None:
+        """Copy a checkpoint after the present one, unless a newer one is submitted before."""
         with self._changed:
-            overtaken, self._waiting = self._waiting, offer
+            overtaken, self._waiting = self._waiting, request
             self._changed.notify_all()
-        if overtaken is not None and overtaken.step != offer.step:
+        if overtaken is not None and overtaken.step != request.step:
             self._fail(
                 overtaken,
-                f"step {offer.step} came before it was its turn: the level does not keep up; give it a longer interval",
+                f"step {request.step} came before it was its turn: the level does not keep up; give it a longer "
+                "interval",
             )
-            self._pass_on(overtaken)
+            self._forward(overtaken)
 
     def wait(self, deadline_s: float) -> bool:
-        """Wait until nothing is under way, or ``time.monotonic()`` is ``deadline_s``; return whether nothing is."""
+        """Wait until all copies have ended, or ``time.monotonic()`` is ``deadline_s``; return whether they have."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._under_way is None and self._waiting is None, max(deadline_s - time.monotonic(), 0)
             )
 
     def close(self, why: str) -> None:
-        """Give up what is under way, for a reason, and end the thread. Closing twice is allowed."""
+        """Give up the present copy, for the reason ``why``, and end the thread. Closing twice is allowed."""
         with self._changed:
             self._end = self._end or why
             self._changed.notify_all()
@@ -156,10 +157,10 @@ class Promoter:
             self._fail(self._under_way, f"{why}; the place has not answered for {_END_S:g} s")
 
     def _run(self) -> None:
-        yield_cores()
-        while (offer := self._next()) is not None:
+        lower_thread_priority()
+        while (request := self._next()) is not None:
             try:
-                self._pass_on(self._treat(offer))
+                self._forward(self._process(request))
             finally:
                 with self._changed:
                     self._under_way = None
@@ -167,39 +168,39 @@ class Promoter:
         with contextlib.suppress(OSError):  # else the next run takes them
             self._store.tidy()
 
-    def _treat(self, offer: Offer) -> Offer:
-        """Copy a checkpoint, say how that ended, and return what the level below can have."""
+    def _process(self, request: PromotionRequest) -> PromotionRequest:
+        """Copy a checkpoint and report the outcome; return the request for the level below."""
         try:
-            folder = self._bring(offer)
+            folder = self._copy(request)
         except Exception as error:  # noqa: BLE001 - of a driver, too: nothing else may end for it
-            self._fail(offer, str(error) or type(error).__name__)
-            return offer
-        outcome = Outcome(offer.step, folder, None, 0.0, time.monotonic() - offer.begin_s, self._level)
+            self._fail(request, str(error) or type(error).__name__)
+            return request
+        outcome = Outcome(request.step, folder, None, 0.0, time.monotonic() - request.begin_s, self._level)
         self._tell(outcome)
         try:
             self._store.prune(self._keep)
         except OSError as error:
             self._tell(dataclasses.replace(outcome, error=f"older ones could not be removed: {error}"))
-        self._last = dataclasses.replace(offer, folder=folder, store=self._store)
+        self._last = dataclasses.replace(request, folder=folder, store=self._store)
         return self._last
 
-    def _next(self) -> Offer | None:
+    def _next(self) -> PromotionRequest | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is not None or self._end is not None)
             self._under_way, self._waiting = self._waiting, None
             return self._under_way
 
-    def _bring(self, offer: Offer) -> Folder:
-        if self._last is not None and self._last.step == offer.step:
+    def _copy(self, request: PromotionRequest) -> Folder:
+        if self._last is not None and self._last.step == request.step:
             return self._last.folder
         self._check()
-        with offer.store.held(offer.folder):
-            if offer.folder not in offer.store.folders():
+        with request.store.held(request.folder):
+            if request.folder not in request.store.folders():
                 raise CheckpointError(
-                    f"{offer.folder} made room for newer ones before it was its turn: keep more there, or give this "
+                    f"{request.folder} made room for newer ones before it was its turn: keep more there, or give this "
                     "level a longer interval"
                 )
-            with Checkpoint(offer.folder) as source:
+            with Checkpoint(request.folder) as source:
                 folder = promote(source, self._store, self._check)
         self._store.trust(folder)
         return folder
@@ -208,6 +209,6 @@ class Promoter:
         if self._end is not None:
             raise CheckpointError(self._end)
 
-    def _fail(self, offer: Offer, why: str) -> None:
-        latency_s = time.monotonic() - offer.begin_s
-        self._tell(Outcome(offer.step, None, f"not in {self._store.place}: {why}", 0.0, latency_s, self._level))
+    def _fail(self, request: PromotionRequest, why: str) -> None:
+        latency_s = time.monotonic() - request.begin_s
+        self._tell(Outcome(request.step, None, f"not in {self._store.place}: {why}", 0.0, latency_s, self._level))

@@ -1,4 +1,4 @@
-"""What a checkpoint is taken of: slices of state on one rank, and the files they go to."""
+"""The state that a checkpoint takes on one rank: slices of parameters, and the files they go to."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ _VALUE_BYTES: Final = ITEM_BYTES["F32"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slice:
-    """What a piece has of a parameter.
+    """A piece's part of a parameter.
 
     Attributes:
         name: of the parameter.
@@ -41,11 +41,11 @@ class Slice:
 
 
 class Source(Protocol):
-    """Where state is."""
+    """State to take checkpoints of."""
 
     @property
     def slices(self) -> Mapping[Key, Sequence[Slice]]:
-        """What each of the rank's pieces has, in the order in which they are taken."""
+        """The slices of each of the rank's pieces, in the order in which they are taken."""
         ...
 
     @property
@@ -54,24 +54,24 @@ class Source(Protocol):
         ...
 
     def tensors(self, key: Key) -> Sequence[Any]:
-        """Return them, at rest: flat float32 tensors as bytes, which are sliced and given to ``copy``.
+        """Return a piece's tensors between updates: flat, float32, as bytes.
 
-        Those that are arrays are lent.
+        Arrays are leased; slices of other tensors are passed to ``copy``.
         """
         ...
 
     @property
     def copy(self) -> CopyChunk:
-        """Copies from such a slice into bytes of a buffer, and returns when that is done."""
+        """Copies such a slice into a buffer, and returns when that is done."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Member:
-    """Which of the ranks this is.
+class RankInfo:
+    """This rank's number and run.
 
     Attributes:
-        rank, size: among all.
+        rank, size: its number, and how many ranks there are.
         nonce: of this run, the same on all ranks.
     """
 
@@ -81,7 +81,7 @@ class Member:
 
 
 def _path(state: str, rank: int, index: int) -> str:
-    """Return the file of the boxes of a rank that are so many behind their parameter's first."""
+    """Return the file of a rank's boxes with this index among their parameter's boxes."""
     more = f"-{index}" if index else ""
     if state == MASTER:
         return f"{MODEL_FOLDER}/model-{rank:05d}{more}.safetensors"
@@ -89,7 +89,7 @@ def _path(state: str, rank: int, index: int) -> str:
 
 
 def files_of(source: Source, rank: int) -> dict[str, list[Entry]]:
-    """Return what each of a rank's files has. Each takes a buffer of its own, and one more is needed to go on."""
+    """Return the entries of each of a rank's files. Each file needs a buffer of its own, and one more is needed."""
     found: dict[str, list[Entry]] = {}
     shapes = {piece.name: piece.shape for pieces in source.slices.values() for piece in pieces}
     for state in source.keys:
@@ -101,7 +101,7 @@ def files_of(source: Source, rank: int) -> dict[str, list[Entry]]:
 
 
 def _boxes_of(source: Source) -> dict[str, tuple[Box, ...]]:
-    """Return the boxes of what the rank has of each parameter, in order."""
+    """Return the boxes of the rank's part of each parameter, in order."""
     ranges: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for pieces in source.slices.values():
         for piece in pieces:
@@ -112,9 +112,9 @@ def _boxes_of(source: Source) -> dict[str, tuple[Box, ...]]:
 
 
 def _runs(slices: Sequence[Slice], held: Mapping[str, Sequence[Box]]) -> list[tuple[int, int, int]]:
-    """Return what goes into files as it lies in a piece: index of the file, start and stop in values of the piece.
+    """Return the runs of a piece: index of the file, start and stop in values of the piece.
 
-    Parameters that follow each other in the piece do so in the file, and are one run: whole chunks of it can be lent.
+    Parameters that follow each other in both piece and file are one run, so that whole chunks of it can be leased.
     """
     runs: list[tuple[int, int, int]] = []
     for piece in slices:

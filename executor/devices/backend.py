@@ -1,4 +1,4 @@
-"""The only things that differ between a device that computes in the caller's thread and one that runs apart."""
+"""What differs between devices: memory, copies, streams, events and updates."""
 
 import contextlib
 import time
@@ -19,12 +19,12 @@ from planner.schedule.tasks import Lane
 
 Array = npt.NDArray[Any]
 
-Moment = object
-"""A point in time on a lane, made by :meth:`Backend.mark`: seconds on the host's clock, or an event on a stream."""
+Event = object
+"""Made by :meth:`Backend.record_event`: a time on the host's clock, or an event on a stream."""
 
 
 class Meter(Protocol):
-    """What a meter has found."""
+    """Measures device memory that comes and goes."""
 
     @property
     def peak_bytes(self) -> int:
@@ -33,57 +33,57 @@ class Meter(Protocol):
 
     @property
     def peak_bytes_of(self) -> Mapping[int, int]:
-        """Most bytes held while each task of the caller's lanes was under way, by the task's index."""
+        """Most bytes held during each task of the caller's lanes, by the task's index."""
         ...
 
-    def turn_to(self, task: int | None) -> None:
-        """Say which task is under way from now on; ``None``: none."""
+    def set_task(self, task: int | None) -> None:
+        """Set the task that runs from now on; ``None`` for none."""
         ...
 
 
 class Backend(Protocol):
-    """A device, as the machine and the actions see it."""
+    """A device, as lanes and tasks use it."""
 
     device: torch.device
 
     def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
-        """Enter a lane: what the calling thread does until it leaves belongs to it."""
+        """Enter a lane: until the calling thread leaves, its work goes to the lane's stream, if there is one."""
         ...
 
-    def mark(self, lane: Lane) -> Moment:
-        """Return the moment at which everything that this thread has given to the lane so far has ended."""
+    def record_event(self, lane: Lane) -> Event:
+        """Record an event after all work that this thread has given to the lane so far."""
         ...
 
-    def follow(self, lane: Lane, moment: Moment) -> None:
-        """Make what this thread gives to the lane from now on wait for a moment that has been marked."""
+    def wait_event(self, lane: Lane, event: Event) -> None:
+        """Make what this thread gives to the lane from now on wait for an event."""
         ...
 
-    def seconds(self, moment: Moment) -> float:
-        """Return when a moment was, in seconds on the host's clock; wait for it if it is yet to come."""
+    def event_time_s(self, event: Event) -> float:
+        """Wait for an event; return when it was, in seconds on the host's clock."""
         ...
 
     def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:
-        """Return uint8[num_bytes] on the device, or in host memory from which copies are asynchronous."""
+        """Return uint8 ``[num_bytes]`` on the device, or in pinned host memory."""
         ...
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between contiguous tensors of one type and shape, on the lane that the thread is in."""
+        """Copy between contiguous tensors of one type and shape, on the thread's lane."""
         ...
 
     def accumulate(self, destination: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
-        """Add a tensor to one in host memory, in their own type, or copy it if it is the first; done on return."""
+        """Add a tensor to one in host memory, in their type, or copy it if it is the ``first``; done on return."""
         ...
 
     def scale(self, values: torch.Tensor, factor: float) -> None:
-        """Multiply a flat tensor on the device, in its own type, on the lane that the thread is in."""
+        """Multiply a flat tensor on the device, in its own type, on the thread's lane."""
         ...
 
     def scratch(self, num_items: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return device memory that comes and goes, taken on a lane; it is metered as what the caller takes."""
+        """Allocate device memory on a lane, for a short time; meters count it as the caller's."""
         ...
 
-    def used(self, tensor: torch.Tensor) -> None:
-        """Tell the allocator that the lane uses a tensor which may be dropped before the lane has got that far."""
+    def record_stream(self, tensor: torch.Tensor) -> None:
+        """Keep the allocator from reusing a tensor's memory before the lane has used it."""
         ...
 
     def update(
@@ -93,7 +93,7 @@ class Backend(Protocol):
 
         Args:
             state: master, the optimizer's buffers, and where the new weights go in bf16, if anywhere.
-            gradients: what makes up the gradient, end to end.
+            gradients: parts of the gradient, one after another.
             rule: the optimizer and its hyper-parameters.
             step: which step this is, from 1.
             scale: multiplies the gradient.
@@ -101,11 +101,11 @@ class Backend(Protocol):
         ...
 
     def meter(self) -> contextlib.AbstractContextManager["Meter"]:
-        """Measure, while inside, the device memory that comes and goes: all but what :meth:`empty` gave."""
+        """Measure, inside it, all device memory except that of :meth:`empty`."""
         ...
 
     def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> torch.Tensor:
-        """Return the same of a tensor in host memory, as a scalar on the device; done on return."""
+        """Return :meth:`sum_of_squares` of a tensor in host memory, as a scalar on the device; done on return."""
         ...
 
     def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -114,9 +114,9 @@ class Backend(Protocol):
 
 
 class HostBackend:
-    """The calling thread computes; nothing is asynchronous, so a moment that has been marked is over.
+    """The host as the device: the calling thread computes, and nothing is asynchronous.
 
-    Updates on this device use as many threads as torch does when it is made: they are its cores.
+    Updates use as many threads as torch does when this is made.
     """
 
     def __init__(self) -> None:
@@ -129,17 +129,17 @@ class HostBackend:
         """See :class:`Backend`."""
         yield
 
-    def mark(self, lane: Lane) -> float:  # noqa: ARG002 - one of the Backend's methods
+    def record_event(self, lane: Lane) -> float:  # noqa: ARG002 - one of the Backend's methods
         """See :class:`Backend`."""
         return time.perf_counter()
 
-    def follow(self, lane: Lane, moment: Moment) -> None:
+    def wait_event(self, lane: Lane, event: Event) -> None:
         """See :class:`Backend`."""
 
-    def seconds(self, moment: Moment) -> float:
+    def event_time_s(self, event: Event) -> float:
         """See :class:`Backend`."""
-        assert isinstance(moment, float)
-        return moment
+        assert isinstance(event, float)
+        return event
 
     def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:  # noqa: ARG002 - one of the Backend's methods
         """See :class:`Backend`."""
@@ -169,13 +169,13 @@ class HostBackend:
             meter.count(taken)
         return taken
 
-    def used(self, tensor: torch.Tensor) -> None:
+    def record_stream(self, tensor: torch.Tensor) -> None:
         """See :class:`Backend`."""
 
     def update(
         self, state: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], rule: Rule, step: int, scale: float
     ) -> None:
-        """See :class:`Backend`. The kernel is that of the host's own updates: the same bits wherever a piece is."""
+        """See :class:`Backend`. The kernel is that of updates on the host, so the bits are the same."""
         count, begin = 1 + len(rule.entry.buffers), 0
         for gradient in gradients:
             cut = [tensor[begin : begin + len(gradient)] for tensor in state]
@@ -193,7 +193,7 @@ class HostBackend:
                 self._meter = None
 
     def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> torch.Tensor:  # noqa: ARG002
-        """In one thread, as cores compute meanwhile."""
+        """See :class:`Backend`. It takes one thread, because the cores compute meanwhile."""
         return sum_of_squares_on_host(tensor)
 
     def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -211,7 +211,7 @@ def update_on_host(
         rule: the optimizer and its hyper-parameters.
         step: which step this is, from 1.
         scale: multiplies the gradient.
-        team: who does so; ``None``: the calling thread.
+        team: threads to run on; ``None`` for the calling thread.
     """
     arrays = [as_array(tensor) for tensor in state]
     count = 1 + len(rule.entry.buffers)

@@ -1,11 +1,11 @@
-"""Which CPU cores a rank has, and what its threads do on them.
+"""Divides CPU cores among ranks, and among the threads of a rank.
 
 [Note: Shares of cores] Ranks of one machine that may use the same cores divide them evenly, in the order of packages
-and cores, so that two threads of one core are one rank's and a rank is near its own memory. Ranks that were given
-different cores (by ``srun --cpu-bind``, ``numactl`` or a container each) keep what they were given. A rank is bound to
-its share as a whole: threads that libraries have made before (OpenMP, BLAS, autograd) are moved there too, and those
-that come inherit it, so that all together use the rank's cores and no others. Some of them are left to the threads that
-issue work for a GPU, which updates would keep from running; where the CPU is the device, to those that compute.
+and physical cores. So both threads of a core belong to one rank, and a rank is near its own memory. Ranks that were
+given different cores (by ``srun --cpu-bind``, ``numactl`` or a container each) keep them. The whole process is bound:
+threads that libraries have made before (OpenMP, BLAS, autograd) are moved too, and new threads inherit the binding.
+Updates leave some cores to the threads that issue work for a GPU, which they would otherwise keep from running. If the
+CPU is the device, they leave them to the threads that compute.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ import torch
 
 from executor.distributed.ranks import Ranks, this_machine
 
-Choice = tuple[int, ...] | Literal["auto", "free"]
-"""Cores that the ranks of this machine divide; ``auto``: those open to the process, which is bound if there are several
-ranks; ``free``: the same, but nothing is bound."""
+CoreChoice = tuple[int, ...] | Literal["auto", "free"]
+"""Cores that the ranks of this machine divide. ``auto``: all that the process may use; it is bound if there are several
+ranks. ``free``: the same, but nothing is bound."""
 
 _SYSTEM: Final = Path("/sys/devices/system/cpu")
 _THREADS: Final = Path("/proc/self/task")
-_MANY: Final = 8  # cores of which two are left to those that issue work; of fewer, one
+_MANY: Final = 8  # from so many cores on, two are left to threads that issue work; of fewer, one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Cores:
     """A rank's cores.
 
     Attributes:
-        own: that its threads run on.
-        num_issuing: threads that compute, where the CPU is the device; else cores left to those that issue its work.
-        num_updating: threads that update; where a GPU computes and the process is bound, each to one of its last cores.
-        is_bound: whether the process runs on no others.
+        own: core numbers.
+        num_issuing: cores for threads that issue work to a GPU; if the CPU is the device, threads that compute.
+        num_updating: threads that update. With a GPU in a bound process, each is bound to one of the last cores.
+        is_bound: whether the process is bound to these cores.
         on_device: whether a GPU computes.
     """
 
@@ -48,7 +48,7 @@ class Cores:
 
     @classmethod
     def of(cls, own: Sequence[int], num_wanted: int | None, *, is_bound: bool, on_device: bool) -> Self:
-        """Return what a rank's threads do on its cores; ``num_wanted`` of them update if there is room."""
+        """Divide a rank's cores among its threads; at most ``num_wanted`` threads update."""
         count = len(own)
         num_issuing = (
             (min(count // 2, 2 if count >= _MANY else 1)) if on_device else min(torch.get_num_threads(), count)
@@ -58,18 +58,18 @@ class Cores:
 
     @property
     def of_updates(self) -> tuple[int, ...] | None:
-        """For each thread that updates, the core that it is bound to; ``None``: to all of the rank's, or none."""
+        """For each thread that updates, the core that it is bound to; ``None`` without such a binding."""
         return self.own[len(self.own) - self.num_updating :] if self.is_bound and self.on_device else None
 
     def __str__(self) -> str:
-        """Return the cores, and the threads or cores for each purpose, in words."""
+        """Return the cores and their division, in words."""
         issue = "issue" if self.on_device else "compute"
         where = f"cores {ranges(self.own)}" if self.is_bound else f"{len(self.own)} cores"
         return f"{where}: {self.num_issuing} {issue}, {self.num_updating} update"
 
 
 def divide(cores: Sequence[int], position: int, count: int) -> tuple[int, ...]:
-    """Return one of ``count`` parts of cores; if these are fewer, several parts have the same."""
+    """Return part ``position`` of ``count`` parts of cores. If there are fewer cores than parts, parts share cores."""
     if len(cores) < count:
         return (cores[position % len(cores)],)
     return tuple(cores[len(cores) * position // count : len(cores) * (position + 1) // count])
@@ -107,19 +107,19 @@ def open_cores() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def take(
-    choice: Choice, num_wanted: int | None, ranks: Ranks | None, *, on_device: bool
+def take_cores(
+    choice: CoreChoice, num_wanted: int | None, ranks: Ranks | None, *, on_device: bool
 ) -> tuple[Cores, Callable[[], None]]:
-    """Take a rank's share of the cores, see [Note: Shares of cores]; all ranks do so together.
+    """Take a rank's share of the cores, see [Note: Shares of cores]; all ranks call this together.
 
     Args:
         choice: which cores.
-        num_wanted: threads that update; ``None``: as many as there is room for.
-        ranks: all of them; ``None`` if there is one.
+        num_wanted: most threads that update; ``None`` for as many as there are cores.
+        ranks: all of them; ``None`` with one.
         on_device: whether a GPU computes.
 
     Returns:
-        The share, and what lets its threads run where they could before.
+        The share, and a function that undoes the binding.
 
     Raises:
         ValueError: the choice names cores that are not open to this process, or none.
@@ -132,13 +132,13 @@ def take(
                 "choose from those, or leave cores out"
             )
         allowed = frozenset(choice)
-    alike = _ranks_alike(allowed, ranks)
-    position = 0 if ranks is None else alike.index(ranks.rank)
-    is_bound = choice != "free" and (len(alike) > 1 or choice != "auto") and hasattr(os, "sched_setaffinity")
-    own = divide(in_order(allowed), position, len(alike))
+    sharing = [0] if ranks is None else ranks.ranks_with_same(f"{this_machine()} {ranges(allowed)}")
+    position = 0 if ranks is None else sharing.index(ranks.rank)
+    is_bound = choice != "free" and (len(sharing) > 1 or choice != "auto") and hasattr(os, "sched_setaffinity")
+    own = divide(in_order(allowed), position, len(sharing))
     cores = Cores.of(own, num_wanted, is_bound=is_bound, on_device=on_device)
     num_threads = torch.get_num_threads()
-    if len(alike) > 1:
+    if len(sharing) > 1:
         torch.set_num_threads(max(min(num_threads, cores.num_issuing), 1))
     unbind = _bind(cores.own) if is_bound else lambda: None
 
@@ -149,15 +149,8 @@ def take(
     return cores, give_back
 
 
-def _ranks_alike(allowed: frozenset[int], ranks: Ranks | None) -> list[int]:
-    """Return the ranks on this machine that may use the same cores, this one included."""
-    if ranks is None:
-        return [0]
-    return ranks.alike(f"{this_machine()} {ranges(allowed)}")
-
-
 def _bind(cores: Sequence[int]) -> Callable[[], None]:
-    """Bind all threads of the process that are not bound otherwise, and those that come; return what undoes it."""
+    """Bind all threads of the process that have no binding of their own, and new ones; return what undoes it."""
     before = open_cores()
     masks = {thread: mask for thread in _threads() if (mask := _mask(thread)) is not None}
     _set({thread: frozenset(cores) for thread, mask in masks.items() if mask == before})

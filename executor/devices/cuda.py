@@ -1,4 +1,4 @@
-"""The backend for one CUDA device: a stream per lane, events for moments, registered host memory."""
+"""The backend for one CUDA device: a stream per lane, CUDA events, pinned host memory."""
 
 import bisect
 import collections
@@ -14,20 +14,20 @@ from typing import Final, Self
 
 import torch
 
-from executor.devices.backend import Moment, as_array, sum_of_squares
+from executor.devices.backend import Event, as_array, sum_of_squares
 from executor.direct_io import pages
 from executor.optimizer.table import Rule
 from executor.optimizer.workers import WorkerTeam
 from planner.schedule.tasks import Lane
 
-# Their threads work on the host itself; every other lane gives its work to a stream.
+# Lanes whose threads work on the host; all others give their work to a stream.
 _HOST_LANES: Final = frozenset(
     {Lane.CPU, Lane.LAUNCH, Lane.GATE, Lane.NVME_READ, Lane.NVME_WRITE, Lane.NVME_STATE_IN, Lane.NVME_STATE_OUT}
 )
-# It has a stream, but takes memory, which the allocator counts when its thread does so: the thread waits for what its
-# tasks come after, or what is to come would be given memory while what goes still has its own.
+# Lanes with a stream that allocate memory, which counts when the thread allocates it. Their threads wait on the host
+# for dependencies; otherwise new memory would be allocated before the old memory is free.
 _PACED_LANES: Final = frozenset({Lane.ACTIVATION_IN})
-_NEAR_S: Final = 10.0  # float32 milliseconds are exact to a microsecond so far
+_NEAR_S: Final = 10.0  # up to here, float32 milliseconds are exact to a microsecond
 _PASSING_BYTES: Final = 16 << 20
 # Bounds the float32 copy of a gradient during an update on the device, to 64 MiB; kernels for less than that may take
 # no longer on the device than their launches do here.
@@ -35,14 +35,14 @@ _CHUNK_PARAMS: Final = 1 << 24
 
 
 class _Event:
-    """A CUDA event that goes back to its pool when nobody refers to it any more."""
+    """A CUDA event that goes back to its pool when nothing refers to it any more."""
 
     def __init__(self, pool: "collections.deque[torch.cuda.Event]") -> None:
         self._pool = pool
         try:
             self.event = pool.pop()
         except IndexError:
-            # Threads that wait for it sleep: they would take a core each from the updates on the host.
+            # Blocking: a thread that spins would take a core from the updates on the host.
             self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         self.event.record()
 
@@ -55,11 +55,11 @@ class _Event:
 
 
 class Clock:
-    """When events were, on the host's clock.
+    """Converts events to times on the host's clock.
 
-    [Note: Anchors] CUDA tells the time between two events in float32 milliseconds: an hour after the first these are
-    steps of a quarter of a millisecond. So every event is measured from one that was near, whose time is known; one
-    that has none becomes such a one.
+    [Note: Anchors] CUDA gives the time between two events in float32 milliseconds. An hour apart, its resolution is a
+    quarter of a millisecond. So every event is measured from a near one with a known time, an anchor. An event far from
+    all anchors becomes one itself.
 
     Args:
         zero: an event that has ended.
@@ -70,16 +70,16 @@ class Clock:
         self._lock = threading.Lock()
         self._anchors = [(zero_s, zero)]  # by time
 
-    def seconds(self, moment: _Event) -> float:
+    def time_s(self, event: _Event) -> float:
         """Return when an event was that has ended."""
         with self._lock:
             zero_s, zero = self._anchors[0]
-            about_s = zero_s + zero.seconds_to(moment)
+            about_s = zero_s + zero.seconds_to(event)
             i = bisect.bisect(self._anchors, about_s, key=operator.itemgetter(0))
             near_s, near = min(self._anchors[max(i - 1, 0) : i + 1], key=lambda anchor: abs(anchor[0] - about_s))
-            found_s = near_s + near.seconds_to(moment)
+            found_s = near_s + near.seconds_to(event)
             if abs(found_s - near_s) > _NEAR_S:
-                bisect.insort(self._anchors, (found_s, moment), key=operator.itemgetter(0))
+                bisect.insort(self._anchors, (found_s, event), key=operator.itemgetter(0))
             return found_s
 
 
@@ -95,48 +95,49 @@ class CudaBackend:
         zero = _Event(self._pool)
         torch.cuda.synchronize(self.device)
         self._clock = Clock(zero, time.perf_counter())
-        self._passing: torch.Tensor | None = None  # what accumulated gradients pass through, where some do
+        self._passing: torch.Tensor | None = None  # buffers for gradients that are accumulated on the host
 
     @contextlib.contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:
-        """Make the lane's own stream current; the compute lane is whatever stream its caller is on."""
+        """Make the lane's own stream current. The compute lane is the caller's current stream."""
         torch.cuda.set_device(self.device)
         if lane in _HOST_LANES:
             yield
             return
-        # A small kernel between two copies is not to wait behind matrix products; updates fill the device themselves.
+        # Small kernels between copies must not wait behind matrix products. Updates fill the device, so they get no
+        # priority.
         priority = 0 if lane is Lane.GPU_UPDATE else -1
         stream = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             yield
 
-    def mark(self, lane: Lane) -> Moment:
+    def record_event(self, lane: Lane) -> Event:
         """Return the host's time, or an event on the current stream."""
         return time.perf_counter() if lane in _HOST_LANES else _Event(self._pool)
 
-    def follow(self, lane: Lane, moment: Moment) -> None:
-        """Make the current stream, or the calling thread, wait for an event; a time on the host is over."""
-        if isinstance(moment, _Event):
+    def wait_event(self, lane: Lane, event: Event) -> None:
+        """Make the current stream, or the calling thread, wait for an event; a time on the host has passed."""
+        if isinstance(event, _Event):
             if lane in _HOST_LANES | _PACED_LANES:
-                moment.event.synchronize()
+                event.event.synchronize()
             else:
-                torch.cuda.current_stream(self.device).wait_event(moment.event)
+                torch.cuda.current_stream(self.device).wait_event(event.event)
 
-    def seconds(self, moment: Moment) -> float:
-        """Return the time of a moment, on the host's clock."""
-        if isinstance(moment, _Event):
-            moment.event.synchronize()
-            return self._clock.seconds(moment)
-        assert isinstance(moment, float)
-        return moment
+    def event_time_s(self, event: Event) -> float:
+        """Return the time of an event, on the host's clock."""
+        if isinstance(event, _Event):
+            event.event.synchronize()
+            return self._clock.time_s(event)
+        assert isinstance(event, float)
+        return event
 
     def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:
-        """Return device memory, or host memory that is registered exactly: torch's own rounds up to powers of two."""
+        """Return device memory, or pinned host memory of exactly this size: torch's own rounds up to powers of two."""
         if on_device or not num_bytes:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device if on_device else "cpu")
         memory = pages(num_bytes, inherited=False)
         block = torch.from_numpy(memory)
-        block.zero_()  # by all threads, where the driver would fetch page after page in one
+        block.zero_()  # touches pages with all threads; the driver would do so with one
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = cudart.cudaHostRegister(block.data_ptr(), num_bytes, 0)
         if int(code) != 0:
@@ -145,7 +146,7 @@ class CudaBackend:
                 f"cudaHostRegister of {num_bytes:,} B failed with {code}; leave more host memory free, or raise the "
                 "limit of locked memory (ulimit -l)"
             )
-        # ``memory`` is kept until then: pages that are gone could not be unregistered.
+        # ``memory`` is kept alive until then: freed pages could not be unregistered.
         weakref.finalize(
             block.untyped_storage(),
             lambda address, _memory: cudart.cudaHostUnregister(address),
@@ -155,7 +156,7 @@ class CudaBackend:
         return block
 
     def _forget_error(self) -> None:
-        """Let CUDA's last error be told, which the next kernel to be launched would take for its own."""
+        """Clear CUDA's last error, or the next kernel launch would report it."""
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.device)
 
@@ -166,8 +167,8 @@ class CudaBackend:
     def accumulate(self, destination: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
         """Add on the host; waits for the copies.
 
-        They pass through two registered buffers, outside the ledger as what drivers keep: one is added while the next
-        is on its way. Memory that is not registered would be copied to at half the rate, and be new each time.
+        They pass through two pinned buffers, which the ledger does not count, like the driver's memory. One is added
+        while the next is being copied. Copies to pageable memory would take twice as long, and allocate each time.
         """
         if first:
             destination.copy_(source)
@@ -197,10 +198,10 @@ class CudaBackend:
         values.mul_(factor)
 
     def scratch(self, num_items: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory of the current stream; torch itself counts it."""
+        """Allocate on the current stream; torch itself counts it."""
         return torch.empty(num_items, dtype=dtype, device=self.device)
 
-    def used(self, tensor: torch.Tensor) -> None:
+    def record_stream(self, tensor: torch.Tensor) -> None:
         """Keep the allocator from reusing a tensor before the current stream is done with it."""
         tensor.record_stream(torch.cuda.current_stream(self.device))
 
@@ -215,7 +216,7 @@ class CudaBackend:
         return _CudaMeter()
 
     def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> torch.Tensor:
-        """Let the team add up, which has no updates to make just before clipping."""
+        """Sum with the team's threads, which have no updates to run just before clipping."""
         values, sums = as_array(tensor), list[float]()
         team.run(lambda start, stop: sums.append(sum_of_squares(values[start:stop])), len(values))
         return torch.tensor(math.fsum(sums), dtype=torch.float64).to(self.device)
@@ -231,7 +232,7 @@ def update_on_device(
 ) -> None:
     """Take one optimizer step on the current stream. See :meth:`executor.devices.backend.Backend.update`.
 
-    All parameters of a chunk together: kernels for one small one take less time than to launch them.
+    All parameters of a chunk are updated together: a kernel for one small parameter takes less time than its launch.
     """
     master = state[0]
     count = 1 + len(rule.entry.buffers)
@@ -247,7 +248,7 @@ def update_on_device(
 
 
 def _scale_into(scaled: torch.Tensor, gradients: Sequence[torch.Tensor], begin: int, factor: torch.Tensor) -> None:
-    """Set ``scaled`` to so many values of gradients that are end to end, from one of them on, times a factor."""
+    """Set ``scaled`` to values of the concatenated gradients, from value ``begin`` on, times a factor."""
     at = -begin  # where a gradient begins in it
     for gradient in gradients:
         target = scaled[max(at, 0) : max(at + len(gradient), 0)]
@@ -259,8 +260,8 @@ def _scale_into(scaled: torch.Tensor, gradients: Sequence[torch.Tensor], begin: 
 class _CudaMeter:
     """The peak of device memory above what was there when it was entered.
 
-    It is memory that cannot be given to anybody else yet ("active" in torch's words): also what tensors had that are
-    gone, but that another stream still works on, which torch does not count as allocated.
+    It counts "active" bytes, in torch's words: also memory of freed tensors that another stream still uses, which torch
+    does not count as allocated.
     """
 
     def __enter__(self) -> Self:
@@ -279,7 +280,7 @@ class _CudaMeter:
         """Most bytes held at one time."""
         return max(self._peak_bytes, self._now_bytes())
 
-    def turn_to(self, task: int | None) -> None:
+    def set_task(self, task: int | None) -> None:
         """See :class:`executor.devices.backend.Meter`. Memory is taken when work is issued: no stream is waited for."""
         if self._task is not None:
             self.peak_bytes_of[self._task] = self._now_bytes()
@@ -288,6 +289,6 @@ class _CudaMeter:
         self._task = task
 
     def _now_bytes(self) -> int:
-        """Return the peak since it was set back."""
+        """Return the peak since the last reset."""
         peak_bytes: int = torch.cuda.memory_stats()["active_bytes.all.peak"] - self._base_bytes
         return peak_bytes

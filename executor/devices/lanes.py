@@ -1,8 +1,8 @@
-"""Machines that make a schedule happen: one thread per lane, and the caller's own thread for what it computes itself.
+"""Runs a schedule on real lanes: one thread per lane, and the caller's thread for what it computes itself.
 
-[Note: Caller lanes] Forward, backward and the norm run in the thread that calls the model: nobody can start them but
-the caller. Issuing such a task means that the caller is there now. It waits for what the task comes after, starts the
-task, and leaves it *open*; the task ends when the caller's next one is issued, or at :meth:`LaneMachine.end_open`.
+[Note: Caller lanes] Forward, backward and the norm run in the thread that calls the model. Issuing such a task means
+that the caller has reached it. The caller waits for the task's dependencies, starts the task, and leaves it *open*. The
+task ends when the caller's next one is issued, or at :meth:`LaneMachine.end_open`.
 """
 
 import atexit
@@ -12,11 +12,11 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Self, final
 
-from executor.checkpoint.files.flusher import yield_cores
-from executor.devices.backend import Backend, HostBackend, Moment
+from executor.checkpoint.files.flusher import lower_thread_priority
+from executor.devices.backend import Backend, Event, HostBackend
 from executor.distributed.watchdog import LANE_THREAD, RankError
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Task
@@ -24,28 +24,28 @@ from planner.schedule.timeline import Span, Timeline
 
 CALLER_LANES: Final = frozenset({Lane.COMPUTE, Lane.LAUNCH})
 NUM_RECORDED: Final = 200
-"""Iterations of which times are kept, the latest: so that memory does not grow with the run."""
-_END_S: Final = 30.0  # for tasks to end that have begun when all stops; what hangs, on a drive say, is not waited for
+"""Number of latest iterations whose times are kept, so that memory does not grow with the run."""
+_END_S: Final = 30.0  # wait for tasks that have begun when all stops; one that hangs, on a drive say, is left behind
 
 Perform = Callable[[Task, int], None]
 """Does the work of one task of an iteration; called in the thread of the task's lane."""
 
 
 class LaneError(RuntimeError):
-    """A task failed in the thread of its lane; what it raised is the cause."""
+    """A task failed in the thread of its lane; its exception is the cause."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Ticket:
-    """One execution of a task. ``end`` is set when the work has been done, or given to a stream."""
+    """One run of a task. ``end`` is set when the work has been done, or given to a stream."""
 
     task: Task
     iteration: int
-    after: tuple["_Ticket", ...]  # until it starts: a chain of tickets would keep every iteration in memory
+    after: Sequence["_Ticket"]  # cleared when it starts: a chain of tickets would keep every iteration in memory
     is_recorded: bool
-    start: Moment = None  # if it is recorded
-    end: Moment = None
-    awaited: tuple[threading.Condition, ...] = ()  # by threads, until it ends
+    start: Event = None  # if it is recorded
+    end: Event = None
+    awaited: tuple[threading.Condition, ...] = ()  # threads that wait for its end
 
     @property
     def name(self) -> str:
@@ -63,12 +63,12 @@ class LaneMachine:
         record: whether to keep times for :meth:`timeline`. May be changed between iterations. The latest
             :data:`NUM_RECORDED` iterations that were recorded are kept.
         on_caller: called in the caller's thread when a task of its lanes begins, with the task's index. May be changed.
-        on_stop: called when it stops, in the thread that stops it, with the failure if there is one: what tasks wait
-            for apart from other tasks must then be given up.
+        on_stop: called when it stops, in the thread that stops it, with the failure if there is one. It must end
+            whatever tasks wait for besides other tasks.
 
     Attributes:
-        waits: whether the caller waits for tasks just now.
-        num_ended: of all tasks so far.
+        is_waiting: whether the caller waits for tasks now.
+        num_ended: number of tasks that have ended.
     """
 
     def __init__(
@@ -92,15 +92,15 @@ class LaneMachine:
         self._stopped = False
         self._failure: BaseException | None = None
         self._num_pending = 0
-        self.waits, self.num_ended = False, 0
+        self.is_waiting, self.num_ended = False, 0
         self._tickets: dict[int, dict[int, _Ticket]] = {}
         self._open: list[_Ticket] = []
         self._recorded: dict[int, list[_Ticket]] = {}
         self._left_out: set[int] = set()
-        self._last: dict[Lane, Moment] = {}  # when the latest task of each lane ends
+        self._last: dict[Lane, Event] = {}  # when the latest task of each lane ends
         lanes = {task.lane for task in schedule.tasks} - CALLER_LANES
         self._queues: dict[Lane, queue.SimpleQueue[_Ticket | None]] = {lane: queue.SimpleQueue() for lane in lanes}
-        # Of each thread, which wakes for what it waits for only: to wake takes longer than most tasks take to issue.
+        # One per thread, so that a thread wakes only for its own dependencies: waking takes longer than issuing a task.
         self._turns = {lane: threading.Condition(lock) for lane in lanes} | dict.fromkeys(CALLER_LANES, self._changed)
         # Daemons, since the interpreter would wait for others before it calls what is registered at exit.
         self._end_by_s = math.inf
@@ -124,23 +124,27 @@ class LaneMachine:
             LaneError: a task failed on some lane.
             RuntimeError: the machine is closed.
         """
-        self._check()
+        if self._stopped:
+            self._check()
         ticket = self._ticket(task, iteration)
-        if task.lane not in CALLER_LANES:
+        if (lane_queue := self._queues.get(task.lane)) is not None:
             with self._changed:
                 self._num_pending += 1
-            self._queues[task.lane].put(ticket)
+            lane_queue.put(ticket)
             return
-        # The time to issue a compute task runs beside the task itself, on a device that runs apart.
-        self._end([t for t in self._open if not (t.task.op is Op.ISSUE and task.lane is Lane.COMPUTE)])
-        self._wait_in_caller(lambda: self._begin(ticket))
-        self._check()
+        # On a GPU, the time to issue a compute task runs beside the task itself.
+        if ended := [t for t in self._open if not (t.task.op is Op.ISSUE and task.lane is Lane.COMPUTE)]:
+            self._end(ended)
+        self._wait_in_caller(self._begin, ticket)
+        if self._stopped:
+            self._check()
         self.on_caller(task.index)
         self._open.append(ticket)
 
     def end_open(self) -> None:
-        """End what is open on the caller's lanes, because the caller has turned to something else."""
-        self._end(list(self._open))
+        """End open tasks of the caller's lanes, because the caller does something else now."""
+        if self._open:
+            self._end(list(self._open))
 
     def wait(self) -> None:
         """End what is open and wait until everything issued so far has ended, on streams of the device too.
@@ -152,14 +156,14 @@ class LaneMachine:
         self.end_open()
         self._wait_in_caller(self._wait_for_all)
         self._check()
-        for moment in list(self._last.values()):
-            self._backend.seconds(moment)
+        for event in list(self._last.values()):
+            self._backend.event_time_s(event)
 
     def timeline(self, first: int = 0, last: int | None = None) -> Timeline:
         """Return what was recorded of iterations ``first`` to ``last`` (inclusive; the latest if left out).
 
         Iterations count from 0 in it, and time from its first start. What has not ended is left out; :meth:`wait`
-        first. Iterations of :meth:`leave_out` are cut out, each with the time until the next one begins.
+        first. Iterations of :meth:`exclude` are cut out, each with the time until the next one begins.
         """
         tickets = [
             t
@@ -170,7 +174,7 @@ class LaneMachine:
         ]
         if not tickets:
             return Timeline.from_spans(self._schedule, (), 0)
-        times_s = [(self._backend.seconds(t.start), self._backend.seconds(t.end)) for t in tickets]
+        times_s = [(self._backend.event_time_s(t.start), self._backend.event_time_s(t.end)) for t in tickets]
         zero_s = min(start_s for start_s, _ in times_s)
         begin, end = min(t.iteration for t in tickets), max(t.iteration for t in tickets)
         spans = (
@@ -180,12 +184,12 @@ class LaneMachine:
         timeline = Timeline.from_spans(self._schedule, spans, end - begin + 1)
         return timeline.without({i - begin for i in self._left_out if begin <= i <= end})
 
-    def leave_out(self, iteration: int) -> None:
-        """Leave an iteration that is not a whole one out of every timeline."""
+    def exclude(self, iteration: int) -> None:
+        """Leave an incomplete iteration out of every timeline."""
         self._left_out = {i for i in self._left_out if i in self._recorded} | {iteration}
 
     def fail(self, error: BaseException) -> None:
-        """Stop because of what happened elsewhere; who waits or issues next raises it."""
+        """Stop because of a failure elsewhere; whoever waits or issues next raises it."""
         self._stop(error)
 
     def close(self) -> None:
@@ -219,13 +223,13 @@ class LaneMachine:
         self.close()
 
     def _ticket(self, task: Task, iteration: int) -> _Ticket:
-        if iteration not in self._tickets:
+        if (current := self._tickets.get(iteration)) is None:
             self._tickets = {i: tickets for i, tickets in self._tickets.items() if i == iteration - 1}
-            self._tickets[iteration] = {}
-        current, previous = self._tickets[iteration], self._tickets.get(iteration - 1, {})
-        after = [current[i] for i in task.after] + [previous[i] for i in task.after_previous if previous]
-        ticket = _Ticket(task, iteration, tuple(after), self.record)
-        current[task.index] = ticket
+            current = self._tickets[iteration] = {}
+        after = [current[i] for i in task.after]
+        if task.after_previous and (previous := self._tickets.get(iteration - 1)):
+            after += [previous[i] for i in task.after_previous]
+        ticket = current[task.index] = _Ticket(task, iteration, after, self.record)
         if ticket.is_recorded:
             self._recorded.setdefault(iteration, []).append(ticket)
             if len(self._recorded) > NUM_RECORDED:
@@ -237,7 +241,7 @@ class LaneMachine:
         try:
             with self._backend.lane(lane):
                 if lane is Lane.SNAPSHOT:
-                    yield_cores()
+                    lower_thread_priority()
                 while (ticket := self._queues[lane].get()) is not None and self._begin(ticket):
                     self._perform(ticket.task, ticket.iteration)
                     self._end([ticket])
@@ -245,37 +249,42 @@ class LaneMachine:
             self._stop(error if isinstance(error, RankError) else _lane_error(ticket, lane, error))
 
     def _begin(self, ticket: _Ticket) -> bool:
-        """Wait for what a ticket comes after and start it; return False if the machine has stopped instead."""
-        # The caller cannot wait for itself: its own tickets follow each other in any case.
-        after = [t for t in ticket.after if not (ticket.task.lane in CALLER_LANES and t in self._open)]
-        turn = self._turns[ticket.task.lane]
-        with self._changed:
-            for dependency in after:
-                while dependency.end is None and not self._stopped:
-                    dependency.awaited += (turn,)
-                    turn.wait()
+        """Wait for a ticket's dependencies and start it; return False if the machine has stopped."""
+        after, lane = ticket.after, ticket.task.lane
+        if self._open and lane in CALLER_LANES:  # the caller cannot wait for itself: its tickets run in order anyway
+            after = [t for t in after if t not in self._open]
+        for dependency in after:
+            if dependency.end is None:  # else there is nothing to wait for, and no lock to take
+                self._wait_for(dependency, self._turns[lane])
             if self._stopped:
                 return False
-        for dependency in after:
-            self._backend.follow(ticket.task.lane, dependency.end)
+            self._backend.wait_event(lane, dependency.end)
+        if self._stopped:
+            return False
         ticket.after = ()
         if ticket.is_recorded:
-            ticket.start = self._backend.mark(ticket.task.lane)
+            ticket.start = self._backend.record_event(lane)
         return True
 
+    def _wait_for(self, ticket: _Ticket, turn: threading.Condition) -> None:
+        with self._changed:
+            while ticket.end is None and not self._stopped:
+                ticket.awaited += (turn,)
+                turn.wait()
+
     def _end(self, tickets: list[_Ticket]) -> None:
-        moments = [self._backend.mark(t.task.lane) for t in tickets]
+        events = [self._backend.record_event(t.task.lane) for t in tickets]
         with self._changed:
             self.num_ended += len(tickets)
-            for ticket, moment in zip(tickets, moments, strict=True):
-                ticket.end = moment
+            for ticket, event in zip(tickets, events, strict=True):
+                ticket.end = event
                 for turn in ticket.awaited:
                     turn.notify_all()
                 if ticket in self._open:
                     self._open.remove(ticket)
                 else:
                     self._num_pending -= 1
-                    self._last[ticket.task.lane] = moment
+                    self._last[ticket.task.lane] = event
             if not self._num_pending:
                 self._changed.notify_all()
 
@@ -298,17 +307,17 @@ class LaneMachine:
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or not self._num_pending)
 
-    def _wait_in_caller(self, wait: Callable[[], object]) -> None:
+    def _wait_in_caller(self, wait: Callable[..., object], *args: _Ticket) -> None:
         """Let the caller wait for tasks, and close if it is interrupted."""
-        self.waits = True
+        self.is_waiting = True
         try:
-            wait()
+            wait(*args)
         except KeyboardInterrupt as error:
             self.fail(error)  # other ranks are told at once
             self.close()
             raise
         finally:
-            self.waits = False
+            self.is_waiting = False
 
 
 def _lane_error(ticket: _Ticket | None, lane: Lane, cause: BaseException) -> LaneError:

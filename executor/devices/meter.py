@@ -1,4 +1,4 @@
-"""A meter for memory that comes and goes."""
+"""Measures memory that comes and goes on the host."""
 
 import threading
 import weakref
@@ -8,21 +8,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from executor.callbacks import in_backward
 from executor.gradients import OffloadedGradient
-from executor.listener import in_backward
 
 
 @final
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Measures the most bytes that tensors made inside it hold at one time: activations, gradients and temporaries.
 
-    It sees the thread that enters it, forward and backward, where the device is the host itself. What was there
-    before, arenas among it, is not counted. Sizes are exact: an allocator's rounding is not in them.
+    It is for the host as the device. It sees forward and backward of the thread that enters it. Memory that exists
+    before, such as arenas, does not count. Sizes are exact, without an allocator's rounding.
 
-    [Note: Added in place] Gradients that meet are added up in place by autograd, but while somebody looks at what it
-    runs, into a new tensor. So in backward a sum counts only when the next operation begins, by when what it would have
-    been written to is gone. Nobody writes into a view, though, as it shares its memory with another: the transposed
-    gradient of a linear layer's weight, which meets an embedding's where they are tied, is added up in a third place.
+    [Note: Added in place] Autograd accumulates gradients in place, but into a new tensor while a dispatch mode is
+    active. So in backward a sum counts only when the next operation begins. By then the tensor is gone that it would
+    have been added to. A view is never written to, because it shares memory: the transposed gradient of a linear
+    layer's weight, for example, is added to a tied embedding's gradient in a third tensor.
 
     Attributes:
         held_bytes: held now.
@@ -38,12 +38,12 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._task: int | None = None
         self._known: set[int] = set()
         self._late_bytes: dict[int, int] = {}  # of sums that do not count yet, by storage
-        self._lock = threading.RLock()  # lanes take and drop memory too, and a drop may come in the middle of a take
+        self._lock = threading.RLock()  # lanes allocate and free memory too, and a free may interrupt an allocation
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation and count the storages that it made."""
+        """Run an operation and count new storages."""
         self._settle()
         self._see((args, kwargs), counts=False)
         result = func(*args, **(kwargs or {}))
@@ -57,18 +57,18 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that another thread has just made."""
+        """Count a tensor that another thread has made."""
         self._see(tensor, counts=True)
 
-    def turn_to(self, task: int | None) -> None:
-        """Say which task of the caller is under way from now on; ``None``: none."""
+    def set_task(self, task: int | None) -> None:
+        """Set the caller's task that runs from now on; ``None`` for none."""
         self._settle()
         with self._lock:
             self._task = task
             self._note()
 
     def _settle(self) -> None:
-        """Count what was added up; see [Note: Added in place]."""
+        """Count sums of gradients; see [Note: Added in place]."""
         with self._lock:
             if self._late_bytes:
                 self.held_bytes += sum(self._late_bytes.values())

@@ -1,4 +1,4 @@
-"""Collectives inside a model's own computing, which autograd goes through."""
+"""Collectives that autograd can differentiate, for use inside a model's forward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,29 +8,29 @@ import torch
 from executor.distributed.groups import Group
 
 
-def spread(values: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return what all ranks of a group have; each one's gradient is a part of the whole (Megatron-LM's ``f``).
+def copy_to_group(values: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return ``values``, which are the same on all ranks; backward all-reduces the gradient (Megatron-LM's ``f``).
 
     Raises:
         RankError: a rank has failed, here or in backward. So do all functions here.
     """
-    result: torch.Tensor = _Spread.apply(values, group)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _CopyToGroup.apply(values, group)  # type: ignore[no-untyped-call]
     return result
 
 
-def add_up(values: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the sum of what the ranks of a group have, in place; the gradient is all ranks' (Megatron-LM's ``g``)."""
-    result: torch.Tensor = _AddUp.apply(values, group)  # type: ignore[no-untyped-call]
+def reduce_from_group(values: torch.Tensor, group: Group) -> torch.Tensor:
+    """All-reduce ``values`` in place and return them; backward passes the gradient on (Megatron-LM's ``g``)."""
+    result: torch.Tensor = _ReduceFromGroup.apply(values, group)  # type: ignore[no-untyped-call]
     return result
 
 
-def gather_last(values: torch.Tensor, group: Group, size: int) -> torch.Tensor:
-    """Return the first ``size`` values of the last dimension, which the ranks of a group share equally."""
-    result: torch.Tensor = _GatherLast.apply(values, group, size)  # type: ignore[no-untyped-call]
+def gather_last_dim(values: torch.Tensor, group: Group, size: int) -> torch.Tensor:
+    """All-gather the last dimension, of which each rank has an equal part; return its first ``size`` values."""
+    result: torch.Tensor = _GatherLastDim.apply(values, group, size)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Spread(torch.autograd.Function):
+class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
@@ -38,16 +38,16 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gradient = gradient.contiguous()  # a product has just made it, so that it is nobody else's
-        ctx.group.add_up(gradient)
+        gradient = gradient.contiguous()  # a product has just made it, so it may be overwritten
+        ctx.group.all_reduce(gradient)
         return gradient, None
 
 
-class _AddUp(torch.autograd.Function):
+class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.mark_dirty(values)
-        group.add_up(values)
+        group.all_reduce(values)
         return values
 
     @staticmethod
@@ -55,12 +55,12 @@ class _AddUp(torch.autograd.Function):
         return gradient, None
 
 
-class _GatherLast(torch.autograd.Function):
+class _GatherLastDim(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: Group, size: int) -> torch.Tensor:
         ctx.first, ctx.width = group.rank * values.shape[-1], values.shape[-1]
         whole = values.new_empty(group.size, *values.shape)
-        group.gather(whole.view(-1), values.contiguous().view(-1))
+        group.all_gather(whole.view(-1), values.contiguous().view(-1))
         return whole.movedim(0, -2).flatten(-2)[..., :size].contiguous()
 
     @staticmethod
@@ -71,24 +71,26 @@ class _GatherLast(torch.autograd.Function):
         return padded, None, None
 
 
-def swap(values: torch.Tensor, group: Group, num_sent: Sequence[int], num_received: Sequence[int]) -> torch.Tensor:
-    """Return the rows that the ranks of a group have for this one, given its own for them, in the order of ranks."""
-    result: torch.Tensor = _Swap.apply(values, group, num_sent, num_received)  # type: ignore[no-untyped-call]
+def all_to_all(
+    values: torch.Tensor, group: Group, num_sent: Sequence[int], num_received: Sequence[int]
+) -> torch.Tensor:
+    """Send each rank its rows of ``values``; return the rows received from each, in the order of ranks."""
+    result: torch.Tensor = _AllToAll.apply(values, group, num_sent, num_received)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Swap(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, values: torch.Tensor, group: Group, num_sent: Sequence[int], num_received: Sequence[int]
     ) -> torch.Tensor:
         ctx.group, ctx.num_sent, ctx.num_received = group, num_sent, num_received
         received = values.new_empty(sum(num_received), *values.shape[1:])
-        group.swap(received, values.contiguous(), num_received, num_sent)
+        group.all_to_all(received, values.contiguous(), num_received, num_sent)
         return received
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         sent = gradient.new_empty(sum(ctx.num_sent), *gradient.shape[1:])
-        ctx.group.swap(sent, gradient.contiguous(), ctx.num_sent, ctx.num_received)
+        ctx.group.all_to_all(sent, gradient.contiguous(), ctx.num_sent, ctx.num_received)
         return sent, None, None, None

@@ -1,11 +1,11 @@
-"""Banks of experts that fall into several units, on one rank or on several.
+"""Banks of experts that are divided over several units or ranks.
 
-[Note: Experts apart] ``transformers`` keeps all experts of a layer in two parameters, and computes with all of them in
-one module. Where a bank falls into units, or other ranks have other experts, this is that module's forward, in the same
-arithmetic (its ``grouped_mm``): visits of tokens are sorted by expert, and every unit's experts compute in their turn,
-so that the schedule's tasks are theirs. Ranks that share experts first exchange how many visits each has for the
-others' experts, then the visits, and afterwards what experts made of them. An expert that no token visits takes part
-with no rows, so its gradient is zero, as it is in one parameter with the others'.
+[Note: Experts apart] ``transformers`` keeps all experts of a layer in two parameters, and computes all of them in one
+module. If these experts are divided over units or ranks, this module's forward is replaced, with the same arithmetic
+(``grouped_mm``). Tokens are sorted by expert, and the units' experts compute one after another, each as a task of the
+schedule. Expert-parallel ranks first exchange the number of tokens for each other's experts, then the tokens, and
+finally the experts' outputs. An expert without tokens computes zero rows, so its gradient is zero, as in one joint
+parameter.
 """
 
 import dataclasses
@@ -16,22 +16,22 @@ from typing import final
 import torch
 from torch import nn
 
-from executor.distributed.collectives import swap
+from executor.callbacks import ModuleCallbacks, in_backward
+from executor.distributed.collectives import all_to_all
 from executor.distributed.groups import Group
 from executor.distributed.products import grouped_product
 from executor.distributed.shards import BindingError, Share
 from executor.distributed.tensor_parallel import Undo, replace_forward
-from executor.listener import Marks, in_backward
 from planner.graph import Unit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Bank:
-    """Some experts of a layer, which are a unit's.
+    """The experts of a layer that belong to one unit.
 
     Attributes:
-        unit: its name.
-        first, stop: these experts, of the rank's own.
+        unit: name of the unit.
+        first, stop: range among the rank's own experts.
         gate_up: ``[stop - first, 2 * ffn, hidden]``.
         down: ``[stop - first, hidden, ffn]``.
     """
@@ -44,19 +44,23 @@ class _Bank:
 
 
 def split_experts(
-    model: nn.Module, units: tuple[Unit, ...], shares: Mapping[str, Share], group: Group | None, marks: Marks
+    model: nn.Module,
+    units: tuple[Unit, ...],
+    shares: Mapping[str, Share],
+    group: Group | None,
+    callbacks: ModuleCallbacks,
 ) -> list[Undo]:
-    """Let experts compute unit by unit, each where it is; return what undoes it.
+    """Make experts compute unit by unit, each on its rank; return what undoes it.
 
     Args:
-        model: whose experts fall into several units.
+        model: the user's.
         units: its units.
         shares: by the names that the units use.
-        group: who shares experts; ``None`` if nobody does.
-        marks: where the model is.
+        group: expert-parallel group; ``None`` without one.
+        callbacks: where the model is.
 
     Raises:
-        BindingError: experts are not as ``transformers`` has them.
+        BindingError: the experts are not like those of ``transformers``.
     """
     banks: dict[str, list[_Bank]] = {}
     before: dict[str, str] = {}  # the unit that sends visits to experts
@@ -75,7 +79,7 @@ def split_experts(
     for path, of_layer in banks.items():
         module = model.get_submodule(path)
         _check(path, module, of_layer)
-        undo.append(replace_forward(module, _Experts(module, of_layer, before[path], group, marks)))
+        undo.append(replace_forward(module, _Experts(module, of_layer, before[path], group, callbacks)))
     return undo
 
 
@@ -99,20 +103,20 @@ class _Experts:
     """The forward of a module of experts; see [Note: Experts apart]."""
 
     def __init__(
-        self, module: nn.Module, banks: Sequence[_Bank], before: str, group: Group | None, marks: Marks
+        self, module: nn.Module, banks: Sequence[_Bank], before: str, group: Group | None, callbacks: ModuleCallbacks
     ) -> None:
         self._module = module
         self._banks = banks
         self._before = before
         self._group = group if group is not None and group.size > 1 else None
-        self._marks = marks
+        self._callbacks = callbacks
         self._num_own = banks[-1].stop
         self._num_ranks = self._group.size if self._group else 1
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return what experts make of tokens, ``[tokens, hidden]``, each token's sum by its routing weights."""
+        """Return the sum of experts' outputs by routing weights for each token, ``[tokens, hidden]``."""
         num_tokens, top = top_k_index.shape
         ids, order = torch.sort(top_k_index.reshape(-1))
         counts = torch.bincount(ids, minlength=self._num_ranks * self._num_own)
@@ -125,25 +129,25 @@ class _Experts:
         return result
 
     def _exchanged(self, visits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Give visits to the ranks that have their experts, and take what these make of them."""
+        """Send tokens to the ranks of their experts, and receive the outputs."""
         assert self._group is not None
         every = [self._num_own] * self._num_ranks
-        theirs = torch.empty_like(counts)  # visits of every rank to every expert of this one
-        self._group.swap(theirs, counts, every, every)
+        theirs = torch.empty_like(counts)  # tokens of every rank for every expert of this one
+        self._group.all_to_all(theirs, counts, every, every)
         num_sent, num_received = torch.stack((counts, theirs)).view(2, self._num_ranks, -1).sum(-1).tolist()
         experts = torch.arange(self._num_own, device=counts.device).repeat(self._num_ranks)
         order = torch.sort(experts.repeat_interleave(theirs), stable=True).indices
-        received = swap(visits, self._group, num_sent, num_received)[order]
+        received = all_to_all(visits, self._group, num_sent, num_received)[order]
         made = self._compute(received, theirs.view(self._num_ranks, -1).sum(0).tolist())
-        return swap(made[_inverse(order)], self._group, num_received, num_sent)
+        return all_to_all(made[_inverse(order)], self._group, num_received, num_sent)
 
     def _compute(self, visits: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Return what this rank's experts make of visits, which are sorted by expert; ``counts`` for each of them."""
+        """Return the outputs of this rank's experts for tokens that are sorted by expert, ``counts`` for each."""
         self._mark_backward(self._before, visits)
         starts = [0, *itertools.accumulate(counts)]
         made = []
         for bank in self._banks:
-            self._marks.at_forward(bank.unit)
+            self._callbacks.on_forward(bank.unit)
             made.append(self._apply(bank, visits[starts[bank.first] : starts[bank.stop]], counts))
             self._mark_backward(bank.unit, made[-1])
         return torch.cat(made)
@@ -157,7 +161,7 @@ class _Experts:
 
     def _mark_backward(self, unit: str, values: torch.Tensor) -> None:
         if values.requires_grad and torch.is_grad_enabled() and not in_backward():
-            values.register_hook(lambda _gradient: self._marks.at_backward(unit))  # type: ignore[no-untyped-call]
+            values.register_hook(lambda _gradient: self._callbacks.on_backward(unit))  # type: ignore[no-untyped-call]
 
 
 def _trained(share: Share) -> torch.Tensor:

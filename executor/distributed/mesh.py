@@ -1,4 +1,4 @@
-"""Where a rank is among all: the groups that it shares layers, experts or data with."""
+"""A rank's position among all: its tensor-, expert- and data-parallel groups."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ class Mesh:
     """The ranks of a plan without pipeline stages, numbered as [Note: Layout] in :mod:`planner.costs.layout` says.
 
     Attributes:
-        degrees: how many ranks share what.
-        rank: this one.
+        degrees: degrees of parallelism.
+        rank: this rank.
     """
 
     degrees: Degrees
@@ -26,29 +26,29 @@ class Mesh:
 
     @property
     def tensor(self) -> int:
-        """Which share of every layer this rank has."""
+        """Tensor-parallel rank."""
         return self.rank % self.degrees.tensor_parallel
 
     @property
     def data(self) -> int:
-        """Which part of every batch this rank works on, with all that have the other shares of the layers."""
+        """Data-parallel rank; the same for all ranks of a tensor-parallel group."""
         return self.rank // self.degrees.tensor_parallel
 
     @property
     def expert(self) -> int:
-        """Which experts of every layer this rank has."""
+        """Expert-parallel rank."""
         return self.data % self.degrees.expert_parallel
 
     def tensor_groups(self) -> Groups:
-        """Return who shares layers."""
+        """Return all tensor-parallel groups."""
         return _groups(self._ranks.reshape(-1, self.degrees.tensor_parallel))
 
     def expert_groups(self) -> Groups:
-        """Return who shares experts."""
+        """Return all expert-parallel groups."""
         return _groups(self._ranks.transpose(0, 2, 1).reshape(-1, self.degrees.expert_parallel))
 
     def replicas(self, parts: int) -> Groups:
-        """Return who has the same of so many parts that data-parallel ranks hold."""
+        """Return the groups that hold the same part, if data-parallel ranks divide a unit into ``parts``."""
         tensor = self.degrees.tensor_parallel
         ranks = np.arange(self.degrees.num_devices).reshape(-1, parts, tensor)
         return _groups(ranks.transpose(1, 2, 0).reshape(parts * tensor, -1))

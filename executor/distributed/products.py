@@ -1,6 +1,6 @@
 """Products that no operator of torch is, as operators: one to all that look at what a model runs.
 
-What a product makes may leave the device and come back ([Note: Kept products] in
+What a product makes may leave the device and come back ([Note: Saved products] in
 :mod:`executor.memory.recompute_cache`), which goes by operators. Inside of these nobody looks: of a product whose parts
 ranks add up only the sum is kept, so that nothing is added up again in backward, and of products of experts the one
 block that holds them all.
@@ -55,7 +55,7 @@ def summed_product_operator(
 ) -> torch.Tensor:
     """Compute :func:`summed_product`."""
     result = functional.linear(values, matrix.t())
-    _GROUPS[group].add_up(result)
+    _GROUPS[group].all_reduce(result)
     if bias is not None:
         result += bias
     return result

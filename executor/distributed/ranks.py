@@ -1,11 +1,10 @@
-"""The processes that execute a plan together: collectives, and an end for all if one fails.
+"""All ranks of a plan: their collectives, and how all of them end if one fails.
 
-[Note: Groups] Collectives of the schedule have process groups of their own, which only the thread of the collective
-lane uses while an iteration is under way. That lane is first-in first-out and all ranks have the same schedule, so they
-call the same collectives in the same order whatever their timing. What modules exchange while they compute goes through
-the groups of those that share layers or experts, in the order of the model's own program. What the caller's thread
-needs beside it (norms, the values that all begin with, saved states) goes through groups over the hosts, in the order
-of the caller's program. Nothing else orders collectives, and no collective waits for ever: see [Note: Failed ranks].
+[Note: Groups] All ranks must call the collectives of one process group in the same order. Three kinds of groups ensure
+that. Collectives of the schedule have groups that only the thread of the collective lane uses. That lane is first-in
+first-out, and all ranks have the same schedule. Collectives inside modules use the groups of tensor- or expert-parallel
+ranks, in the order of the model's program. All others (norms, initial values, saved states) use groups over the hosts,
+in the order of the caller's program. No collective waits for ever: see [Note: Failed ranks].
 """
 
 import atexit
@@ -24,11 +23,11 @@ import torch.distributed as dist
 
 from executor.distributed.groups import Group
 from executor.distributed.mesh import Groups, Mesh
-from executor.distributed.watchdog import LANE_THREAD, SILENCE_S, RankError, Watch, apart
+from executor.distributed.watchdog import LANE_THREAD, SILENCE_S, RankError, Watchdog, describe_mismatch
 from planner.graph import Degrees, Unit
 
-_POLL_S: Final = 0.1  # how long after another rank's failure a waiting thread notices it
-_GRACE_S: Final = 5.0  # in which what was under way when a rank failed ends, as the others leave too
+_POLL_S: Final = 0.1  # between two looks of a waiting thread for another rank's failure
+_GRACE_S: Final = 5.0  # for a collective that was under way when a rank failed to end
 # A limit on honest waiting (a checkpoint on one rank, say); failures end waiting much earlier.
 _TIMEOUT: Final = dt.timedelta(minutes=30)
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")  # the same for all processes on one machine, and for no others
@@ -37,30 +36,30 @@ _MARKS: Final = 1 << 20  # squares of smaller numbers are added up exactly, over
 
 
 def this_machine() -> str:
-    """Return a name that all processes on this machine have in common, and with no others."""
+    """Return a name that is the same for all processes on this machine, and for no others."""
     return _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else os.uname().nodename
 
 
 @final
 class Ranks:
-    """All ranks of a plan, one process each, as one of them sees them. Made by all at the same time.
+    """All ranks of a plan, one process each, as one of them sees them. All ranks make it at the same time.
 
-    The default process group is the user's, or else is made from the environment that ``torchrun`` sets, and stays
-    until the process ends: what a launcher set up to join processes serves once.
+    If the user has no default process group, it is made from the environment that ``torchrun`` sets. It stays until the
+    process ends, because a launcher's rendezvous serves once.
 
     Args:
-        degrees: how many share what.
-        device: where the collectives of the schedule work: NCCL on CUDA, gloo elsewhere.
+        degrees: degrees of parallelism.
+        device: of the schedule's collectives: NCCL on CUDA, gloo elsewhere.
         silence_s: see :data:`executor.distributed.watchdog.SILENCE_S`.
 
     Attributes:
         rank, size: this rank, and how many there are.
         mesh: where it is among them.
-        tensor, experts: those that share layers, and experts, with it.
-        num_values: how many numbers :meth:`call` adds up; to be set once, the same on all.
-        mark: of what this rank has decided for itself and all must decide alike; to be set.
-        waits: whether a thread that is no lane's waits for a collective just now.
-        num_ended: collectives so far.
+        tensor, experts: this rank's tensor-parallel and expert-parallel groups.
+        num_values: how many numbers :meth:`check_same_call` sums; set once, to the same on all ranks.
+        decision_hash: of this rank's decisions that must be the same on all ranks; set before each update.
+        is_waiting: whether the caller's thread waits for a collective now.
+        num_ended: number of collectives that have ended.
 
     Raises:
         ValueError: another number of processes was started.
@@ -71,16 +70,18 @@ class Ranks:
         _join(size)
         self.rank, self.size = dist.get_rank(), size
         self.mesh = Mesh(degrees, self.rank)
-        # Who fails is told by our watch, with the cause: NCCL's own would end the process before.
+        # Our watchdog reports which rank failed, and why; NCCL's own would end the process before that.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         self._on_device = device.type == "cuda"
-        self.num_values = self.mark = self.num_ended = 0
-        self.waits = False
+        self.num_values = self.decision_hash = self.num_ended = 0
+        self.is_waiting = False
         self._stopped = threading.Event()
         self._under_way: dict[dist.ProcessGroup, threading.Event] = {}  # set when what a group has begun has ended
         store = dist.distributed_c10d._get_default_store()
         prefix = f"ullage {store.add(f'ullage sessions of rank {self.rank}', 1)}"  # all ranks count alike
-        self._watch = Watch(dist.distributed_c10d.PrefixStore(prefix, store), self.rank, size, silence_s=silence_s)
+        self._watchdog = Watchdog(
+            dist.distributed_c10d.PrefixStore(prefix, store), self.rank, size, silence_s=silence_s
+        )
         everybody = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         self._all = Group(range(size), self.rank, device=everybody, hosts=everybody, on_device=False, wait=self._wait)
         self._groups, self._parts = [everybody], [self._all]
@@ -92,70 +93,70 @@ class Ranks:
             parts: self._group(self.mesh.replicas(parts)) for parts in dict.fromkeys((1, degrees.expert_parallel))
         }
         self._on_failure: Callable[[RankError], None] = lambda _error: None
-        self._watch.start(self._failed)
+        self._watchdog.start(self._failed)
         atexit.register(self._at_exit)
 
     def watch(self, on_failure: Callable[[RankError], None], waits_for: Callable[[], tuple[str, int]]) -> None:
-        """Have this called, in another thread, as soon as another rank has failed, or is elsewhere.
+        """Register a callback, called in another thread, for when another rank fails or does something else.
 
         Args:
             on_failure: called with the failure.
-            waits_for: see :class:`executor.distributed.watchdog.Watch`.
+            waits_for: see :class:`executor.distributed.watchdog.Watchdog`.
         """
         self._on_failure = on_failure
-        self._watch.waits_for = waits_for
-        self._watch.check()  # it may have been too early for that
+        self._watchdog.waits_for = waits_for
+        self._watchdog.check()  # it may have been too early for that
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """Tell the others of what goes wrong inside, and leave them then."""
+    def reporting_failures(self) -> Iterator[None]:
+        """Report what is raised inside to the other ranks, and leave them."""
         try:
             yield
         except BaseException as error:
-            self.tell(error)
+            self.report_failure(error)
             self.close(together=False)
             raise
 
     def replicas(self, unit: Unit) -> Group:
-        """Return the ranks that have the same part of a unit: they add up its gradient, and share it under ZeRO.
+        """Return the ranks that hold the same part of a unit: they reduce its gradient, and shard it under ZeRO.
 
-        Collectives of the schedule are theirs, in the thread of their lane.
+        Only the thread of the collective lane uses this group.
         """
         return self._replicas[unit.parts(self.mesh.degrees)]
 
     # What the caller's thread needs, over the hosts.
 
-    def sums(self, values: Sequence[float]) -> list[float]:
+    def all_reduce(self, values: Sequence[float]) -> list[float]:
         """Return the sums over ranks, element by element, in float64; the same bits on all ranks.
 
         Raises:
             RankError: a rank has failed. So do all methods below.
         """
         total = torch.tensor(values, dtype=torch.float64)
-        self._all.add_up(total)
+        self._all.all_reduce(total)
         result: list[float] = total.tolist()
         return result
 
-    def call(self, doing: str, values: Sequence[float] = ()) -> list[float]:
-        """Return :meth:`sums`, if all ranks are at the same point and have decided alike.
+    def check_same_call(self, doing: str, values: Sequence[float] = ()) -> list[float]:
+        """Check that all ranks do the same and have decided the same; return the sums of ``values`` over ranks.
 
-        This is before whatever else they exchange there: ranks that are apart would take each other's numbers for what
-        they are not, or end in gloo, which ends the process where sizes differ. See [Note: Ranks apart] in
-        :mod:`executor.distributed.watchdog` for those that never come here.
+        Call it before other collectives. Ranks that do different things would misread each other's numbers, or gloo
+        would end the process because sizes differ. [Note: Ranks apart] in :mod:`executor.distributed.watchdog` covers
+        ranks that never come here.
 
         Args:
             doing: what this rank does, in words.
-            values: :attr:`num_values` numbers; zeros if they are left out.
+            values: :attr:`num_values` numbers; zeros if left out.
         """
-        given = zlib.crc32(doing.encode()) % _MARKS, self.mark % _MARKS
+        given = zlib.crc32(doing.encode()) % _MARKS, self.decision_hash % _MARKS
         head = [float(number) for mark in given for number in (mark, mark * mark)]
-        total = self.sums([*head, *(values or (0.0,) * self.num_values)])
+        total = self.all_reduce([*head, *(values or (0.0,) * self.num_values)])
         for sum_, squares, is_place in ((*total[0:2], True), (*total[2:4], False)):
             if self.size * int(squares) == int(sum_) ** 2:  # then they are equal (Cauchy and Schwarz)
                 continue
-            told = self.told(f"{doing if is_place else self.mark}"[:_TEXT_BYTES])
+            told = self.all_gather_text(f"{doing if is_place else self.decision_hash}"[:_TEXT_BYTES])
             if is_place:
-                raise RankError(f"rank {apart(dict(enumerate(told)))}")
+                raise RankError(f"rank {describe_mismatch(dict(enumerate(told)))}")
             different = next(rank for rank, mark in enumerate(told) if mark != told[0])
             raise RankError(
                 f"rank {different} has updated otherwise than rank 0 before {doing}: let all ranks skip steps, clip "
@@ -163,56 +164,60 @@ class Ranks:
             )
         return total[4:]
 
-    def of_first(self, values: torch.Tensor) -> torch.Tensor:
-        """Return rank 0's values, in host memory, where this rank has a tensor of the same shape and type."""
-        return self._all.of_first(values)
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's values, in host memory. Every rank passes a tensor of the same shape and type."""
+        return self._all.broadcast(values)
 
-    def agree_on_chance(self) -> None:
-        """Let those that share layers begin with the same random numbers: what they drop out must be the same."""
-        torch.set_rng_state(self.tensor.collected(torch.get_rng_state()).view(self.tensor.size, -1)[0])
+    def sync_rng_state(self) -> None:
+        """Give tensor-parallel ranks the same RNG state, so that dropout is the same on them."""
+        torch.set_rng_state(self.tensor.all_gather_on_host(torch.get_rng_state()).view(self.tensor.size, -1)[0])
         if self._on_device:
-            torch.cuda.set_rng_state(self.tensor.collected(torch.cuda.get_rng_state()).view(self.tensor.size, -1)[0])
+            torch.cuda.set_rng_state(
+                self.tensor.all_gather_on_host(torch.cuda.get_rng_state()).view(self.tensor.size, -1)[0]
+            )
 
-    def agree(self, what: str, value: str) -> None:
+    def check_same(self, what: str, value: str) -> None:
         """Check that all ranks have the same value.
 
         Raises:
             ValueError: they do not.
         """
-        self._all.agree(what, value.encode())
+        self._all.check_same(what, value.encode())
 
-    def told(self, text: str) -> list[str]:
-        """Return what each rank says, in the order of ranks: short texts of ASCII."""
+    def all_gather_text(self, text: str) -> list[str]:
+        """Return every rank's text, in the order of ranks: short and ASCII."""
         values = torch.frombuffer(bytearray(text.encode("ascii").ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
-        every = self._all.collected(values).view(self.size, _TEXT_BYTES)
+        every = self._all.all_gather_on_host(values).view(self.size, _TEXT_BYTES)
         return [bytes(row.tolist()).rstrip(b"\0").decode("ascii") for row in every]
 
-    def alike(self, value: str) -> list[int]:
-        """Return the ranks that have the same value as this one, in order, this one included."""
-        return self._all.alike(value.encode())
+    def ranks_with_same(self, value: str) -> list[int]:
+        """Return the ranks with the same value as this one, in order, this one included."""
+        return self._all.ranks_with_same(value.encode())
 
     # The end.
 
-    def tell(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed: they raise :class:`RankError`."""
-        self._watch.tell(error)
+    def report_failure(self, error: BaseException) -> None:
+        """Report that this rank has failed: the others raise :class:`RankError`."""
+        self._watchdog.report_failure(error)
 
     def stop(self) -> None:
-        """Let no thread of this rank wait for a collective any longer."""
+        """End all waiting for collectives on this rank."""
         self._stopped.set()
 
-    def meet(self) -> None:
-        """Wait until all ranks have come here."""
-        self._all.meet()
+    def barrier(self) -> None:
+        """Wait until all ranks have called this."""
+        self._all.barrier()
 
     def close(self, *, together: bool) -> None:
-        """Leave the others; ``together`` if they do so too, after they met. Closing twice is allowed.
+        """Leave the process groups. Closing twice is allowed.
 
-        A group is destroyed when nothing is under way in it, since gloo crashes otherwise. After a failure there is
-        always a rank that has nothing under way in a group: it goes first, its connections close, and that ends what
-        the others still have.
+        gloo crashes if a group is destroyed while a collective is under way in it. After a failure there is always a
+        rank without one: it destroys the group first, its connections close, and that ends the others' collectives.
+
+        Args:
+            together: whether all ranks close now, after a barrier.
         """
-        self._watch.leave(together=together)
+        self._watchdog.stop(together=together)
         self._stopped.set()
         if not together:
             self._abort_devices()  # or to destroy them would wait for kernels that wait for ranks that are gone
@@ -222,14 +227,14 @@ class Ranks:
                 dist.destroy_process_group(group)
                 self._groups.remove(group)
                 for part in self._parts:
-                    part.leave(group)
+                    part.forget(group)
         if not self._groups:
             atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
-        """Leave by a process that ends without having closed: nothing may be under way when the interpreter goes."""
+        """Close when the process ends without having closed: no collective may be under way at interpreter exit."""
         if (error := getattr(sys, "last_value", None)) is not None:  # nobody has caught it
-            self.tell(error)
+            self.report_failure(error)
         self.close(together=False)
         if self._groups:  # the process would crash, and has said why it ends
             sys.stdout.flush()
@@ -237,7 +242,7 @@ class Ranks:
             os._exit(1)
 
     def _group(self, groups: Groups) -> Group:
-        """Make groups of one kind, all ranks together; return this rank's."""
+        """Make all groups of one kind, on all ranks; return the one that this rank is in."""
         for ranks in groups:
             device = hosts = None
             if len(ranks) > 1:
@@ -256,11 +261,11 @@ class Ranks:
         return mine
 
     def _wait(self, group: dist.ProcessGroup, begin: Callable[[], Any]) -> None:
-        """Begin a collective and wait for it, or make the current stream wait for it if it is one on a device."""
+        """Begin a collective and wait for it; if it runs on a GPU, make the current stream wait instead."""
         self._check()
         is_lane = threading.current_thread().name.startswith(LANE_THREAD)
         try:
-            self.waits = self.waits or not is_lane
+            self.is_waiting = self.is_waiting or not is_lane
             work = begin()
             if group not in self._on_devices:  # work.wait() could not be left if another rank fails
                 done = self._under_way[group] = threading.Event()
@@ -272,24 +277,24 @@ class Ranks:
         except RankError:
             raise
         except RuntimeError as error:  # a connection was closed, or NCCL was aborted
-            raise self._watch.explain(error) from error
+            raise self._watchdog.explain(error) from error
         finally:
             self.num_ended += 1
             if not is_lane:
-                self.waits = False
+                self.is_waiting = False
 
     def _check(self) -> None:
-        self._watch.check()
+        self._watchdog.check()
         if self._stopped.is_set():
             raise RankError("this rank was stopped while it waited for the others")
 
     def _failed(self, error: RankError) -> None:
-        """Pass it on, and end what runs on the device, as kernels of a collective wait for a dead rank for ever."""
+        """Report it, and abort collectives on the device, whose kernels would wait for a dead rank for ever."""
         self._on_failure(error)
         self._abort_devices()
 
     def _abort_devices(self) -> None:
-        """End collectives on the device, once: all groups together, as one may wait for another's end."""
+        """Abort collectives on the device, once: all groups together, as one may wait for another."""
         with self._aborting:
             groups, self._to_abort = self._to_abort, []
             backends = [group._get_backend(torch.device("cuda")) for group in groups if group in self._groups]
@@ -302,7 +307,7 @@ class Ranks:
 
 
 def _join(size: int) -> None:
-    """Make sure of a default process group."""
+    """Make the default process group if there is none, and check its size."""
     remedy = f"start one process per device: torchrun --nproc-per-node {size} (a node), plus --nnodes for several"
     if not dist.is_initialized():
         started = int(os.environ.get("WORLD_SIZE", "1"))

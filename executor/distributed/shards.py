@@ -1,11 +1,11 @@
-"""What a rank has of a model's parameters.
+"""A rank's shares of a model's parameters under tensor and expert parallelism.
 
-[Note: Shares] The plan's units hold one rank's share of the model, so a plan says how every parameter is divided: the
-dimension in which its share is smaller than the whole is cut into as many blocks as there are tensor-parallel ranks.
-What is joint in one parameter (query, key and value of GPT-2, gate and up of experts) is cut part by part. The
-vocabulary's last rows may be missing: pads take their place, which are zero, get no gradient, and are nobody's weights.
-Of experts a rank has a block, of which a unit may have some: these are leaves of their own, since one parameter cannot
-lie in several units, and the user's own parameter then has a shape but no values until it is given back.
+[Note: Shares] The plan's units hold one rank's share of the model, and so say how every parameter is divided. The
+dimension in which the share is smaller than the whole is cut into one block per tensor-parallel rank. Joint parameters
+(query, key and value of GPT-2, gate and up of experts) are cut part by part. A vocabulary may be padded: the padding is
+zero, gets no gradient, and is never saved. Each expert-parallel rank has a block of the experts, and a unit may have
+some of these. One parameter cannot lie in several units, so these rows are leaves of their own. The user's own
+parameter then has a shape but no values until the session is closed.
 """
 
 import dataclasses
@@ -24,23 +24,23 @@ _JOINT = {"attn.c_attn": 3, "mlp.experts.gate_up_proj": 2}  # by the end of a pa
 
 
 class BindingError(ValueError):
-    """The model is not the one that was planned."""
+    """The model does not match the plan."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank has of one of the model's parameters; see [Note: Shares].
+    """A rank's share of one of the model's parameters; see [Note: Shares].
 
     Attributes:
-        name: of the whole, in the model.
-        whole: the user's own object.
-        whole_shape: of all of it.
-        leaf: what computing uses, and what autograd accumulates into: the user's own object, or one of its rows.
+        name: of the whole parameter, in the model.
+        whole: the user's own parameter.
+        whole_shape: its shape.
+        leaf: the autograd leaf that the model computes with: the user's own parameter, or one for some of its rows.
         shape: of the share.
-        rows: of its first dimension, if these are experts; ``None``: all.
-        dim, num_joint: what is divided over tensor-parallel ranks, and of how many joint parts; ``dim`` is ``None``
-            where each rank has all.
-        mesh: where this rank is.
+        rows: its range in the first dimension, if it is some experts; ``None`` for all.
+        dim, num_joint: dimension that is divided over tensor-parallel ranks, and its number of joint parts; ``dim`` is
+            ``None`` if each rank has all.
+        mesh: position of this rank.
     """
 
     name: str
@@ -55,41 +55,41 @@ class Share:
 
     @property
     def trains(self) -> bool:
-        """Whether a gradient may come for it."""
+        """Whether it is trained."""
         return self.whole.requires_grad
 
     @property
     def is_whole(self) -> bool:
-        """Whether the rank has all of the parameter in one place."""
+        """Whether it is all of the parameter."""
         return self.rows is None and self.dim is None
 
     @property
     def own_name(self) -> str:
-        """The whole's name, with which of its rows and of its tensor-parallel shares this is, if it is not all."""
+        """The parameter's name, with the range of rows and the tensor-parallel share, if it is not all."""
         rows = "[{}:{}]".format(*self._rows_of(self.mesh.expert)) if self.rows is not None else ""
         share = f"@{self.mesh.tensor}/{self.mesh.degrees.tensor_parallel}" if self.dim is not None else ""
         return f"{self.name}{rows}{share}"
 
     @property
     def num_divided(self) -> int:
-        """Rows, of the divided dimension, that are no pads; equal on all ranks but the last ones."""
+        """Length of the divided dimension without padding; equal on all ranks but the last ones."""
         assert self.dim is not None
         first = self.mesh.tensor * self.shape[self.dim]
         return min(max(self.whole_shape[self.dim] - first, 0), self.shape[self.dim])
 
     def part(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the share's part of the whole parameter's values, ``[whole_shape]``; a view where that is possible."""
-        return self.mine(self.of_all(values.view(self.whole_shape)))
+        """Return this share of a whole parameter's values, ``[whole_shape]``; a view if possible."""
+        return self.own_part(self.of_all(values.view(self.whole_shape)))
 
     def of_all(self, values: torch.Tensor) -> torch.Tensor:
-        """Return what all ranks have of this share, ``[..., *whole_shape[1:]]``, from the whole parameter's values."""
+        """Return the values of this share on all ranks, ``[..., *whole_shape[1:]]``, from the whole parameter's."""
         if self.rows is None:
             return values
         rows = (values[slice(*self._rows_of(expert))] for expert in range(self.mesh.degrees.expert_parallel))
         return torch.cat(tuple(rows))
 
-    def mine(self, of_all: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part, ``[shape]``, of what all ranks have of the share."""
+    def own_part(self, of_all: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part, ``[shape]``, of the values that :meth:`of_all` returned."""
         values = of_all
         if self.rows is not None:
             values = _unflatten(of_all, 0, self.mesh.degrees.expert_parallel, -1)[self.mesh.expert]
@@ -103,11 +103,11 @@ class Share:
         return joint.select(dim + 1, self.mesh.tensor).flatten(dim, dim + 1)
 
     def join(self, shares: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-        """Write what all ranks have to ``into``, ``[whole_shape]``.
+        """Write the shares of all ranks to ``into``, ``[whole_shape]``.
 
         Args:
             shares: ``[shape]`` of every expert-parallel rank, and within these of every tensor-parallel one.
-            into: what is not this share's (other experts) is left as it is.
+            into: whole values; those of other experts are left unchanged.
         """
         degrees = self.mesh.degrees
         num_experts = degrees.expert_parallel if self.rows is not None else 1
@@ -120,14 +120,14 @@ class Share:
                 _join([share.view(self.shape) for share in divided], rows, self.dim, self.num_joint)
 
     def _rows_of(self, expert: int) -> tuple[int, int]:
-        """Return the experts that a rank has of this share."""
+        """Return the range of experts that an expert-parallel rank has of this share."""
         assert self.rows is not None
         before = expert * (self.whole_shape[0] // self.mesh.degrees.expert_parallel)
         return before + self.rows[0], before + self.rows[1]
 
 
 def shares_of(model: nn.Module, units: tuple[Unit, ...], mesh: Mesh) -> dict[str, Share]:
-    """Return what this rank has of the model's parameters, by the names that the units use.
+    """Return this rank's shares of the model's parameters, by the names that the units use.
 
     Raises:
         BindingError: the model has other parameters than the units, or of other shapes.
@@ -155,10 +155,10 @@ def shares_of(model: nn.Module, units: tuple[Unit, ...], mesh: Mesh) -> dict[str
 
 
 def assemble(name: str, parts: Mapping[str, torch.Tensor], whole: torch.Tensor) -> None:
-    """Write to ``whole``, the values of the parameter of that name, what is there under own names of shares of it.
+    """Assemble a parameter in ``whole`` from shares, given by their own names.
 
     Raises:
-        ValueError: something of it is not there.
+        ValueError: a share is missing.
     """
     found: dict[tuple[int, int], dict[int, torch.Tensor]] = {}  # by rows, then by tensor-parallel rank
     num_ranks = 1
@@ -182,21 +182,21 @@ def assemble(name: str, parts: Mapping[str, torch.Tensor], whole: torch.Tensor) 
 
 
 def whole_name(own_name: str) -> str:
-    """Return the name of the whole that a share is of, by its own name."""
+    """Return the parameter's name, from a share's own name."""
     cut = _OWN_NAME.fullmatch(own_name)
     assert cut is not None
     return cut["name"]
 
 
-def whole_of(parts: Sequence[tuple[Share, torch.Tensor]], ranks: Ranks | None) -> torch.Tensor:
-    """Return the whole values of a parameter, ``[whole_shape]``; all ranks do so together.
+def unshard(parts: Sequence[tuple[Share, torch.Tensor]], ranks: Ranks | None) -> torch.Tensor:
+    """Return a parameter's whole values, ``[whole_shape]``; all ranks call this together.
 
     Args:
-        parts: all that this rank has of it, each with its values, ``[shape]``.
-        ranks: all ranks; ``None`` if there is one.
+        parts: this rank's shares of it, each with its values, ``[shape]``.
+        ranks: all ranks; ``None`` with one.
 
     Returns:
-        The values given, if they are whole; else new host memory.
+        The given values if they are whole, else new host memory.
     """
     first, values = parts[0]
     if first.is_whole:
@@ -205,9 +205,9 @@ def whole_of(parts: Sequence[tuple[Share, torch.Tensor]], ranks: Ranks | None) -
     for share, values in parts:
         of_all = values.reshape(-1)
         if ranks is not None and share.dim is not None:
-            of_all = ranks.tensor.collected(of_all)
+            of_all = ranks.tensor.all_gather_on_host(of_all)
         if ranks is not None and share.rows is not None:
-            of_all = ranks.experts.collected(of_all)
+            of_all = ranks.experts.all_gather_on_host(of_all)
         share.join(of_all.view(-1, share.shape.numel()).unbind(), whole)
     return whole
 

@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from executor.distributed.collectives import add_up, spread
+from executor.distributed.collectives import copy_to_group, reduce_from_group
 from executor.distributed.groups import Group
 from executor.distributed.products import number_of, summed_product
 from executor.distributed.shards import BindingError, Share
@@ -129,7 +129,7 @@ class _Spread:
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         values, *others = args
         if self._given is not values or self._made is None:
-            self._given, self._made = values, spread(values, self._group)
+            self._given, self._made = values, copy_to_group(values, self._group)
         made = self._made
         if module is self._last:
             self._given = self._made = None
@@ -163,10 +163,10 @@ def _share_experts(module: nn.Module, group: Group, outside: Outside) -> list[Un
 
     def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         values, chosen, weights = args
-        return spread(values, group), chosen, spread(weights, group)
+        return copy_to_group(values, group), chosen, copy_to_group(weights, group)
 
     def after(_module: nn.Module, _args: Any, result: torch.Tensor) -> torch.Tensor:
-        return add_up(result, group)
+        return reduce_from_group(result, group)
 
     return [
         module.register_forward_pre_hook(outside(before)).remove,
@@ -177,7 +177,7 @@ def _share_experts(module: nn.Module, group: Group, outside: Outside) -> list[Un
 def _sum_gradient(leaf: nn.Parameter, group: Group) -> Undo:
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         total = gradient.clone(memory_format=torch.contiguous_format)
-        group.add_up(total)
+        group.all_reduce(total)
         return total
 
     trains = leaf.requires_grad

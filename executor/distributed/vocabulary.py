@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from executor.distributed.collectives import add_up, gather_last
+from executor.distributed.collectives import gather_last_dim, reduce_from_group
 from executor.distributed.groups import Group
 from executor.distributed.shards import BindingError, Share
 
@@ -44,12 +44,12 @@ def embed(module: nn.Module, share: Share, group: Group) -> Callable[[torch.Tens
     def forward(ids: torch.Tensor) -> torch.Tensor:
         nonlocal compared
         if not compared:
-            group.agree("batch", ids.cpu().numpy().tobytes())
+            group.check_same("batch", ids.cpu().numpy().tobytes())
             compared = True
         rows = ids - first
         elsewhere = (rows < 0) | (rows >= count)
         values = functional.embedding(rows.masked_fill_(elsewhere, 0), module.weight, own_padding)
-        return add_up(values.masked_fill_(elsewhere.unsqueeze(-1), 0), group)
+        return reduce_from_group(values.masked_fill_(elsewhere.unsqueeze(-1), 0), group)
 
     return forward
 
@@ -93,7 +93,7 @@ class Head:
         self._apart = self._has_stock_loss and model.training and torch.is_grad_enabled() and labels is not None
 
     def _after(self, _head: nn.Module, _args: Any, logits: torch.Tensor) -> torch.Tensor:
-        return logits if self._apart else gather_last(logits, self._group, self._weight.whole_shape[0])
+        return logits if self._apart else gather_last_dim(logits, self._group, self._weight.whole_shape[0])
 
     def _loss(
         self,
@@ -134,16 +134,16 @@ class _CrossEntropy(torch.autograd.Function):
         most, at = scores.max(-1)
         own = most - result.gather(-1, at.unsqueeze(-1)).squeeze(-1)  # the logarithm of the sum of exponentials
         whole = own.clone()
-        group.maximum(whole)
+        group.all_reduce_max(whole)
         sums = (own - whole).exp_()
-        group.add_up(sums)
+        group.all_reduce(sums)
         whole += sums.log_()
         result -= (whole - own).unsqueeze(-1)
         columns = targets - weight.mesh.tensor * logits.shape[-1]
         mine = (columns >= 0) & (columns < weight.num_divided)
         columns.masked_fill_(~mine, 0)
         found = result.gather(-1, columns.unsqueeze(-1)).squeeze(-1).masked_fill_(~mine, 0.0)
-        group.add_up(found)
+        group.all_reduce(found)
         ctx.save_for_backward(result, columns, mine)
         ctx.dtype = logits.dtype
         return found.neg_()

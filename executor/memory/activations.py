@@ -1,10 +1,11 @@
-"""Activations that leave the device between forward and backward: to the host, or by way of it to NVMe.
+"""Saved activations that are offloaded between forward and backward: to the host, or through it to NVMe.
 
-What leaves, and how it is used when it is back, says [Note: Kept products] in :mod:`executor.memory.recompute_cache`.
+[Note: Saved products] in :mod:`executor.memory.recompute_cache` says what is offloaded, and how backward uses it.
 
-[Note: Room] A unit has exactly the room that the plan counts. What a model's products make beyond that (a device whose
-attention is not fused hands on all scores) stays, and is made again: the least of it that makes the rest fit, and the
-latest of equals, as recomputation may not reach it. So the bits do not depend on it, but how long backward takes does.
+[Note: Room] A unit has exactly the host memory that the plan counts. Its products may make more than that: without
+fused attention, for example, all scores. Then some products are not offloaded but computed again: as few bytes as
+possible, and the latest of equals, which recomputation may not reach. The bits of the result do not depend on this
+choice, only the time of backward.
 """
 
 import contextlib
@@ -15,12 +16,18 @@ from typing import Any, final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from executor.callbacks import ModuleCallbacks
 from executor.devices.backend import Backend
 from executor.direct_io import BLOCK_BYTES, in_blocks
-from executor.listener import Marks
 from executor.memory.arenas import Arena
 from executor.memory.nvme_files import RecordFile, as_bytes, folder_of
-from executor.memory.recompute_cache import Keeping, Leaving, Taking, Visit, changed
+from executor.memory.recompute_cache import (
+    ReuseProducts,
+    SavedTensor,
+    SaveProducts,
+    SegmentActivations,
+    modified_in_place,
+)
 from planner.decisions import Decisions
 from planner.graph import Unit, segments
 from planner.lowering.activations import OffloadRooms
@@ -29,21 +36,21 @@ from planner.schedule.tasks import Lane, MemoryClass
 
 @final
 class OffloadedActivations:
-    """Everything of the model's activations that leaves.
+    """All activations of a model that are offloaded.
 
     Args:
         units: in forward order.
         decisions: which of them offload.
         folder: for those that go on to NVMe.
         rank: this one, which has a file of its own there.
-        host: where their rooms are taken.
+        host: where their memory is taken.
         backend: the device.
 
     Attributes:
         file: what is on NVMe, a record for each unit; ``None`` if nothing is.
 
     Raises:
-        ValueError: it is not said where on NVMe.
+        ValueError: some go to NVMe, and no folder was given.
         StorageError: see :class:`executor.memory.nvme_files.RecordFile`.
         DeviceMemoryError: the host has too little.
     """
@@ -72,44 +79,44 @@ class OffloadedActivations:
             if self._record
             else None
         )
-        self._visit: dict[str, Visit] = {}  # the latest, by unit
+        self._segments: dict[str, SegmentActivations] = {}  # the latest, by unit
 
     @property
     def by_class(self) -> dict[MemoryClass, int]:
         """Bytes on NVMe by what they are for, without what rounds them up to blocks."""
         return {MemoryClass.ACTIVATIONS: self._num_bytes} if self._num_bytes else {}
 
-    def begin(self, names: Sequence[str]) -> Visit:
+    def begin(self, names: Sequence[str]) -> SegmentActivations:
         """Begin the forward of a segment with these units."""
-        visit = Visit(names)
-        self._visit |= dict.fromkeys(names, visit)
-        return visit
+        segment = SegmentActivations(names)
+        self._segments |= dict.fromkeys(names, segment)
+        return segment
 
-    def leave(self, unit: str) -> None:
-        """Copy to the host what a unit has made, and wait until the device has it no more.
+    def offload(self, unit: str) -> None:
+        """Copy a unit's activations to the host, free them on the device, and wait until that is done.
 
         Raises:
-            ActivationError: a tensor was changed while it left.
+            ActivationError: a tensor was modified in place meanwhile.
         """
-        visit, room = self._visit[unit], self._room[unit]
-        _assign(visit, unit, len(room))
-        leaving = list(visit.moved(unit))
-        for tensor in leaving:
+        segment, room = self._segments[unit], self._room[unit]
+        _assign(segment, unit, len(room))
+        tensors = list(segment.offloaded(unit))
+        for tensor in tensors:
             self._backend.copy(room[tensor.start : tensor.start + tensor.num_bytes], tensor.flat())
-        # Memory is free for the next segment when this task ends, and not when the host gets to know of that.
-        self._backend.seconds(self._backend.mark(Lane.ACTIVATION_OUT))
-        if not all(tensor.is_as_made for tensor in leaving):
-            raise changed(f"what {unit} was given or made")
-        for tensor in (*leaving, *(t for product in visit.made[unit] for t in product.tensors)):
+        # The next segment may reuse the memory as soon as this task has ended, so wait for the copies here.
+        self._backend.event_time_s(self._backend.record_event(Lane.ACTIVATION_OUT))
+        if not all(tensor.is_unmodified for tensor in tensors):
+            raise modified_in_place(f"an input or product of {unit}")
+        for tensor in (*tensors, *(t for product in segment.products_of[unit] for t in product.tensors)):
             tensor.tensor = None
 
     def evict(self, unit: str) -> None:
-        """Write to NVMe what has left with a unit."""
+        """Write a unit's offloaded activations to NVMe."""
         assert self.file is not None
         self.file.write(self._record[unit], as_bytes(_in_blocks(self._room[unit])))
 
     def recall(self, unit: str) -> None:
-        """Read what is to come back with a unit from NVMe into host memory."""
+        """Read a unit's offloaded activations from NVMe into host memory."""
         assert self.file is not None
         self.file.read(self._record[unit], as_bytes(_in_blocks(self._room[unit])))
 
@@ -118,28 +125,28 @@ class OffloadedActivations:
         if self.file is not None:
             self.file.close()
 
-    def come_back(self, unit: str) -> None:
-        """Bring back to the device what has left with a unit, into memory that goes when it has been used."""
+    def reload(self, unit: str) -> None:
+        """Copy a unit's activations back, to device memory that is freed once backward has used them."""
         room = self._room[unit]
-        for tensor in self._visit[unit].moved(unit):
+        for tensor in self._segments[unit].offloaded(unit):
             flat = self._backend.scratch(tensor.shape.numel(), tensor.dtype)
             self._backend.copy(flat.view(torch.uint8), room[tensor.start : tensor.start + tensor.num_bytes])
             tensor.tensor = flat.as_strided(tensor.shape, tensor.stride)
             tensor.version = tensor.tensor._version
 
-    def forget(self, unit: str) -> None:
-        """Give up what came back for a unit's segment and was not used."""
-        self._visit[unit].forget()
+    def drop(self, unit: str) -> None:
+        """Free what was reloaded for a unit's segment and not used."""
+        self._segments[unit].drop()
 
-    def forget_all(self) -> None:
-        """Give up everything, as backward has ended: also of segments where nothing needed a gradient."""
-        for visit in self._visit.values():
-            visit.forget()
-        self._visit.clear()
+    def drop_all(self) -> None:
+        """Free everything at the end of backward, also in segments where nothing needed a gradient."""
+        for segment in self._segments.values():
+            segment.drop()
+        self._segments.clear()
 
 
 def _take_ring(rooms: OffloadRooms, of_model: Sequence[Sequence[Unit]], host: Arena) -> dict[str, torch.Tensor]:
-    """Take the slots that activations on NVMe pass through; return each unit's room in its segment's."""
+    """Take the host slots through which activations go to NVMe; return each unit's part of its segment's slot."""
     through = [[unit.name for unit in segment] for segment in of_model if segment[0].name in rooms.on_nvme]
     sizes = [[in_blocks(rooms.on_nvme[name]) for name in names] for names in through]
     room_bytes = max((sum(parts) for parts in sizes), default=0)
@@ -157,18 +164,18 @@ def _take_ring(rooms: OffloadRooms, of_model: Sequence[Sequence[Unit]], host: Ar
 
 
 def _in_blocks(room: torch.Tensor) -> torch.Tensor:
-    """Return a room in the ring with what rounds it up to whole blocks."""
+    """Return a part of a slot, extended to whole blocks."""
     return room.as_strided((in_blocks(len(room)),), (1,))
 
 
-def _assign(visit: Visit, unit: str, room_bytes: int) -> None:
-    """Say what of a unit leaves, and where to; see [Note: Room]."""
+def _assign(segment: SegmentActivations, unit: str, room_bytes: int) -> None:
+    """Choose what of a unit is offloaded, and where it goes; see [Note: Room]."""
     end = 0
-    for tensor in visit.given if unit == next(iter(visit.made)) else ():
-        if tensor.is_dense and end + tensor.num_bytes <= room_bytes:  # else it stays: nothing can make it again
+    for tensor in segment.inputs if unit == next(iter(segment.products_of)) else ():
+        if tensor.is_dense and end + tensor.num_bytes <= room_bytes:  # else it stays: an input cannot be recomputed
             tensor.start = end
             end += tensor.num_bytes
-    chosen = [p for p in visit.made[unit] if all(tensor.is_as_made and tensor.is_dense for tensor in p.tensors)]
+    chosen = [p for p in segment.products_of[unit] if all(t.is_unmodified and t.is_dense for t in p.tensors)]
     while (excess := sum(product.num_bytes for product in chosen) - (room_bytes - end)) > 0:
         enough = [product for product in reversed(chosen) if product.num_bytes >= excess]
         chosen.remove(
@@ -177,16 +184,16 @@ def _assign(visit: Visit, unit: str, room_bytes: int) -> None:
             else max(reversed(chosen), key=lambda product: product.num_bytes)
         )
     for product in chosen:
-        product.leaves_device = True
+        product.is_offloaded = True
         for tensor in product.tensors:
             tensor.start = end
             end += tensor.num_bytes
 
 
-def _leaving(args: Sequence[Any]) -> list[torch.Tensor]:
-    """Return what leaves of what a segment is given: tensors with a gradient, or else the first of floating point.
+def _offloadable_inputs(args: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the inputs of a segment to offload: those with a gradient, or else the first of floating point.
 
-    The rest are masks and positions, which all segments are given.
+    The rest are masks and positions, which all segments get.
     """
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     trained = [tensor for tensor in tensors if tensor.requires_grad]
@@ -199,47 +206,47 @@ class SegmentOffload:
     Args:
         activations: of the model.
         names: of the segment's units, in forward order.
-        marks: knows which unit computes, and wants to know when the segment is about to run again, before anything
-            that came back is used.
+        callbacks: know which unit computes. They are called when recomputation begins, before it uses what was
+            reloaded.
     """
 
-    def __init__(self, activations: OffloadedActivations, names: Sequence[str], marks: Marks) -> None:
+    def __init__(self, activations: OffloadedActivations, names: Sequence[str], callbacks: ModuleCallbacks) -> None:
         self._activations = activations
         self._names = names
-        self._marks = marks
+        self._callbacks = callbacks
 
     @contextlib.contextmanager
     def forward(self, args: Sequence[Any]) -> Iterator[Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]]:
-        """Enter a forward with these arguments: yields what makes the modes of both runs."""
-        visit, backend = self._activations.begin(self._names), self._activations._backend
-        leaving = {tensor.untyped_storage()._cdata for tensor in _leaving(args)}
+        """Enter a forward with these arguments; yields the ``context_fn`` of both runs."""
+        segment, backend = self._activations.begin(self._names), self._activations._backend
+        offloadable = {tensor.untyped_storage()._cdata for tensor in _offloadable_inputs(args)}
 
-        def pack(tensor: torch.Tensor) -> Leaving | torch.Tensor:
-            if tensor.untyped_storage()._cdata not in leaving:
+        def pack(tensor: torch.Tensor) -> SavedTensor | torch.Tensor:
+            if tensor.untyped_storage()._cdata not in offloadable:
                 return tensor
-            visit.given.append(Leaving.of(tensor))
-            return visit.given[-1]
+            segment.inputs.append(SavedTensor.of(tensor))
+            return segment.inputs[-1]
 
-        def unpack(kept: Leaving | torch.Tensor) -> torch.Tensor:
-            self._run_again()
+        def unpack(kept: SavedTensor | torch.Tensor) -> torch.Tensor:
+            self._begin_recompute()
             if isinstance(kept, torch.Tensor):
                 return kept
-            return kept.take(backend)
+            return kept.restore(backend)
 
         def modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-            return Keeping(visit, self._unit), Taking(visit, backend, self._run_again)
+            return SaveProducts(segment, self._unit), ReuseProducts(segment, backend, self._begin_recompute)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield modes
 
-    def _run_again(self) -> None:
-        self._marks.at_forward(self._names[0])
+    def _begin_recompute(self) -> None:
+        self._callbacks.on_forward(self._names[0])
 
-    def made_again(self) -> None:
-        """Give up what the segment's second run did not need."""
-        self._activations.forget(self._names[0])
+    def end_recompute(self) -> None:
+        """Free what the recomputation did not need."""
+        self._activations.drop(self._names[0])
 
     def _unit(self) -> str:
-        """Return the unit of the segment that computes; what comes before the first belongs to that."""
-        unit = self._marks.unit
+        """Return the unit that computes; what runs before the segment's first unit belongs to that one."""
+        unit = self._callbacks.unit
         return unit if unit in self._names else self._names[0]

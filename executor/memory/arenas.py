@@ -1,4 +1,4 @@
-"""Memory that is taken once, as a plan says, with a ledger."""
+"""Memory that is allocated once, as the plan says, with a ledger."""
 
 import dataclasses
 from collections import defaultdict
@@ -11,18 +11,18 @@ from executor.devices.backend import Backend
 from planner.schedule.tasks import MemoryClass, Tier
 
 ALIGNMENT_BYTES: Final = 64
-"""Blocks start at multiples of this: a cache line, and what vector kernels like best."""
+"""Blocks start at multiples of this: a cache line, which suits vector kernels."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why an arena gave nothing, in numbers; as a string, in words.
+class MemoryShortage:
+    """Why an arena could not give a block, in numbers; ``str()`` gives it in words.
 
     Attributes:
-        tier: whose memory it is.
+        tier: of the memory.
         name, asked_bytes: the block that was asked for.
-        capacity_bytes: what may be taken in all; ``None``: what the machine has.
-        held_bytes: what had been taken before, by what it is for.
+        capacity_bytes: most that may be taken in all; ``None`` without a limit of its own.
+        held_bytes: what had been taken before, by class.
     """
 
     tier: Tier
@@ -43,20 +43,20 @@ class Refusal:
 
 
 class DeviceMemoryError(MemoryError):
-    """A plan asks for more memory than a tier has; the message shows who holds what.
+    """A plan asks for more memory than a tier has; the message shows what is held.
 
-    Its one argument is the :class:`Refusal`.
+    Its one argument is the :class:`MemoryShortage`.
     """
 
 
 @final
 class Arena:
-    """Named blocks of one tier, taken once and at exactly the size asked for, with a ledger.
+    """Named blocks of one tier, each allocated once at exactly the size asked for, with a ledger.
 
     Args:
-        tier: whose memory this is.
-        capacity_bytes: what may be taken in all; ``None`` leaves the limit to the machine.
-        backend: where memory comes from.
+        tier: of the memory.
+        capacity_bytes: most that may be taken in all; ``None`` leaves the limit to the machine.
+        backend: allocates it.
     """
 
     def __init__(self, tier: Tier, capacity_bytes: int | None, backend: Backend) -> None:
@@ -71,7 +71,7 @@ class Arena:
         return sum(self.by_class().values())
 
     def by_class(self) -> dict[MemoryClass, int]:
-        """Return the bytes taken so far by what they are for."""
+        """Return the bytes taken so far, by class."""
         totals: dict[MemoryClass, int] = defaultdict(int)
         for num_bytes, _ in self._blocks.values():
             for memory_class, count in num_bytes.items():
@@ -99,11 +99,11 @@ class Arena:
 
         Args:
             name: of the block.
-            num_bytes_of: bytes by what they are for.
-            block_bytes: it is aligned to this. If that is more than :data:`ALIGNMENT_BYTES`, what it has is rounded up
-                to a multiple of this too; neither is in the ledger, as both are less than two such blocks.
-            room_bytes: what it has where it is of several parts, each of which is rounded up; not in the ledger either.
-            shift_bytes: it begins so far behind such a multiple, less than one.
+            num_bytes_of: bytes by class.
+            block_bytes: its alignment. If that is more than :data:`ALIGNMENT_BYTES`, its size is rounded up to a
+                multiple too. The ledger counts neither, because both are less than two such blocks.
+            room_bytes: its size, if it has several parts that are each rounded up; not in the ledger either.
+            shift_bytes: how far it begins after a multiple of ``block_bytes``; less than that.
 
         Raises:
             DeviceMemoryError: it does not fit; nothing is taken.
@@ -124,21 +124,21 @@ class Arena:
         return block
 
     def clear(self) -> None:
-        """Give all blocks up. What still views them keeps them."""
+        """Drop all blocks; memory is freed with the last view of it."""
         self._blocks.clear()
 
-    def _message(self, name: str, num_bytes: int) -> Refusal:
-        return Refusal(self.tier, name, num_bytes, self.capacity_bytes, self.by_class())
+    def _message(self, name: str, num_bytes: int) -> MemoryShortage:
+        return MemoryShortage(self.tier, name, num_bytes, self.capacity_bytes, self.by_class())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeasuredMemory:
-    """What a tier has really held.
+    """What a tier has actually held.
 
     Attributes:
-        static_bytes: taken once, by class.
-        dynamic_peak_bytes: most that came on top of it inside :meth:`Session.metered`; ``None`` if not measured.
-        dynamic_bytes_of: the same while each of the caller's tasks was under way, by its index.
+        static_bytes: allocated once, by class.
+        dynamic_peak_bytes: peak of all other memory inside :meth:`Session.metered`; ``None`` if not measured.
+        dynamic_bytes_of: the same during each of the caller's tasks, by its index.
     """
 
     static_bytes: Mapping[MemoryClass, int]

@@ -1,8 +1,9 @@
-"""What a model keeps on NVMe, and the host buffers that it passes through.
+"""State on NVMe, and the host buffers that it passes through.
 
-[Note: Records] Optimizer state has a record for every piece. Where parameters are on NVMe too, the record begins with
-the piece's weights; in float32 it does so anyway, as the master copy is the weight. So an update writes weights and
-state at once, and a read of parameters is the beginning of every piece's record. Each part begins at a block.
+[Note: Records] The file of optimizer state has a record for every piece. If parameters are on NVMe too, the record
+begins with the piece's weights. In float32 it does so anyway, because the master copy is the weight. So an update
+writes weights and state at once, and a read of parameters reads the beginning of every piece's record. Each part begins
+at a block.
 """
 
 import contextlib
@@ -37,11 +38,11 @@ def pieces_on_nvme(units: tuple[Unit, ...], decisions: Decisions) -> dict[Key, i
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Layout:
-    """A piece in its buffer: weights, state and gradient, each from a block on. The first two are its record.
+    """Layout of a piece in its buffer: weights, state, gradient, each from a block on. The first two are its record.
 
     Attributes:
         num_params: of the piece.
-        weight_bytes, state_bytes, gradient_bytes: of each part; 0 if it is not there.
+        weight_bytes, state_bytes, gradient_bytes: of each part; 0 without it.
     """
 
     num_params: int
@@ -66,7 +67,7 @@ class _Layout:
 
     @property
     def num_bytes(self) -> int:
-        """The same without what rounds its parts up."""
+        """The same, without rounding up to blocks."""
         return self.weight_bytes + self.state_bytes + self.gradient_bytes
 
 
@@ -87,7 +88,7 @@ class _Held:
 
 @final
 class StoredValues:
-    """A stretch of a record, as bytes: sliced like a tensor, and read when it is copied.
+    """A range of a record, as bytes: sliced like a tensor, and read only when copied.
 
     Args:
         file: it is in.
@@ -108,8 +109,8 @@ class StoredValues:
         return StoredValues(self._file, self._record, self._start + start, self._start + stop)
 
     def read(self, target: torch.Tensor, scratch: torch.Tensor) -> None:
-        """Read the current version into ``target``, uint8, by way of ``scratch``, uint8 of some whole blocks."""
-        if not self._file.is_written(self._record):  # nothing but pads, see [Note: Shards] in executor.memory.pieces
+        """Read the current version into ``target``, uint8, through ``scratch``, uint8 of some whole blocks."""
+        if not self._file.is_written(self._record):  # nothing but padding, see [Note: Shards] in executor.memory.pieces
             target.zero_()
             return
         at = self._start
@@ -124,10 +125,10 @@ class StoredValues:
 
 @final
 class SpilledGradients:
-    """Gradients that wait for their update on NVMe, and the rooms on the host that they arrive in.
+    """Gradients that wait for their update on NVMe, and the host memory that they arrive in.
 
     Args:
-        rooms: of every piece, uint8, whole blocks; pieces that are not there at the same time share them.
+        rooms: host memory of every piece, uint8, whole blocks. Pieces that do not need it at the same time share it.
         file: a record for every piece in their order.
     """
 
@@ -169,12 +170,12 @@ class SpilledGradients:
         return cls(rooms, file)
 
     def spill(self, key: Key) -> None:
-        """Write the gradient of a piece, which is whole in its room."""
+        """Write the gradient of a piece from its host memory."""
         self.file.write(self._record[key], as_bytes(self.rooms[key]))
         self._there.add(key)
 
     def fetch(self, key: Key, buffer: torch.Tensor) -> None:
-        """Read the gradient of a piece into its place in a buffer, if one was spilled since the last time."""
+        """Read the gradient of a piece into its part of a buffer, if one was spilled since the last fetch."""
         if key in self._there:
             self._there.remove(key)
             self.file.read(self._record[key], as_bytes(buffer))
@@ -191,9 +192,9 @@ class StoredState:
         layouts: of every piece.
         dtype: of weights and gradients.
         ring: uint8, whole blocks each.
-        landing: for every unit whose parameters are on NVMe, where the weights of each of its pieces are read to,
-            uint8, whole blocks; units of one slot share it.
-        file: where state is, a record for every piece in their order.
+        landing: for every unit whose parameters are on NVMe, a buffer for the weights of each piece, uint8, whole
+            blocks; units of one slot share it.
+        file: of the state, with a record for every piece in their order.
         spilled: gradients on NVMe, if any are.
     """
 
@@ -225,10 +226,10 @@ class StoredState:
         rank: int,
         host: Arena,
     ) -> Self | None:
-        """Return room for what decisions have on NVMe, without values; ``None`` if that is nothing.
+        """Take files and buffers for state on NVMe, without values; return ``None`` if the plan has none there.
 
         Raises:
-            ValueError: it is not said where.
+            ValueError: no folder was given.
             StorageError: see :class:`executor.memory.nvme_files.RecordFile`.
             DeviceMemoryError: the host has no room for the ring.
         """
@@ -261,7 +262,7 @@ class StoredState:
 
     @property
     def by_class(self) -> dict[MemoryClass, int]:
-        """Bytes on NVMe by what they are for, state in both versions, without what rounds parts up to blocks."""
+        """Bytes on NVMe by class, state in both versions, without rounding up to blocks."""
         layouts = self._layouts.values()
         totals = {
             MemoryClass.OPTIMIZER: 2 * sum(layout.state_bytes for layout in layouts),
@@ -272,9 +273,9 @@ class StoredState:
 
     @contextlib.contextmanager
     def begin(self, unit: str) -> Iterator[Callable[[int, int, torch.Tensor], None]]:
-        """Write a unit's first state: yields what takes master copies, a stretch of a piece at a time, in order.
+        """Write a unit's first state; yields a function that takes ranges of master copies, in order.
 
-        All other state is 0. One piece at a time is in memory.
+        All other state is 0. Only one piece at a time is in memory.
         """
         current: int | None = None
         master = self._ring[0]
@@ -295,19 +296,19 @@ class StoredState:
         settle()
 
     def read_weights(self, unit: str) -> None:
-        """Read the weights of a unit to where they land."""
+        """Read the weights of a unit into its landing buffers."""
         for index, buffer in enumerate(self.landing[unit]):
             self._read((unit, index), buffer, 0)
 
     def swap_in(self, key: Key, slot: int, *, reads: bool) -> None:
-        """Give a piece a buffer, and read its state, and the gradient that was spilled, into it if that is needed."""
+        """Give a piece a buffer; if it ``reads``, read its state and its spilled gradient into it."""
         assert key not in self._held
         self._held[key] = _Held(self._ring[slot])
         if reads:
             self.state(key)
 
     def state(self, key: Key) -> tuple[torch.Tensor, ...]:
-        """Return the state of a piece that has a buffer, master copy first; read it if that has not been done."""
+        """Return the state of a piece that has a buffer, master copy first; read it if it has not been read."""
         held, layout = self._held[key], self._layouts[key]
         if not held.is_loaded:
             self._read(key, held.buffer[layout.state_start : layout.record_bytes], layout.state_start)
@@ -317,22 +318,22 @@ class StoredState:
         return self._tensors(key, held.buffer)
 
     def gradient(self, key: Key) -> torch.Tensor:
-        """Return the gradient of a piece whose state is in its buffer, once it was spilled."""
+        """Return a piece's spilled gradient, which is in the buffer once its state has been read."""
         layout = self._layouts[key]
         start = layout.record_bytes
         return self._held[key].buffer[start : start + layout.gradient_bytes].view(self._dtype)
 
     def weights(self, key: Key) -> torch.Tensor | None:
-        """Return where an update writes the weights of a piece that has a buffer; ``None``: the master copy is it."""
+        """Return where an update writes a piece's weights; ``None`` if the master copy is the weight."""
         layout = self._layouts[key]
         return self._held[key].buffer[: layout.weight_bytes].view(self._dtype) if layout.weight_bytes else None
 
-    def changed(self, key: Key) -> None:
-        """Say that the state of a piece in its buffer is newer than that in the file, and its weights are all there."""
+    def set_changed(self, key: Key) -> None:
+        """Mark a piece's buffer as newer than the file; weights and state in it are complete."""
         self._held[key].is_changed = True
 
     def swap_out(self, key: Key) -> None:
-        """Write what has changed, and give the buffer up."""
+        """Write the buffer if it has changed, and free it."""
         held = self._held[key]
         if held.is_changed:
             self.file.write(self._record[key], as_bytes(held.buffer))
@@ -340,9 +341,9 @@ class StoredState:
 
     @contextlib.contextmanager
     def at_rest(self, key: Key, *, reads: bool = True, writes: bool = False) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Have the state of a piece between iterations, and write it afterwards if it is said to change.
+        """Enter with the state of a piece between iterations; afterwards write it if it ``writes``.
 
-        It is zero if it is not read first.
+        Unless it ``reads``, the state is zero.
         """
         assert not self._held, "buffers are in use"
         layout, buffer = self._layouts[key], self._ring[0]
@@ -355,7 +356,7 @@ class StoredState:
             self._write_at_rest(key)
 
     def values(self, key: Key) -> list[StoredValues]:
-        """Return the tensors of a piece's state in the file, master copy first, as bytes."""
+        """Return the tensors of a piece's state as bytes in the file, master copy first."""
         layout = self._layouts[key]
         size = 4 * layout.num_params
         starts = range(layout.state_start, layout.state_start + layout.state_bytes, size)
@@ -375,11 +376,11 @@ class StoredState:
     def _read(self, key: Key, buffer: torch.Tensor, start: int) -> None:
         if self.file.is_written(self._record[key]):
             self.file.read(self._record[key], as_bytes(buffer), start)
-        else:  # it has nothing but pads, see [Note: Shards] in executor.memory.pieces
+        else:  # nothing but padding, see [Note: Shards] in executor.memory.pieces
             buffer.zero_()
 
     def _write_at_rest(self, key: Key) -> None:
-        """Write the state in the first buffer, with the weights that its master copy rounds to."""
+        """Write the state in the first buffer, with weights rounded from its master copy."""
         layout, buffer = self._layouts[key], self._ring[0]
         if layout.weight_bytes:
             buffer[: layout.weight_bytes].view(self._dtype).copy_(self._tensors(key, buffer)[0])
@@ -389,7 +390,7 @@ class StoredState:
 def _take_landing(
     units: tuple[Unit, ...], decisions: Decisions, slot_of: Mapping[str, int], host: Arena
 ) -> dict[str, list[torch.Tensor]]:
-    """Take a buffer for every slot that parameters come to from NVMe, and cut it for each of the slot's units."""
+    """Take a buffer for every slot that gets parameters from NVMe, and divide it for each of the slot's units."""
     weight_bytes = decisions.precision.weight_bytes
     parts = {
         unit.name: [in_blocks(weight_bytes * count) for count in decisions.piece_params(unit)]

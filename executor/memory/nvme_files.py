@@ -1,14 +1,14 @@
-"""Files for what a plan has on NVMe: written and read in whole records, by this process alone.
+"""Files of a plan's state on NVMe: whole records, written and read by this process alone.
 
-[Note: Two versions] What training cannot do without has room for two versions of every record. What an update has made
-is written beside what it was made from, and only when all of it has been written is the new version the current one. A
-write that fails or is cut short leaves the old version whole, and a read never meets half of a new one. What lives
-within an iteration (gradients, activations) has one version.
+[Note: Two versions] The file of optimizer state has room for two versions of every record. An update writes the new
+version beside the old one. The new version becomes current only when all of it has been written. A write that fails or
+is cut short leaves the old version whole, and a read never sees half of a new one. Data that lives within an iteration
+(gradients, activations) has one version.
 
-[Note: Direct] Records are read and written once an iteration, and are more than memory holds, so the page cache would
-only take memory and a copy. Files are opened past it (``O_DIRECT``), with offsets, lengths and addresses that are
-multiples of a block. Where a file system has no such thing (tmpfs, some network file systems) files are buffered, and
-the system is told not to keep what has been read or written.
+[Note: Direct] Records are read and written once an iteration, and are larger than memory. The page cache would only
+cost memory and a copy. So files are opened with ``O_DIRECT``, with offsets, lengths and addresses that are multiples of
+a block. If a file system has no such thing (tmpfs, some network file systems), transfers go through the page cache,
+which is told not to keep the data.
 """
 
 import fcntl
@@ -22,27 +22,27 @@ from typing import Final, Literal, final
 
 import torch
 
-from executor.direct_io import BLOCK_BYTES, NO_ROOM, go_direct, in_blocks
+from executor.direct_io import BLOCK_BYTES, DISK_FULL_ERRNOS, enable_direct_io, in_blocks
 
 _CHUNK_BYTES: Final = 8 << 20  # one request; smaller ones are slower, and Linux cuts off what is beyond 2 GiB
 _VERSIONS: Final = {1: "", 2: "two versions of "}
 
 
 class StorageError(OSError):
-    """What a plan has on storage cannot be kept, read or written there; the message says where and why."""
+    """A plan's storage cannot be allocated, read or written; the message says where and why."""
 
 
 @final
 class RecordFile:
-    """A file of records of fixed sizes, all of its space taken at once, with one or two versions of each.
+    """A file of records of fixed sizes, with one or two versions of each. All of its space is allocated at once.
 
-    It is removed when it is closed, or when nobody has it any more: it holds what is this process's alone.
+    It is removed when it is closed or garbage collected, because only this process needs it.
 
     Args:
-        path: where; its folder is made if it does not exist. What another process left there is overwritten.
+        path: of the file; its folder is made if needed. A file that another process left there is overwritten.
         sizes_bytes: of the records.
-        num_versions: 2 where a write must leave what was there before whole, see [Note: Two versions].
-        what: what it holds, in words, for errors.
+        num_versions: 2 if a write must leave the previous version whole, see [Note: Two versions].
+        what: its content, in words, for errors.
 
     Raises:
         StorageError: there is no room, no permission, or another process is using it.
@@ -61,15 +61,15 @@ class RecordFile:
         self._discard = weakref.finalize(self, _discard, self._fd, path)
         self._lock = threading.Lock()
         self._num_under_way = 0
-        self.is_direct = go_direct(self._fd)
+        self.is_direct = enable_direct_io(self._fd)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes: all versions."""
+        """Bytes of all versions."""
         return self._starts[-1]
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Where it is, and how it is read and written."""
         way = "past" if self.is_direct else "through (no O_DIRECT there)"
         return f"state in {self.path.parent}, {way} the page cache"
@@ -79,9 +79,9 @@ class RecordFile:
         return self._current[record] is not None
 
     def read(self, record: int, buffer: memoryview, start: int = 0) -> None:
-        """Read the current version of a record, from a block's ``start`` on, into ``buffer``.
+        """Read the current version of a record, from the block at ``start`` on, into ``buffer``.
 
-        That has whole blocks and begins at one; it is filled, or takes all that there is.
+        The buffer has whole blocks and is aligned to one. It is filled, or takes the rest of the record.
 
         Raises:
             StorageError: not all of it could be read.
@@ -94,7 +94,7 @@ class RecordFile:
         """Write a record, beside its current version if there are two, and make that the current one.
 
         Raises:
-            StorageError: not all of it could be written; of two versions the current one is what it was.
+            StorageError: not all of it could be written; with two versions, the current one is unchanged.
         """
         version = (1 - (self._current[record] or 0)) % self._num_versions
         self._transfer("write", os.pwritev, record, version, buffer, 0)
@@ -103,8 +103,8 @@ class RecordFile:
     def close(self) -> None:
         """Remove it. Closing twice is allowed.
 
-        If a transfer is under way that nobody waits for any more, its descriptor stays open: the rest of the transfer
-        would go to whatever file has the number next.
+        If a transfer that was given up is still under way, the descriptor stays open. Otherwise the rest of the
+        transfer would go to the next file with the same descriptor.
         """
         with self._lock:
             if self._num_under_way and self._discard.detach() is not None:
@@ -155,7 +155,7 @@ class RecordFile:
 
 
 def _create(path: Path, num_bytes: int, what: str) -> int:
-    """Make a file with all of its space, which nobody else uses, and return its descriptor."""
+    """Make a file, lock it and allocate its space; return its descriptor."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -171,7 +171,7 @@ def _create(path: Path, num_bytes: int, what: str) -> int:
         os.posix_fallocate(fd, 0, num_bytes)
     except OSError as error:
         _discard(fd, path)
-        if error.errno not in NO_ROOM:
+        if error.errno not in DISK_FULL_ERRNOS:
             raise StorageError(
                 f"{path}: no space can be taken: {error.strerror}; choose another --storage-dir"
             ) from error
@@ -189,17 +189,17 @@ def _no_room(path: Path, num_bytes: int, what: str, error: OSError) -> str:
 
 
 def _discard(fd: int, path: Path) -> None:
-    path.unlink(missing_ok=True)  # first: nobody else may lock what is about to go
+    path.unlink(missing_ok=True)  # first, so that nobody locks a file that is about to be removed
     os.close(fd)
 
 
 def as_bytes(buffer: torch.Tensor) -> memoryview:
-    """Return a uint8 tensor in host memory as what files are read into and written from."""
+    """Return a uint8 tensor in host memory as a buffer for file transfers."""
     return buffer.numpy().data
 
 
 def folder_of(folder: Path | None, what: str) -> Path:
-    """Return the folder for what a plan has on NVMe.
+    """Return the folder for a plan's state on NVMe.
 
     Raises:
         ValueError: none was given.

@@ -1,14 +1,14 @@
-"""How a unit's parameters are cut into pieces, and where these lie.
+"""How a unit's parameters are cut into pieces (subgroups), and where these lie.
 
 [Note: Layout] A unit's parameters form one flat range, in the order of ``Unit.parameters``, without gaps. Its pieces
-(subgroups) are cut from that range; those whose state is on the host lie one after another in the host's slabs, and
-those on the device in the device's. In float32 the master copy is the weight wherever both are in one place: the
-host's slab of master copies then has the weights of pieces too whose state is on NVMe (:mod:`executor.memory.nvme`), so
-that a fetch is one copy. Where parameters are on NVMe too, the host has nothing of them: see [Note: Records] there.
+are cut from that range. Pieces with state on the host lie one after another in the host's slabs, those with state on
+the device in the device's. In float32 the master copy is the weight, if both are in one place. The host's slab of
+master copies then also has the weights of pieces with state on NVMe (:mod:`executor.memory.nvme`), so that a fetch is
+one copy. If parameters are on NVMe too, the host has no copy of them: see [Note: Records] there.
 
-[Note: Shards] Under ZeRO the range is padded to as many equal shards as there are ranks, and the pieces are those of
-the rank's own shard. A parameter then falls into few of them, or none. Pads belong to no parameter, so that no norm,
-update or saved state knows of them; they are zero at first, and what is copied with their neighbours has no reader.
+[Note: Shards] Under ZeRO the range is padded to equal shards, one per rank, and the pieces are those of the rank's own
+shard. A parameter may have no part in it. Padding belongs to no parameter, so no norm, update or saved state reads it.
+It is zero at first, and may later be overwritten when its neighbours are copied.
 """
 
 import dataclasses
@@ -65,6 +65,11 @@ class Part:
     piece: Piece
     start: int
     stop: int
+
+    @property
+    def within(self) -> slice:
+        """The same range, counted from the beginning of the piece."""
+        return slice(self.start - self.piece.start, self.stop - self.piece.start)
 
 
 def pieces_of(unit: Unit, decisions: Decisions, start: int) -> tuple[Piece, ...]:

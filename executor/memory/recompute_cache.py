@@ -1,10 +1,10 @@
-"""What products of a forward make, kept until the same forward runs again in backward.
+"""Outputs of a forward's products, saved for its recomputation in backward.
 
-[Note: Kept products] ``torch.utils.checkpoint`` runs a segment's forward again before its backward, on the values and
-random numbers of the first time. Two dispatch modes see the operators of the two runs. In the first the outputs of
-products are kept, together with what the segment was given, until the unit's ``OFFLOAD`` has copied them to the host:
-then the device has them no more. In the second, when ``RELOAD`` has brought them back, what a product would make is
-taken from them and the product does not run. All else does, on the same bits.
+[Note: Saved products] ``torch.utils.checkpoint`` runs a segment's forward again before its backward, with the same
+values and RNG state. Two dispatch modes see the operators of the two runs. The first mode saves the outputs of products
+and the segment's inputs, until the unit's ``OFFLOAD`` has copied them to the host and freed them. The second mode runs
+after ``RELOAD`` has copied them back: in place of running a product, it returns the saved output. All other operators
+run again, on the same bits.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ _PRODUCTS: Final = (
 
 
 class ActivationError(RuntimeError):
-    """A model does with its activations what offloading cannot follow."""
+    """A model changes or uses its activations in a way that offloading does not support."""
 
 
-def changed(what: str) -> ActivationError:
-    """Return the error for what was changed in place and would come back otherwise than it was used."""
+def modified_in_place(what: str) -> ActivationError:
+    """Return the error for a tensor that was modified after its use, so that its reloaded value would be another."""
     return ActivationError(
         f"{what} was changed in place after it had been used; write the model without that, or plan with activations "
         "'keep'"
@@ -43,13 +43,13 @@ def changed(what: str) -> ActivationError:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Leaving:
-    """A tensor that leaves the device and comes back, of the same shape, strides and bits.
+class SavedTensor:
+    """A tensor that is offloaded and reloaded, with the same shape, strides and bits.
 
     Attributes:
         tensor: on the device; ``None`` while it is elsewhere.
-        version: autograd's count of changes when it was made.
-        start: where it is in its unit's room; -1 if it stays.
+        version: autograd's version counter when it was made.
+        start: where it is in its unit's host memory; -1 if it is not offloaded.
     """
 
     tensor: torch.Tensor | None
@@ -60,9 +60,9 @@ class Leaving:
     start: int = -1
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Leaving":
-        """Return what is to leave, without its history, which would keep the graph."""
-        # Beneath autograd a view shares the count of changes only if it is made with this key.
+    def of(cls, tensor: torch.Tensor) -> "SavedTensor":
+        """Return a tensor to save, detached: its history would keep the graph alive."""
+        # Below autograd, a view shares the version counter only if it is made with this key.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             tensor = tensor.detach()
         return cls(tensor, tensor._version, tensor.shape, tensor.stride(), tensor.dtype)
@@ -73,8 +73,8 @@ class Leaving:
         return self.shape.numel() * self.dtype.itemsize
 
     @property
-    def is_as_made(self) -> bool:
-        """Whether it has not been changed in place."""
+    def is_unmodified(self) -> bool:
+        """Whether it is on the device, and has not been modified in place."""
         return self.tensor is not None and self.tensor._version == self.version
 
     @property
@@ -89,14 +89,14 @@ class Leaving:
         assert self.tensor is not None
         return self.tensor.as_strided((self.shape.numel(),), (1,)).view(torch.uint8)
 
-    def take(self, backend: Backend) -> torch.Tensor:
-        """Give it up to whoever computes with it now."""
+    def restore(self, backend: Backend) -> torch.Tensor:
+        """Return it to the recomputation, and keep no reference: the memory is freed after its last use."""
         if self.tensor is None:
             raise ActivationError("backward went through one forward twice, whose activations are gone")
-        if not self.is_as_made:
-            raise changed("the input of a segment")
+        if not self.is_unmodified:
+            raise modified_in_place("the input of a segment")
         tensor, self.tensor = self.tensor, None
-        backend.used(tensor)
+        backend.record_stream(tensor)
         return tensor
 
 
@@ -105,65 +105,65 @@ class Product:
     """One product that ran in forward.
 
     Attributes:
-        leaves, structure: its output, with a :class:`Leaving` in the place of every floating tensor.
+        leaves, structure: its output, with a :class:`SavedTensor` in place of every floating tensor.
         random_state: of the generator behind it, if it drew random numbers.
-        leaves_device: whether its output is moved; it is made again otherwise.
+        is_offloaded: whether its output is offloaded; if not, the product runs again.
     """
 
     function: Any
     leaves: list[Any]
     structure: TreeSpec
     random_state: tuple[torch.Generator, torch.Tensor] | None
-    leaves_device: bool = False
+    is_offloaded: bool = False
 
     @property
-    def tensors(self) -> list[Leaving]:
-        """What may leave."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, Leaving)]
+    def tensors(self) -> list[SavedTensor]:
+        """Tensors that may be offloaded."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, SavedTensor)]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of that."""
+        """Bytes of these."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
-class Visit:
+class SegmentActivations:
     """One run of a segment's forward, until its backward has begun.
 
     Attributes:
-        given: tensors that the segment was given.
+        inputs: tensors that the segment was called with.
         products: in the order in which they ran.
-        made: the same by the unit that ran them.
+        products_of: the same, by the unit that ran them.
         position: in ``products``, of the next one that would run again.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.given: list[Leaving] = []
+        self.inputs: list[SavedTensor] = []
         self.products: list[Product] = []
-        self.made: dict[str, list[Product]] = {name: [] for name in names}
+        self.products_of: dict[str, list[Product]] = {name: [] for name in names}
         self.position = 0
 
-    def moved(self, unit: str) -> Iterator[Leaving]:
-        """Yield what leaves with a unit."""
-        if unit == next(iter(self.made)):
-            yield from (tensor for tensor in self.given if tensor.start >= 0)
-        yield from (tensor for product in self.made[unit] if product.leaves_device for tensor in product.tensors)
+    def offloaded(self, unit: str) -> Iterator[SavedTensor]:
+        """Yield a unit's offloaded tensors."""
+        if unit == next(iter(self.products_of)):
+            yield from (tensor for tensor in self.inputs if tensor.start >= 0)
+        yield from (tensor for product in self.products_of[unit] if product.is_offloaded for tensor in product.tensors)
 
-    def forget(self) -> None:
-        """Give up what nobody has taken."""
+    def drop(self) -> None:
+        """Free what was not restored."""
         for product in self.products:
             for tensor in product.tensors:
                 tensor.tensor = None
-        for tensor in self.given:
+        for tensor in self.inputs:
             tensor.tensor = None
 
 
-class Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what products make."""
+class SaveProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Saves the outputs of products."""
 
-    def __init__(self, visit: Visit, unit: Callable[[], str]) -> None:
+    def __init__(self, segment: SegmentActivations, unit: Callable[[], str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._visit = visit
+        self._segments = segment
         self._unit = unit
 
     def __torch_dispatch__(
@@ -172,25 +172,25 @@ class Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = func(*args, **(kwargs or {}))
         if func.overloadpacket in _PRODUCTS:
             leaves, structure = tree_flatten(output)
-            kept = [Leaving.of(leaf) if _is_floating(leaf) else leaf for leaf in leaves]
+            kept = [SavedTensor.of(leaf) if _is_floating(leaf) else leaf for leaf in leaves]
             product = Product(func, kept, structure, _random_state(func, leaves[0].device))
-            self._visit.products.append(product)
-            self._visit.made[self._unit()].append(product)
+            self._segments.products.append(product)
+            self._segments.products_of[self._unit()].append(product)
         return output
 
 
-class Taking(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Takes what has come back where a product would make it."""
+class ReuseProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Returns saved outputs in place of running their products."""
 
-    def __init__(self, visit: Visit, backend: Backend, begin: Callable[[], None]) -> None:
+    def __init__(self, segment: SegmentActivations, backend: Backend, begin: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._visit = visit
+        self._segments = segment
         self._backend = backend
         self._begin = begin
 
     def __enter__(self) -> Any:
         self._begin()
-        self._visit.position = 0
+        self._segments.position = 0
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
@@ -198,20 +198,20 @@ class Taking(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func.overloadpacket not in _PRODUCTS:
             return func(*args, **(kwargs or {}))
-        visit, position = self._visit, self._visit.position
-        if position >= len(visit.products) or visit.products[position].function is not func:
+        segment, position = self._segments, self._segments.position
+        if position >= len(segment.products) or segment.products[position].function is not func:
             raise ActivationError(
                 f"product {position} of the segment that is made again is {func}, and was not so in forward; make its "
                 "forward the same every time, or plan with its activations 'keep'"
             )
-        product = visit.products[position]
-        visit.position += 1
-        if not product.leaves_device:
+        product = segment.products[position]
+        segment.position += 1
+        if not product.is_offloaded:
             return func(*args, **(kwargs or {}))
         if product.random_state is not None:
             generator, state = product.random_state
             generator.set_state(state)
-        leaves = [leaf.take(self._backend) if isinstance(leaf, Leaving) else leaf for leaf in product.leaves]
+        leaves = [leaf.restore(self._backend) if isinstance(leaf, SavedTensor) else leaf for leaf in product.leaves]
         return tree_unflatten(leaves, product.structure)
 
 

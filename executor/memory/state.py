@@ -1,9 +1,9 @@
-"""Where every parameter's weight, optimizer state and gradient are, according to the decisions.
+"""Memory of every parameter's weight, optimizer state and gradient, where the decisions want it.
 
 [Note: Version counters] ``leaf.data`` is a view of the unit's block or slot, the same one whenever the unit computes
-(see [Note: Out of sight] in :mod:`executor.module.visibility`). Whatever is written there later goes through the
-block's own tensor, which autograd does not count as a change of the parameter: what it saved of the weights in forward
-is the same address, and holds the same bytes again before backward reads them (see [Note: Static slots] in
+(see [Note: Out of sight] in :mod:`executor.module.visibility`). Later writes go through the block's own tensor, which
+autograd does not count as a modification of the parameter. The weights that autograd saved in forward are at the same
+address, and the slot holds the same bytes again before backward reads them (see [Note: Static slots] in
 :mod:`planner.lowering.parameters`).
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from executor.distributed.ranks import Ranks
-from executor.distributed.shards import Share, whole_of
+from executor.distributed.shards import Share, unshard
 from executor.memory.arenas import ALIGNMENT_BYTES, Arena
 from executor.memory.nvme import StoredState
 from executor.memory.pieces import Part, Piece, pieces_of
@@ -32,20 +32,28 @@ _SECTOR_BYTES = 4 * SECTOR_PARAMS
 class ModelState:
     """All units of a model, and the memory they are in.
 
-    Parameters are copied out of the model and become views of slots and blocks, one by one, so that no more than one
-    of them is in memory twice.
+    Parameters are copied out of the model one by one, and become views of slots and blocks. So at most one of them is
+    in memory twice.
 
     Args:
         units: in forward order.
         decisions: where things live.
         shares: what this rank has of the model's parameters, by the names that the units use.
         gpu, host: where memory is taken.
-        ranks: all ranks, which begin with the first one's values; ``None`` if there is one.
+        ranks: all ranks, which begin with rank 0's values; ``None`` with one.
         storage_dir: where state on NVMe is kept.
         written: names of the units in the order in which checkpoints are written, see [Note: Slabs as in files].
 
+    Attributes:
+        dtype: of weights.
+        units: state of each unit that has parameters, by name.
+        by_name: every parameter with its unit, by the name that the unit uses.
+        by_share: what this rank has of each of the model's parameters, by the parameter's own name.
+        state_slots: device memory for streamed state.
+        stored: what is on NVMe; ``None`` if nothing is.
+
     Raises:
-        ValueError: the plan keeps state on NVMe, and it is not said where.
+        ValueError: the plan keeps state on NVMe, and no folder was given.
         StorageError: it cannot be kept there.
         DeviceMemoryError: a tier is too small.
     """
@@ -76,7 +84,8 @@ class ModelState:
         self.state_slots = self._take_state_slots(units)
         self.stored = StoredState.of(units, decisions, assigned.of_unit, storage_dir, ranks.rank if ranks else 0, host)
         self.units: dict[str, UnitState] = {}
-        self._moved: dict[str, list[tuple[UnitState, ParameterState]]] = {}
+        self.by_name: dict[str, tuple[UnitState, ParameterState]] = {}
+        self.by_share: dict[str, list[tuple[UnitState, ParameterState]]] = {}
         try:
             self._move_all_in(units, assigned.of_unit, shares)
         except BaseException:
@@ -97,23 +106,22 @@ class ModelState:
                         share.whole.data = without_values(share.whole_shape, self.dtype)
 
     def give_back(self, *, in_iteration: bool = False, lost: bool = False) -> None:
-        """Give the model the weights of the last step where no session will: one cannot begin, or ends too soon.
+        """Give the model the weights of the last step, if a session cannot begin or ends in the middle of an iteration.
 
-        Each is where it is kept, so that it takes no new memory. Not so on NVMe, and not in the middle of an iteration:
-        gradients may have taken the place of weights then (see [Note: In place] in :mod:`executor.memory.pieces`) and
-        uploads may be due, but master copies are those of the last step.
+        Weights stay in the memory where they are kept. Two kinds take new memory: those on NVMe, and all of them in the
+        middle of an iteration. Then gradients may have overwritten weights (see [Note: In place] in
+        :mod:`planner.decisions`) and uploads may be due, but master copies are those of the last step.
 
         Args:
             in_iteration: updates of the last step have ended, and none of this iteration has begun.
-            lost: there are none to give, as they are not those of one step. So it is too where only all ranks together
-                have them. Parameters are no numbers then, rather than what was left in a slot.
+            lost: the weights are not those of one step, or only all ranks together have them. Parameters are then NaN.
         """
-        for held in self._moved.values():
+        for held in self.by_share.values():
             share = held[0][1].share
             if lost or self._ranks is not None:
                 share.whole.data = without_values(share.whole_shape, self.dtype)
-            elif share.leaf is share.whole or not share.whole.is_contiguous():  # else it has not been emptied yet
-                share.whole.data = whole_of(
+            elif share.leaf is share.whole or not share.whole.is_contiguous():  # else it still has its values
+                share.whole.data = unshard(
                     [(p.share, self._weights(unit, p, from_masters=in_iteration)) for unit, p in held], None
                 )
 
@@ -122,30 +130,47 @@ class ModelState:
             return unit.weight_of(parameter)
         values = torch.empty(parameter.stop - parameter.start, dtype=self.dtype)
         for part in parameter.parts:
-            piece, within = part.piece, slice(part.start - part.piece.start, part.stop - part.piece.start)
-            with (
-                self.stored.at_rest((unit.name, piece.index))
-                if self.stored and piece.place is Place.NVME
-                else contextlib.nullcontext(unit.state(piece))
-            ) as (master, *_):
-                parameter.values_of(part, values).copy_(master[within])
+            with self.state_of(unit, part.piece) as (master, *_):
+                parameter.values_of(part, values).copy_(master[part.within])
         return values.view(parameter.share.shape)
+
+    @property
+    def nvme(self) -> StoredState:
+        """State on NVMe, in a plan that keeps some there."""
+        assert self.stored is not None
+        return self.stored
+
+    def state_of(
+        self, unit: UnitState, piece: Piece, *, reads: bool = True, writes: bool = False
+    ) -> contextlib.AbstractContextManager[tuple[torch.Tensor, ...]]:
+        """Enter with the state of a piece, master copy first, while no iteration is under way.
+
+        Args:
+            unit: of the piece.
+            piece: whose state it is.
+            reads: whether the present values are needed. If not, those on NVMe are zero.
+            writes: whether the values change. If so, those on NVMe are written back.
+        """
+        if piece.place is Place.NVME:
+            return self.nvme.at_rest((unit.name, piece.index), reads=reads, writes=writes)
+        return contextlib.nullcontext(unit.state(piece))
 
     def parameters(self) -> Iterator[tuple[UnitState, ParameterState]]:
         """Yield every parameter with its unit."""
-        return ((unit, parameter) for unit in self.units.values() for parameter in unit.parameters)
+        return iter(self.by_name.values())
 
     def _move_in(self, unit: UnitState) -> None:
         with self.stored.begin(unit.name) if self.stored else contextlib.nullcontext() as keep:
             for parameter in unit.parameters:
                 share = parameter.share
                 of_all = share.of_all(share.whole.detach())
-                values = share.mine(self._ranks.of_first(of_all) if self._ranks else of_all).reshape(-1)
+                values = share.own_part(self._ranks.broadcast(of_all) if self._ranks else of_all).reshape(-1)
                 for part in parameter.parts:
                     if part.piece.place is Place.NVME:
                         assert keep is not None
-                        keep(part.piece.index, part.start - part.piece.start, parameter.values_of(part, values))
-                self._moved.setdefault(share.name, []).append((unit, parameter))
+                        keep(part.piece.index, part.within.start, parameter.values_of(part, values))
+                self.by_name[parameter.name] = unit, parameter
+                self.by_share.setdefault(share.name, []).append((unit, parameter))
                 _move_in(unit, parameter, values)
 
     def _take(self, unit: Unit, slot: int, shares: Mapping[str, Share]) -> UnitState:
@@ -266,7 +291,7 @@ def _parameters(unit: Unit, pieces: tuple[Piece, ...], shares: Mapping[str, Shar
 
 
 def _clear_pads(unit: UnitState, num_params: int) -> None:
-    """Set to zero what lies behind the unit's last parameter, see [Note: Shards] in :mod:`executor.memory.pieces`."""
+    """Set the padding after a unit's last parameter to zero, see [Note: Shards] in :mod:`executor.memory.pieces`."""
     if unit.slot < 0:
         unit.device_weights[num_params:].zero_()
     for piece in unit.pieces:
@@ -280,31 +305,30 @@ def _clear_pads(unit: UnitState, num_params: int) -> None:
 
 
 def _move_in(unit: UnitState, parameter: ParameterState, values: torch.Tensor) -> None:
-    """Copy a share into the unit's memory and make what computes a view of its slot or block."""
+    """Copy a share into the unit's memory, and make its parameter a view of the slot or block."""
     write_weights(unit, parameter, values)
     share = parameter.share
     share.leaf.data = unit.device_weights[parameter.start : parameter.stop].view(share.shape)
 
 
 def without_values(shape: torch.Size, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """Return a tensor that takes no memory; who computes with it nevertheless gets what is no number."""
+    """Return a tensor of NaN that takes no memory."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
 
 
 def write_weights(unit: UnitState, parameter: ParameterState, values: torch.Tensor) -> None:
-    """Set the weights of a share and what the rank has of its master copy, but on NVMe.
+    """Set the weights of a share, and this rank's part of its master copy, except on NVMe.
 
     ``values`` are the share's, flat.
     """
     if unit.slot < 0:
         unit.device_weights[parameter.start : parameter.stop].copy_(values)
     for part in parameter.parts:
-        piece, within = part.piece, slice(part.start - part.piece.start, part.stop - part.piece.start)
-        source = parameter.values_of(part, values)
+        piece, source = part.piece, parameter.values_of(part, values)
         if piece.place is not Place.NVME:
-            unit.master(piece)[within].copy_(source)
+            unit.master(piece)[part.within].copy_(source)
         if unit.on_device:
-            unit.own(piece)[within].copy_(source)
+            unit.own(piece)[part.within].copy_(source)
         weight = unit.host_weight(piece)
         if weight is not None:
-            weight[within].copy_(source)
+            weight[part.within].copy_(source)

@@ -1,4 +1,4 @@
-"""What a session has of every unit and parameter: views of the memory that :mod:`executor.memory.state` takes."""
+"""State of units and parameters: views of the memory that :mod:`executor.memory.state` takes."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -19,14 +19,15 @@ class ParameterState:
     """One parameter.
 
     Attributes:
-        name: by which its unit has it; of rows of a parameter, these too.
-        share: what it is of the model's parameters, and what computes and accumulates with it.
+        name: that its unit uses; for rows of a parameter, it includes the rows.
+        share: which of the model's parameters it belongs to.
         start, stop: its range within the unit.
-        parts: the rank's own pieces that it falls into.
-        step: number of its updates, the one that is due included once its gradient has arrived.
-        arrived: the iteration in which its gradient arrived last.
-        flushed: the iteration in which its gradient reached the host last.
+        parts: its parts, one for each of the rank's pieces that it lies in.
+        step: number of its updates; counts the next one as soon as its gradient has arrived.
+        arrived: the latest iteration in which its gradient arrived.
+        flushed: the latest iteration in which its gradient reached the host.
         squares: sums of squares of its latest gradient, part by part.
+        leaving, staying: the parts whose gradient goes to the host, and those whose gradient stays on the device.
     """
 
     name: str
@@ -38,22 +39,24 @@ class ParameterState:
     arrived: int = NEVER
     flushed: int = NEVER
     squares: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    leaving: tuple[Part, ...] = dataclasses.field(init=False)
+    staying: tuple[Part, ...] = dataclasses.field(init=False)
 
-    def leaving_parts(self) -> Iterator[Part]:
-        """Yield the parts whose gradient goes to the host."""
-        return (part for part in self.parts if part.piece.leaves)
+    def __post_init__(self) -> None:
+        self.leaving = tuple(part for part in self.parts if part.piece.leaves)
+        self.staying = tuple(part for part in self.parts if not part.piece.leaves)
 
-    def staying_parts(self) -> Iterator[Part]:
-        """Yield the parts whose gradient stays on the device."""
-        return (part for part in self.parts if not part.piece.leaves)
+    def parts_in(self, piece: Piece) -> Iterator[Part]:
+        """Yield the parts that lie in a piece."""
+        return (part for part in self.parts if part.piece.index == piece.index)
 
     def values_of(self, part: Part, values: torch.Tensor) -> torch.Tensor:
-        """Return what a part has of the share's values, which are flat."""
+        """Return the values of a part, from the share's flat ``values``."""
         return values[part.start - self.start : part.stop - self.start]
 
 
-class Arrived(NamedTuple):
-    """A gradient that is on its way to the host: flat values, and where in the unit's range these begin."""
+class FlatGradient(NamedTuple):
+    """Values of a gradient, flat, and where in the unit's range they begin."""
 
     values: torch.Tensor
     start: int
@@ -64,8 +67,8 @@ class Arrived(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pile:
-    """What this rank alone has of a unit's gradient, until the ranks add it up.
+class GradientBucket:
+    """This rank's gradient of a unit, until the ranks reduce it.
 
     Attributes:
         values: ``[padded]``, of which only what is ``present`` and the pads are defined.
@@ -97,25 +100,24 @@ class UnitState:
         name: the unit's name.
         parameters: in the order of the unit's flat range.
         pieces: in the order of the unit's flat range.
-        group: ranks that have the same of it; ``None`` if there is no other.
-        start: where the rank's own shard begins in the unit's range.
-        on_device: whether the weights that the rank updates are resident: all, or its shard.
-        slot: number of the slot that all weights are brought to, or -1 where all are resident.
+        group: ranks that hold the same part of it; ``None`` if it is only this one.
+        start: where the rank's shard begins in the unit's range.
+        on_device: whether the weights that the rank updates (all, or its shard) are resident.
+        slot: number of the slot that all weights are copied to; -1 if all are resident.
         device_weights: ``[padded]``, the resident block or the view of the slot.
-        own_weights: ``[shard]``, where the rank's own weights are on the device: always if ``on_device``, else in the
-            slot, once they have been fetched.
-        host_weights: what the host serves or updates, in the type of the weights: the shard of a unit that is fetched,
-            the ``CPU`` pieces of one that is resident; ``None`` where the master copy serves, or parameters are on
-            NVMe.
-        landing: where the weights of each piece are read to from NVMe, if they are there; empty otherwise.
-        host, device: optimizer state on either tier.
-        host_gradients: of all pieces whose gradients arrive apart from weights, in the type of the weights.
-        spilled: where gradients of pieces arrive that go on to NVMe, by piece.
-        piles: gradients that the ranks have not added up yet, by the micro-batch in which they will.
+        own_weights: ``[shard]``, the rank's own weights on the device. If not ``on_device``, they are in the slot, and
+            valid once they have been fetched.
+        host_weights: weights in host memory, in their own type: the shard of a unit that is fetched, or the ``CPU``
+            pieces of one that is resident. ``None`` if the master copy serves as weights, or they are on NVMe.
+        landing: host buffers that the weights of each piece are read into from NVMe; empty if they are not there.
+        host, device: optimizer state on each tier.
+        host_gradients: gradients of pieces that have memory of their own for them, in the type of the weights.
+        spilled: host memory of gradients that go on to NVMe, by piece.
+        buckets: gradients that the ranks have not reduced yet, by the micro-batch in which they will.
         flushing: gradients on their way to the host, by micro-batch, then by parameter.
         device_gradients: gradients that stay on the device, by parameter and piece.
-        spent: gradients that updates on the device have been given, until the unit's next forward [Note: Spent].
-        changed: pieces that the host has updated since they were uploaded last.
+        spent: gradients that updates on the device have read, kept until the unit's next forward [Note: Spent].
+        changed: pieces that the host has updated since their last upload.
     """
 
     name: str
@@ -133,16 +135,25 @@ class UnitState:
     device: Moments
     host_gradients: torch.Tensor
     spilled: Mapping[int, torch.Tensor]
-    piles: dict[int, Pile] = dataclasses.field(default_factory=dict)
-    flushing: dict[int, dict[str, Arrived]] = dataclasses.field(default_factory=dict)
+    buckets: dict[int, GradientBucket] = dataclasses.field(default_factory=dict)
+    flushing: dict[int, dict[str, FlatGradient]] = dataclasses.field(default_factory=dict)
     device_gradients: dict[tuple[str, int], torch.Tensor] = dataclasses.field(default_factory=dict)
     spent: list[torch.Tensor] = dataclasses.field(default_factory=list)
     changed: set[int] = dataclasses.field(default_factory=set)
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether ranks keep, or update, only shards of it."""
+        return len(self.own_weights) < len(self.device_weights)
+
+    @property
     def on_nvme(self) -> bool:
         """Whether its parameters are on NVMe."""
         return bool(self.landing)
+
+    def unsharded(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return all of what ranks hold shards of, flat, on the host; all ranks call it together."""
+        return self.group.all_gather_on_host(shard) if self.group is not None and self.is_sharded else shard
 
     def master(self, piece: Piece) -> torch.Tensor:
         """Return the float32 master copy of a piece."""
@@ -153,7 +164,7 @@ class UnitState:
         return moments.master[start : start + piece.num_params]
 
     def own(self, piece: Piece) -> torch.Tensor:
-        """Return where a piece's weights are on the device."""
+        """Return a piece's weights on the device."""
         return self.own_weights[piece.start - self.start : piece.stop - self.start]
 
     def buffers(self, piece: Piece) -> tuple[torch.Tensor, ...]:
@@ -162,12 +173,37 @@ class UnitState:
         return tuple(buffer[held] for buffer in self.moments(piece).buffers)
 
     def is_trained(self, piece: Piece) -> bool:
-        """Return whether a gradient may come for any of a piece."""
-        return any(
-            part.piece.index == piece.index and parameter.share.trains
-            for parameter in self.parameters
-            for part in parameter.parts
-        )
+        """Return whether any parameter in a piece is trained."""
+        return any(parameter.share.trains and any(parameter.parts_in(piece)) for parameter in self.parameters)
+
+    def has_gradient(self, piece: Piece, iteration: int) -> bool:
+        """Return whether a gradient of a piece has arrived in an iteration, even if no update reads it.
+
+        It may have taken the place of weights [Note: In place], or wait on the device to be dropped.
+        """
+
+        def has_arrived(parameter: ParameterState) -> bool:
+            if piece.leaves:
+                return parameter.flushed == iteration
+            return (parameter.name, piece.index) in self.device_gradients
+
+        return any(any(parameter.parts_in(piece)) and has_arrived(parameter) for parameter in self.parameters)
+
+    def keep_gradient(self, parameter: ParameterState, gradient: FlatGradient, *, first: bool, copy: bool) -> None:
+        """Keep on the device the parts of a gradient that are updated there.
+
+        Args:
+            parameter: whose gradient it is.
+            gradient: its values.
+            first: whether this is the first one of the iteration; later ones are added to it.
+            copy: whether to copy the values; a view would keep all of ``gradient`` alive.
+        """
+        for part in parameter.staying:
+            key, values = (parameter.name, part.piece.index), gradient.of(part)
+            if not first:
+                self.device_gradients[key].add_(values)
+            else:
+                self.device_gradients[key] = values.clone() if copy else values
 
     def state(self, piece: Piece) -> tuple[torch.Tensor, ...]:
         """Return all optimizer state of a piece: the master copy first."""
@@ -179,7 +215,7 @@ class UnitState:
         return self.device if piece.place is Place.GPU else self.host
 
     def gradient(self, piece: Piece) -> torch.Tensor:
-        """Return the host's copy of a gradient that leaves."""
+        """Return a piece's gradient in host memory."""
         if piece.in_place:
             weights = self.host_weight(piece)
             assert weights is not None
@@ -189,7 +225,7 @@ class UnitState:
         return self.host_gradients[piece.arrival : piece.arrival + piece.num_params]
 
     def host_weight(self, piece: Piece) -> torch.Tensor | None:
-        """Return where the host keeps a piece's weights apart from the master copy, if it does."""
+        """Return a piece's weights in host memory, if they are kept beside the master copy."""
         if self.on_nvme:
             return None
         if self.host_weights is None and piece.place is Place.NVME:
@@ -201,18 +237,18 @@ class UnitState:
         return self.host_weights[start : start + piece.num_params]
 
     def uploaded(self, piece: Piece) -> torch.Tensor:
-        """Return what an upload of a piece copies to the device."""
+        """Return the source of an upload of a piece."""
         weight = self.host_weight(piece)
         return self.master(piece) if weight is None else weight
 
     def served(self) -> torch.Tensor:
-        """Return the weights that the host serves the device with, unless they are on NVMe."""
+        """Return the weights in host memory that are fetched; not for units on NVMe."""
         weights = self.host.master if self.host_weights is None else self.host_weights
         assert weights is not None
         return weights
 
     def fetches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield what a fetch of the unit copies, each with its place on the device."""
+        """Yield the copies of a fetch: target on the device, and source."""
         if not self.on_nvme:
             yield self.own_weights, self.served()
         for piece, landed in zip(self.pieces, self.landing, strict=False):
@@ -223,7 +259,7 @@ class UnitState:
 
         Args:
             parameter: one of the unit's.
-            flat: where all weights of the unit are; left out, where they are kept, which must be whole.
+            flat: all weights of the unit; left out, they are taken from where they are kept, which must not be sharded.
         """
         if flat is None:
             flat = self.device_weights if self.on_device else self.served()
@@ -244,5 +280,5 @@ class StateSlot:
     weights: torch.Tensor
 
     def first(self, num_params: int) -> "StateSlot":
-        """Return the part of it that a piece of this size takes."""
+        """Return the part that a piece of this size needs."""
         return StateSlot(tuple(tensor[:num_params] for tensor in self.state), self.weights[:num_params])

@@ -1,7 +1,7 @@
 """``model.no_sync()``: the context that loops of ``DistributedDataParallel`` put around micro-batches without a step.
 
-A plan knows how many micro-batches an iteration has, so nothing depends on the context: a loop without it trains alike.
-A loop that has it says which micro-batch it takes for the last one, and is told if the plan has another.
+The plan knows how many micro-batches an iteration has, so a loop without the context trains the same. A loop with it
+says which micro-batch is the last. If the plan disagrees, that is an error.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from planner.schedule.loop import OutOfOrderError
 
 @final
 class Accumulation:
-    """Compares what a user's loop says of its micro-batches with the plan's.
+    """Compares a loop's use of ``no_sync()`` with the plan's number of micro-batches.
 
     Args:
         num_micro_batches: forward and backward passes of an iteration.
@@ -26,11 +26,11 @@ class Accumulation:
         self._inside = False
         self._was_inside = False  # in this iteration
         self._last_was_inside = False
-        self._ended_at = 0  # micro-batches, if a backward has said that it is the last of fewer than planned
+        self._ended_at = 0  # micro-batches, if a backward outside came before the plan's last one
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Be inside, for micro-batches that others follow before the step; may be nested, or around several of them."""
+        """Enter for micro-batches that are not the last before the step; may be nested, or around several of them."""
         outer, self._inside = self._inside, True
         try:
             yield
@@ -38,7 +38,7 @@ class Accumulation:
             self._inside = outer
 
     def bind(self, model: nn.Module) -> Callable[[], None]:
-        """Give a model ``no_sync``, where loops look for it; return what undoes it."""
+        """Add ``no_sync`` to a model; return what undoes it."""
         model.no_sync = self.no_sync  # type: ignore[assignment]  # a function, not a module
 
         def undo() -> None:
@@ -47,7 +47,7 @@ class Accumulation:
         return undo
 
     def begin_forward(self, micro_batch: int) -> None:
-        """Take it that the forward of a micro-batch begins.
+        """The forward of a micro-batch begins.
 
         Raises:
             OutOfOrderError: it is inside and the last one, or one before it was outside though others were inside.
@@ -64,7 +64,7 @@ class Accumulation:
             self._check_inside(micro_batch)
 
     def begin_backward(self, micro_batch: int) -> None:
-        """Take it that the backward of a micro-batch begins.
+        """The backward of a micro-batch begins.
 
         Raises:
             OutOfOrderError: it is the last and inside.

@@ -1,4 +1,4 @@
-"""Whether a user's batches are as large as planned: larger ones train as well, but take more memory."""
+"""Warns of batches that are larger than planned: they train as well, but take more memory."""
 
 import math
 import warnings
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 BatchShapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""Of each tensor that a model is called with, in order: its keyword, if it has one, and its planned shape."""
+"""For each tensor that a model is called with, in order: its keyword, if any, and its planned shape."""
 
 
 def bind_batches(model: nn.Module, planned: BatchShapes, trains: Callable[[], bool]) -> Callable[[], None]:
@@ -17,8 +17,8 @@ def bind_batches(model: nn.Module, planned: BatchShapes, trains: Callable[[], bo
 
     Args:
         model: the bound model.
-        planned: what it was planned to be called with.
-        trains: whether a forward that begins now is one that the plan has.
+        planned: planned inputs.
+        trains: returns whether a forward that begins now is one of the plan's.
     """
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

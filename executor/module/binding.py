@@ -1,13 +1,14 @@
-"""Finds a plan's units in a user's model, and tells a session where the model is.
+"""Finds a plan's units in a user's model, and places hooks that report where the model is.
 
-[Note: Marks] A compute task lasts from its mark to the next one. Forward pre-hooks on the modules that own or read
-parameters mark where forward is (and recomputation, which is forward inside backward). Hooks on the outputs of these
-modules mark where backward is. Autograd runs nodes in the reverse order of their making, and accumulates a gradient as
-soon as it is there, so when backward reaches another unit the gradients of the last one are complete. A capture refuses
-a module that reads weights where no mark can tell (``ullage/capture/following.py``).
+[Note: Module boundaries] A compute task lasts from the hook of its unit to the next unit's. Forward pre-hooks on the
+modules that own or read parameters report where forward is (and recomputation, which is forward inside backward). Hooks
+on the gradients of these modules' outputs report where backward is. Autograd runs nodes in the reverse order of their
+making, and accumulates a gradient as soon as it is there. So when backward reaches another unit, the gradients of the
+last one are complete. A capture refuses a module that reads weights where no hook can see it
+(``ullage/capture/following.py``).
 
-Recomputation starts when backward first needs something of the segment that was not kept. That may be behind the mark
-of the segment's last unit: the session lets that mark wait until recomputation has ended.
+Recomputation starts when backward first needs something of the segment that was not saved. That may be after backward
+has reached the segment's last unit. The unit's backward task then begins when recomputation has ended.
 """
 
 import collections
@@ -22,8 +23,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from executor.callbacks import ModuleCallbacks, hook_target, in_backward
 from executor.distributed.shards import BindingError
-from executor.listener import Marks, in_backward, made_by_computing
 from executor.memory.activations import OffloadedActivations, SegmentOffload
 from executor.module.guards import OWN_CHECKPOINTING
 from planner.decisions import Decisions
@@ -86,7 +87,7 @@ class Marker(NamedTuple):
 
 
 def markers(unit_of: Mapping[nn.Module, str], units: tuple[Unit, ...]) -> Iterator[Marker]:
-    """Yield the modules that say where the model is; see [Note: Marks].
+    """Yield the modules that say where the model is; see [Note: Module boundaries].
 
     Args:
         unit_of: the modules that :func:`unit_modules` found, or what is compiled of them.
@@ -104,7 +105,7 @@ def bind(
     units: tuple[Unit, ...],
     decisions: Decisions,
     activations: OffloadedActivations,
-    marks: Marks,
+    callbacks: ModuleCallbacks,
     undo: list[Callable[[], None]],
     compile_backend: str | None = None,
 ) -> None:
@@ -114,13 +115,13 @@ def bind(
     it; not so where activations leave: products of a compiled graph cannot be told apart.
     """
     unit_of = unit_modules(model, units)
-    undo.append(model.register_forward_pre_hook(lambda *_: marks.model_begins()).remove)
-    undo.append(model.register_forward_hook(lambda *_: marks.model_ends(), always_call=True).remove)
+    undo.append(model.register_forward_pre_hook(lambda *_: callbacks.on_model_begin()).remove)
+    undo.append(model.register_forward_hook(lambda *_: callbacks.on_model_end(), always_call=True).remove)
     if compile_backend is not None:
         stay = tuple(unit for unit in units if not decisions.units[unit.name].offloads)
         unit_of = _compile(model, stay, unit_of, compile_backend, undo)
     for marker in markers(unit_of, units):
-        before, after = _hooks(marker.unit, marks)
+        before, after = _hooks(marker.unit, callbacks)
         if marker.begins:
             undo.append(marker.module.register_forward_pre_hook(before).remove)
         if marker.ends:
@@ -128,8 +129,8 @@ def bind(
     for segment in segments(units):
         decided, names = decisions.units[segment[0].name], [unit.name for unit in segment]
         if decided.activations != "keep":
-            offload = SegmentOffload(activations, names, marks) if decided.offloads else None
-            undo.append(_recompute(_segment_module(model, segment), names[-1], marks, offload))
+            offload = SegmentOffload(activations, names, callbacks) if decided.offloads else None
+            undo.append(_recompute(_segment_module(model, segment), names[-1], callbacks, offload))
 
 
 def outside(compile_backend: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -164,17 +165,17 @@ def bind_state_dict(
     return [handle.remove for handle in handles]
 
 
-def _hooks(unit: str, marks: Marks) -> tuple[Callable[..., None], Callable[..., None]]:
+def _hooks(unit: str, callbacks: ModuleCallbacks) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return what to do before and after the forward of a module, so that both of its passes are marked."""
     begun = 0  # autograd's next number when the forward began
 
     def before(_module: nn.Module, _args: Any) -> None:
         nonlocal begun
         begun = torch._C._autograd._get_sequence_nr()
-        marks.at_forward(unit)
+        callbacks.on_forward(unit)
 
     def arrive(_gradient: torch.Tensor) -> None:
-        marks.at_backward(unit)
+        callbacks.on_backward(unit)
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
         if (
@@ -183,7 +184,7 @@ def _hooks(unit: str, marks: Marks) -> tuple[Callable[..., None], Callable[..., 
             return
         for leaf in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                made = made_by_computing(leaf)
+                made = hook_target(leaf)
                 if made.grad_fn is None or made.grad_fn._sequence_nr() >= begun:
                     _hook_gradient(made, arrive)  # else it was handed through: backward does not come here with it
 
@@ -217,7 +218,9 @@ def _segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
     return model.get_submodule(".".join(shared))
 
 
-def _recompute(module: nn.Module, last_unit: str, marks: Marks, offload: SegmentOffload | None) -> Callable[[], None]:
+def _recompute(
+    module: nn.Module, last_unit: str, callbacks: ModuleCallbacks, offload: SegmentOffload | None
+) -> Callable[[], None]:
     """Checkpoint a module's forward, and offload some of what it makes; return what undoes it."""
     original = module.forward
     signature = inspect.signature(original)
@@ -228,13 +231,13 @@ def _recompute(module: nn.Module, last_unit: str, marks: Marks, offload: Segment
         finally:  # recomputation stops with an exception as soon as it has all that is needed
             if in_backward():
                 if offload is not None:
-                    offload.made_again()
-                marks.recomputed(last_unit)
+                    offload.end_recompute()
+                callbacks.on_recomputed(last_unit)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            if marks.trains:
+            if callbacks.trains:
                 raise OutOfOrderError(
                     f"{last_unit} runs without gradients in a forward that trains, but its plan computes parts of it "
                     f"again in backward; {OWN_CHECKPOINTING}"
@@ -242,7 +245,7 @@ def _recompute(module: nn.Module, last_unit: str, marks: Marks, offload: Segment
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         _drop_caches(bound.arguments)
-        if offload is None or not marks.trains:
+        if offload is None or not callbacks.trains:
             return checkpoint(run, *bound.args, use_reentrant=False, **bound.kwargs)
         with offload.forward(bound.args) as modes:
             return checkpoint(run, *bound.args, use_reentrant=False, context_fn=modes, **bound.kwargs)

@@ -1,18 +1,16 @@
 """``torch.compile`` for the repeated blocks of a model that runs under a plan.
 
-[Note: Compiled modules] Each module is compiled by itself, and is the largest whose parameters are all of one unit: the
-attention of a layer, its MLP, a norm that ``transformers`` wrote in Python. Marks (:mod:`executor.module.binding`) then
-stand before and behind it, outside of what is compiled, so that no graph breaks at them; weights have arrived when it
-begins, and its gradients are all there when it has ended. Parameters are inputs of its graph, whose shapes and
-addresses never change (static slots), so that layers which are alike share one graph and nothing is compiled again as
-training goes on. Recomputation wraps the whole layer, compiled modules included. What ranks exchange inside a module is
-left out of its graphs, which end before it and begin behind it; experts that are units of their own are left out as a
-whole.
+[Note: Compiled modules] Each module is compiled by itself: the largest whose parameters all belong to one unit, such
+as the attention of a layer, its MLP, or a norm that ``transformers`` wrote in Python. Hooks
+(:mod:`executor.module.binding`) stand before and after it, outside of the graph, so no graph breaks at them. Weights
+have arrived when it begins, and its gradients are complete when it has ended. Parameters are inputs of its graph. Their
+shapes and addresses never change (static slots), so identical layers share one graph, and nothing is compiled again
+during training. Recomputation wraps the whole layer, compiled modules included. Collectives inside a module are outside
+of its graphs. Experts that are units of their own are not compiled.
 
-Layers whose activations leave are not compiled. What leaves is what products make, as the operators show that reach
-PyTorch's dispatcher; a compiled graph has kernels of its own instead, in which a product's output may never exist (its
-bias and activation are added before it is written), so that there is nothing to keep the first time and no place to put
-it the second.
+Layers whose activations are offloaded are not compiled. Offloading saves the outputs of products, which it sees as
+operators in PyTorch's dispatcher. A compiled graph has fused kernels instead. A product's output may never exist there:
+its bias and activation are added before it is written.
 """
 
 from collections.abc import Callable, Mapping

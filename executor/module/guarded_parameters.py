@@ -1,16 +1,14 @@
 """Parameters that refuse to be written to.
 
-[Note: Guarded parameters] A plan keeps weights in memory of its own, so that what a user writes to a parameter would be
-lost: at the next upload or fetch, or when an update rounds the master copy. So a parameter has another class while its
-unit does not compute, which looks at every call of torch that it takes part in (``__torch_function__``) and refuses
-those that write to it. What is a view of it (``parameter.data``, ``parameter[0]``) is guarded likewise. While the unit
-computes it is an ordinary parameter, which costs the model nothing. What is written then shows in the parameter's
-version, see :meth:`executor.module.visibility.Sight.check_untouched`.
+[Note: Guarded parameters] A plan keeps weights in memory of its own. A user's write to a parameter would be lost at the
+next upload or fetch, or when an update rounds the master copy. So while its unit does not compute, a parameter has the
+class :class:`Guarded`, whose ``__torch_function__`` refuses calls that write to it. Its views (``parameter.data``,
+``parameter[0]``) are guarded too. While the unit computes, it is an ordinary parameter, without any overhead. A write
+then changes the parameter's version, see :meth:`executor.module.visibility.WeightVisibility.check_unmodified`.
 """
 
-import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -91,24 +89,27 @@ class Guarded(torch.Tensor):
         )
 
 
-@contextlib.contextmanager
-def unguarded() -> Iterator[None]:
-    """Have parameters as they are inside it, for what has to do with their gradients or their memory alone."""
-    with torch._C.DisableTorchFunctionSubclass():
-        yield
+unguarded: Final = torch._C.DisableTorchFunctionSubclass
+"""Context in which guards do not look at calls, for code that touches only gradients or memory of parameters."""
 
 
 def guard(parameter: nn.Parameter, name: str) -> None:
     """Refuse all writing to a parameter from now on."""
-    vars(parameter).setdefault(_CLASS, type(parameter))  # it may be guarded already
-    vars(parameter).update({_NAME: name, "_is_param": True})
+    own = vars(parameter)
+    if _CLASS not in own:
+        own.update({_CLASS: type(parameter), _NAME: name, "_is_param": True})
     parameter.__class__ = Guarded  # type: ignore[assignment]
 
 
+def lift_guard(parameter: nn.Parameter) -> None:
+    """Allow writing to a guarded parameter, until it is guarded again."""
+    parameter.__class__ = vars(parameter).get(_CLASS, type(parameter))
+
+
 def unguard(parameter: nn.Parameter) -> None:
-    """Let a parameter be what it was."""
-    parameter.__class__ = vars(parameter).pop(_CLASS, nn.Parameter)
-    for key in (_NAME, "_is_param"):
+    """Remove a parameter's guard for good."""
+    lift_guard(parameter)
+    for key in (_CLASS, _NAME, "_is_param"):
         vars(parameter).pop(key, None)
 
 

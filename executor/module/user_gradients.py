@@ -1,6 +1,6 @@
-"""Gradients between backward and step: what the user may do to them, and what comes of it.
+"""Gradients between backward and step: what the user may do with them.
 
-What goes through all parameters here does so past [Note: Guarded parameters], as it looks at their gradients alone.
+Loops over all parameters run unguarded ([Note: Guarded parameters]), because they touch only ``.grad``.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,10 +20,9 @@ class UserGradients:
 
     Args:
         decisions: what is executed.
-        parameters: what the rank has of all of them.
-        norms: waits until all gradients of the iteration under way are there, and returns their norms by the names of
-            whole parameters.
-        complete: takes it that no more gradients come in this iteration, as they are looked at or scaled now.
+        parameters: this rank's parts of all of them.
+        norms: waits for all gradients of the iteration, and returns their norms by names of whole parameters.
+        complete: ends the iteration's micro-batches, because gradients are read or scaled now.
     """
 
     def __init__(
@@ -44,25 +43,25 @@ class UserGradients:
         self._norms: dict[str, torch.Tensor] | None = None
         self._scales: dict[str, float] = {}
         self._dropped = False
-        self._num_added = 0  # micro-batches whose gradients the stand-ins are for
-        self._stand_ins: dict[str, OffloadedGradient] = {}  # made once: it takes longer than all else that is done here
+        self._num_added = 0  # micro-batches whose sum of gradients the stand-ins represent
+        self._stand_ins: dict[str, OffloadedGradient] = {}  # made once, because that is slow
 
     def begin_iteration(self) -> None:
-        """Forget the last iteration's."""
+        """Clear the last iteration's norms and scales."""
         self._norms = None
         self._scales.clear()
         self._dropped = False
 
-    @unguarded()
-    def offer(self, iteration: int, micro_batch: int) -> None:
-        """Let every parameter that got a gradient have a stand-in for it, until the next micro-batch or the step."""
-        self._num_added = micro_batch + 1
-        for name, parts in self._parts.items():
-            if any(part.arrived == iteration for part in parts):
-                whole = parts[0].share.whole
-                if name not in self._stand_ins:
-                    self._stand_ins[name] = OffloadedGradient(whole, name, self)
-                whole.grad = self._stand_ins[name]
+    def expose(self, iteration: int, micro_batch: int) -> None:
+        """Set ``grad`` of every parameter that got one to a stand-in, until the next micro-batch or the step."""
+        with unguarded():
+            self._num_added = micro_batch + 1
+            for name, parts in self._parts.items():
+                if any(part.arrived == iteration for part in parts):
+                    whole = parts[0].share.whole
+                    if name not in self._stand_ins:
+                        self._stand_ins[name] = OffloadedGradient(whole, name, self)
+                    whole.grad = self._stand_ins[name]
 
     def gradient_norm(self, name: str) -> torch.Tensor:
         """Return the 2-norm of a parameter's gradient, a float32 scalar; waits until all gradients are there.
@@ -82,62 +81,62 @@ class UserGradients:
         self._scales[name] = self.scale(name) * factor
 
     def scale(self, name: str) -> float:
-        """Return what a parameter's gradient is to be multiplied by."""
+        """Return the factor of a parameter's gradient."""
         return self._scales.get(name, 1.0)
 
     def decided(self) -> tuple[list[float], bool]:
-        """Return what gradients of the latest iteration are multiplied by, and whether any was dropped."""
+        """Return the factors of the latest iteration's gradients, and whether any gradient was dropped."""
         return sorted(set(self._scales.values())), self._dropped
 
-    @unguarded()
-    def go_on(self, iteration: int) -> None:
-        """Take the stand-ins away as the next micro-batch begins, which adds to the gradients that they are for.
+    def begin_micro_batch(self, iteration: int) -> None:
+        """Remove the stand-ins, as the next micro-batch begins, which adds to the gradients.
 
         Raises:
             GradientError: a gradient was replaced or dropped.
         """
-        if not self._num_added:
-            return
-        for name, parts in self._parts.items():
-            gradient = parts[0].share.whole.grad
-            arrived = any(part.arrived == iteration for part in parts)
-            if arrived and not isinstance(gradient, OffloadedGradient):
-                raise GradientError(
-                    f"the gradient of {name} was {'dropped' if gradient is None else 'replaced'} after micro-batch "
-                    f"{self._num_added} of {self._num_micro_batches}, but has been added up already; leave gradients "
-                    "alone until the last backward"
-                )
-        self.clear()
+        with unguarded():
+            if not self._num_added:
+                return
+            for name, parts in self._parts.items():
+                gradient = parts[0].share.whole.grad
+                arrived = any(part.arrived == iteration for part in parts)
+                if arrived and not isinstance(gradient, OffloadedGradient):
+                    raise GradientError(
+                        f"the gradient of {name} was {'dropped' if gradient is None else 'replaced'} after micro-batch "
+                        f"{self._num_added} of {self._num_micro_batches}, but has been added up already; leave "
+                        "gradients alone until the last backward"
+                    )
+            self.clear()
 
-    @unguarded()
     def clear(self) -> None:
-        """Take all stand-ins away."""
-        self._num_added = 0
-        for parts in self._parts.values():
-            whole = parts[0].share.whole
-            if isinstance(whole.grad, OffloadedGradient):
-                whole.grad = None
+        """Remove all stand-ins."""
+        with unguarded():
+            self._num_added = 0
+            for parts in self._parts.values():
+                whole = parts[0].share.whole
+                if isinstance(whole.grad, OffloadedGradient):
+                    whole.grad = None
 
-    @unguarded()
-    def take_back(self, iteration: int) -> None:
-        """Take the stand-ins away as the step begins; what the user has dropped is not updated, as in torch.
+    def begin_step(self, iteration: int) -> None:
+        """Remove the stand-ins, as the step begins. A parameter whose gradient was dropped is not updated, as in torch.
 
         Raises:
             GradientError: a gradient was replaced, or dropped after its update had begun.
         """
-        for name, parts in self._parts.items():
-            whole = parts[0].share.whole
-            gradient = whole.grad
-            for part in parts:
-                if part.arrived == iteration and gradient is None:
-                    self._drop(part)
-            if gradient is not None and not isinstance(gradient, OffloadedGradient):
-                raise GradientError(
-                    f"the gradient of {name} was replaced after backward, which its update would not see; "
-                    "change it in a hook on the parameter (parameter.register_hook)"
-                )
-            whole.grad = None
-        self._num_added = 0
+        with unguarded():
+            for name, parts in self._parts.items():
+                whole = parts[0].share.whole
+                gradient = whole.grad
+                for part in parts:
+                    if part.arrived == iteration and gradient is None:
+                        self._drop(part)
+                if gradient is not None and not isinstance(gradient, OffloadedGradient):
+                    raise GradientError(
+                        f"the gradient of {name} was replaced after backward, which its update would not see; "
+                        "change it in a hook on the parameter (parameter.register_hook)"
+                    )
+                whole.grad = None
+            self._num_added = 0
 
     def _drop(self, parameter: ParameterState) -> None:
         if not self._waits:

@@ -1,28 +1,28 @@
-"""Which parameters show weights: those of units that are resident, and of the one that computes. Others are guarded."""
+"""Which parameters show weights (those of resident units and of the unit that computes), and which refuse writes."""
 
 from collections.abc import Iterable, Mapping
 from typing import final
 
 from executor.distributed.shards import Share
 from executor.memory.state import ModelState, without_values
-from executor.module.guarded_parameters import guard, refusal, unguard, unguarded
+from executor.module.guarded_parameters import guard, lift_guard, refusal, unguard, unguarded
 
 
 @final
-class Sight:
-    """Keeps weights of fetched units out of sight while they are not there, and all of them from being written to.
+class WeightVisibility:
+    """Shows a unit's weights while it computes; otherwise hides those that share a slot, and refuses writes to all.
 
-    [Note: Out of sight] Units that are fetched share slots, so that a parameter would show another unit's weights most
-    of the time, and the last step's at others. Whoever reads parameters by themselves (norms, moving averages,
-    penalties in the loss) would compute with those and never know. So a parameter has its shape, but is no number, from
-    when another unit computes until its own does again. Its memory stays the same all the time, so that kernels under
-    way and what autograd has saved of it do not notice. Writing is refused meanwhile, of resident units too: see
-    [Note: Guarded parameters] in :mod:`executor.module.guarded_parameters`.
+    [Note: Out of sight] Fetched units share slots. So most of the time a parameter would show another unit's weights,
+    or those of the step before. Code that reads parameters directly (norms, moving averages, penalties in the loss)
+    would silently compute with these. So while its unit does not compute, a parameter keeps its shape, but is NaN. The
+    memory of its weights does not change, so running kernels and autograd's saved tensors are not affected. Writes are
+    refused meanwhile, also for resident units: see [Note: Guarded parameters] in
+    :mod:`executor.module.guarded_parameters`.
 
     Args:
         state: where weights are.
         shared: units whose weights a unit uses besides its own, by its name.
-        shares: what the rank has of the user's parameters.
+        shares: this rank's shares of the user's parameters.
     """
 
     def __init__(self, state: ModelState, shared: Mapping[str, tuple[str, ...]], shares: Iterable[Share]) -> None:
@@ -38,24 +38,24 @@ class Sight:
             for unit in state.units.values()
             if unit.slot >= 0
         }
-        # By what computes: most units have no weights but their own.
+        # Units whose weights each unit uses; most use only their own.
         self._used_by = {
             unit: frozenset(name for name in (unit, *others) if name in self._leaves) for unit, others in shared.items()
         }
         self._shown: frozenset[str] = frozenset(self._leaves)
-        self._turned_to: str | None = None
+        self._shown_for: str | None = None
         self._all = {id(leaf): (leaf, name) for leaves in self._leaves.values() for leaf, name in leaves}
-        for share in shares:  # where leaves are rows of it, it has no values at all
+        for share in shares:  # a parameter whose rows are leaves has no values at all
             if id(share.whole) not in self._all:
                 self._all[id(share.whole)] = share.whole, share.name
                 guard(share.whole, share.name)
         self._versions = self._versions_now()
 
-    def turn_to(self, unit: str) -> None:
-        """Show what a unit computes with, and nothing else; what no unit is called shows nothing."""
-        if unit == self._turned_to:
+    def show(self, unit: str) -> None:
+        """Show the weights that a unit uses, and no others; an empty name shows none."""
+        if unit == self._shown_for:
             return
-        self._turned_to = unit
+        self._shown_for = unit
         used = self._used_by.get(unit, frozenset())
         with unguarded():
             for name in self._shown - used:
@@ -67,10 +67,10 @@ class Sight:
                 for leaf, weights, _ in self._views.get(name, ()):
                     leaf.data = weights
                 for leaf, _ in self._leaves[name]:
-                    unguard(leaf)
+                    lift_guard(leaf)
         self._shown = used
 
-    def check_untouched(self) -> None:
+    def check_unmodified(self) -> None:
         """Check that no parameter was written to while its unit computed, since it was checked last.
 
         Raises:
@@ -86,6 +86,6 @@ class Sight:
             return [leaf._version for leaf, _ in self._all.values()]
 
     def release(self) -> None:
-        """Let all parameters be ordinary ones again, as the session ends."""
+        """Make all parameters ordinary ones again."""
         for leaf, _ in self._all.values():
             unguard(leaf)

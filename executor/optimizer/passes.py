@@ -156,7 +156,7 @@ def as_float32(bits: Any) -> Any:
 
 
 def store_weight(weight_out: Any, grad: Any, i: int, weight: Any) -> None:
-    """Write a new weight as bf16 bits: to ``weight_out``, over the gradient if that is :data:`IN_PLACE`, or nowhere.
+    """Write a new weight as bf16 bits: to ``weight_out``, over the gradient if that is :data:`IN_PLACE`, or skip.
 
     Kernels only, as above.
     """
@@ -165,18 +165,18 @@ def store_weight(weight_out: Any, grad: Any, i: int, weight: Any) -> None:
 
 @overload(store_weight)
 def _store_weight(weight_out: Any, grad: Any, i: Any, weight: Any) -> Any:  # noqa: ARG001 - as it is called
-    def nowhere(weight_out: Any, grad: Any, i: Any, weight: Any) -> None:
+    def skip(weight_out: Any, grad: Any, i: Any, weight: Any) -> None:
         pass
 
-    def apart(weight_out: Any, grad: Any, i: Any, weight: Any) -> None:  # noqa: ARG001
+    def separately(weight_out: Any, grad: Any, i: Any, weight: Any) -> None:  # noqa: ARG001
         weight_out[i] = float32_to_bf16(weight)
 
     def in_place(weight_out: Any, grad: Any, i: Any, weight: Any) -> None:  # noqa: ARG001
         grad[i] = float32_to_bf16(weight)
 
     if isinstance(weight_out, types.Array):
-        return apart
-    return in_place if isinstance(weight_out, types.BaseTuple) else nowhere
+        return separately
+    return in_place if isinstance(weight_out, types.BaseTuple) else skip
 
 
 @overload(as_float32)

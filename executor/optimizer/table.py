@@ -110,28 +110,23 @@ def _read_lion(group: Group) -> LionParams:
 
 
 _SGD_NUMBERS: Final = ("lr", "momentum", "dampening", "weight_decay")
-_AMSGRAD: Final = ("amsgrad", "maximize", "differentiable", "capturable")
-_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+
+
+def _adam(stock: type[torch.optim.Optimizer], *, decoupled: bool) -> OptimizerEntry:
+    return OptimizerEntry(
+        stock=stock,
+        planned_as="adamw",
+        buffers=("exp_avg", "exp_avg_sq"),
+        read=lambda group: _read_adam(group, decoupled=decoupled),
+        host=adamw_step,
+        device=device.adamw,
+        refused=("amsgrad", "maximize", "differentiable", "capturable"),
+    )
+
 
 ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
-    OptimizerEntry(
-        stock=torch.optim.AdamW,
-        planned_as="adamw",
-        buffers=_MOMENTS,
-        read=lambda group: _read_adam(group, decoupled=True),
-        host=adamw_step,
-        device=device.adamw,
-        refused=_AMSGRAD,
-    ),
-    OptimizerEntry(
-        stock=torch.optim.Adam,
-        planned_as="adamw",
-        buffers=_MOMENTS,
-        read=lambda group: _read_adam(group, decoupled=False),
-        host=adamw_step,
-        device=device.adamw,
-        refused=_AMSGRAD,
-    ),
+    _adam(torch.optim.AdamW, decoupled=True),
+    _adam(torch.optim.Adam, decoupled=False),
     OptimizerEntry(
         stock=torch.optim.SGD,
         planned_as="sgd",

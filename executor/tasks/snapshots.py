@@ -1,4 +1,4 @@
-"""A session's state as checkpoints take it."""
+"""A session's state, as checkpoints take it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -21,22 +21,22 @@ from planner.schedule.tasks import Lane, MemoryClass, Op
 
 @final
 class Snapshots:
-    """Where the state is that the schedule's snapshots take, and the memory that it goes through.
+    """The state that the schedule's snapshots take, and the buffers that it goes through.
 
-    Shares of parameters, and rows of them that are units of their own, are tensors by their own names.
+    A share of a parameter, or rows of it that are a unit of their own, is saved as a tensor with a name of its own.
 
     Args:
         state: of the session.
-        schedule: says in which order.
+        schedule: gives the order.
         entry: the optimizer.
         backend: copies.
-        host: where memory for buffers is taken.
-        options: how much.
-        rank: which of the ranks this is. What several of them hold is shared among them, unit by unit.
+        host: memory for the buffers.
+        options: the size of the buffers.
+        rank: of this process. If several ranks hold the same unit, one of them saves it; they take turns.
 
     Attributes:
-        ring: the buffers, uint8 ``[num_buffers, chunk]``, from which a device can be copied to asynchronously.
-        engine: takes what the schedule offers; ``None``: nobody does.
+        ring: the buffers, uint8 ``[num_buffers, chunk]``, pinned.
+        engine: writes checkpoints; ``None`` if there is none.
 
     Raises:
         DeviceMemoryError: the host has not enough for the buffers.
@@ -60,38 +60,37 @@ class Snapshots:
         numbers = {unit: number for number, unit in enumerate(dict.fromkeys(unit for unit, _ in pieces))}
         self.slices: Mapping[Key, Sequence[Slice]] = {key: self._slices_of(key, numbers[key[0]]) for key in pieces}
         count = max(options.checkpoint_buffer_bytes // CHUNK_BYTES, len(files_of(self, rank)) + 1)
-        count += state.stored is not None  # what is read from there is cut from whole blocks
+        count += state.stored is not None  # reads from NVMe need one more, for whole blocks
         memory = host.take_blocks("checkpoint buffers", {MemoryClass.CHECKPOINT: count * CHUNK_BYTES}, CHUNK_BYTES)
         rows = memory.view(count, CHUNK_BYTES)
         self._scratch = rows[-1]
         self.ring: Buffer = rows[: count - (state.stored is not None)].numpy()
 
     def take(self, key: Key, iteration: int) -> None:
-        """Give a piece to the engine, in the thread of the lane of snapshots."""
+        """Pass a piece to the engine, in the thread of the snapshot lane."""
         if self.engine is not None:
             self.engine.take(key, iteration)
 
     def release(self, key: Key) -> None:
-        """Wait until a piece may change, in the thread of the lane of gates."""
+        """Wait until a piece may change, in the thread of the gate lane."""
         if self.engine is not None:
             self.engine.release(key)
 
-    def take_rest(self) -> None:
-        """Take all that is left of checkpoints that have begun, while nothing is under way; state may change then."""
+    def take_remaining(self) -> None:
+        """Take the rest of all checkpoints that have begun, between iterations; state may change afterwards."""
         if self.engine is not None:
-            self.engine.take_rest()
+            self.engine.take_remaining()
 
     def tensors(self, key: Key) -> Sequence[torch.Tensor | Buffer | StoredValues]:
         """See :class:`executor.checkpoint.source.Source`."""
-        unit, stored = self._state.units[key[0]], self._state.stored
+        unit = self._state.units[key[0]]
         piece = unit.pieces[key[1]]
         if piece.place is Place.NVME:
-            assert stored is not None
-            return stored.values(key)
+            return self._state.nvme.values(key)
         tensors = [tensor.detach().view(torch.uint8) for tensor in unit.state(piece)]
         if piece.place is Place.GPU:
             return tensors
-        self._wait()  # what has been copied here has arrived
+        self._wait()  # for copies to host memory that are under way
         return [tensor.numpy() for tensor in tensors]
 
     def copy(self, buffer: Buffer, values: Any) -> None:
@@ -103,14 +102,13 @@ class Snapshots:
         self._wait()
 
     def _wait(self) -> None:
-        """Wait until what the lane has been given, or waits for, is done."""
-        self._backend.seconds(self._backend.mark(Lane.SNAPSHOT))
+        """Wait until all work of the lane is done."""
+        self._backend.event_time_s(self._backend.record_event(Lane.SNAPSHOT))
 
     def _slices_of(self, key: Key, number: int) -> list[Slice]:
-        """Return what this rank gives of a piece; what several ranks have one of them gives, in turn by unit."""
+        """Return what this rank saves of a piece. If several ranks hold it, they take turns by unit."""
         unit = self._state.units[key[0]]
-        is_sharded = len(unit.own_weights) < len(unit.device_weights)
-        if unit.group is not None and not is_sharded and number % unit.group.size != unit.group.rank:
+        if unit.group is not None and not unit.is_sharded and number % unit.group.size != unit.group.rank:
             return []
         return [
             Slice(
@@ -118,7 +116,7 @@ class Snapshots:
                 tuple(parameter.share.shape),
                 part.start - parameter.start,
                 part.stop - parameter.start,
-                part.start - part.piece.start,
+                part.within.start,
             )
             for parameter in unit.parameters
             for part in parameter.parts

@@ -19,7 +19,7 @@ CHUNK_BYTES: Final = 4 << 20
 """That our engine copies, hashes and writes as one."""
 
 READING_SHARE: Final = 1 / 8
-"""Of its time that our engine reads checkpoints again, at most; see :mod:`executor.checkpoint.keeper`."""
+"""Of its time that our engine reads checkpoints again, at most; see :mod:`executor.checkpoint.retention_thread`."""
 
 MORE_THAN_KEPT: Final = 2
 """Checkpoints that a level needs room for beside those that stay: the newest, not read again yet, and the next."""

@@ -119,14 +119,14 @@ def test_offloaded_activations_are_those_that_were_counted(name: str) -> None:
     model, optimizer = prepare_session(model, given_optimizer, found, decisions, SessionOptions(num_threads=1))
     moved = {}
     with optimizer.session as session:
-        activations = session._offloaded
-        leave = activations.leave
+        activations = session.runtime.offloaded
+        leave = activations.offload
 
         def watched(unit: str) -> None:
             leave(unit)
-            moved[unit] = sum(tensor.num_bytes for tensor in activations._visit[unit].moved(unit))
+            moved[unit] = sum(tensor.num_bytes for tensor in activations._segments[unit].offloaded(unit))
 
-        activations.leave = watched
+        activations.offload = watched
         args, kwargs = batch(name, torch.bfloat16, seed=0)
         find_loss(model(*args, **kwargs))[0].backward()
         optimizer.step()

@@ -167,13 +167,13 @@ def test_a_family_offloads_what_was_counted(name: str) -> None:
     model, optimizer = prepare_session(*begun(name), found, decisions, SessionOptions(num_threads=1))
     moved = {}
     with optimizer.session as session:
-        offloaded = session._offloaded
-        leave = offloaded.leave
+        offloaded = session.runtime.offloaded
+        leave = offloaded.offload
 
         def watched(unit: str) -> None:
             leave(unit)
-            moved[unit] = sum(tensor.num_bytes for tensor in offloaded._visit[unit].moved(unit))
+            moved[unit] = sum(tensor.num_bytes for tensor in offloaded._segments[unit].offloaded(unit))
 
-        offloaded.leave = watched
+        offloaded.offload = watched
         train(name, model, optimizer, num_steps=1)
         assert moved == {task.unit: task.num_bytes for task in session.schedule.tasks if task.op is Op.OFFLOAD}

@@ -15,9 +15,9 @@ from executor.checkpoint import (
     Layout,
     Manifest,
     Part,
+    ReadRequest,
     ShardWriter,
     Store,
-    Wanted,
     boxes,
     layout,
     ring_of,
@@ -80,7 +80,7 @@ def step_of(store: Store) -> int | None:
         assert checkpoint.manifest.extra == {"seed": step}
         assert set(checkpoint.manifest.tensors) == set(TENSORS)
         found = {name: np.empty(int(np.prod(shape)), np.float32) for name, shape in TENSORS.items()}
-        checkpoint.read(Wanted(name, 0, of.view(np.uint8)) for name, of in found.items())
+        checkpoint.read(ReadRequest(name, 0, of.view(np.uint8)) for name, of in found.items())
         for name in TENSORS:
             assert np.array_equal(found[name], values(name, step)), f"{name} is not that of step {step}"
     return step

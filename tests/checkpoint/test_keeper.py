@@ -7,8 +7,8 @@ import pytest
 from saving import save, step_of
 
 from executor.checkpoint import Checkpoint, Store
-from executor.checkpoint.keeper import READING_SHARE, Keeper
 from executor.checkpoint.levels import MORE_THAN_KEPT
+from executor.checkpoint.retention_thread import READING_SHARE, RetentionThread
 
 
 def steps(store):
@@ -38,7 +38,7 @@ def errors():
 
 def test_all_are_read_where_there_is_time_and_the_newest_stay(tmp_path, errors):
     store = Store(tmp_path / "store")
-    keeper = Keeper(store, 3)
+    keeper = RetentionThread(store, 3)
     for step in range(1, 8):
         keeper.made(save(store, step), errors.append)
         keeper.wait()
@@ -48,7 +48,7 @@ def test_all_are_read_where_there_is_time_and_the_newest_stay(tmp_path, errors):
 
 def test_those_that_come_while_one_is_read_go_unread_but_the_newest(tmp_path, errors):
     store = Slow(tmp_path / "store")
-    keeper = Keeper(store, 2)
+    keeper = RetentionThread(store, 2)
     for step in (1, 2):
         keeper.made(save(store, step), errors.append)
         store.allowed.release()
@@ -71,7 +71,7 @@ def store_step(name):
 
 def test_nothing_goes_before_enough_were_read(tmp_path, errors):
     store = Slow(tmp_path / "store")
-    keeper = Keeper(store, 2)
+    keeper = RetentionThread(store, 2)
     for step in range(1, 6):
         keeper.made(save(store, step), errors.append)
     assert steps(store) == [1, 2, 3, 4, 5]
@@ -84,7 +84,7 @@ def test_nothing_goes_before_enough_were_read(tmp_path, errors):
 
 def test_what_is_found_damaged_does_not_count(tmp_path, errors):
     store = Store(tmp_path / "store")
-    keeper = Keeper(store, 2)
+    keeper = RetentionThread(store, 2)
     for step in (1, 2):
         keeper.made(save(store, step), errors.append)
         keeper.wait()
@@ -118,7 +118,7 @@ class Timed(Store):
 
 def test_once_enough_were_read_reading_takes_its_share_of_the_time_and_no_more(tmp_path, errors):
     store = Timed(tmp_path / "store")
-    keeper = Keeper(store, 2)
+    keeper = RetentionThread(store, 2)
     for step in (1, 2):
         keeper.made(save(store, step), errors.append)
         keeper.wait()

@@ -13,7 +13,7 @@ from saving import TENSORS, save, step_of, values
 
 import executor.checkpoint.places.locating
 import executor.checkpoint.promotion
-from executor.checkpoint import CheckpointError, Files, Level, Levels, Outcome, Wanted, promote, store_at
+from executor.checkpoint import CheckpointError, Files, Level, Levels, Outcome, ReadRequest, promote, store_at
 from executor.checkpoint.levels import check_levels
 from executor.checkpoint.places.locating import check_reachable, check_room, file_system
 from executor.checkpoint.places.retention import newest_of
@@ -91,7 +91,7 @@ def test_every_value_comes_whatever_the_size_of_a_chunk(tmp_path, url):
         with again:
             for name in TENSORS:
                 found = np.empty_like(values(name, 3))
-                again.read([Wanted(name, 0, found.view(np.uint8))])
+                again.read([ReadRequest(name, 0, found.view(np.uint8))])
                 assert np.array_equal(found, values(name, 3))
         assert promote(store.newest().checkpoint, there) == folder, "it is there already"
         assert len(there.folders()) == 1

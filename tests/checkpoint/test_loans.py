@@ -1,4 +1,4 @@
-"""Memory that is lent to the flusher: written from where it is, and never as it is after the loan has been settled."""
+"""Memory that is leased to the flusher: written from where it is, never as it is after the lease has ended."""
 
 import itertools
 import tempfile
@@ -51,31 +51,31 @@ def writer_of(flusher, folder, num_values):
     return ShardWriter(flusher, folder, "x.safetensors", made)
 
 
-def lent(flusher, folder):
+def leased(flusher, folder):
     """Lend a file's values, whole chunks of an array that begins at a page; return all that is needed."""
     memory = filled(CHUNK_BYTES * NUM_CHUNKS)
     writer = writer_of(flusher, folder, len(memory) // 4)
-    return memory, memory.copy(), writer, writer.lend(memory)
+    return memory, memory.copy(), writer, writer.lease(memory)
 
 
 def content(folder, writer):
     return (folder / "x.safetensors").read_bytes()[len(writer.layout.header) :]
 
 
-@pytest.mark.parametrize("in_haste", [True, False])
+@pytest.mark.parametrize("may_copy", [True, False])
 @pytest.mark.parametrize("num_buffers", [1, 3, NUM_CHUNKS + 2])
-def test_what_changes_after_a_loan_is_settled_is_not_in_the_file(tmp_path, files, num_buffers, in_haste):
+def test_what_changes_after_a_loan_is_settled_is_not_in_the_file(tmp_path, files, num_buffers, may_copy):
     """In haste, what no thread has begun with is copied where buffers are free; for the rest the owner waits."""
     with Flusher(files, ring_of(num_buffers, CHUNK_BYTES), num_threads=1, patience_s=20) as flusher:
-        memory, before, writer, loans = lent(flusher, tmp_path)
-        assert [loan.is_lent for loan in loans] == [True] * NUM_CHUNKS
+        memory, before, writer, leases = leased(flusher, tmp_path)
+        assert [lease.is_leased for lease in leases] == [True] * NUM_CHUNKS
         files.begun.wait()
-        settling = threading.Thread(target=flusher.settle, args=(loans,), kwargs={"in_haste": in_haste})
+        settling = threading.Thread(target=flusher.end_leases, args=(leases,), kwargs={"may_copy": may_copy})
         settling.start()
         settling.join(0.2)
         assert settling.is_alive(), "a thread is writing from there"
-        held = sum(loan.is_lent for loan in loans)
-        assert held == NUM_CHUNKS - (min(num_buffers, NUM_CHUNKS - 1) if in_haste else 0)
+        held = sum(lease.is_leased for lease in leases)
+        assert held == NUM_CHUNKS - (min(num_buffers, NUM_CHUNKS - 1) if may_copy else 0)
         files.go_on.set()
         settling.join(20)
         memory[:] = 255
@@ -85,10 +85,10 @@ def test_what_changes_after_a_loan_is_settled_is_not_in_the_file(tmp_path, files
 
 def test_nothing_is_copied_of_what_is_written_in_time(tmp_path):
     with Flusher(Files(), ring_of(2, CHUNK_BYTES), num_threads=2, patience_s=20) as flusher:
-        memory, before, writer, loans = lent(flusher, tmp_path)
+        memory, before, writer, leases = leased(flusher, tmp_path)
         flusher.wait(writer._done)
-        assert all(np.shares_memory(loan.data, memory) for loan in loans)
-        flusher.settle(loans, in_haste=True)
+        assert all(np.shares_memory(lease.data, memory) for lease in leases)
+        flusher.end_leases(leases, may_copy=True)
         memory[:] = 255
         writer.finish()
     assert content(tmp_path, writer) == before.tobytes()
@@ -96,9 +96,9 @@ def test_nothing_is_copied_of_what_is_written_in_time(tmp_path):
 
 def test_the_owner_waits_no_longer_than_was_said_and_the_file_is_given_up(tmp_path, files):
     with Flusher(files, ring_of(1, CHUNK_BYTES), num_threads=1, patience_s=0.2) as flusher:
-        memory, _, writer, loans = lent(flusher, tmp_path)
+        memory, _, writer, leases = leased(flusher, tmp_path)
         with pytest.raises(CheckpointError, match=r"nothing has ended for 0.2 s"):
-            flusher.settle(loans, in_haste=True)
+            flusher.end_leases(leases, may_copy=True)
         memory[:] = 255
         files.go_on.set()
         with pytest.raises(CheckpointError, match=r"nothing has ended for 0.2 s"):
@@ -113,9 +113,9 @@ def test_what_transfers_cannot_begin_at_is_copied(tmp_path, shift):
     with Flusher(Files(), ring_of(2, CHUNK_BYTES), patience_s=20) as flusher:
         writer = writer_of(flusher, tmp_path, len(memory) // 4)
         writer._alignment_bytes = max(writer._alignment_bytes, 512)  # as of a drive that needs whole sectors
-        loans = writer.lend(memory)
-        assert len(loans) == (NUM_CHUNKS if shift == 512 else 0)
-        flusher.settle(loans, in_haste=True)
+        leases = writer.lease(memory)
+        assert len(leases) == (NUM_CHUNKS if shift == 512 else 0)
+        flusher.end_leases(leases, may_copy=True)
         memory[:] = 255
         writer.finish()
     assert content(tmp_path, writer) == before.tobytes()
@@ -145,25 +145,25 @@ def test_runs_that_meet_in_chunks_are_written_as_they_were_when_each_was_settled
         writer._alignment_bytes = max(writer._alignment_bytes, alignment)
         expected = [np.frombuffer(writer.layout.header, np.uint8)]
 
-        def give_back(memory, loans):
-            flusher.settle(loans, in_haste=True)
+        def give_back(memory, leases):
+            flusher.end_leases(leases, may_copy=True)
             memory[:] = 255
 
         late = []
         for count, shift, when in runs:
             memory = filled(4 * count, shift)
             expected.append(memory.copy())
-            loans = writer.lend(memory)
+            leases = writer.lease(memory)
             if when == "at once":
-                give_back(memory, loans)
+                give_back(memory, leases)
             else:
-                late.append((when, memory, loans))
+                late.append((when, memory, leases))
         beside = [others.submit(give_back, *rest) for when, *rest in late for _ in range(2) if when == "beside"]
         record = writer.finish()
         for future in beside:
             future.result()
-        for _, memory, loans in late:
-            give_back(memory, loans)
+        for _, memory, leases in late:
+            give_back(memory, leases)
         written = (Path(folder) / "x.safetensors").read_bytes()
         assert written == np.concatenate(expected).tobytes()
         chunks = [written[begin : begin + chunk_bytes] for begin in range(0, len(written), chunk_bytes)]
@@ -179,9 +179,9 @@ def test_only_edges_of_runs_are_copied(counts):
         writer._alignment_bytes = SECTOR_BYTES
         num_lent = 0
         for count in counts:
-            loans = writer.lend(filled(count * SECTOR_BYTES))
-            num_lent += sum(len(loan.data) for loan in loans)
-            flusher.settle(loans, in_haste=True)
+            leases = writer.lease(filled(count * SECTOR_BYTES))
+            num_lent += sum(len(lease.data) for lease in leases)
+            flusher.end_leases(leases, may_copy=True)
         writer.finish()
     assert num_lent >= SECTOR_BYTES * sum(counts) - 2 * BLOCK_BYTES * len(counts)
 
@@ -193,11 +193,11 @@ def test_a_run_is_given_back_before_its_chunk_is_complete(tmp_path, files):
         writer = writer_of(flusher, tmp_path, 2 * num_values)
         first, second = filled(4 * num_values), filled(4 * num_values)
         before = first.copy()
-        flusher.settle(loans := writer.lend(first), in_haste=True)
-        assert loans
+        flusher.end_leases(leases := writer.lease(first), may_copy=True)
+        assert leases
         first[:] = 255
         files.go_on.set()
-        writer.lend(second)
+        writer.lease(second)
         writer.finish()
     assert content(tmp_path, writer) == np.concatenate([before, second]).tobytes()
 
@@ -225,10 +225,12 @@ def test_a_chunk_waits_for_all_that_is_being_copied_into_it(tmp_path, monkeypatc
         runs = [filled(6 * BLOCK_BYTES), filled(6 * BLOCK_BYTES)]
         writer = writer_of(flusher, tmp_path, len(runs) * len(runs[0]) // 4)
         before = np.concatenate(runs)
-        loans = [writer.lend(run) for run in runs]
+        leases = [writer.lease(run) for run in runs]
         monkeypatch.setattr("executor.checkpoint.files.flusher.np.copyto", copies)
-        haste = {"in_haste": True}
-        settling = [threading.Thread(target=flusher.settle, args=(loans[i],), kwargs=haste) for i in range(num_copied)]
+        haste = {"may_copy": True}
+        settling = [
+            threading.Thread(target=flusher.end_leases, args=(leases[i],), kwargs=haste) for i in range(num_copied)
+        ]
         for i, thread in enumerate(settling):
             thread.start()
             copies.begun[i].acquire()
@@ -241,7 +243,7 @@ def test_a_chunk_waits_for_all_that_is_being_copied_into_it(tmp_path, monkeypatc
             thread.join(20)
             runs[i][:] = 255
         finishing.join(20)
-        flusher.settle([loan for lent in loans for loan in lent], in_haste=True)
+        flusher.end_leases([lease for leased in leases for lease in leased], may_copy=True)
     assert content(tmp_path, writer) == before.tobytes()
 
 
@@ -249,7 +251,7 @@ def test_what_is_given_up_frees_its_buffer_and_what_was_lent(tmp_path):
     with Flusher(Files(), ring_of(2, 16 * BLOCK_BYTES), patience_s=20) as flusher:
         num_values = 24 * BLOCK_BYTES // 4
         writer = writer_of(flusher, tmp_path, num_values)
-        loans = writer.lend(filled(20 * BLOCK_BYTES))
+        leases = writer.lease(filled(20 * BLOCK_BYTES))
         writer.abandon()
-        assert not any(loan.is_lent for loan in loans)
+        assert not any(lease.is_leased for lease in leases)
         assert len(flusher._free) == 2

@@ -6,13 +6,13 @@ import time
 import pytest
 
 from executor.checkpoint import CheckpointError
-from executor.checkpoint.files.patience import InTime
+from executor.checkpoint.files.timeouts import TimeLimited
 
 PATIENCE_S = 0.1
 
 
 def test_what_ends_in_time_is_returned_and_what_it_raises_is_raised():
-    in_time = InTime()
+    in_time = TimeLimited()
     assert in_time.do(lambda: 7, pytest.fail, 20.0) == 7
     with pytest.raises(FileNotFoundError):
         in_time.do(lambda: open("/nowhere"), pytest.fail, 20.0)  # noqa: PTH123, SIM115
@@ -21,7 +21,7 @@ def test_what_ends_in_time_is_returned_and_what_it_raises_is_raised():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_hangs_is_left_behind_and_undone_when_it_ends(fails):
-    in_time, go_on, undone = InTime(), threading.Event(), []
+    in_time, go_on, undone = TimeLimited(), threading.Event(), []
 
     def hang():
         go_on.wait()

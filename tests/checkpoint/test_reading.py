@@ -22,16 +22,16 @@ from executor.checkpoint import (
     Files,
     Flusher,
     Manifest,
+    ReadRequest,
     ShardWriter,
     Store,
-    Wanted,
     boxes,
     layout,
     ring_of,
 )
 from executor.checkpoint.files import opening
 from executor.checkpoint.format import reader
-from executor.direct_io import BLOCK_BYTES, go_direct
+from executor.direct_io import BLOCK_BYTES, enable_direct_io
 
 SIZES = {"a": 70_000, "b": 3, "c": 1024 * 33, "d": 1}  # values; "c" begins in the middle of a block
 ORDER = [("x.safetensors", ("a", "b", "c")), ("y.safetensors", ("d",))]
@@ -76,7 +76,7 @@ def aligned(num_bytes, phase):
 def refuses_odd_addresses(fd, *, writes):
     """Return the alignment of a drive that asks for most, without trying."""
     assert not writes
-    go_direct(fd, probes=False)
+    enable_direct_io(fd, probes=False)
     return BLOCK_BYTES
 
 
@@ -114,7 +114,7 @@ def test_any_values_come_to_anywhere_however_the_system_cuts_reads_short(folders
         for name, one, other, shift in drawn:
             start, stop = sorted((one, other))
             out = aligned(4 * (stop - start), offset_of(checkpoint, name, start) + shift)  # 0: as in the file
-            wanted.append(Wanted(name, start, out))
+            wanted.append(ReadRequest(name, start, out))
         checkpoint.read(wanted)
         for one in wanted:
             assert np.array_equal(one.out.view(np.float32), VALUES[one.name][one.start :][: len(one.out) // 4])
@@ -140,7 +140,7 @@ def test_each_chunk_is_read_once_and_what_fits_goes_straight_to_its_place(folder
         monkeypatch.setattr(opening, "alignment_bytes", refuses_odd_addresses)
         monkeypatch.setattr(opening.os, "preadv", preadv)
         outs = [aligned(4 * size, offset_of(checkpoint, name, 0)) for name, size in SIZES.items()]
-        checkpoint.read(Wanted(name, 0, out) for name, out in zip(SIZES, outs, strict=True))
+        checkpoint.read(ReadRequest(name, 0, out) for name, out in zip(SIZES, outs, strict=True))
         for name, out in zip(SIZES, outs, strict=True):
             assert np.array_equal(out.view(np.float32), VALUES[name])
         assert all(stop <= start for (f, _, stop), (g, start, _) in itertools.pairwise(sorted(ends)) if f == g)

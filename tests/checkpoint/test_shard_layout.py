@@ -20,9 +20,9 @@ from executor.checkpoint import (
     Files,
     Flusher,
     Manifest,
+    ReadRequest,
     ShardWriter,
     Store,
-    Wanted,
     boxes,
     layout,
     ring_of,
@@ -112,10 +112,10 @@ def test_any_range_is_read_whoever_wrote_it(num_ranks, name, data, tmp_path_fact
     stop = data.draw(st.integers(start, flat.size))
     found = np.empty(stop - start, np.float32)
     with Checkpoint(folder) as checkpoint:
-        checkpoint.read([Wanted(name, start, found.view(np.uint8))])
+        checkpoint.read([ReadRequest(name, start, found.view(np.uint8))])
         assert np.array_equal(found, flat[start:stop])
         with pytest.raises(CheckpointError, match="the checkpoint is of another model"):
-            checkpoint.read([Wanted(name, 1, np.empty(4 * flat.size, np.uint8))])
+            checkpoint.read([ReadRequest(name, 1, np.empty(4 * flat.size, np.uint8))])
 
 
 @given(sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=6), num_buffers=st.integers(1, 4))

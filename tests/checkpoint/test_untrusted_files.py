@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from saving import TENSORS, save, values
 
-from executor.checkpoint import Checkpoint, CheckpointError, DamagedError, Store, Wanted
+from executor.checkpoint import Checkpoint, CheckpointError, DamagedError, ReadRequest, Store
 from executor.checkpoint.format.manifest import Manifest
 
 MOST_BYTES = 4 << 20
@@ -41,7 +41,7 @@ def read_all(folder):
         found = {}
         for name, record in checkpoint.manifest.tensors.items():
             found[name] = np.empty(record.num_values * 8, np.uint8)[: record.num_values * 4]
-            checkpoint.read([Wanted(name, 0, found[name])])
+            checkpoint.read([ReadRequest(name, 0, found[name])])
         return found
 
 
@@ -237,13 +237,13 @@ def hook(event, args):
 sys.armed = False
 sys.addaudithook(hook)
 from pathlib import Path
-from executor.checkpoint import Checkpoint, Wanted
+from executor.checkpoint import Checkpoint, ReadRequest
 import numpy as np
 sys.armed = True
 with Checkpoint(Path(sys.argv[1])) as checkpoint:
     checkpoint.verify()
     for name, record in checkpoint.manifest.tensors.items():
-        checkpoint.read([Wanted(name, 0, np.empty(4 * record.num_values, np.uint8))])
+        checkpoint.read([ReadRequest(name, 0, np.empty(4 * record.num_values, np.uint8))])
 sys.armed = False
 print("read")
 """

@@ -43,15 +43,15 @@ DTYPES = [torch.bfloat16, torch.float32]
 
 def offload(session, watch):
     """Call ``watch`` around everything that leaves: with the unit, and whether it has left."""
-    activations = session._offloaded
-    leave = activations.leave
+    activations = session.runtime.offloaded
+    leave = activations.offload
 
     def watched(unit):
         watch(unit, False)
         leave(unit)
         watch(unit, True)
 
-    activations.leave = watched
+    activations.offload = watched
 
 
 def without_dropout(model):
@@ -73,9 +73,9 @@ def test_what_leaves_is_what_the_plan_counts(family, dtype):
 
         def watch(unit, has_left):
             if has_left:
-                visit = session._offloaded._visit[unit]
-                moved[unit] = sum(tensor.num_bytes for tensor in visit.moved(unit))
-                again.extend(product.function for product in visit.made[unit] if not product.leaves_device)
+                segment = session.runtime.offloaded._segments[unit]
+                moved[unit] = sum(tensor.num_bytes for tensor in segment.offloaded(unit))
+                again.extend(product.function for product in segment.products_of[unit] if not product.is_offloaded)
 
         offload(session, watch)
         train(task, model, optimizer)
@@ -92,13 +92,13 @@ def test_the_device_has_it_no_more_when_forward_has_ended():
 
         def watch(unit, has_left):
             if not has_left:
-                visit = session._offloaded._visit[unit]
-                tensors = [t for product in visit.made[unit] for t in product.tensors] + visit.given
+                segment = session.runtime.offloaded._segments[unit]
+                tensors = [t for product in segment.products_of[unit] for t in product.tensors] + segment.inputs
                 made.extend(weakref.ref(t.tensor.untyped_storage()) for t in tensors if t.tensor is not None)
 
         offload(session, watch)
         loss = model(input_ids=batches(task)[0, 0], labels=batches(task)[0, 0]).loss
-        session._machine.wait()
+        session.runtime.machine.wait()
         assert len(made) > 3 * 6
         assert not [reference for reference in made if reference() is not None]
         loss.backward()
@@ -107,7 +107,7 @@ def test_the_device_has_it_no_more_when_forward_has_ended():
 
 def keep_up(session):
     """Let the caller wait at every mark until lanes have done what they can, so that none is slower than planned."""
-    reach, machine = session._loop.reach, session._machine
+    reach, machine = session.runtime.loop.reach, session.runtime.machine
 
     def reached(*args):
         task = reach(*args)
@@ -115,7 +115,7 @@ def keep_up(session):
             machine._changed.wait_for(lambda: machine._stopped or not machine._num_pending)
         return task
 
-    session._loop.reach = reached
+    session.runtime.loop.reach = reached
 
 
 SMALL = {
@@ -175,19 +175,19 @@ class Alone:
         self.activations._room[self.unit] = torch.empty(room_bytes, dtype=torch.uint8)
         self.offload = SegmentOffload(self.activations, [self.unit], self)
 
-    def at_forward(self, unit):
-        """See `Marks`."""
+    def on_forward(self, unit):
+        """See `ModuleCallbacks`."""
 
     def forward(self, compute, x):
         with self.offload.forward([x]) as modes:
             return checkpoint(compute, x, use_reentrant=False, context_fn=modes)
 
     def away_and_back(self):
-        self.activations.leave(self.unit)
-        self.activations.come_back(self.unit)
+        self.activations.offload(self.unit)
+        self.activations.reload(self.unit)
 
     def made_again(self):
-        return [p.function for p in self.activations._visit[self.unit].made[self.unit] if not p.leaves_device]
+        return [p.function for p in self.activations._segments[self.unit].products_of[self.unit] if not p.is_offloaded]
 
 
 WEIGHT = torch.linspace(-1, 1, 64 * 64).view(64, 64)
@@ -226,8 +226,8 @@ def test_what_has_no_room_is_made_again_and_the_bits_are_the_same(room_bytes):
     alone, x, plain = Alone(room_bytes), some_input(), some_input()
     y = alone.forward(compute, x)
     alone.away_and_back()
-    visit = alone.activations._visit[alone.unit]
-    assert sum(tensor.num_bytes for tensor in visit.moved(alone.unit)) == min(room_bytes // 2048, 4) * 2048
+    segment = alone.activations._segments[alone.unit]
+    assert sum(tensor.num_bytes for tensor in segment.offloaded(alone.unit)) == min(room_bytes // 2048, 4) * 2048
     for loss in (y.sum(), compute(plain).sum()):
         loss.backward()
     assert torch.equal(x.grad, plain.grad)
@@ -267,8 +267,8 @@ def test_changes_that_would_be_lost_are_told():
     alone.forward(lambda x: (x @ WEIGHT).sin(), x)
     with torch.no_grad():
         x.add_(1)
-    with pytest.raises(ActivationError, match=r"what layers.0.attn was given or made was changed in place .* 'keep'"):
-        alone.activations.leave(alone.unit)
+    with pytest.raises(ActivationError, match=r"an input or product of layers.0.attn was changed in place .* 'keep'"):
+        alone.activations.offload(alone.unit)
 
     twice = Alone()
     y = twice.forward(lambda x: (x @ WEIGHT).sin(), some_input()).sum()
@@ -299,7 +299,7 @@ def test_layers_that_nothing_trains_leave_nothing_behind():
         model, optimizer = prepare(task, decide(task, uniform("gpu", "cpu", way)), model=model)
         with optimizer.session as session:
             seen = train(task, model, optimizer)
-            assert not session._offloaded._visit
+            assert not session.runtime.offloaded._segments
             found.append((seen, {n: w.clone() for n, w in session.full_parameters().items()}))
     assert_same(*found)
 

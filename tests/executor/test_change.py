@@ -26,14 +26,16 @@ from training import session_options as options
 import executor.prepare
 from executor.memory.arenas import DeviceMemoryError
 from executor.memory.nvme_files import StorageError
-from executor.prepare import Way, prepare_session
+from executor.prepare import ExecutionConfig, prepare_session
 
 WAYS = [mixed, uniform("gpu", "gpu", "recompute"), uniform("gpu", "stream"), uniform("gpu", "cpu")]
 WAYS += [uniform("host", "cpu", "recompute"), uniform("host", "stream"), uniform("host", "nvme")]
 
 
 def way(task, choose, **settings):
-    return Way(model_units(task.family), decide(task, choose, subgroup_params=settings.pop("grain", 3000)), options())
+    return ExecutionConfig(
+        model_units(task.family), decide(task, choose, subgroup_params=settings.pop("grain", 3000)), options()
+    )
 
 
 def changed(task, first, second, tmp_path, after=1):
@@ -41,9 +43,9 @@ def changed(task, first, second, tmp_path, after=1):
 
     def change(iteration):
         if iteration == after:
-            optimizer.change(way(task, second, grain=977), tmp_path)
+            optimizer.switch_plan(way(task, second, grain=977), tmp_path)
         if iteration == after + 1:  # and back
-            optimizer.change(way(task, first), tmp_path)
+            optimizer.switch_plan(way(task, first), tmp_path)
 
     try:
         seen = train(task, model, optimizer, after_step=change)
@@ -72,7 +74,9 @@ def test_experts_come_apart_on_the_way_and_together_again(tmp_path):
 
     def change(iteration):
         if iteration in ways:
-            optimizer.change(Way(units_of(task, ways[iteration]), ways[iteration], options()), tmp_path)
+            optimizer.switch_plan(
+                ExecutionConfig(units_of(task, ways[iteration]), ways[iteration], options()), tmp_path
+            )
 
     try:
         seen = train(task, model, optimizer, after_step=change)
@@ -89,11 +93,11 @@ def test_master_copies_of_what_is_not_trained_stay(tmp_path):
     stock = torch.optim.SGD(list(model.parameters())[:3], lr=0.1)
     decisions = decide(Task("gpt2", optimizer="sgd"), mixed)
     model, optimizer = prepare_session(model, stock, model_units("gpt2"), decisions, options())
-    optimizer.change(Way(model_units("gpt2"), decisions, options()), tmp_path)
+    optimizer.switch_plan(ExecutionConfig(model_units("gpt2"), decisions, options()), tmp_path)
     with optimizer.session as session:
-        for name, (unit, entry) in session.parameter_states().items():
+        for name, (unit, entry) in session.access.parameter_states().items():
             for part in entry.parts:
-                with session.state_of(unit, part.piece) as (master, *_):
+                with session.runtime.state.state_of(unit, part.piece) as (master, *_):
                     held = master[part.start - part.piece.start : part.stop - part.piece.start]
                     assert torch.equal(held, entry.values_of(part, before[name].reshape(-1))), name
 
@@ -103,7 +107,9 @@ def test_one_plans_memory_is_given_back_before_the_next_takes_its_own(tmp_path, 
     model, optimizer = prepare(task, decide(task, mixed))
     train(task, model, optimizer)
     blocks = [
-        block for arena in (optimizer.session._gpu, optimizer.session._host) for _, block in arena._blocks.values()
+        block
+        for arena in (optimizer.session.runtime.gpu, optimizer.session.runtime.host)
+        for _, block in arena._blocks.values()
     ]
     gone, gone_before = [], []
     for block in blocks:
@@ -117,7 +123,7 @@ def test_one_plans_memory_is_given_back_before_the_next_takes_its_own(tmp_path, 
         return session(*arguments)
 
     monkeypatch.setattr(executor.prepare, "Session", begin)
-    num_bytes = optimizer.change(way(task, mixed), tmp_path)
+    num_bytes = optimizer.switch_plan(way(task, mixed), tmp_path)
     assert gone_before == [count]
     assert list(tmp_path.iterdir()) == []
     num_params = sum(p.numel() for p in model.parameters())
@@ -128,19 +134,21 @@ def test_one_plans_memory_is_given_back_before_the_next_takes_its_own(tmp_path, 
 def test_what_cannot_begin_leaves_training_as_it_was(tmp_path):
     task = Task("llama", torch.float32)  # whose weights are nowhere else
     model, optimizer = prepare(task, decide(task, mixed))
-    small = Way(model_units("llama"), decide(task, uniform("host", "cpu")), options(host_capacity_bytes=200_000))
+    small = ExecutionConfig(
+        model_units("llama"), decide(task, uniform("host", "cpu")), options(host_capacity_bytes=200_000)
+    )
     (tmp_path / "file").touch()
 
     def fail(_iteration):
         with pytest.raises(DeviceMemoryError):
-            optimizer.change(small, tmp_path)
+            optimizer.switch_plan(small, tmp_path)
         with pytest.raises(StorageError, match="make room, or choose another --storage-dir"):
-            optimizer.change(way(task, mixed), tmp_path / "file")
+            optimizer.switch_plan(way(task, mixed), tmp_path / "file")
         with pytest.raises(ValueError, match="the plan is for sgd, but the optimizer is AdamW"):
-            optimizer.change(way(Task("llama", optimizer="sgd"), mixed), tmp_path)
+            optimizer.switch_plan(way(Task("llama", optimizer="sgd"), mixed), tmp_path)
         with pytest.raises(ValueError, match="data_parallel 2, but training is under way with 1; plan with that"):
             shared = decide(task, mixed, data_parallel=2, zero_stage=3)
-            optimizer.change(Way(model_units("llama"), shared, options()), tmp_path)
+            optimizer.switch_plan(ExecutionConfig(model_units("llama"), shared, options()), tmp_path)
 
     try:
         seen = train(task, model, optimizer, after_step=fail)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plans import mixed
 from training import Task, decide, prepare
 
-from executor.devices.cores import Cores, divide, in_order, open_cores, ranges, take
+from executor.devices.cores import Cores, divide, in_order, open_cores, ranges, take_cores
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system that can bind threads")
 
@@ -90,8 +90,8 @@ def test_what_fails_to_begin_leaves_threads_where_they_were():
 
 
 def test_updates_leave_cores_to_what_issues_work_on_a_gpu():
-    cores, give_back = take("auto", None, None, on_device=True)
-    give_back()
+    cores, restore = take_cores("auto", None, None, on_device=True)
+    restore()
     count = len(open_cores())
     assert cores.num_updating == max(count - cores.num_issuing, 1)
     assert cores.of_updates is None, "alone, the system places threads"

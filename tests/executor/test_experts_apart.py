@@ -155,12 +155,12 @@ def test_experts_train_once_they_are_thawed():
     model, ours = prepare_session(model, optimizer, units_apart, decisions, session_options())
     name = "model.layers.1.mlp.experts.down_proj"
     with ours.session as session:
-        before = session.full_parameter(name).clone()
+        before = session.access.weights(name).clone()
         train(task, model, ours)
-        assert torch.equal(session.full_parameter(name), before)
+        assert torch.equal(session.access.weights(name), before)
         freeze(model, ())
         train(task, model, ours)
-        assert not torch.equal(session.full_parameter(name), before)
+        assert not torch.equal(session.access.weights(name), before)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.sampled_from([torch.float32, torch.bfloat16]))

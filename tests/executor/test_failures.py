@@ -133,7 +133,7 @@ def test_a_failing_task_reaches_the_training_loop(op):
     place = {Op.LOAD: "stream", Op.STORE: "stream", Op.SWAP_IN: "nvme", Op.SWAP_OUT: "nvme"}.get(op, "cpu")
     params = "host" if op is Op.FETCH else "gpu"
     model, optimizer = prepare(TASK, decide(TASK, uniform(params, place)))
-    machine = optimizer.session._machine
+    machine = optimizer.session.runtime.machine
     perform = machine._perform
 
     def failing(task, iteration):

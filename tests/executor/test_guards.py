@@ -82,7 +82,7 @@ def test_a_prepared_model_is_not_prepared_again_until_its_session_is_closed(star
 
 def test_a_model_whose_session_has_failed_is_prepared_again_once_that_is_closed(started):
     model, optimizer = started
-    optimizer.session._machine.fail(FloatingPointError("a broken cable"))
+    optimizer.session.runtime.machine.fail(FloatingPointError("a broken cable"))
     with pytest.raises(FloatingPointError):
         backward(model)
     optimizer.session.close()

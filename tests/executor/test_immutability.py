@@ -22,7 +22,7 @@ from training import Task, assert_same, batches, decide, delay, grouped, prepare
 
 import executor.tasks.snapshots
 import planner.lowering
-from executor.checkpoint import Checkpoint, DamagedError, Files, Flusher, Level, Wanted
+from executor.checkpoint import Checkpoint, DamagedError, Files, Flusher, Level, ReadRequest
 from executor.checkpoint.engine import CheckpointEngine
 from executor.saving import Checkpoints
 from executor.tasks.snapshots import Snapshots
@@ -74,7 +74,7 @@ class Oracle:
         self._session = session
         self._taken = {}
         self.torn = []
-        perform = session._machine._perform
+        perform = session.runtime.machine._perform
 
         def watched(task, iteration):
             key = task.unit, task.piece
@@ -86,10 +86,10 @@ class Oracle:
             NUM_LOOKED_AT["pieces"] += changes
             perform(task, iteration)
 
-        session._machine._perform = watched
+        session.runtime.machine._perform = watched
 
     def _place(self, key):
-        return self._session._state.units[key[0]].pieces[key[1]].place
+        return self._session.runtime.state.units[key[0]].pieces[key[1]].place
 
     def _change_of(self, key):
         return {Place.STREAM: Op.STORE, Place.NVME: Op.SWAP_OUT}.get(self._place(key), Op.UPDATE)
@@ -97,13 +97,13 @@ class Oracle:
     def _digest(self, key):
         """Return a hash of a piece's state where it lives; on NVMe there are two versions, and the files are read."""
         if self._place(key) is Place.NVME:
-            values, scratch = self._session._state.stored.values(key), torch.empty(1 << 20, dtype=torch.uint8)
+            values, scratch = self._session.runtime.state.stored.values(key), torch.empty(1 << 20, dtype=torch.uint8)
             held = [torch.empty(len(value), dtype=torch.uint8) for value in values]
             scratch = scratch[-scratch.data_ptr() % 4096 :][: 64 * 4096]
             for value, target in zip(values, held, strict=True):
                 value.read(target, scratch)
         else:
-            unit = self._session._state.units[key[0]]
+            unit = self._session.runtime.state.units[key[0]]
             held = [tensor.detach().view(torch.uint8) for tensor in unit.state(unit.pieces[key[1]])]
         return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in held)).digest()
 
@@ -181,13 +181,13 @@ def looked_at(task, decisions, folder, seed, late=frozenset(), most_s=MOST_S):
 
 def come_late(session, ops):
     """Let tasks come so late that only dependencies can keep others from coming before them."""
-    perform = session._machine._perform
+    perform = session.runtime.machine._perform
 
     def late(task, iteration):
         time.sleep(LATE_S * (task.op in ops))
         perform(task, iteration)
 
-    session._machine._perform = late
+    session.runtime.machine._perform = late
 
 
 def differing(folder, state):
@@ -196,7 +196,7 @@ def differing(folder, state):
         found = {name: torch.empty(record.shape) for name, record in checkpoint.manifest.tensors.items()}
         try:
             checkpoint.read(
-                Wanted(name, 0, values.reshape(-1).numpy().view(np.uint8)) for name, values in found.items()
+                ReadRequest(name, 0, values.reshape(-1).numpy().view(np.uint8)) for name, values in found.items()
             )
         except DamagedError as error:  # it changed between being hashed and being written
             return [str(error)]
@@ -239,7 +239,7 @@ GATES_DO_NOT_WAIT = (
     CheckpointEngine,
     "release",
     lambda *_key, **_haste: None,
-)  # of what is lent; other state is copied
+)  # of what is leased; other state is copied
 TOO_EARLY = (planner.lowering, "snapshots", before_updates)
 SNAPSHOTS = frozenset({Op.SNAPSHOT})
 

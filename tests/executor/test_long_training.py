@@ -83,8 +83,8 @@ def test_a_share_that_keeps_the_first_rate_is_seen(place, optimizer):
     task = Task("gpt2", optimizer=optimizer, iterations=3)
     model, ours = prepare(task, decide(task, mixed))
     with ours.session as session:
-        actions, first, kept = session._actions, {}, []
-        runs = actions._single_runs
+        actions, first, kept = session.runtime.actions.updates, {}, []
+        runs = actions._parameter_runs
 
         def stale(unit, piece, iteration):
             for parameter, run in runs(unit, piece, iteration):
@@ -94,7 +94,7 @@ def test_a_share_that_keeps_the_first_rate_is_seen(place, optimizer):
                 else:
                     yield parameter, run
 
-        actions._single_runs = stale
+        actions._parameter_runs = stale
         seen = train(task, model, ours), {n: w.clone() for n, w in session.full_parameters().items()}
     assert kept, "there is such a share"
     with pytest.raises(AssertionError):

@@ -17,7 +17,7 @@ from together import resumed, saved
 from training import Task, assert_same, batches, decide, delay, grouped, prepare, reference, uniform, units_of
 
 import executor.tasks.snapshots
-from executor.checkpoint import Checkpoint, CheckpointError, Files, Level, ShardWriter, Store, Wanted
+from executor.checkpoint import Checkpoint, CheckpointError, Files, Level, ReadRequest, ShardWriter, Store
 from executor.checkpoint.format import reader
 from executor.restoring import restore
 from executor.saving import Checkpoints
@@ -212,7 +212,7 @@ def _tensors(folder, step):
 def _values(folder, step, name):
     with Checkpoint(folder / f"step-{step:08d}") as checkpoint:
         out = torch.empty(checkpoint.manifest.tensors[name].num_values)
-        checkpoint.read([Wanted(name, 0, out.numpy().view("uint8"))])
+        checkpoint.read([ReadRequest(name, 0, out.numpy().view("uint8"))])
     return out.numpy().tobytes()
 
 
@@ -345,14 +345,14 @@ def test_only_one_is_taken_at_a_time(tmp_path):
 def test_state_on_the_host_is_written_from_where_it_is(tmp_path, monkeypatch):
     """Whatever the sizes of units, all whole chunks of a piece are lent (if the file system takes whole sectors)."""
     lent = []
-    plain = ShardWriter.lend
+    plain = ShardWriter.lease
 
     def lend(self, values):
         loans = plain(self, values)
         lent.append((len(values), len(loans), self._alignment_bytes))
         return loans
 
-    monkeypatch.setattr(ShardWriter, "lend", lend)
+    monkeypatch.setattr(ShardWriter, "lease", lend)
     task = Task("gpt2")
     sizes = [unit.num_params for unit in units_of(task)]
     assert any(4 * size % 512 for size in sizes)

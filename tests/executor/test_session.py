@@ -248,13 +248,13 @@ def test_step_returns_while_updates_go_on_and_the_next_use_waits_for_them():
     with optimizer.session as session:
         one_iteration(model, optimizer, tokens)
         session.synchronize()
-        perform = session._machine._perform
+        perform = session.runtime.machine._perform
 
         def slow(task, iteration):
             time.sleep(0.3 if task.op is Op.UPDATE and task.unit == "head" else 0)
             perform(task, iteration)
 
-        session._machine._perform = slow
+        session.runtime.machine._perform = slow
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         begin_s = time.perf_counter()
@@ -399,11 +399,11 @@ def test_a_float32_model_trains_in_bf16_with_its_own_values_as_master_copy():
     decisions = decide(task, some_of_each)
     _, ours = prepare_session(model, optimizer, model_units("gpt2"), decisions, session_options())
     with ours.session as session:
-        for name, (unit, entry) in session.parameter_states().items():
+        for name, (unit, entry) in session.access.parameter_states().items():
             assert entry.share.leaf.dtype is torch.bfloat16
             assert torch.equal(unit.weight_of(entry), before[name].bfloat16())
             for part in entry.parts:
-                with session.state_of(unit, part.piece) as (master, *_):
+                with session.runtime.state.state_of(unit, part.piece) as (master, *_):
                     held = master[part.start - part.piece.start : part.stop - part.piece.start]
                     flat = before[name].reshape(-1)[part.start - entry.start : part.stop - entry.start]
                     assert torch.equal(held, flat)
@@ -451,11 +451,11 @@ def test_a_gradient_that_is_flushed_in_part_keeps_only_the_rest_on_the_device():
     tokens = batches(TASK)[0, 0]
     with optimizer.session as session:
         model(input_ids=tokens, labels=tokens).loss.backward()
-        session._machine.wait()
-        held = [g for unit, _ in session._parameters.values() for g in unit.device_gradients.values()]
+        session.runtime.machine.wait()
+        held = [g for unit, _ in session.runtime.state.by_name.values() for g in unit.device_gradients.values()]
         mixed = [
             unit.device_gradients[name, part.piece.index]
-            for name, (unit, entry) in session._parameters.items()
+            for name, (unit, entry) in session.runtime.state.by_name.items()
             for part in entry.parts
             if len(entry.parts) > 1 and part.piece.place is Place.GPU
         ]
@@ -470,9 +470,11 @@ def test_every_gradient_arrives_during_the_backward_of_its_unit(activations):
     tokens = batches(TASK)[0, 0]
     with optimizer.session as session:
         seen = {}
-        for name, (unit, entry) in session.parameter_states().items():
+        for name, (unit, entry) in session.access.parameter_states().items():
             entry.share.leaf.register_hook(
-                lambda _, key=(name, unit.name): seen.update({key: (session._progress.task.op, session.unit)})
+                lambda _, key=(name, unit.name): seen.update(
+                    {key: (session.driver.progress.task.op, session.driver.unit)}
+                )
             )
         one_iteration(model, optimizer, tokens)
         assert len(seen) == len(list(model.parameters()))

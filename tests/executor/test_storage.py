@@ -75,7 +75,7 @@ def test_state_goes_past_the_page_cache_where_that_is_possible(tmp_path):
     os.close(probe)
     _, optimizer = prepare(TASK, decide(TASK, ON_NVME), storage_dir=tmp_path)
     with optimizer.session as session:
-        file = session._state.stored.file
+        file = session.runtime.state.stored.file
         assert file.is_direct
         assert fcntl.fcntl(file._fd, fcntl.F_GETFL) & os.O_DIRECT
         assert session.storage == f"state in {tmp_path}, past the page cache"
@@ -91,7 +91,7 @@ def test_where_there_is_no_direct_transfer_files_are_buffered(tmp_path, monkeypa
 
     monkeypatch.setattr("executor.memory.nvme_files.fcntl.fcntl", refusing)
     made = RecordFile(tmp_path / "state", [100])
-    assert made.words == f"state in {tmp_path}, through (no O_DIRECT there) the page cache"
+    assert made.description == f"state in {tmp_path}, through (no O_DIRECT there) the page cache"
     made.write(0, block_of(5).numpy().data)
     assert content(made, 0) == {5}
 
@@ -256,7 +256,7 @@ def test_the_host_has_a_ring_of_buffers_and_the_drive_all_state_twice(num_slots,
     decisions = decide(TASK, ON_NVME, num_nvme_slots=num_slots)
     _, optimizer = prepare(TASK, decisions, storage_dir=tmp_path)
     with optimizer.session as session:
-        pieces = [piece.num_params for unit in session._state.units.values() for piece in unit.pieces]
+        pieces = [piece.num_params for unit in session.runtime.state.units.values() for piece in unit.pieces]
         memory = session.memory()
         assert memory[Tier.HOST].static_bytes[MemoryClass.OPTIMIZER] == num_slots * 12 * max(pieces)
         expected = 2 * sum(in_blocks(12 * count) for count in pieces)
@@ -276,7 +276,7 @@ def test_a_drive_that_fails_while_training_ends_it(op, monkeypatch, tmp_path):
     decisions = decide(TASK, EVERYTHING, spill_gradients=True)
     model, optimizer = prepare(TASK, decisions, storage_dir=tmp_path)
     call = "pwritev" if op in {Op.SWAP_OUT, Op.SPILL, Op.EVICT} else "preadv"
-    real, perform, here = getattr(os, call), optimizer.session._machine._perform, threading.local()
+    real, perform, here = getattr(os, call), optimizer.session.runtime.machine._perform, threading.local()
     rest = "training cannot" if op in {Op.SPILL, Op.EVICT, Op.RECALL} else "the optimizer state of the last iteration"
 
     def told(task, iteration):
@@ -288,7 +288,7 @@ def test_a_drive_that_fails_while_training_ends_it(op, monkeypatch, tmp_path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(fd, buffers, offset)
 
-    optimizer.session._machine._perform = told
+    optimizer.session.runtime.machine._perform = told
 
     monkeypatch.setattr(f"executor.memory.nvme_files.os.{call}", failing)
     with optimizer.session, pytest.raises(LaneError, match=rf"in {op}.* No space left on device; {rest}"):

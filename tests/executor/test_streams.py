@@ -30,6 +30,7 @@ from executor.devices.lanes import LaneMachine
 from executor.restoring import restore
 from executor.saving import Checkpoints
 from executor.tasks.actions import Actions
+from executor.tasks.updates import UpdateTasks
 from planner.schedule.tasks import Lane, Tier
 from ullage.training.feeds import brought
 
@@ -203,7 +204,7 @@ def test_a_lane_that_waits_for_nothing_is_found(place, lane):
 
 def test_memory_that_nobody_says_is_used_is_found(monkeypatch):
     task = Task("llama", iterations=2)
-    monkeypatch.setattr(CudaBackend, "used", lambda _self, _tensor: None)
+    monkeypatch.setattr(CudaBackend, "record_stream", lambda _self, _tensor: None)
     for place in (("gpu", "cpu"), ("host", "stream")):
         assert watched_training(task, decide(task, uniform(*place))).found
 
@@ -215,7 +216,7 @@ def test_gradients_that_updates_were_given_are_there_until_the_next_forward(plac
     decisions = decide(task, uniform(*place))
     assert not watched_training(task, decisions).found
 
-    monkeypatch.setattr(Actions, "_spend", lambda _self, _unit, gradients: gradients.clear())
+    monkeypatch.setattr(UpdateTasks, "_spend", lambda _self, _unit, gradients: gradients.clear())
     assert watched_training(task, decisions).found
 
 
@@ -256,7 +257,7 @@ def test_a_collective_that_waits_for_nothing_is_found(processes):
     ("place", "broken"),
     [
         (("gpu", "gpu"), (LaneMachine, "wait", threads_alone)),
-        (("nvme", "nvme"), (Actions, "settle", lambda _self: None)),
+        (("nvme", "nvme"), (Actions, "synchronize", lambda _self: None)),
     ],
 )
 def test_what_is_not_waited_for_between_steps_is_found(place, broken, monkeypatch):

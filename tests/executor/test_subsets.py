@@ -162,7 +162,7 @@ def test_only_what_was_updated_has_state():
 def count_bytes(session) -> Counter:
     """Return the bytes that tasks copy from now on, by what they are."""
     moved, op_in = Counter(), threading.local()
-    copy, perform = session._backend.copy, session._machine._perform
+    copy, perform = session.runtime.backend.copy, session.runtime.machine._perform
 
     def counted(destination, source):
         copy(destination, source)
@@ -172,9 +172,9 @@ def count_bytes(session) -> Counter:
         op_in.value = task.op
         perform(task, iteration)
 
-    session._backend.copy, session._machine._perform = counted, told
-    if session._state.stored is not None:
-        file = session._state.stored.file
+    session.runtime.backend.copy, session.runtime.machine._perform = counted, told
+    if session.runtime.state.stored is not None:
+        file = session.runtime.state.stored.file
         transfer = file._transfer
 
         def transferred(verb, call, record, version, buffer, start):
@@ -197,7 +197,7 @@ def test_frozen_parameters_move_neither_gradients_nor_state(params, place):
     with ours.session as session:
         trained = {
             (unit.name, part.piece.index): part.piece.num_params
-            for unit, parameter in session.parameter_states().values()
+            for unit, parameter in session.access.parameter_states().values()
             for part in parameter.parts
             if parameter.share.trains
         }

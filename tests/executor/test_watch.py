@@ -6,7 +6,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from executor.distributed.watchdog import RankError, Watch
+from executor.distributed.watchdog import RankError, Watchdog
 
 
 class Lost:
@@ -28,7 +28,7 @@ def pair():
     store, watches = dist.HashStore(), {}
     lost = Lost(store)
     threads = [
-        threading.Thread(target=lambda r=r, s=s: watches.update({r: Watch(s, r, 2, silence_s=0.6)}))
+        threading.Thread(target=lambda r=r, s=s: watches.update({r: Watchdog(s, r, 2, silence_s=0.6)}))
         for r, s in enumerate((lost, store))
     ]
     for thread in threads:
@@ -39,7 +39,7 @@ def pair():
     watches[0].start(told.append)
     yield watches[0], watches[1], told, lost
     for watch in watches.values():
-        watch.leave(together=False)
+        watch.stop(together=False)
 
 
 def wait_for(told):
@@ -53,8 +53,8 @@ def wait_for(told):
 def test_what_a_rank_says_reaches_the_others(pair):
     first, second, told, _ = pair
     first.check()
-    second.tell(ZeroDivisionError("by nothing"))
-    second.tell(ValueError("the first word counts"))
+    second.report_failure(ZeroDivisionError("by nothing"))
+    second.report_failure(ValueError("the first word counts"))
     assert wait_for(told) == "rank 1 failed: ZeroDivisionError: by nothing"
     with pytest.raises(RankError, match="by nothing"):
         first.check()
@@ -71,7 +71,7 @@ def test_who_gives_signs_or_has_left_is_not_missed(pair):
     heard = []
     second.start(heard.append)
     time.sleep(1.5)
-    second.leave(together=True)
+    second.stop(together=True)
     time.sleep(1.5)
     assert (told, heard) == ([], [])
 
@@ -86,7 +86,7 @@ def test_a_lost_store_is_a_lost_rank(pair):
 def test_a_failure_of_others_is_not_told_as_ones_own(pair):
     first, second, told, _ = pair
     second.start(lambda _error: None)
-    second.tell(RankError("rank 0 failed: on its own"))
+    second.report_failure(RankError("rank 0 failed: on its own"))
     time.sleep(0.5)
     assert not told
     first.check()

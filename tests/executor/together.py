@@ -42,7 +42,7 @@ from executor.distributed.ranks import Ranks
 from executor.distributed.watchdog import RankError
 from executor.memory.arenas import DeviceMemoryError
 from executor.memory.nvme_files import StorageError
-from executor.prepare import Way, prepare_session
+from executor.prepare import ExecutionConfig, prepare_session
 from executor.restoring import restore
 from executor.saving import Checkpoints
 from planner.decisions import Decisions
@@ -376,7 +376,7 @@ def failed(rank: int, _size: int, task: Task, decisions: Decisions, moment: str)
     victim = rank == 1
     model, optimizer = prepare(task, decisions, gpu_capacity_bytes=1000 if victim and moment == "prepare" else None)
     with optimizer.session as session:
-        perform = session._machine._perform
+        perform = session.runtime.machine._perform
 
         def failing(task_, iteration: int) -> None:
             if iteration == 2 and task_.op == moment:
@@ -392,7 +392,7 @@ def failed(rank: int, _size: int, task: Task, decisions: Decisions, moment: str)
                 os.kill(os.getpid(), signal.SIGKILL)
 
         if victim:
-            session._machine._perform = failing
+            session.runtime.machine._perform = failing
         rank //= decisions.tensor_parallel
         train(task, model, optimizer, rank=rank, before_step=in_the_loop if victim else None)
 
@@ -409,7 +409,7 @@ def without_a_gradient(rank: int, _size: int, task: Task, decisions: Decisions):
         seen = train(task, model, optimizer, rank=rank)
         first.forward = forward
         final = {n: w.clone().view(torch.uint8).numpy() for n, w in session.full_parameters().items()}
-        steps = {name: entry.step for name, (_, entry) in session.parameter_states().items()}
+        steps = {name: entry.step for name, (_, entry) in session.access.parameter_states().items()}
     return seen, final, steps
 
 
@@ -482,9 +482,9 @@ def changed(rank: int, _size: int, task: Task, ways: list[Decisions], folder, re
             return
         small = iteration == 0 and refuses == rank
         options = session_options(host_capacity_bytes=1000 if small else None)
-        way = Way(units_of(task, ways[iteration + 1]), ways[iteration + 1], options)
+        way = ExecutionConfig(units_of(task, ways[iteration + 1]), ways[iteration + 1], options)
         try:
-            optimizer.change(way, folder)
+            optimizer.switch_plan(way, folder)
         except (DeviceMemoryError, RankError, StorageError) as error:
             refused.append(type(error).__name__)
 
@@ -526,22 +526,22 @@ def left(rank: int, _size: int, task: Task, decisions: Decisions):
             module.p = 0.0  # or what it keeps is behind the last product
     moved, again, sums = {}, [], 0
     with optimizer.session as session:
-        activations, group = session._offloaded, session._ranks.tensor
-        leave, add_up = activations.leave, group.add_up
+        activations, group = session.runtime.offloaded, session.runtime.ranks.tensor
+        leave, all_reduce = activations.offload, group.all_reduce
 
         def leaving(unit: str) -> None:
             leave(unit)
-            visit = activations._visit[unit]
-            moved[unit] = sum(tensor.num_bytes for tensor in visit.moved(unit))
-            again.extend(str(product.function) for product in visit.made[unit] if not product.leaves_device)
+            segment = activations._segments[unit]
+            moved[unit] = sum(tensor.num_bytes for tensor in segment.offloaded(unit))
+            again.extend(str(product.function) for product in segment.products_of[unit] if not product.is_offloaded)
 
         def adding_up(values: torch.Tensor) -> None:
             nonlocal sums
-            task_ = session._progress.task
+            task_ = session.driver.progress.task
             sums += task_ is not None and task_.op is Op.REMAKE
-            add_up(values)
+            all_reduce(values)
 
-        activations.leave, group.add_up = leaving, adding_up
+        activations.offload, group.all_reduce = leaving, adding_up
         train(task, model, optimizer, rank=rank // decisions.tensor_parallel)
         stated = {t.unit: t.num_bytes for t in session.schedule.tasks if t.op is Op.OFFLOAD}
     return moved, stated, again, sums

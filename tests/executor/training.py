@@ -314,7 +314,7 @@ def planned(task: Task, decisions: Decisions, delays: int | None = None, **hooks
 
 def delay(session, seed: int) -> None:
     """Make lanes slow, each lane and task differently, so that an order that no dependency forces does not come by."""
-    machine, rng = session._machine, np.random.default_rng(seed)
+    machine, rng = session.runtime.machine, np.random.default_rng(seed)
     perform, slow = machine._perform, {lane: rng.choice([0, 0, 1e-3, 4e-3]) for lane in Lane}
 
     def late(task, iteration):

@@ -2,8 +2,8 @@
 
 from executor.checkpoint.files.flusher import CHUNK_BYTES, NUM_WRITERS
 from executor.checkpoint.format.reader import NUM_READERS
-from executor.checkpoint.keeper import READING_SHARE
 from executor.checkpoint.levels import MORE_THAN_KEPT
+from executor.checkpoint.retention_thread import READING_SHARE
 from planner.checkpoints.policy import CHUNK_BYTES as SIMULATED_CHUNK_BYTES
 from planner.checkpoints.policy import MORE_THAN_KEPT as PLANNED_MORE_THAN_KEPT
 from planner.checkpoints.policy import READING_SHARE as SIMULATED_READING_SHARE

@@ -63,7 +63,7 @@ ALLOWED = {
     "hwprofiles/calibrate/disk.py": "a probe of drives: a file of its own, without a name while it is used",
     "hwprofiles/calibrate/saving.py": "a probe of torch.save, into memory",
     "executor/memory/nvme_files.py": "optimizer state while training: preallocated, locked, past the page cache",
-    "executor/memory/handover.py": "state on its way between two plans: a temporary file that is mapped",
+    "executor/memory/transfer_file.py": "state on its way between two plans: a temporary file that is mapped",
     "executor/checkpoint/files/system_calls.py": "checkpoints: one method per system call",
     "executor/checkpoint/places/store.py": "checkpoints: folders get their names by renaming",
     "executor/checkpoint/files/lock.py": "a lock that a run holds, with its process's number",

@@ -1,7 +1,8 @@
 """Whether the executor can follow a module: that all weights are there when they are read.
 
 The executor brings the weights of a unit when forward or backward comes to it, which it sees from outside of modules
-(see [Note: Marks] in ``executor.module.binding``). A module may read weights where nothing of the kind can be seen.
+(see [Note: Module boundaries] in ``executor.module.binding``). A module may read weights where nothing of the kind can
+be seen.
 """
 
 from collections.abc import Iterable, Iterator

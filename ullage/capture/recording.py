@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from executor.listener import made_by_computing
+from executor.callbacks import hook_target
 from planner.models.kernels import Kernels, flop
 from ullage.capture.fakes import Fakes
 from ullage.capture.kernels import kernels_of
@@ -400,7 +400,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.visits[index].stop = len(self.forward)
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                node = made_by_computing(leaf).grad_fn
+                node = hook_target(leaf).grad_fn
                 if node is not None and node._sequence_nr() >= self._begun[index]:
                     node.register_prehook(self._arriving(index))
 

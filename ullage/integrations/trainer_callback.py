@@ -77,7 +77,7 @@ class UllageCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note how long it has taken, if it had all micro-batches; updates under way are in the next one's time."""
-        if not self._optimizer.session.last_was_short:
+        if not self._optimizer.session.driver.last_was_short:
             self._spent_s.append(time.perf_counter() - self._begin_s)
 
     def on_log(

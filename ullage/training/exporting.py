@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from executor.checkpoint import Checkpoint, DamagedError, Wanted
+from executor.checkpoint import Checkpoint, DamagedError, ReadRequest
 from executor.checkpoint.format.layout import ITEM_BYTES
 from executor.checkpoint.source import MODEL_FOLDER
 from executor.distributed.shards import assemble, whole_name
@@ -115,7 +115,7 @@ def _shards(weights: dict[str, _Weight], item_bytes: int, most_bytes: int) -> It
 def _read(checkpoint: Checkpoint, weights: dict[str, _Weight]) -> dict[str, torch.Tensor]:
     tensors = checkpoint.manifest.tensors
     parts = {own: torch.empty(tensors[own].shape) for weight in weights.values() for own in weight.own_names}
-    checkpoint.read(Wanted(own, 0, values.reshape(-1).numpy().view(np.uint8)) for own, values in parts.items())
+    checkpoint.read(ReadRequest(own, 0, values.reshape(-1).numpy().view(np.uint8)) for own, values in parts.items())
     return {name: _joined(checkpoint, name, weight, parts) for name, weight in weights.items()}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 import torch
 from rich.console import Group, RenderableType
 
-from executor.memory.arenas import DeviceMemoryError, MeasuredMemory, Refusal
+from executor.memory.arenas import DeviceMemoryError, MeasuredMemory, MemoryShortage
 from planner.plan.document import Plan
 from planner.schedule.tasks import MemoryClass, Tier
 from ullage.output.console import table
@@ -112,7 +112,7 @@ def _shortage_of(
 ) -> Shortage | None:
     cause: BaseException | None = error
     while cause is not None:  # what fails in a lane's thread comes as the cause of a LaneError
-        if isinstance(cause, DeviceMemoryError) and cause.args and isinstance(cause.args[0], Refusal):
+        if isinstance(cause, DeviceMemoryError) and cause.args and isinstance(cause.args[0], MemoryShortage):
             refusal = cause.args[0]
             held = {**refusal.held_bytes}
             what = f"{refusal.name} asks for {si(refusal.asked_bytes, 'B')} more of the {refusal.tier} than is free"

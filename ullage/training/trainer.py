@@ -17,11 +17,11 @@ from torch import nn
 
 from executor.checkpoint import Outcome
 from executor.checkpoint.levels import check_levels
-from executor.devices.cores import Choice
+from executor.devices.cores import CoreChoice
 from executor.module.guards import check_kinds
 from executor.optimizer.table import stock_of
 from executor.options import SessionOptions
-from executor.prepare import OffloadedOptimizer, Way, prepare_session
+from executor.prepare import ExecutionConfig, OffloadedOptimizer, prepare_session
 from executor.saving import Resumed
 from executor.session import Session
 from hwprofiles.allocator import keep_freed_memory
@@ -66,7 +66,7 @@ class Settings(TypedDict, total=False):
 
     storage_dir: Path | None
     compile_blocks: bool
-    cores: Choice
+    cores: CoreChoice
     checkpoint_buffer_bytes: int
 
 
@@ -288,14 +288,14 @@ class Trainer:
             StorageError: there is no room for the file; nothing has changed then.
             ShortageError: the new plan did not find its memory; training can go on as before.
         """
-        found = replan(self.plan, self.session.mean_timeline(), self.session.together.text_of_first)
-        if found.after is None or not self.session.together.of_first(int(found.is_faster)):
+        found = replan(self.plan, self.session.mean_timeline(), self.session.collectives.broadcast_text)
+        if found.after is None or not self.session.collectives.broadcast(int(found.is_faster)):
             return found
-        way = Way(found.after.units(), found.after.decisions, _session_options(found.after, self._settings))
+        way = ExecutionConfig(found.after.units(), found.after.decisions, _session_options(found.after, self._settings))
         if self.keeper is not None:
             self.keeper.close(waits=True, brings_down=False)
         with explaining(found.after):
-            file_bytes = self.optimizer.change(way, way.options.storage_dir or Path(tempfile.gettempdir()))
+            file_bytes = self.optimizer.switch_plan(way, way.options.storage_dir or Path(tempfile.gettempdir()))
         self.plan = found.after
         if self.keeper is not None:
             self.keeper.open(self.optimizer)
@@ -338,7 +338,7 @@ class Trainer:
                 total = self._compute()
             if metered:
                 self._check_device()
-            loss = session.together.mean(float(total))
+            loss = session.collectives.mean(float(total))
         if not math.isfinite(loss):
             # Schedulers keep the rate that they were given.
             rate = max(group.get("initial_lr", group["lr"]) for group in self.optimizer.param_groups)

@@ -1,13 +1,13 @@
-"""Threads that hash and write what is in a bounded number of buffers, or in memory that is lent to them.
+"""Threads that hash and write checkpoint data, from a bounded number of buffers or from leased memory.
 
-They call nothing but xxh3 and ``pwrite`` for long, both of which let go of Python's interpreter lock: training, which
-launches kernels from Python, is not held up by them.
+Most of their time is in xxh3 and ``pwrite``, which release Python's interpreter lock. So they do not hold up training,
+which launches kernels from Python.
 
-[Note: Loans] State in host memory is not copied: its owner lends it, goes on, and settles the loan before it changes
-what it has lent. By then it is written, as a rule. What no thread has begun with is copied where there is a buffer, the
-last first, while the threads write the first; for the rest the owner waits. Only whole blocks of the file can be
-written from where they are: what is before and behind them goes into a buffer of the same chunk, where room is left for
-what is lent.
+[Note: Leases] State in host memory is not copied. Its owner leases it to the threads, goes on, and ends the lease
+before it changes the memory. Usually it has been written by then. What no thread has begun to write is copied if there
+is a free buffer, the last part first, while the threads write the first parts. For the rest the owner waits. Only whole
+blocks of the file can be written from leased memory. The bytes before and after them go into a buffer of the same
+chunk, with a gap where the leased bytes belong.
 """
 
 import collections
@@ -23,15 +23,15 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from executor.checkpoint.files.patience import no_answer
 from executor.checkpoint.files.system_calls import CheckpointError, Files, write_all
+from executor.checkpoint.files.timeouts import timeout_error
 from executor.direct_io import BLOCK_BYTES, in_blocks, pages
 
 CHUNK_BYTES: Final = 4 << 20
-"""Bytes of one write: smaller ones are slower past the page cache, and larger ones only take memory."""
+"""Bytes of one write. Smaller writes are slower with ``O_DIRECT``; larger ones only take memory."""
 
 NUM_WRITERS: Final = 12
-"""Threads that write: while some make checksums, as many as drives do well with keep them busy."""
+"""Number of writing threads: while some hash, the others keep the drive busy."""
 
 _LEAST_PRIORITY: Final = 19  # of "nice"
 
@@ -44,23 +44,23 @@ def checksum(data: Any) -> str:
     return digits
 
 
-def yield_cores() -> None:
-    """Let the calling thread run where no other would: what is written in the background shall cost training nothing.
+def lower_thread_priority() -> None:
+    """Give the calling thread the lowest priority, so that background work does not slow training down.
 
-    Only where threads have priorities of their own (Linux).
+    Does nothing where threads have no priority of their own (outside Linux).
     """
     if sys.platform.startswith("linux"):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
 
 
 def ring_of(num_buffers: int, chunk_bytes: int = CHUNK_BYTES) -> Buffer:
-    """Return memory for buffers, uint8 ``[num_buffers, chunk_bytes]``, that begin at whole blocks."""
+    """Return buffers, uint8 ``[num_buffers, chunk_bytes]``, aligned to blocks."""
     return pages(num_buffers * chunk_bytes).reshape(num_buffers, chunk_bytes)
 
 
 @final
 class Pending:
-    """What is under way for one file, and what went wrong with it."""
+    """Chunks of one file that are not written yet, and the first error."""
 
     def __init__(self) -> None:
         self.num_open = 0
@@ -69,19 +69,19 @@ class Pending:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Chunk:
-    """Bytes of a file that are hashed and written together, in a buffer of the ring or lent, part by part.
+    """Bytes of a file that are hashed and written together; parts are in a buffer of the ring, or leased.
 
     Attributes:
-        done: of their file.
-        fd: of the file.
-        offset: in the file, of the first.
-        keep: is called with the checksum, in the thread that writes.
-        skip: bytes at the beginning that are hashed and not written, whole blocks.
-        length: how many there are; what is written is rounded up to whole blocks, with zeros.
-        buffer: has each byte that is not lent, at its own place; ``None`` while all are.
-        loans: in the order of the file.
+        done: state of the file.
+        fd: descriptor of the file.
+        offset: of the first byte in the file.
+        keep: called with the checksum, in the writing thread.
+        skip: bytes at the beginning that are hashed but not written, whole blocks.
+        length: number of bytes. Writes are padded with zeros to whole blocks.
+        buffer: all bytes that are not leased, each at its own position; ``None`` while all are leased.
+        leases: in the order of the file.
         is_submitted: whether it is complete.
-        has_begun: whether a thread has begun with it: loans stay where they are then.
+        has_begun: whether a thread has begun to write it; leases are not copied then.
     """
 
     done: Pending
@@ -91,27 +91,27 @@ class Chunk:
     skip: int = 0
     length: int = 0
     buffer: Buffer | None = None
-    loans: list["Loan"] = dataclasses.field(default_factory=list)
+    leases: list["Lease"] = dataclasses.field(default_factory=list)
     is_submitted: bool = False
     has_begun: bool = False
 
-    def lend(self, data: Buffer) -> "Loan":
-        """Let whole blocks, from a block on, be written from where they are."""
+    def lease(self, data: Buffer) -> "Lease":
+        """Add whole blocks that are written from where they are."""
         assert self.length % BLOCK_BYTES == 0 == len(data) % BLOCK_BYTES
-        loan = Loan(self, self.length, data)
-        self.loans.append(loan)
+        lease = Lease(self, self.length, data)
+        self.leases.append(lease)
         self.length += len(data)
-        return loan
+        return lease
 
     def parts(self) -> Iterator[tuple[int, Buffer]]:
-        """Yield where each part begins in the chunk, and its bytes; the last is filled up to whole blocks."""
+        """Yield each part's position in the chunk, and its bytes; the last is padded to whole blocks."""
         begin = 0
-        for loan in self.loans:
-            if loan.is_lent:
-                if begin < loan.begin:
-                    yield begin, self._own[begin : loan.begin]
-                yield loan.begin, loan.data
-                begin = loan.begin + len(loan.data)
+        for lease in self.leases:
+            if lease.is_leased:
+                if begin < lease.begin:
+                    yield begin, self._own[begin : lease.begin]
+                yield lease.begin, lease.data
+                begin = lease.begin + len(lease.data)
         if begin < self.length:
             yield begin, self._own[begin : in_blocks(self.length)]
 
@@ -122,32 +122,32 @@ class Chunk:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Loan:
-    """A part of a chunk that is somebody else's memory.
+class Lease:
+    """A part of a chunk in memory of its owner.
 
     Attributes:
-        chunk: which.
-        begin: where, in the chunk.
+        chunk: that it is a part of.
+        begin: position in the chunk.
         data: whole blocks.
-        is_lent: whether they may not change yet.
-        is_moving: whether somebody is copying them into the chunk's buffer.
+        is_leased: whether the owner must not change it yet.
+        is_copying: whether it is being copied into the chunk's buffer.
     """
 
     chunk: Chunk
     begin: int
     data: Buffer
-    is_lent: bool = True
-    is_moving: bool = False
+    is_leased: bool = True
+    is_copying: bool = False
 
 
 @final
 class Flusher:
-    """Threads that write what is in a ring of buffers, or lent.
+    """Threads that write from a ring of buffers, or from leases.
 
     Args:
-        files: what writes.
+        files: system calls that write.
         ring: uint8 ``[num_buffers, chunk_bytes]``, whole blocks: see :func:`ring_of`.
-        num_threads: that write at once.
+        num_threads: number of threads.
         patience_s: longest wait for a buffer or a write; a drive that does not answer must not stop training.
 
     Attributes:
@@ -176,11 +176,11 @@ class Flusher:
 
     @property
     def num_ended(self) -> int:
-        """Writes that have ended so far: while this grows the drive answers."""
+        """Number of writes that have ended: while it grows, the drive answers."""
         return self._num_ended
 
-    def furnish(self, chunk: Chunk) -> None:
-        """Give a chunk a buffer, if it has none; waits until there is one.
+    def take_buffer(self, chunk: Chunk) -> None:
+        """Give a chunk a buffer if it has none; wait until one is free.
 
         Raises:
             CheckpointError: a write of the same file has failed, or none has ended for too long.
@@ -189,82 +189,83 @@ class Flusher:
             self._wait(lambda: bool(chunk.buffer is not None or self._free or chunk.done.failure))
             if chunk.done.failure is not None:
                 raise chunk.done.failure
-            self._furnish(chunk)
+            self._take_buffer(chunk)
 
     def submit(self, chunk: Chunk) -> None:
-        """Hash and write a chunk, after what was submitted before; then free its buffer."""
+        """Queue a chunk to be hashed and written; its buffer is freed then."""
         with self._changed:
             chunk.done.num_open += 1
             chunk.is_submitted = True
-            if not _is_moving(chunk):
+            if not _is_copying(chunk):
                 self._queue.append(chunk)
                 self._submitted.notify()
 
     def drop(self, chunk: Chunk) -> None:
-        """Give a chunk up that was not submitted."""
+        """Drop a chunk that was not submitted."""
         with self._changed:
-            self._changed.wait_for(lambda: not _is_moving(chunk))
+            self._changed.wait_for(lambda: not _is_copying(chunk))
             self._free_memory(chunk)
 
-    def settle(self, loans: Sequence[Loan], *, in_haste: bool) -> None:
-        """Wait until nobody reads what was lent, see [Note: Loans].
+    def end_leases(self, leases: Sequence[Lease], *, may_copy: bool) -> None:
+        """Wait until no thread reads leased memory, see [Note: Leases].
 
         Args:
-            loans: what was lent.
-            in_haste: copy what can be, as the owner has something else to do.
+            leases: to end.
+            may_copy: whether to copy what can be copied, so that the owner waits less.
 
         Raises:
-            CheckpointError: nothing has ended for too long; their files have failed then, and what is lent may change.
+            CheckpointError: nothing has ended for too long; their files have failed then, and what is leased may
+                change.
         """
 
-        def movable() -> Loan | None:
-            return next((loan for loan in reversed(loans) if in_haste and self._can_move(loan)), None)
+        def copyable() -> Lease | None:
+            return next((lease for lease in reversed(leases) if may_copy and self._can_copy(lease)), None)
 
         with self._changed:
             try:
-                while any(loan.is_lent for loan in loans):
-                    self._wait(lambda: movable() is not None or not any(loan.is_lent for loan in loans))
-                    if (loan := movable()) is not None:
-                        self._move(loan)
+                while any(lease.is_leased for lease in leases):
+                    self._wait(lambda: copyable() is not None or not any(lease.is_leased for lease in leases))
+                    if (lease := copyable()) is not None:
+                        self._copy_lease(lease)
             except CheckpointError as error:
-                for loan in loans:
-                    loan.chunk.done.failure = loan.chunk.done.failure or error
+                for lease in leases:
+                    lease.chunk.done.failure = lease.chunk.done.failure or error
                 raise
 
-    def _can_move(self, loan: Loan) -> bool:
-        has_room = bool(self._free) or loan.chunk.buffer is not None
-        return loan.is_lent and not loan.is_moving and not loan.chunk.has_begun and has_room
+    def _can_copy(self, lease: Lease) -> bool:
+        has_room = bool(self._free) or lease.chunk.buffer is not None
+        return lease.is_leased and not lease.is_copying and not lease.chunk.has_begun and has_room
 
-    def _move(self, loan: Loan) -> None:
-        """Copy what is lent into the chunk's buffer, without the lock meanwhile; no thread begins with the chunk."""
-        chunk = loan.chunk
-        buffer = self._furnish(chunk)
+    def _copy_lease(self, lease: Lease) -> None:
+        """Copy a lease into its chunk's buffer, without the lock. No thread begins to write the chunk meanwhile."""
+        chunk = lease.chunk
+        buffer = self._take_buffer(chunk)
         if chunk in self._queue:
             self._queue.remove(chunk)
-        loan.is_moving = True
+        lease.is_copying = True
         self._changed.release()
         try:
-            np.copyto(buffer[loan.begin : loan.begin + len(loan.data)], loan.data)
+            np.copyto(buffer[lease.begin : lease.begin + len(lease.data)], lease.data)
         finally:
             self._changed.acquire()
-        loan.is_moving = loan.is_lent = False
-        if chunk.is_submitted and not _is_moving(chunk):
-            self._queue.appendleft(chunk)  # a buffer is worth more than memory that was lent
+        lease.is_copying = lease.is_leased = False
+        if chunk.is_submitted and not _is_copying(chunk):
+            self._queue.appendleft(chunk)  # first, because it holds a buffer
             self._submitted.notify()
         self._changed.notify_all()
 
-    def _furnish(self, chunk: Chunk) -> Buffer:
+    def _take_buffer(self, chunk: Chunk) -> Buffer:
         if chunk.buffer is None:
             chunk.buffer = self._free.pop()
         return chunk.buffer
 
     def _free_memory(self, chunk: Chunk) -> None:
-        """Let the chunk's buffer be another's, and what was lent change."""
+        """Free a chunk's buffer, and end its leases."""
         if chunk.buffer is not None:
             self._free.append(chunk.buffer)
             chunk.buffer = None
-        for loan in chunk.loans:
-            loan.is_lent = False
+        for lease in chunk.leases:
+            lease.is_leased = False
         self._changed.notify_all()
 
     def wait(self, done: Pending) -> None:
@@ -279,7 +280,7 @@ class Flusher:
                 raise done.failure
 
     def close(self) -> None:
-        """End the threads, after what they have. Closing twice is allowed."""
+        """End the threads after all queued writes. Closing twice is allowed."""
         with self._changed:
             self._is_closed = True
             self._submitted.notify_all()
@@ -294,7 +295,7 @@ class Flusher:
         self.close()
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        """Wait as long as something ends from time to time; not at all while nothing has since it was last too long."""
+        """Wait until ``ready``, while writes end in time; fail at once if none has ended since the last timeout."""
         num_ended = -1
 
         def goes_on() -> bool:
@@ -305,10 +306,10 @@ class Flusher:
             hangs = self._hung_at == num_ended
             if not self._changed.wait_for(goes_on, 0.0 if hangs else self.patience_s):
                 self._hung_at = num_ended
-                raise no_answer(self.patience_s)
+                raise timeout_error(self.patience_s)
 
     def _run(self) -> None:
-        yield_cores()
+        lower_thread_priority()
         while (chunk := self._next()) is not None:
             failure: OSError | None = None
             try:
@@ -323,7 +324,7 @@ class Flusher:
                 self._free_memory(chunk)
 
     def _next(self) -> Chunk | None:
-        """Wait for something to do; ``None``: there will be nothing more."""
+        """Wait for the next chunk; return ``None`` when closed and nothing is left."""
         with self._changed:
             self._submitted.wait_for(lambda: bool(self._queue) or self._is_closed)
             if not self._queue:
@@ -345,5 +346,5 @@ class Flusher:
                 write_all(self.files, chunk.fd, data[skip:].data, chunk.offset + begin + skip)
 
 
-def _is_moving(chunk: Chunk) -> bool:
-    return any(loan.is_moving for loan in chunk.loans)
+def _is_copying(chunk: Chunk) -> bool:
+    return any(lease.is_copying for lease in chunk.leases)

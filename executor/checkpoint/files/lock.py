@@ -1,10 +1,10 @@
 """A lock on a folder of checkpoints: one run writes there at a time.
 
-[Note: One run] Two runs in one folder would remove each other's checkpoints, and find that out when both reach the
-same step. So rank 0 of a run locks a file in the folder, from before its first iteration until it closes its
-checkpoints. The kernel releases the lock however the process ends, so nothing has to be removed after a kill. On NFS
-the kernel locks the file on the server, for all nodes. A file system without locks is used without one: there two runs
-are told when they reach the same step. A URL has no locks; what two runs send there never mixes.
+[Note: One run] Two runs in one folder would remove each other's checkpoints, and notice only at the same step. So rank
+0 of a run locks a file in the folder, from before its first iteration until it closes its checkpoints. The kernel
+releases the lock however the process ends, so nothing is left to remove. On NFS the file is locked on the server, for
+all nodes. A file system without locks is used without one. Two runs there get an error at the same step. A URL has no
+locks, but files of two runs never mix there.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class RunLock:
     """Holds a folder for this run until it is closed or the process ends; see [Note: One run].
 
     Args:
-        folder: that is there.
+        folder: an existing one.
 
     Raises:
         CheckpointError: another run holds it, or nothing can be written there.
@@ -38,7 +38,7 @@ class RunLock:
         self._path = folder / LOCK_NAME
         self._fd = -1
         try:
-            while not self._took():
+            while not self._try_lock():
                 pass
         except BlockingIOError:
             raise CheckpointError(
@@ -49,15 +49,15 @@ class RunLock:
             raise CheckpointError(f"{folder}: {error.strerror}; choose another folder for checkpoints") from error
 
     def close(self) -> None:
-        """Give the folder up. Closing twice is allowed."""
+        """Release the folder. Closing twice is allowed."""
         if self._fd >= 0:
-            with contextlib.suppress(OSError):  # removed first: nobody else may lock what is about to go
+            with contextlib.suppress(OSError):  # removed first, so that nobody locks a file that is about to be removed
                 self._path.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1
 
-    def _took(self) -> bool:
-        """Lock the file; return whether it is still the one of that name, which its last owner may have removed."""
+    def _try_lock(self) -> bool:
+        """Lock the file; return whether it still has its name, because its last owner may have removed it."""
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             try:
@@ -79,7 +79,7 @@ class RunLock:
         return taken
 
     def _is(self, fd: int) -> bool:
-        """Return whether an open file is the one of that name; its owner may remove it at any moment."""
+        """Return whether an open file still has its name."""
         try:
             return os.path.samestat(os.fstat(fd), self._path.stat())
         except FileNotFoundError:
@@ -87,7 +87,7 @@ class RunLock:
 
 
 def _holder(path: Path) -> str:
-    """Return who holds a lock, in words, as far as that is known."""
+    """Return who holds a lock, in words, if known."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         words = file.read(_MOST_BYTES).decode(errors="replace").strip()
         return f" ({words})" if words.isprintable() and words else ""

@@ -1,4 +1,4 @@
-"""Files that are read, wherever they are."""
+"""Opens and reads files in folders and at URLs."""
 
 import errno
 import fcntl
@@ -19,7 +19,7 @@ Folder = Path | UrlPath
 
 
 class Opened(Protocol):
-    """A file that is read."""
+    """A file that is open for reading."""
 
     @property
     def num_bytes(self) -> int:
@@ -28,11 +28,11 @@ class Opened(Protocol):
 
     @property
     def alignment_bytes(self) -> int:
-        """Addresses of parts that are read into are multiples of this."""
+        """Alignment that memory for reads needs."""
         ...
 
     def read(self, parts: Sequence[memoryview], offset: int) -> int:
-        """Read from a byte on into ``parts``, one behind the other; return how many there were: perhaps not all.
+        """Read from ``offset`` on into ``parts``, one after another; return the number of bytes, which may be fewer.
 
         Raises:
             OSError: it cannot be read.
@@ -46,9 +46,9 @@ class Opened(Protocol):
 
 @final
 class LocalFile:
-    """A plain file within a folder, which is read past the page cache where that is possible.
+    """A plain file within a folder, read with ``O_DIRECT`` if possible.
 
-    No link is followed and no device opened: what others have made cannot lead elsewhere, or stop who reads.
+    It follows no links and opens no devices, so untrusted files can neither lead elsewhere nor block the reader.
 
     Args:
         folder: whose path may be anything.
@@ -89,16 +89,16 @@ class LocalFile:
         os.close(self._fd)
 
     def _goes_through_cache(self) -> bool:
-        """Some file systems refuse direct transfers that did not refuse the flag; return whether it was set."""
+        """Clear ``O_DIRECT``, which some file systems accept but do not support; return whether it was set."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         return bool(flags & os.O_DIRECT)
 
 
 def fill(file: Opened, parts: Sequence[memoryview], offset: int, num_bytes: int) -> None:
-    """Read so many bytes into ``parts``, one behind the other, which have room for the rest of the last block.
+    """Read ``num_bytes`` into ``parts``, one after another, which have room for the rest of the last block.
 
-    Past the page cache less than whole blocks are refused, so that a read that was cut short goes on from a block.
+    ``O_DIRECT`` needs whole blocks, so a read that was cut short continues at a block.
 
     Raises:
         OSError: it cannot be read, or ends early.
@@ -112,7 +112,7 @@ def fill(file: Opened, parts: Sequence[memoryview], offset: int, num_bytes: int)
 
 
 def _rest(parts: Sequence[memoryview], done: int) -> Iterator[memoryview]:
-    """Yield what follows the first ``done`` bytes of parts."""
+    """Yield parts without their first ``done`` bytes."""
     for part in parts:
         if done < len(part):
             yield part[done:]
@@ -144,7 +144,7 @@ def open_file(folder: Folder, path: str) -> Opened:
 
 
 def read_whole(folder: Folder, path: str, most_bytes: int) -> bytes:
-    """Return all of a file that is not long.
+    """Return the content of a small file.
 
     Raises:
         OSError: there is none, or it is longer than ``most_bytes``.

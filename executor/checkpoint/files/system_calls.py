@@ -1,8 +1,8 @@
-"""What a checkpoint does to files, one system call a method, so that tests can make each of them fail, stop or be lost.
+"""System calls of checkpoints, one per method, so that tests can make each of them fail, stop or be lost.
 
-[Note: Durable] What has been written is safe from the end of the process, but not from the end of the power: bytes of
-a file are durable only after its ``fsync``, and names in a folder only after that folder's. Nothing here relies on any
-order in which a file system may write things back by itself.
+[Note: Durable] Written data survives the end of the process, but not a loss of power. Bytes of a file are durable only
+after its ``fsync``, and names in a folder only after that folder's ``fsync``. Nothing here relies on the order in which
+a file system writes data back by itself.
 """
 
 import contextlib
@@ -21,30 +21,30 @@ class CheckpointError(OSError):
 
 
 class DamagedError(CheckpointError):
-    """What is there of a checkpoint is not what was written; another one may be whole."""
+    """A checkpoint is damaged: it differs from what was written. Another one may be whole."""
 
 
 class Files:
     """The operating system's own files."""
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder that is not there."""
+        """Make a new folder."""
         path.mkdir()
 
     def create(self, path: Path) -> int:
-        """Make a file that is not there, and return its descriptor."""
+        """Make a new file, and return its descriptor."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def reuse(self, path: Path) -> int:
-        """Open a file that is there, to be written over, and return its descriptor."""
+        """Open an existing file to overwrite it, and return its descriptor."""
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def allocate(self, fd: int, num_bytes: int) -> None:
-        """Take the space of a file, so that a full drive shows now and not in the middle."""
+        """Allocate the space of a file, so that a full drive fails now and not in the middle."""
         os.posix_fallocate(fd, 0, num_bytes)
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
-        """Write, past the page cache if that was asked for, and return how many bytes were: perhaps not all."""
+        """Write, and return the number of bytes written, which may be fewer."""
         return os.pwrite(fd, data[:_LARGEST_WRITE_BYTES], offset)
 
     def truncate(self, fd: int, num_bytes: int) -> None:
@@ -52,11 +52,11 @@ class Files:
         os.ftruncate(fd, num_bytes)
 
     def sync(self, fd: int) -> None:
-        """Make a file's bytes and length durable. If this fails, nothing is known of them any more."""
+        """Make a file's bytes and length durable. If this fails, their state is unknown."""
         os.fsync(fd)
 
     def close(self, fd: int) -> None:
-        """Give a descriptor up."""
+        """Close a descriptor."""
         os.close(fd)
 
     def sync_folder(self, path: Path) -> None:
@@ -68,7 +68,7 @@ class Files:
             os.close(fd)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give a folder another name, under which nothing is, within one folder."""
+        """Rename a folder within its parent; fails if the new name is taken."""
         os.rename(old, new)  # noqa: PTH104 - fails on a folder that is not empty, as it has to
 
     def remove(self, path: Path) -> None:
@@ -81,7 +81,7 @@ class Files:
 
 
 def write_all(files: Files, fd: int, data: memoryview, offset: int) -> None:
-    """Write all of ``data``; a write that is cut short goes on from its last whole block.
+    """Write all of ``data``; a write that is cut short continues at its last whole block.
 
     Raises:
         OSError: the first that a write raises; ``ENOSPC`` if nothing is written any more.
@@ -96,7 +96,7 @@ def write_all(files: Files, fd: int, data: memoryview, offset: int) -> None:
 
 
 def remove_tree(files: Files, folder: Path) -> None:
-    """Remove a folder and its files; what somebody else removes meanwhile is gone too."""
+    """Remove a folder and its files; it is no error if another process removes some meanwhile."""
     with contextlib.suppress(FileNotFoundError):
         for entry in sorted(folder.iterdir()):
             if entry.is_dir():

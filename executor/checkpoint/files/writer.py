@@ -1,4 +1,4 @@
-"""Writes one file of a checkpoint, value behind value, in bounded memory."""
+"""Writes one file of a checkpoint from beginning to end, in bounded memory."""
 
 import contextlib
 import mmap
@@ -8,25 +8,24 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from executor.checkpoint.files.flusher import Buffer, Chunk, Flusher, Loan, Pending
+from executor.checkpoint.files.flusher import Buffer, Chunk, Flusher, Lease, Pending
 from executor.checkpoint.files.system_calls import CheckpointError, write_all
 from executor.checkpoint.format.layout import Layout
 from executor.checkpoint.format.manifest import FileRecord
-from executor.direct_io import BLOCK_BYTES, NO_ROOM, alignment_bytes, in_blocks
+from executor.direct_io import BLOCK_BYTES, DISK_FULL_ERRNOS, alignment_bytes, in_blocks
 
 CopyChunk = Callable[[Buffer, Any], None]
 """Copies bytes into a part of a buffer."""
 
-_LEAST_LENT: Final = 1 / 64  # of a chunk: a transfer of its own costs more than the copy of fewer bytes
+_LEAST_LEASED: Final = 1 / 64  # of a chunk: a transfer of its own costs more than the copy of fewer bytes
 
 
 @final
 class ShardWriter:
     """A file that is being written.
 
-    Values are given in the order of the layout. What has been given may change at once: it is in a buffer, or written.
-    What has been lent may change when the loan has been settled ([Note: Loans] in
-    :mod:`executor.checkpoint.files.flusher`).
+    Values come in the order of the layout. Appended values are copied, and may change at once. Leased values may change
+    when the lease has ended ([Note: Leases] in :mod:`executor.checkpoint.files.flusher`).
 
     Args:
         flusher: writes.
@@ -48,7 +47,7 @@ class ShardWriter:
         self._checksums: dict[int, str] = {}
         self._fd: int | None = None
         self._chunk: Chunk | None = None  # that is not full
-        self._end = 0  # of what has been given
+        self._end = 0  # position of the next byte
         try:
             self._fd = self._open()
             self._files.allocate(self._fd, in_blocks(layout.num_bytes))
@@ -59,13 +58,13 @@ class ShardWriter:
         self._put(np.frombuffer(layout.header, np.uint8), np.copyto)
 
     def _open(self) -> int:
-        """Make the file, or take that of an old checkpoint, which is none from now on ([Note: Spares])."""
+        """Make the file, or overwrite that of an old checkpoint, which is then gone ([Note: Spares])."""
         try:
             return self._files.create(self._full_path)
         except FileExistsError:
             fd = self._files.reuse(self._full_path)
         try:
-            write_all(self._files, fd, memoryview(bytes(BLOCK_BYTES)), 0)  # no header, no file of tensors
+            write_all(self._files, fd, memoryview(bytes(BLOCK_BYTES)), 0)  # readers refuse a file without a header
         except OSError:
             self._files.close(fd)
             raise
@@ -76,51 +75,51 @@ class ShardWriter:
 
         Args:
             values: flat, of bytes; they are cut into slices.
-            copy: is called with a part of a buffer and such a slice, and returns when it has been copied.
+            copy: called with a part of a buffer and such a slice; returns when it has been copied.
 
         Raises:
             CheckpointError: some write has failed, or none has ended for too long.
         """
         self._put(values, copy)
 
-    def lend(self, values: Buffer) -> list[Loan]:
-        """Write the next bytes from where they are, if transfers can begin there, and copies of the rest.
+    def lease(self, values: Buffer) -> list[Lease]:
+        """Write the next bytes from where they are if they are aligned, and copies of the rest.
 
         Returns:
-            What is lent: :meth:`Flusher.settle` it before values change.
+            The leases: call :meth:`Flusher.end_leases` before values change.
 
         Raises:
             CheckpointError: some write has failed, or none has ended for too long.
         """
-        least_bytes = max(int(_LEAST_LENT * self._flusher.chunk_bytes), BLOCK_BYTES)
-        loans = []
+        least_bytes = max(int(_LEAST_LEASED * self._flusher.chunk_bytes), BLOCK_BYTES)
+        leases = []
         while len(values):
             begin = min(-self._end % BLOCK_BYTES, len(values))
             end = begin + (min(len(values), self._room) - begin) // BLOCK_BYTES * BLOCK_BYTES
             if end - begin >= least_bytes and values[begin:].ctypes.data % self._alignment_bytes == 0:
                 self._put(values[:begin], np.copyto)
-                loans.append(self._lend(values[begin:end]))
+                leases.append(self._lease(values[begin:end]))
                 values = values[end:]
             else:
                 count = min(self._room, len(values))
                 self._put(values[:count], np.copyto)
                 values = values[count:]
-        return loans
+        return leases
 
     @property
     def _room(self) -> int:
         """Bytes up to the end of the chunk."""
         return self._flusher.chunk_bytes - self._end % self._flusher.chunk_bytes
 
-    def _lend(self, values: Buffer) -> Loan:
+    def _lease(self, values: Buffer) -> Lease:
         if self._done.failure is not None:
             raise self._error(self._done.failure)
-        loan = self._open_chunk().lend(values)
+        lease = self._open_chunk().lease(values)
         self._went_on(len(values))
-        return loan
+        return lease
 
     def finish(self) -> FileRecord:
-        """Make the file whole and durable, the header last; return what the manifest says of it.
+        """Make the file complete and durable, the header last; return its record for the manifest.
 
         Raises:
             CheckpointError: something could not be written.
@@ -150,9 +149,9 @@ class ShardWriter:
             self._flusher.drop(self._chunk)
             self._chunk = None
         if self._fd is not None:
-            with contextlib.suppress(OSError):  # that is why it is abandoned, perhaps
+            with contextlib.suppress(OSError):  # which may be why it is abandoned
                 self._flusher.wait(self._done)
-            if not self._done.num_open:  # else a write hangs, and the number may not become another file's
+            if not self._done.num_open:  # else a write hangs, and its descriptor must not be reused
                 self._close()
 
     def _close(self) -> None:
@@ -164,7 +163,7 @@ class ShardWriter:
         while len(values):
             chunk = self._open_chunk()
             try:
-                self._flusher.furnish(chunk)
+                self._flusher.take_buffer(chunk)
             except OSError as error:
                 raise self._error(error) from error
             assert chunk.buffer is not None
@@ -196,13 +195,13 @@ class ShardWriter:
             self._submit_chunk()
 
     def _submit_chunk(self) -> None:
-        """Have the open chunk written, but for the header."""
+        """Submit the open chunk."""
         if self._chunk is not None:
             self._flusher.submit(self._chunk)
             self._chunk = None
 
     def _write_header(self) -> None:
-        """Write it from memory of its own: who waited for a buffer here could keep others from giving theirs back."""
+        """Write the header from memory of its own: waiting for a buffer here could block those that free buffers."""
         assert self._fd is not None
         memory = mmap.mmap(-1, len(self.layout.header))
         memory[:] = self.layout.header
@@ -212,7 +211,7 @@ class ShardWriter:
         if isinstance(error, CheckpointError):
             return error
         where = f"{self._full_path}: {error.strerror}"
-        if error.errno in NO_ROOM:
+        if error.errno in DISK_FULL_ERRNOS:
             made = CheckpointError(f"{where}; it needs {self.layout.num_bytes:,} B: make room, or keep fewer")
         else:
             made = CheckpointError(f"{where}; this checkpoint is given up")

@@ -1,11 +1,10 @@
-"""Reads a checkpoint, and believes nothing that it has not checked.
+"""Reads a checkpoint, and checks every chunk.
 
-[Note: Read ahead] Who reads says all that is wanted at once. It is read file by file and chunk by chunk, each chunk
-once, by a few threads, of which some read while others hash; where values go changes nothing of that. A chunk is read
-in one call, straight to where its values are wanted, unless they share a block of the file with others, or the drive
-cannot transfer to where they go; the rest passes through a buffer. Each thread has one, of a chunk: that is all the
-memory that reading takes. What has been read is hashed where it is, so that what is there afterwards is what was
-checked.
+[Note: Read ahead] The caller passes all read requests at once. A few threads read file by file and chunk by chunk, each
+chunk once; some read while others hash. A chunk is read in one call, straight into the requests' memory where possible.
+Values that share a block of the file with others, or whose memory is not aligned, pass through a buffer. Each thread
+has one buffer, of a chunk; reading needs no other memory. Data is hashed where it was read to, so the values that the
+caller gets are those that were checked.
 """
 
 import contextlib
@@ -28,22 +27,22 @@ from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manif
 from executor.direct_io import BLOCK_BYTES, in_blocks, pages
 
 NUM_READERS: Final = 12
-"""Threads that read: while some hash or copy, enough others keep the drive busy. Each has a buffer of one chunk."""
+"""Number of reading threads, each with a buffer of one chunk. While some hash, the others keep the drive busy."""
 
-MAX_MANIFEST_BYTES: Final = 1 << 30  # a thousand ranks' have a tenth; what is longer is none
+MAX_MANIFEST_BYTES: Final = 1 << 30  # a thousand ranks' manifest has a tenth of that
 
 _WORTH_A_THREAD_BYTES: Final = 1 << 20
-_LEAST_DIRECT_BYTES: Final = 64 << 10  # shorter stretches are copied: a call takes no more than 1,024 of them
+_LEAST_DIRECT_BYTES: Final = 64 << 10  # shorter ranges are copied, because a call takes at most 1,024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
-    """Values that are to be read.
+class ReadRequest:
+    """Values to read.
 
     Attributes:
         name: of the tensor.
-        start: the first, among its flat values.
-        out: where they go, flat uint8, whole values.
+        start: index of the first one in the flat tensor.
+        out: memory for them, flat uint8, whole values.
     """
 
     name: str
@@ -57,7 +56,7 @@ class Checkpoint:
 
     Args:
         folder: of the checkpoint.
-        manifest: what it shall have; left out, what it says itself.
+        manifest: that it must match; left out, its own is read.
 
     Raises:
         DamagedError: there is none, or its manifest is damaged.
@@ -74,7 +73,7 @@ class Checkpoint:
         return sum(record.num_bytes for record in self.manifest.files)
 
     def verify(self, num_readers: int = NUM_READERS) -> None:
-        """Read every byte, by so many threads at most.
+        """Read and check every byte, with at most ``num_readers`` threads.
 
         Raises:
             DamagedError: a file is missing, of another length, or damaged; says which, and where.
@@ -86,7 +85,7 @@ class Checkpoint:
         self._read(chunks, num_readers)
 
     def chunks(self, record: FileRecord) -> Iterator[Buffer]:
-        """Read all of a file, and yield chunk after chunk; each is there until the next one is asked for.
+        """Read a file, and yield its chunks; each is valid until the next one.
 
         Raises:
             DamagedError: as :meth:`verify`.
@@ -96,12 +95,12 @@ class Checkpoint:
             for chunk in range(len(record.checksums)):
                 yield buffer[: file.load(chunk, buffer, ())]
 
-    def read(self, wanted: Iterable[Wanted]) -> None:
-        """Read values; after an error what is where they go is undefined.
+    def read(self, wanted: Iterable[ReadRequest]) -> None:
+        """Read values. After an error, the content of their memory is undefined.
 
         Raises:
-            DamagedError: what is needed of a file is missing or damaged.
-            CheckpointError: there is no such tensor, or it is shorter; nothing has been read then.
+            DamagedError: a needed part of a file is missing or damaged.
+            CheckpointError: there is no such tensor, or it is shorter; nothing has been read.
         """
         chunks: dict[int, dict[int, list[_Target]]] = {}
         for one in wanted:
@@ -115,7 +114,7 @@ class Checkpoint:
         self._read(chunks)
 
     def close(self) -> None:
-        """End the threads and give their buffers up. Closing twice is allowed."""
+        """End the threads and free their buffers. Closing twice is allowed."""
         if self._readers is not None:
             self._readers.close()
             self._readers = None
@@ -126,8 +125,8 @@ class Checkpoint:
     def __exit__(self, *_exc_info: object) -> None:
         self.close()
 
-    def _stretches(self, wanted: Wanted) -> Iterator[tuple[int, int, Buffer]]:
-        """Yield which file has a part of what is wanted, the offset there, and where it goes."""
+    def _stretches(self, wanted: ReadRequest) -> Iterator[tuple[int, int, Buffer]]:
+        """Yield, for each part of a request: its file, its offset there, and its memory."""
         record = self.manifest.tensors.get(wanted.name)
         if record is None:
             raise CheckpointError(
@@ -161,7 +160,7 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Target:
-    """Where a part of a chunk goes: the part begins ``at`` so many bytes behind the chunk's first."""
+    """Memory for a part of a chunk, which begins ``at`` this offset in the chunk."""
 
     at: int
     out: Buffer
@@ -171,11 +170,11 @@ class _Target:
         return self.at + len(self.out)
 
     def part(self, first: int, last: int) -> Buffer:
-        """Return where a range within the chunk goes."""
+        """Return the memory for a range of the chunk."""
         return self.out[first - self.at : last - self.at]
 
     def direct(self, alignment_bytes: int) -> tuple[int, int]:
-        """Return the range within the chunk, whole blocks, that can be read to where it goes; it may be empty."""
+        """Return the range of the chunk, whole blocks, that can be read straight into place; it may be empty."""
         first = in_blocks(self.at)
         last = self.stop // BLOCK_BYTES * BLOCK_BYTES
         is_aligned = (self.out.ctypes.data - self.at) % alignment_bytes == 0
@@ -187,7 +186,7 @@ _Task = tuple["_File", int, list[_Target]]
 
 @final
 class _Readers:
-    """Threads that read chunks, each with a buffer; the calling one is among them."""
+    """Threads that read chunks, the calling one among them, each with a buffer."""
 
     def __init__(self, buffer_bytes: int) -> None:
         self._buffer_bytes = buffer_bytes
@@ -197,7 +196,7 @@ class _Readers:
             self._buffers.put(pages(buffer_bytes))
 
     def run(self, tasks: Sequence[_Task], num_readers: int) -> None:
-        """Read chunks, begun in this order, by so many threads at most; raise the first failure in this order."""
+        """Read chunks in this order, with at most ``num_readers`` threads; raise the first failure in this order."""
         numbers = iter(range(len(tasks)))  # next() of it is atomic
         failures: dict[int, Exception] = {}
 
@@ -235,7 +234,7 @@ class _Readers:
 
 
 class _File:
-    """A file of which so many chunks are wanted, open from the first one to the last."""
+    """A file that is open from its first chunk that is read to the last."""
 
     def __init__(self, folder: Folder, record: FileRecord, num_chunks: int) -> None:
         self.record = record
@@ -246,7 +245,7 @@ class _File:
         self._file: Opened | None = None
 
     def load(self, chunk: int, buffer: Buffer, targets: Sequence[_Target]) -> int:
-        """Read a chunk, check it, and put its values where they go, by way of ``buffer`` where they cannot do without.
+        """Read a chunk, check it, and put its values into place, through ``buffer`` where necessary.
 
         Returns:
             Its length.
@@ -303,9 +302,9 @@ class _File:
 def _cut(
     buffer: Buffer, targets: Sequence[_Target], alignment_bytes: int
 ) -> tuple[list[Buffer], list[tuple[Buffer, Buffer]]]:
-    """Return where a chunk is read to, part by part, and what is copied to where once it is there.
+    """Return the memory that a chunk is read into, part by part, and the copies to make afterwards.
 
-    The parts are places of values where that is possible, and ``buffer`` between them.
+    Parts are the requests' memory where possible, and ``buffer`` between them.
     """
     parts, copies, end = [], [], 0
     ordered = sorted(targets, key=lambda target: target.at)
@@ -331,7 +330,7 @@ def _manifest(folder: Folder) -> Manifest:
 
 
 def _damaged(what: object, error: OSError, where: str = "") -> DamagedError:
-    """Return what to raise for something that cannot be read."""
+    """Return the error for something that cannot be read."""
     if isinstance(error, CheckpointError):  # of a driver, and says all
         return DamagedError(str(error))
     return DamagedError(f"{what}: {error.strerror}{where}")

@@ -1,4 +1,4 @@
-"""Where checkpoints can be: a folder, of whatever file system, or a URL; and what that is good for."""
+"""Places for checkpoints: folders and URLs, and checks that they are suitable."""
 
 import contextlib
 import shutil
@@ -22,15 +22,15 @@ _MOUNTS: Final = Path("/proc/self/mounts")
 
 
 def is_remote(place: str | Path) -> bool:
-    """Return whether a place is a URL, and not that of a folder."""
+    """Return whether a place is a URL other than ``file://``."""
     return "://" in str(place) and not str(place).startswith(_FOLDER_URL)
 
 
 def located(place: str | Path) -> Folder:
-    """Return a place as a path; ``file://`` is a folder, as durable as any.
+    """Return a place as a path; ``file://`` is a folder.
 
     Raises:
-        CheckpointError: no text at all, or a URL that nothing here can reach.
+        CheckpointError: it is empty, or a URL without an installed driver.
     """
     text = str(place)
     if not text.strip():
@@ -41,11 +41,11 @@ def located(place: str | Path) -> Folder:
 
 
 def store_at(place: str | Path, files: Files | None = None) -> AbstractStore:
-    """Return the store of a place; a folder is made if it is not there.
+    """Return the store of a place; a folder is made if needed.
 
     Args:
         place: a folder, or a URL that ``fsspec`` knows.
-        files: what writes into a folder.
+        files: system calls that write into a folder.
 
     Raises:
         CheckpointError: the folder cannot be made, or nothing here can reach the URL.
@@ -55,7 +55,7 @@ def store_at(place: str | Path, files: Files | None = None) -> AbstractStore:
 
 
 def file_system(folder: Path) -> str:
-    """Return the type of the file system that a folder is on, as Linux names it; empty if that cannot be known."""
+    """Return the type of a folder's file system, as Linux names it; empty if unknown."""
     try:
         mounts = [line.split()[1:3] for line in _MOUNTS.read_text(encoding="utf-8").splitlines()]
     except OSError:
@@ -70,7 +70,7 @@ def file_system(folder: Path) -> str:
 
 
 def check_reachable(store: AbstractStore) -> None:
-    """Check that a place is one that all nodes reach, as far as its file system tells.
+    """Check that all nodes can reach a place, as far as its file system tells.
 
     Raises:
         CheckpointError: it is memory, or a drive, of this node.
@@ -84,11 +84,11 @@ def check_reachable(store: AbstractStore) -> None:
 
 
 def check_room(store: AbstractStore, num_checkpoints: int, num_bytes: int) -> None:
-    """Check that a folder has room for checkpoints, in place of those that are there, and of what dead writers left.
+    """Check that a folder has room for checkpoints, those that it has included; remove dead writers' files first.
 
     Args:
-        store: the place; of a URL nothing is known.
-        num_checkpoints: that are there at once.
+        store: the place; URLs are not checked.
+        num_checkpoints: that exist at once.
         num_bytes: of each.
 
     Raises:

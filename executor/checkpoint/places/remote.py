@@ -1,10 +1,10 @@
 """Checkpoints at a URL: an object store, which has neither folders nor renames.
 
-[Note: Manifest last] Every checkpoint that is sent has a name that none had before, ``step-00000012-9f3c21ab``. Its
-files come first, are read again, and then comes the manifest. A reader looks at nothing without one, so what was
-interrupted is never taken, and what two processes send is never mixed. It is removed in the opposite order. What a
-process has left that died cannot be told from what another one still sends: it is swept as retention would sweep it,
-once enough that are whole have its own step or a later one. So are parts of files that never became any, on S3.
+[Note: Manifest last] Every checkpoint gets a new name, such as ``step-00000012-9f3c21ab``. Its files are sent first and
+read again, then the manifest is sent. Readers ignore folders without a manifest. So an interrupted copy is never used,
+and copies of two processes never mix. Removal goes in the opposite order. A dead process's files cannot be told from
+those that another process still sends. They are removed like old checkpoints, once enough whole ones have the same step
+or a later one. On S3, this includes parts of unfinished uploads.
 """
 
 import contextlib

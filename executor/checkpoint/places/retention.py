@@ -1,4 +1,4 @@
-"""What there is in one place: which checkpoint to go on from, and which may go."""
+"""Checkpoints in one place: which one to resume from, and which ones to remove."""
 
 import abc
 import collections
@@ -16,14 +16,14 @@ from executor.checkpoint.format.manifest import FileRecord, Manifest
 from executor.checkpoint.format.reader import Checkpoint
 
 LEAST_KEPT: Final = 2
-"""Checkpoints that retention leaves at least: each read again and found whole."""
+"""Least number of checkpoints that retention leaves, each verified."""
 
-_BESIDE_TRAINING: Final = 1  # threads that read: training may want the drive too
+_BESIDE_TRAINING: Final = 1  # reading threads; training may need the drive too
 _NAME = re.compile(r"step-(\d{8,})(?:-([0-9a-f]{8}))?")
 
 
 def checkpoint_name(step: int, nonce: int = 0) -> str:
-    """Return the name of a checkpoint's folder; with a nonce where a name cannot be given to a folder that is whole."""
+    """Return the name of a checkpoint's folder; with a nonce in places without renames."""
     return f"step-{step:08d}" + (f"-{nonce:08x}" if nonce else "")
 
 
@@ -34,12 +34,12 @@ def parse_name(name: str) -> tuple[int, int] | None:
 
 
 def in_use(folder: Folder) -> str:
-    """Return what to say when there is another checkpoint of that step."""
+    """Return the error text for another checkpoint of the same step."""
     return f"{folder} is there already, and whole; another run writes here: give every run a folder of its own"
 
 
 class Copy(Protocol):
-    """A checkpoint that is being copied to a place, where nobody takes it for one."""
+    """A checkpoint that is being copied to a place; readers ignore it there."""
 
     @property
     def folder(self) -> Folder:
@@ -55,7 +55,7 @@ class Copy(Protocol):
         ...
 
     def commit(self, manifest: Manifest) -> Folder:
-        """Make the checkpoint whole and durable, after all files; return where it is.
+        """Make the checkpoint complete and durable, after all files; return its folder.
 
         Raises:
             CheckpointError: it cannot be.
@@ -77,13 +77,13 @@ class AbstractStore(abc.ABC):
     def __init__(self, place: str) -> None:
         self.place = place
         self._lock = threading.Lock()  # guards what follows
-        self._whole: set[str] = set()  # read again, and found so
+        self._whole: set[str] = set()  # verified
         self._damaged: set[str] = set()
         self._held: collections.Counter[str] = collections.Counter()
 
     @abc.abstractmethod
     def folders(self) -> list[Folder]:
-        """Return where all checkpoints are, newest first, damaged or not.
+        """Return the folders of all checkpoints, newest first, damaged or not.
 
         Raises:
             CheckpointError: the place cannot be reached.
@@ -99,15 +99,15 @@ class AbstractStore(abc.ABC):
 
     @abc.abstractmethod
     def folder(self, step: int, nonce: int = 0) -> Folder:
-        """Return where the checkpoint of that name is."""
+        """Return the folder of a checkpoint."""
 
     @abc.abstractmethod
     def _remove(self, folder: Folder) -> None:
-        """Remove a checkpoint, which is none from the first moment on. What somebody else removes is gone too."""
+        """Remove a checkpoint; readers ignore it from the first moment. It may be gone already."""
 
     @abc.abstractmethod
     def tidy(self) -> None:
-        """Give up what is kept of removed checkpoints to be written over.
+        """Remove spare files of old checkpoints.
 
         Raises:
             OSError: it cannot be removed.
@@ -115,14 +115,14 @@ class AbstractStore(abc.ABC):
 
     @abc.abstractmethod
     def _sweep(self, last: int) -> None:
-        """Remove what writers have left that died; of steps up to ``last`` if it cannot be known whether they did."""
+        """Remove files of dead writers; if that cannot be known, those of steps up to ``last``."""
 
     def newest(self, use: Callable[[Checkpoint], None] = Checkpoint.verify) -> "Found":
         """Return the newest checkpoint that is whole, and why newer ones are not. See :func:`newest_of`."""
         return newest_of([self], use)
 
     def trust(self, folder: Folder) -> None:
-        """Take it as known that a checkpoint is whole: it was just read."""
+        """Record that a checkpoint is whole, because it was just verified."""
         with self._lock:
             self._whole.add(folder.name)
 
@@ -139,7 +139,7 @@ class AbstractStore(abc.ABC):
 
     @contextlib.contextmanager
     def _removing(self) -> Iterator[None]:
-        """Say what could not be removed, as :class:`CheckpointError`."""
+        """Turn errors of removing into :class:`CheckpointError`."""
         try:
             yield
         except CheckpointError:
@@ -148,7 +148,7 @@ class AbstractStore(abc.ABC):
             raise CheckpointError(f"{error.filename or self.place}: {error.strerror}; remove it by hand") from error
 
     def read_again(self, folder: Folder) -> bool:
-        """Return whether a checkpoint is whole, and remember that."""
+        """Verify a checkpoint; return and record whether it is whole."""
         found = is_whole(folder)
         with self._lock:
             (self._whole if found else self._damaged).add(folder.name)
@@ -207,12 +207,12 @@ class AbstractStore(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """What is there to go on from.
+    """The checkpoint to resume from.
 
     Attributes:
         checkpoint: the newest that is whole; ``None`` if there is none.
-        refused: why each newer one was passed over, and which places could not be reached.
-        level: the place that it is in, by its index.
+        refused: why each newer one was skipped, and which places could not be reached.
+        level: index of its place.
     """
 
     checkpoint: Checkpoint | None
@@ -225,7 +225,7 @@ def newest_of(stores: Sequence[AbstractStore], use: Callable[[Checkpoint], None]
 
     Args:
         stores: the places.
-        use: reads of it what is needed, which checks that; left out, every byte is read.
+        use: reads, and so checks, what is needed; left out, every byte is checked.
 
     Raises:
         What ``use`` does, but :class:`DamagedError`.
@@ -243,7 +243,7 @@ def newest_of(stores: Sequence[AbstractStore], use: Callable[[Checkpoint], None]
 
 
 def candidates(stores: Sequence[AbstractStore]) -> tuple[list[tuple[int, Folder]], list[str]]:
-    """Return all checkpoints of several places, each with its place's index, newest first, and what is out of reach."""
+    """Return all checkpoints of several places, newest first, each with its place's index; and errors of places."""
     refused: list[str] = []
     there: list[tuple[int, int, Folder]] = []
     for level, store in enumerate(stores):
@@ -262,7 +262,7 @@ def step_of(folder: Folder) -> int:
 
 
 def is_whole(folder: Folder) -> bool:
-    """Return whether a checkpoint is whole, every byte of it checked; beside training, which may want the drive too."""
+    """Return whether a checkpoint is whole; every byte is checked, slowly, because training may need the drive."""
     try:
         with Checkpoint(folder) as checkpoint:
             checkpoint.verify(_BESIDE_TRAINING)

@@ -1,14 +1,15 @@
-"""A folder of checkpoints, and how one comes to be there whole.
+"""A folder of checkpoints, and how a checkpoint is written into it.
 
-A checkpoint is written in a folder ``tmp-...``, every file synced, the manifest last, then the folder, which then gets
-its name, ``step-00000012``, and the name is synced too. Only then is it acknowledged. So whatever has that name and a
-manifest that matches its own digest was whole when it was written; what happened to it since, checksums tell.
+A checkpoint is written into a folder ``tmp-...``. Every file is synced, the manifest last, then the folder. Then the
+folder is renamed to ``step-00000012``, and the name is synced too. Only then is the checkpoint acknowledged. So a
+folder with such a name, and a manifest that matches its own digest, was whole when it was written. Checksums show any
+later damage.
 
-[Note: Spares] A checkpoint that is no longer wanted is renamed to ``spare-...``, and the next one is written over it,
-under a ``tmp-...`` name again: drives take a second to give a gigabyte up where file systems tell them so at once (the
-mount option ``discard``), and whoever writes waits for that. Nothing is less safe for it. A crash may bring the old
-name back with new bytes in it, or the old bytes under a name that has no manifest: checksums tell, and newer ones are
-whole. Spares are removed when training ends; those of a process that died are used by the next.
+[Note: Spares] An old checkpoint is not deleted but renamed to ``spare-...``. The next one overwrites its files, under a
+``tmp-...`` name again. The reason: with the mount option ``discard``, drives need a second to free a gigabyte, and
+writes wait for that. It is as safe: a crash may bring back the old name with new bytes in it, or old bytes under a name
+without a manifest, but checksums show that, and newer checkpoints are whole. Spares are removed when training ends.
+Those of a process that died are used by the next run.
 """
 
 import contextlib
@@ -44,7 +45,7 @@ _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
 
 @final
 class Draft:
-    """A checkpoint that is being written, in a folder that nobody takes for one.
+    """A checkpoint that is being written, in a folder that readers ignore.
 
     Attributes:
         step: of the checkpoint.
@@ -75,9 +76,9 @@ class Draft:
             raise CheckpointError(f"{self.folder}: {error.strerror}; choose another folder for checkpoints") from error
 
     def _takes_spare(self) -> bool:
-        """Begin with the files of an old checkpoint, if there is one; see [Note: Spares]."""
+        """Reuse the files of an old checkpoint, if there is one; see [Note: Spares]."""
         for spare in _spares(self._root):
-            with contextlib.suppress(FileNotFoundError):  # somebody else was faster
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
                 self._files.rename(spare, self.folder)
                 with contextlib.suppress(FileNotFoundError):
                     self._files.remove(self.folder / MANIFEST_NAME)
@@ -85,17 +86,17 @@ class Draft:
         return False
 
     def _clear(self, manifest: Manifest) -> None:
-        """Remove what an old checkpoint had besides."""
+        """Remove files of an old checkpoint that the new one does not have."""
         known = {MANIFEST_NAME, *(record.path for record in manifest.files)}
         for path in self.folder.rglob("*") if self._is_reused else ():
             if not path.is_dir() and str(path.relative_to(self.folder)) not in known:
                 self._files.remove(path)
 
     def collect(self, size: int, own: Part, extra: Any, patience_s: float) -> tuple[list[Part], list[Any]]:
-        """Wait for what all other ranks have written; return all parts, and what else each rank has.
+        """Wait for the parts of all other ranks; return all parts, and every rank's ``extra``.
 
         Raises:
-            CheckpointError: a rank could not write its part, or has not for too long.
+            CheckpointError: a rank could not write its part, or did not in time.
         """
         parts, extras = [own], [extra]
         deadline_s = time.monotonic() + patience_s
@@ -114,10 +115,10 @@ class Draft:
         return parts, extras
 
     def commit(self, manifest: Manifest) -> Path:
-        """Make the checkpoint whole and durable; return its folder. All other files have been finished.
+        """Make the checkpoint complete and durable, after all other files; return its folder.
 
         Raises:
-            CheckpointError: it cannot be, or there is a whole one of this step; nothing is acknowledged then.
+            CheckpointError: it cannot be, or a whole one of this step exists; nothing is acknowledged.
         """
         final_path = self._root / checkpoint_name(self.step)
         try:
@@ -168,10 +169,10 @@ class Draft:
 
 @final
 class JoinedDraft:
-    """What a rank other than 0 has of a checkpoint that rank 0 has begun, see [Note: Parts].
+    """The part of a rank other than 0 in a checkpoint that rank 0 has begun, see [Note: Parts].
 
     Raises:
-        CheckpointError: rank 0 has not begun it for too long.
+        CheckpointError: rank 0 has not begun it in time.
     """
 
     def __init__(self, root: Path, step: int, folders: Iterable[str], nonce: str, patience_s: float) -> None:
@@ -186,11 +187,11 @@ class JoinedDraft:
             time.sleep(_POLL_S)
 
     def hand_in(self, rank: int, part: Part, extra: Any) -> None:
-        """Tell rank 0 what this rank has written, all of it durable."""
+        """Pass this rank's part, which is durable, to rank 0."""
         self._tell(rank, {"part": part.model_dump(mode="json"), "extra": extra})
 
     def refuse(self, rank: int, error: str) -> None:
-        """Tell rank 0 that this rank could not write its part."""
+        """Report to rank 0 that this rank could not write its part."""
         with contextlib.suppress(OSError):  # rank 0 has given it up too
             self._tell(rank, {"error": error})
 
@@ -204,10 +205,10 @@ def _digest(text: str) -> str:
 
 
 def _handed(path: Path) -> dict[str, Any]:
-    """Return what another rank has told.
+    """Return another rank's part.
 
     Raises:
-        CheckpointError: it is not that: the manifest would vouch for it.
+        CheckpointError: it is damaged; the manifest must not vouch for it.
     """
     digest, _, text = path.read_bytes().decode(errors="replace").partition(" ")
     if digest != _digest(text):
@@ -217,7 +218,7 @@ def _handed(path: Path) -> dict[str, Any]:
 
 
 def draft_folder(root: Path, step: int, nonce: str) -> Path:
-    """Return the folder in which a checkpoint is written."""
+    """Return the folder of a checkpoint that is being written."""
     return root / f"tmp-{step:08d}-{nonce}"
 
 
@@ -226,8 +227,8 @@ class Store(AbstractStore):
     """A folder of checkpoints.
 
     Args:
-        root: the folder; it is made if it is not there.
-        files: what writes.
+        root: the folder; made if needed.
+        files: system calls that write.
 
     Raises:
         CheckpointError: it cannot be made.
@@ -249,7 +250,7 @@ class Store(AbstractStore):
                 raise CheckpointError(f"{root} is no folder; give a folder for checkpoints")
 
     def begin(self, step: int, folders: Iterable[str] = (), nonce: str = "") -> Draft:
-        """Begin the checkpoint of a step, with folders in it; other ranks find it by the ``nonce``.
+        """Begin the checkpoint of a step, with subfolders; other ranks find it by the ``nonce``.
 
         Raises:
             CheckpointError: nothing can be written here.
@@ -275,12 +276,12 @@ class Store(AbstractStore):
         return [path for _, path in sorted(found, reverse=True)]
 
     def sweep(self) -> None:
-        """Remove what writers have left that died; their locks tell."""
+        """Remove folders of dead writers, whose locks are free."""
         for path in self.root.glob("tmp-*"):
             try:
                 lock = _locked(path)
             except OSError:
-                continue  # its writer lives, or another one is removing it
+                continue  # its writer lives, or another process is removing it
             try:
                 remove_tree(self.files, path)
             finally:
@@ -314,7 +315,7 @@ class FolderCopy:
         self.folder = draft.folder
 
     def write(self, record: FileRecord, chunks: Iterator[Buffer]) -> None:
-        """Write as an engine does, header last; see :class:`executor.checkpoint.places.retention.Copy`."""
+        """Write with the header last; see :class:`executor.checkpoint.places.retention.Copy`."""
         with Flusher(self._files, ring_of(_NUM_BUFFERS, record.chunk_bytes)) as flusher:
             data = next(chunks).tobytes()
             while len(data) < (header_bytes := 8 + int.from_bytes(data[:8], "little")):
@@ -346,7 +347,7 @@ def _spares(root: Path) -> list[Path]:
 
 
 def _put_aside(files: Files, path: Path) -> None:
-    """Take a checkpoint's name away, in one step, and then its files."""
+    """Rename a checkpoint away, in one step, and then remove its files."""
     aside = path.with_name(f"tmp-{path.name}-{secrets.token_hex(4)}")
     files.rename(path, aside)
     remove_tree(files, aside)
@@ -356,13 +357,13 @@ def _locked(folder: Path) -> int:
     """Return a descriptor that holds the folder's lock, which ends with the process.
 
     Raises:
-        BlockingIOError: somebody else holds it.
+        BlockingIOError: another process holds it.
         FileNotFoundError: it has been removed.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        folder.stat()  # who held it may have removed it
+        folder.stat()  # the last holder may have removed it
     except OSError:
         os.close(fd)
         raise

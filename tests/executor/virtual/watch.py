@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import executor.devices.backend
 import executor.distributed.groups
 import executor.session
-import executor.tasks.actions
+import executor.tasks.updates
 from executor.devices.backend import as_array
 from executor.devices.cuda import CudaBackend
 from executor.devices.lanes import LaneMachine
@@ -34,16 +34,16 @@ class _Backend(CudaBackend):
         super().__init__()
         self._races, self._blind = races, blind
 
-    def mark(self, lane):
-        moment = super().mark(lane)
+    def record_event(self, lane):
+        moment = super().record_event(lane)
         moment = _Seconds(moment) if isinstance(moment, float) else moment
         moment.host = self._races.moment()
         return moment
 
-    def follow(self, lane, moment):
+    def wait_event(self, lane, moment):
         self._races.met(moment.host)
         if lane is not self._blind:
-            super().follow(lane, moment)
+            super().wait_event(lane, moment)
 
 
 class _HostKernels(TorchDispatchMode):
@@ -88,7 +88,7 @@ def _collectives(extension, races):
     new_group = dist.new_group
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", lambda *args, **kwargs: new_group(*args, **kwargs | {"backend": "gloo"}))
-        patch.setattr(executor.distributed.groups, "all_gather", on_device(executor.distributed.groups.all_gather))
+        patch.setattr(executor.distributed.groups, "_all_gather", on_device(executor.distributed.groups._all_gather))
         patch.setattr(
             executor.distributed.groups, "_reduce_scatter", on_device(executor.distributed.groups._reduce_scatter)
         )
@@ -151,7 +151,7 @@ def watched(blind=None):
         patch.setattr(RecordFile, "read", watched_read)
         patch.setattr(RecordFile, "write", watched_write)
         patch.setattr(executor.devices.backend, "as_array", watched_array)
-        patch.setattr(executor.tasks.actions, "as_array", watched_array)
+        patch.setattr(executor.tasks.updates, "as_array", watched_array)
         patch.setattr(executor.session, "backend_of", lambda _options: _Backend(races, blind))
         extension.observe(races)
         try:

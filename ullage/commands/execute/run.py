@@ -197,7 +197,7 @@ def _train(options: ExecuteOptions, trainer: Trainer, sinks: list[Sink]) -> _Tra
                 replanned = trainer.replan()
                 warn(str(replanned))
                 watch = _watch(trainer.plan)
-            if interruption is not None and trainer.session.together.mean(float(interruption.signal is not None)):
+            if interruption is not None and trainer.session.collectives.mean(float(interruption.signal is not None)):
                 break  # all ranks, after the same iteration
         record = None
         if trainer.session.iteration >= MIN_ITERATIONS:

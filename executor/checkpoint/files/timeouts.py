@@ -1,4 +1,4 @@
-"""Waiting for a drive, but not for ever."""
+"""Time limits for drives that may hang."""
 
 import threading
 from collections.abc import Callable
@@ -7,13 +7,13 @@ from typing import Final, TypeVar, final
 from executor.checkpoint.files.system_calls import CheckpointError
 
 SLOWEST_BYTES_PER_S: Final = 10e6
-"""A drive that is slower than this, all in all, is taken for one that does not answer."""
+"""A drive that is slower than this counts as one that does not answer."""
 
 _T = TypeVar("_T")
 
 
-def no_answer(patience_s: float) -> CheckpointError:
-    """Return what to raise when nothing has ended for so long."""
+def timeout_error(patience_s: float) -> CheckpointError:
+    """Return the error for a drive on which nothing has ended for this long."""
     return CheckpointError(
         f"nothing has ended for {patience_s:g} s: the drive does not keep up, or does not answer; this checkpoint is "
         "given up"
@@ -21,8 +21,8 @@ def no_answer(patience_s: float) -> CheckpointError:
 
 
 @final
-class InTime:
-    """Does things that may hang, one at a time, in threads of their own. While one hangs others fail at once."""
+class TimeLimited:
+    """Runs functions that may hang, one at a time, each in a thread. While one hangs, further ones fail at once."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -31,8 +31,8 @@ class InTime:
         """Return what ``do`` returns.
 
         Args:
-            do: what may hang.
-            undo: is called with the result if that comes too late.
+            do: the function.
+            undo: called with the result if it comes too late.
             patience_s: longest wait.
 
         Raises:
@@ -40,9 +40,9 @@ class InTime:
             OSError: whatever ``do`` raises.
         """
         if self._thread is not None and self._thread.is_alive():
-            raise no_answer(patience_s)
+            raise timeout_error(patience_s)
         found: list[_T | OSError] = []
-        lock = threading.Lock()  # guards found, and whether it comes too late
+        lock = threading.Lock()  # guards found and too_late
         too_late = False
 
         def work() -> None:
@@ -63,7 +63,7 @@ class InTime:
         with lock:
             if not found:
                 too_late = True
-                raise no_answer(patience_s)
+                raise timeout_error(patience_s)
         if isinstance(found[0], OSError):
             raise found[0]
         return found[0]

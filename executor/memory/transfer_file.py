@@ -1,11 +1,10 @@
-"""A model's state between two plans: in a file, so that never more than the memory of one plan is taken.
+"""A file that carries a model's state from one plan to the next, so that memory for only one plan is needed.
 
-While one session has ended and the next has not begun, nothing but this file has weights and optimizer state. It has no
-name, so that nothing is left of it when the process ends, in whatever way.
+After one session has ended and before the next begins, only this file has weights and optimizer state. It has no name,
+so the system removes it when the process ends, in whatever way.
 
-Of several ranks, those of one machine have a file together, which holds everything: what a rank is to have of it under
-the next plan may be anything. Each writes its turn of the tensors. The others reach the file through the process that
-has made it, as it has no name.
+The ranks of one machine share one file that holds the whole state, because a rank may need any part of it under the
+next plan. Each rank writes some of the tensors. The other ranks open the file through the process that made it.
 """
 
 import contextlib
@@ -27,13 +26,13 @@ _FAILED: Final = "failed"
 
 
 @final
-class Handover:
-    """Tensors in a file, mapped: pages that the system may write out, and not memory that is held.
+class TransferFile:
+    """Tensors in a mapped file, whose pages the system may write out.
 
     Args:
         folder: where; made if it does not exist. On a file system in memory (tmpfs) it takes memory.
-        tensors: what will be kept, by name, of which only shapes and types are read; the same on all ranks.
-        ranks: all ranks, which make it together; ``None`` if there is one.
+        tensors: examples of what will be written, by name; only shapes and types are read. The same on all ranks.
+        ranks: all ranks, which make it together; ``None`` with one.
 
     Attributes:
         num_bytes: of the file.
@@ -45,9 +44,11 @@ class Handover:
     def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks | None = None) -> None:
         sizes = [-(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for tensor in tensors.values()]
         self.num_bytes = max(sum(sizes), 1)
-        mates = [0] if ranks is None else ranks.alike(f"{this_machine()} {Path('/proc/self/ns/pid').readlink()}")
+        mates = (
+            [0] if ranks is None else ranks.ranks_with_same(f"{this_machine()} {Path('/proc/self/ns/pid').readlink()}")
+        )
         turn = 0 if ranks is None else mates.index(ranks.rank)
-        self._mine = set(itertools.islice(tensors, turn, None, len(mates)))
+        self._written_here = set(itertools.islice(tensors, turn, None, len(mates)))
         with contextlib.ExitStack() as files:
             made = self._step(ranks, folder, lambda: _make(folder, self.num_bytes, files) if not turn else "")
             where = made[0 if ranks is None else mates[0]]
@@ -61,28 +62,28 @@ class Handover:
 
             self._step(ranks, folder, map_it)  # before whoever has made it closes it
         starts = itertools.accumulate(sizes, initial=0)
-        self._kept = {
+        self._tensors = {
             name: flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for (name, tensor), start in zip(tensors.items(), starts, strict=False)
         }
 
-    def keep(self, name: str, values: torch.Tensor) -> None:
-        """Copy a tensor, which all ranks have, into the file; it is there on all when they have met."""
-        if name in self._mine:
-            self._kept[name].copy_(values)
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """Write a tensor, which all ranks have; all can read it after their next barrier."""
+        if name in self._written_here:
+            self._tensors[name].copy_(values)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return what was kept: a view of the file, which stays as long as anything views it."""
-        return self._kept[name]
+        """Return a tensor: a view of the file, which exists as long as anything views it."""
+        return self._tensors[name]
 
     def _step(self, ranks: Ranks | None, folder: Path, do: Callable[[], str]) -> list[str]:
-        """Do something that may fail, all ranks together; return what it gave on each."""
+        """Do something that may fail, on all ranks; return every rank's result."""
         failure, result = None, ""
         try:
             result = do()
         except OSError as error:
             failure = error
-        every = [result] if ranks is None else ranks.told(_FAILED if failure else result)
+        every = [result] if ranks is None else ranks.all_gather_text(_FAILED if failure else result)
         if failure is None and _FAILED not in every:
             return every
         why = failure.strerror if failure else f"rank {every.index(_FAILED)} cannot make it, or reach it"
@@ -93,7 +94,7 @@ class Handover:
 
 
 def _make(folder: Path, num_bytes: int, files: contextlib.ExitStack) -> str:
-    """Make a file without a name, which stays open until ``files`` are closed; return how processes reach it."""
+    """Make a file without a name, open until ``files`` are closed; return a path by which processes can open it."""
     folder.mkdir(parents=True, exist_ok=True)
     number = files.enter_context(tempfile.TemporaryFile(dir=folder)).fileno()  # noqa: SIM115 - others open it too
     os.posix_fallocate(number, 0, num_bytes)

@@ -1,9 +1,9 @@
-"""Reads new checkpoints again beside training, and removes old ones.
+"""Verifies new checkpoints beside training, and removes old ones.
 
-[Note: Read again] Retention counts on what was read again and found whole, and reading takes the drive from writes that
-training may wait for. So one thread reads, one checkpoint at a time and the newest each time; those that came meanwhile
-but the newest go unread, once there are enough that were read. Where checkpoints are far apart all are read, and the
-newest stay. No more than :data:`READING_SHARE` of the time goes into reading: where there is a checkpoint at every
+[Note: Read again] Retention removes old checkpoints only if enough newer ones were read again and found whole. But
+reading takes bandwidth from writes that training may wait for. So one thread reads one checkpoint at a time, always the
+newest. Others that came meanwhile are removed unread, once enough are known to be whole. If checkpoints are far apart,
+all are read. At most :data:`READING_SHARE` of the time goes into reading. Otherwise, with a checkpoint at every
 iteration, the next one would wait for the drive.
 """
 
@@ -13,45 +13,46 @@ import time
 from collections.abc import Callable
 from typing import Final, final
 
-from executor.checkpoint.files.flusher import yield_cores
+from executor.checkpoint.files.flusher import lower_thread_priority
 from executor.checkpoint.files.opening import Folder
 from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.places.retention import LEAST_KEPT, AbstractStore
 
 READING_SHARE: Final = 1 / 8
-"""Of the thread's time that it reads, at most; the planner counts on that."""
+"""Largest share of the thread's time that it reads; the planner assumes it."""
 
 PATIENCE_S: Final = 60.0
 """Longest wait for a checkpoint to be read at the end of training."""
 
 
 @final
-class Keeper:
-    """Keeps the newest checkpoints of a place.
+class RetentionThread:
+    """Keeps the newest checkpoints of a place, and removes older ones.
 
     Args:
         store: the place.
-        keep: how many stay, see [Note: Read again]; :data:`executor.checkpoint.places.retention.LEAST_KEPT` at least.
+        keep: how many checkpoints stay, see [Note: Read again]; :data:`executor.checkpoint.places.retention.LEAST_KEPT`
+            at least.
     """
 
     def __init__(self, store: AbstractStore, keep: int) -> None:
         self._store = store
         self._keep = keep
         self._changed = threading.Condition()  # guards what follows
-        self._made: tuple[Folder, Callable[[str], None]] | None = None  # that has not been read
+        self._made: tuple[Folder, Callable[[str], None]] | None = None  # the newest, not read yet
         self._is_reading = False
         self._is_closed = False
-        self._num_waiting = 0  # that want it all read now
-        self._idle_until_s = 0.0  # nothing is read before
+        self._num_waiting = 0  # callers that want everything read now
+        self._idle_until_s = 0.0  # no reading before
         self._thread = threading.Thread(target=self._run, name="checkpoint retention", daemon=True)
         self._thread.start()
 
     def made(self, folder: Folder, tell: Callable[[str], None]) -> None:
-        """Read a checkpoint when that before has been, unless a newer one comes first; then remove what may go.
+        """Queue a new checkpoint to be read, in place of one that still waits; then remove old ones.
 
         Args:
             folder: of the checkpoint, the newest.
-            tell: is called with what went wrong, if anything does.
+            tell: called with an error, if there is one.
         """
         with self._changed:
             self._made = folder, tell
@@ -59,7 +60,7 @@ class Keeper:
         self._thin(tell)
 
     def wait(self, patience_s: float = PATIENCE_S) -> None:
-        """Wait until the newest one has been read and the rest removed, but not for longer than that."""
+        """Wait until the newest one has been read and old ones removed, at most ``patience_s``."""
         with self._changed:
             self._num_waiting += 1
             self._changed.notify_all()
@@ -68,7 +69,7 @@ class Keeper:
             self._idle_until_s = 0.0
 
     def close(self, patience_s: float = PATIENCE_S) -> None:
-        """End the thread after what is under way, but do not wait for longer than that. Closing twice is allowed."""
+        """End the thread after its present work; wait at most ``patience_s``. Closing twice is allowed."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -81,7 +82,7 @@ class Keeper:
             tell(f"older ones could not be removed: {error}")
 
     def _run(self) -> None:
-        yield_cores()
+        lower_thread_priority()
         num_whole = 0
         while (made := self._next()) is not None:
             folder, tell = made
@@ -92,11 +93,11 @@ class Keeper:
                 self._thin(tell)
             finally:
                 with self._changed:
-                    if num_whole >= max(self._keep, LEAST_KEPT):  # until then nothing can be removed
+                    if num_whole >= max(self._keep, LEAST_KEPT):  # before that nothing can be removed
                         self._idle_until_s = begin_s + (time.monotonic() - begin_s) / READING_SHARE
                     self._is_reading = False
                     self._changed.notify_all()
-        with contextlib.suppress(OSError):  # else the next run takes them
+        with contextlib.suppress(OSError):  # the next run reuses spares
             self._store.tidy()
 
     def _next(self) -> tuple[Folder, Callable[[str], None]] | None:

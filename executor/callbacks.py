@@ -1,0 +1,54 @@
+"""Callbacks on module boundaries: how a model tells the session where it is."""
+
+from typing import Protocol
+
+import torch
+
+
+class ModuleCallbacks(Protocol):
+    """What hooks on a model call; see [Note: Module boundaries] in :mod:`executor.module.binding`."""
+
+    def on_forward(self, unit: str) -> None:
+        """Forward, or recomputation, has reached a unit."""
+        ...
+
+    def on_backward(self, unit: str) -> None:
+        """Backward has reached a unit."""
+        ...
+
+    def on_recomputed(self, unit: str) -> None:
+        """Recomputation of the segment that ends with this unit has ended."""
+        ...
+
+    def on_model_begin(self) -> None:
+        """The model's own forward begins."""
+        ...
+
+    def on_model_end(self) -> None:
+        """The model's own forward has ended, or failed."""
+        ...
+
+    @property
+    def unit(self) -> str:
+        """The unit that computes now; empty if none does."""
+        ...
+
+    @property
+    def trains(self) -> bool:
+        """Whether a forward that begins now is one of the plan's."""
+        ...
+
+
+def in_backward() -> bool:
+    """Return whether this thread is inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def hook_target(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor whose gradient hook fires when backward reaches what made ``tensor``: itself, or its base.
+
+    Autograd forgets the hooks of a view that is changed in place (by ``nn.ReLU(inplace=True)`` behind an ``nn.Linear``
+    of three dimensions, say), but not those of its base. Making a view reads no weights, so the base serves as well.
+    """
+    base = tensor._base
+    return tensor if base is None or base.grad_fn is None else base

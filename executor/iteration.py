@@ -1,0 +1,295 @@
+"""One training iteration: from the first forward to ``optimizer.step()``, as the hooks on the model report it."""
+
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from executor.callbacks import in_backward
+from executor.distributed.shards import Share
+from executor.gradients import GradientError
+from executor.memory.units import ParameterState, UnitState
+from executor.module.accumulation import Accumulation
+from executor.module.guards import LEFT_HALF_WAY
+from executor.module.user_gradients import UserGradients
+from executor.module.visibility import WeightVisibility
+from executor.optimizer.table import OptimizerEntry
+from executor.progress import Progress
+from executor.runtime import Runtime
+from executor.state_access import StateAccess
+from executor.tasks.updates import ParameterUpdate
+from planner.decisions import Decisions
+from planner.graph import Unit
+from planner.schedule.loop import OutOfOrderError
+from planner.schedule.tasks import Op
+
+
+@final
+class IterationDriver:
+    """Issues the tasks of an iteration as forward, backward and the step reach them.
+
+    It has the methods of :class:`executor.callbacks.ModuleCallbacks`, which hooks on the model call.
+
+    Args:
+        model: the user's.
+        runtime: what executes the schedule.
+        access: weights outside training.
+        units: the model's units in forward order.
+        decisions: what is executed.
+        shares: what this rank has of the model's parameters.
+        entry: the optimizer.
+        groups: its parameter groups, read whenever the updates of an iteration begin.
+
+    Attributes:
+        accumulation: checks ``no_sync()`` against the plan.
+        gradients: what ``parameter.grad`` is between backward and step.
+        visibility: which parameters show weights.
+        progress: where the model is in the schedule.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        runtime: Runtime,
+        access: StateAccess,
+        units: tuple[Unit, ...],
+        decisions: Decisions,
+        shares: Mapping[str, Share],
+        entry: OptimizerEntry,
+        groups: list[dict[str, Any]],
+    ) -> None:
+        self._model = model
+        self._runtime = runtime
+        self._access = access
+        self._decisions = decisions
+        self._entry = entry
+        self._groups = groups
+        self._names = {id(share.whole): share.name for share in shares.values()}
+        self._last_short = -2  # the latest iteration that ended before all micro-batches had run
+        self._model_trains = False  # its forward is under way
+        self._loop, self._units = runtime.loop, runtime.state.units
+        self.accumulation = Accumulation(decisions.num_micro_batches)
+        self.gradients = UserGradients(
+            decisions, (p for _, p in runtime.state.parameters()), self._norms, self._end_early
+        )
+        self.progress = Progress(
+            runtime.loop,
+            runtime.machine,
+            units,
+            decisions,
+            backward_begins=self._backward_begins,
+            backward_ended=self._backward_ended,
+        )
+        shared = {unit.name: unit.shared_units for unit in units}
+        self.visibility = WeightVisibility(runtime.state, shared, shares.values())
+
+    @property
+    def last_was_short(self) -> bool:
+        """Whether the latest iteration ended before all of the plan's micro-batches had run."""
+        return self._last_short == self._loop.iteration - 1
+
+    def on_forward(self, unit: str) -> None:
+        """Forward, or recomputation, has reached a unit.
+
+        Raises:
+            OutOfOrderError: the plan does not expect it here.
+            LaneError: a task failed on some lane.
+        """
+        if in_backward():
+            self.progress.recompute(unit)
+            self.visibility.show(unit)
+        elif not self.trains:
+            self._access.evaluate(unit)
+            self.visibility.show(unit)
+        elif not self.progress.is_at(Op.FORWARD, unit):
+            if not self.unit and (expected := self._loop.expected()) is not None:
+                self.accumulation.begin_forward(expected.micro_batch)
+                if expected.op is Op.FORWARD and expected.micro_batch:
+                    self.gradients.begin_micro_batch(self._loop.iteration)
+            if not self._runtime.inside_iteration:
+                self._begin()
+            self.progress.forward(unit)
+            if unit in self._units:  # its updates have ended in the order of this stream: see [Note: Spent]
+                self._units[unit].spent.clear()
+            self.visibility.show(unit)
+
+    def on_backward(self, unit: str) -> None:
+        """Backward has reached a unit. Raises as :meth:`on_forward`."""
+        if not self._runtime.inside_iteration:
+            raise OutOfOrderError(
+                "backward through a forward that was made for evaluation; call model.train() before the forward"
+            )
+        if not self.progress.is_at(Op.BACKWARD, unit):
+            self.progress.backward(unit)
+        self.visibility.show(unit)
+
+    def on_recomputed(self, unit: str) -> None:
+        """Recomputation of the segment that ends with this unit has ended. Raises as :meth:`on_forward`."""
+        self.progress.recomputed(unit)
+
+    @property
+    def unit(self) -> str:
+        """The unit that computes now; empty if none does."""
+        return self.progress.unit
+
+    @property
+    def trains(self) -> bool:
+        """Whether a forward that begins now is one of the plan's."""
+        return self._model_trains or (torch.is_grad_enabled() and self._model.training)
+
+    def on_model_begin(self) -> None:
+        """The model's own forward begins. If it trains, parts of it may run without gradients and still train."""
+        self._model_trains = not in_backward() and torch.is_grad_enabled() and self._model.training
+
+    def on_model_end(self) -> None:
+        """The model's own forward has ended, or failed."""
+        self._model_trains = False
+
+    def after_forward(self, *_args: object) -> None:
+        """Hide the weights of the last unit after an evaluation; a hook."""
+        if self._access.is_evaluating:
+            self.visibility.show("")
+
+    def check_zero_grad(self) -> None:
+        """Check that gradients may be set to zero here.
+
+        Raises:
+            GradientError: some micro-batches of the iteration have run, and others are to come.
+        """
+        expected = self._loop.expected()
+        if expected is not None and expected.op is not Op.CLIP and expected.micro_batch > 0:
+            raise GradientError(
+                f"zero_grad() came when the plan expects {expected.name}, and cannot take back what micro-batches "
+                "before it have added up; call it after optimizer.step()"
+            )
+
+    def step(self) -> None:
+        """Issue the rest of the iteration, updates above all, and return while it runs.
+
+        Micro-batches that have not run by then are left out, as at the end of a user's data.
+
+        Raises:
+            OutOfOrderError: no micro-batch has run, or one is under way.
+            LaneError: a task failed on some lane.
+        """
+        self.visibility.check_unmodified()
+        self.accumulation.check_step()
+        self._end_early()
+        expected = self._loop.expected()
+        if expected is not None and expected.op is not Op.CLIP:
+            raise OutOfOrderError(
+                f"optimizer.step() came when the plan expects {expected.name}; the plan has "
+                f"{self._decisions.num_micro_batches} forward and backward for every step. {LEFT_HALF_WAY}"
+            )
+        self._reach_clip()
+        self.gradients.begin_step(self._loop.iteration)
+        if self._decisions.update_start == "step":
+            self._begin_updates()
+        self._runtime.machine.end_open()
+        self._loop.finish()
+        self.visibility.show("")
+        self._runtime.inside_iteration = False
+
+    def hook_parameters(self) -> Iterator[Callable[[], None]]:
+        """Have autograd give every gradient away as soon as it is there; yield what undoes it."""
+        for unit, parameter in self._runtime.state.parameters():
+            leaf = parameter.share.leaf
+            leaf.grad, trains = None, leaf.requires_grad
+            leaf.requires_grad_(True)  # what is frozen now may be thawed later, and takes no hook while it is frozen
+            handle = leaf.register_post_accumulate_grad_hook(self._collector(unit, parameter))  # type: ignore[no-untyped-call]
+            leaf.requires_grad_(trains)
+            yield handle.remove
+
+    def _begin(self) -> None:
+        self._runtime.doing = f"iteration {self._loop.iteration + 1}"
+        self._access.end_evaluation()
+        self.visibility.check_unmodified()
+        kind, dtype = self._runtime.backend.device.type, self._runtime.state.dtype
+        if torch.is_autocast_enabled(kind) and (other := torch.get_autocast_dtype(kind)) != dtype:
+            raise ValueError(
+                f"autocast to {other} is on, but the plan computes with {dtype} weights and counts their "
+                "memory; leave autocast, or plan with another --precision"
+            )
+        self._runtime.inside_iteration = True
+        self.gradients.begin_iteration()
+
+    def _backward_begins(self, micro_batch: int) -> None:
+        self.accumulation.begin_backward(micro_batch)
+        if micro_batch == self._decisions.num_micro_batches - 1 and self._decisions.update_start == "backward":
+            self._begin_updates()
+
+    def _backward_ended(self, micro_batch: int) -> None:
+        self._runtime.offloaded.drop_all()
+        self.visibility.show("")
+        if micro_batch == self._decisions.num_micro_batches - 1:
+            self._sync_arrivals()
+        self.gradients.expose(self._loop.iteration, micro_batch)
+
+    def _sync_arrivals(self) -> None:
+        if (collectives := self._runtime.collectives) is not None:
+            parameters = [parameter for _, parameter in self._runtime.state.by_name.values()]
+            collectives.sync_arrivals(parameters, self._loop.iteration, self._runtime.doing)
+
+    def _end_early(self) -> None:
+        """End the iteration if only some of its micro-batches have run; see [Note: Short groups]."""
+        if not (num_complete := self.progress.num_complete):
+            return
+        self.accumulation.check_step()
+        iteration = self._loop.iteration
+        self._runtime.doing = f"iteration {iteration + 1}, which ended after micro-batch {num_complete}"
+        self._sync_arrivals()
+        self._runtime.actions.end_early(iteration, num_complete, self._loop.num_issued)
+        if self._decisions.update_start == "backward":
+            self._begin_updates()
+        self.progress.end_early()
+        self._runtime.machine.exclude(iteration)
+        if iteration == 1 and self.last_was_short:
+            warnings.warn(
+                f"the first two steps came after fewer micro-batches than the plan's "
+                f"{self._decisions.num_micro_batches}, the second after {num_complete}; training goes on as the loop "
+                f"has it, but is slower than planned: plan with --accumulate {num_complete}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._last_short = iteration
+
+    def _reach_clip(self) -> None:
+        expected = self._loop.expected()
+        if expected is not None and expected.op is Op.CLIP:
+            self._loop.reach(Op.CLIP)
+
+    def _norms(self) -> dict[str, torch.Tensor]:
+        self._reach_clip()
+        self._runtime.doing = f"clipping, or reading norms, in iteration {self._loop.iteration + 1}"
+        return self._runtime.actions.gradients.norms(self._loop.iteration)
+
+    def _begin_updates(self) -> None:
+        updates = {}
+        for group in self._groups:
+            rule = self._entry.rule(group)
+            for parameter in group["params"]:
+                name = self._names[id(parameter)]
+                updates[name] = ParameterUpdate(rule, self.gradients.scale(name))
+        self._runtime.actions.updates.begin(self._loop.iteration, updates)
+        if (ranks := self._runtime.ranks) is not None:
+            rules = [self._entry.rule(group).params for group in self._groups]
+            ranks.decision_hash = zlib.crc32(repr((rules, self.gradients.decided())).encode())
+
+    def _collector(self, unit: UnitState, parameter: ParameterState) -> Callable[[torch.Tensor], None]:
+        gradients, progress, loop = self._runtime.actions.gradients, self.progress, self._loop
+
+        def collect(leaf: torch.Tensor) -> None:
+            task = progress.task
+            if task is None or not progress.awaits_gradient(unit.name):
+                raise OutOfOrderError(
+                    f"the gradient of {parameter.name} came after backward had left {unit.name}; run the model as it "
+                    "was planned, or plan again"
+                )
+            gradient, leaf.grad = leaf.grad, None
+            assert gradient is not None
+            gradients.collect(unit, parameter, gradient, task.micro_batch, loop.iteration)
+
+        return collect

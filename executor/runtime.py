@@ -1,0 +1,142 @@
+"""What executes a schedule: memory, threads, and the tasks that run on them."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import final
+
+from executor.devices.backend import Backend
+from executor.devices.cores import Cores
+from executor.devices.lanes import LaneMachine
+from executor.distributed.ranks import Ranks
+from executor.distributed.shards import Share
+from executor.memory.activations import OffloadedActivations
+from executor.memory.arenas import Arena
+from executor.memory.state import ModelState
+from executor.optimizer import WorkerTeam
+from executor.optimizer.table import OptimizerEntry
+from executor.options import SessionOptions
+from executor.tasks.actions import Actions
+from executor.tasks.collectives import ScheduleCollectives
+from executor.tasks.snapshots import Snapshots
+from planner.decisions import Decisions
+from planner.graph import Unit
+from planner.lowering import lower
+from planner.schedule.loop import Loop
+from planner.schedule.tasks import Op, Tier
+
+
+@final
+class Runtime:
+    """Memory, threads and tasks of one session.
+
+    Making it moves the model's parameters into its memory, and starts the threads.
+
+    Args:
+        units: the model's units in forward order.
+        decisions: what to execute.
+        shares: what this rank has of the model's parameters, by the names that the units use.
+        entry: the optimizer.
+        backend: the device.
+        ranks: all ranks; ``None`` with one.
+        cores: for the threads that update.
+        options: how to execute.
+        failing: gets what undoes this, in case the session cannot begin.
+
+    Attributes:
+        gpu, host: memory, with a ledger.
+        state: weights, optimizer state and gradients.
+        offloaded: activations that leave the device.
+        collectives: collectives of the schedule; ``None`` with one rank.
+        snapshots: takes state for checkpoints; ``None`` without checkpoints.
+        actions: what tasks do.
+        machine, loop: run the tasks, and issue them in order.
+        inside_iteration: whether an iteration is under way.
+        doing: what this rank does now, in words. Where ranks meet, all must do the same.
+    """
+
+    def __init__(
+        self,
+        units: tuple[Unit, ...],
+        decisions: Decisions,
+        shares: Mapping[str, Share],
+        entry: OptimizerEntry,
+        *,
+        backend: Backend,
+        ranks: Ranks | None,
+        cores: Cores,
+        options: SessionOptions,
+        failing: contextlib.ExitStack,
+    ) -> None:
+        self.backend = backend
+        self.ranks = ranks
+        self.inside_iteration = False
+        self.doing = "iteration 1"
+        takes_snapshots = options.checkpoint_buffer_bytes > 0
+        schedule = lower(units, decisions, asynchronous=options.device == "cuda", takes_snapshots=takes_snapshots)
+        self.gpu = Arena(Tier.GPU, options.gpu_capacity_bytes, backend)
+        self.host = Arena(Tier.HOST, options.host_capacity_bytes, backend)
+        if ranks is not None:
+            ranks.check_same("plan or model", schedule.to_json() + "".join(shares))
+        rank = 0 if ranks is None else ranks.rank
+        written = (task.unit for task in schedule.tasks if task.op is Op.SNAPSHOT)
+        self.state = state = ModelState(
+            units, decisions, shares, self.gpu, self.host, ranks, options.storage_dir, written
+        )
+        if state.stored is not None:
+            failing.callback(state.stored.close)
+        failing.callback(state.give_back)
+        self.collectives = None if ranks is None else ScheduleCollectives(state, decisions, schedule, backend, ranks)
+        self.snapshots = None
+        if takes_snapshots:
+            self.snapshots = Snapshots(state, schedule, entry, backend, self.host, options, rank)
+        self._team = WorkerTeam(cores.num_updating, cores.of_updates)
+        failing.callback(self._team.close)
+        self.offloaded = OffloadedActivations(units, decisions, options.storage_dir, rank, self.host, backend)
+        self.actions = Actions(state, decisions, backend, self._team, self.collectives, self.offloaded, self.snapshots)
+        self.machine = LaneMachine(
+            schedule, self.actions.perform, backend, record=options.record, on_stop=self._has_stopped
+        )
+        failing.callback(self.machine.close)
+        self.loop = Loop(schedule, self.machine)
+        if ranks is not None:
+            ranks.num_values = len(state.by_name)
+            ranks.watch(self.machine.fail, self._waits_for)
+
+    def synchronize(self) -> None:
+        """Wait until all updates have ended.
+
+        Raises:
+            LaneError: a task failed on some lane.
+        """
+        self.machine.wait()
+        self.actions.synchronize()
+        for unit in self.state.units.values():
+            unit.spent.clear()
+
+    def check_same_call(self, *, needed: bool = True) -> None:
+        """Check that all ranks do the same, before something that ``needs`` all of them.
+
+        Raises:
+            RankError: they do not, or a rank has failed.
+        """
+        if needed and self.ranks is not None:
+            self.ranks.check_same_call(self.doing)
+
+    def close(self) -> None:
+        """End the threads and remove files. Closing twice is allowed."""
+        self.machine.close()
+        self._team.close()
+        self.offloaded.close()
+        if self.state.stored is not None:
+            self.state.stored.close()
+
+    def _waits_for(self) -> tuple[str, int]:
+        assert self.ranks is not None
+        waits = self.machine.is_waiting or self.ranks.is_waiting
+        return self.doing if waits else "", self.machine.num_ended + self.ranks.num_ended
+
+    def _has_stopped(self, failure: BaseException | None) -> None:
+        if self.ranks is not None:
+            if failure is not None:
+                self.ranks.report_failure(failure)
+            self.ranks.stop()

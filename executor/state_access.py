@@ -1,0 +1,170 @@
+"""Weights and optimizer state outside training: for evaluating, saving and loading."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import final
+
+import torch
+from torch import nn
+
+from executor.distributed.shards import unshard
+from executor.memory.units import ParameterState, UnitState
+from executor.module.guards import OWN_CHECKPOINTING
+from executor.runtime import Runtime
+from planner.graph import Unit
+from planner.schedule.loop import OutOfOrderError
+
+_NEVER = -1
+
+
+@final
+class StateAccess:
+    """Brings weights and state to where they can be read, used or changed while no iteration is under way.
+
+    Where ranks hold shards it gathers them, so all ranks must call the same at the same point.
+
+    Args:
+        model: the user's.
+        runtime: what executes the schedule.
+        units: the model's units.
+
+    Attributes:
+        is_evaluating: whether an evaluation has begun since the last iteration.
+    """
+
+    def __init__(self, model: nn.Module, runtime: Runtime, units: tuple[Unit, ...]) -> None:
+        self._model = model
+        self._runtime = runtime
+        self._state = state = runtime.state
+        self._shared = {unit.name: unit.shared_units for unit in units}
+        self._gather_resident = any(unit.slot < 0 and unit.is_sharded for unit in state.units.values())
+        # Whether ranks exchange something whenever a model is evaluated, or its weights are read.
+        self._gather_at_each_use = any(unit.slot >= 0 and unit.is_sharded for unit in state.units.values()) or (
+            runtime.ranks is not None and runtime.ranks.size > runtime.ranks.mesh.degrees.data_parallel
+        )
+        self._current_in = _NEVER  # the iteration before which resident weights were last made current
+        self._in_slot: dict[int, str] = {}
+        self._is_changing = False
+        self.is_evaluating = False
+
+    def check_idle(self) -> None:
+        """Check that no iteration is under way.
+
+        Raises:
+            OutOfOrderError: one is.
+        """
+        if self._runtime.inside_iteration:
+            raise OutOfOrderError(
+                "weights are on their way in the middle of an iteration; evaluate and save after optimizer.step() and "
+                "before the next forward"
+            )
+
+    def parameter_states(self) -> dict[str, tuple[UnitState, ParameterState]]:
+        """Return every parameter's state and its unit's, once all updates have ended.
+
+        Raises:
+            OutOfOrderError: in the middle of an iteration.
+            LaneError: a task failed on some lane.
+            RankError: another rank has failed.
+        """
+        self.make_current("reading of state")
+        return self._state.by_name
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Enter to change weights and state. Whoever reads or evaluates afterwards gets the new values.
+
+        Ranks enter together. May be nested. Raises as :meth:`parameter_states`.
+        """
+        if self._is_changing:
+            yield
+            return
+        self.make_current("load_state_dict()")
+        self._is_changing = True
+        try:
+            yield
+        finally:  # some may have been changed
+            self._is_changing = False
+            self._current_in = _NEVER
+            self.is_evaluating = False  # what was issued for it has been waited for
+
+    def weights(self, name: str) -> torch.Tensor:
+        """Return one parameter's current weights. See :meth:`executor.session.Session.full_parameters`."""
+        self.make_current("state_dict()", uses=True)
+        return self.kept_weights(name)
+
+    def kept_weights(self, name: str) -> torch.Tensor:
+        """Return a parameter's weights once they are current: a view of where they are kept.
+
+        If they are kept in shards or shares, or on NVMe, it is new host memory.
+        """
+        parts = self._state.by_share[name]
+        return unshard([(p.share, self._share(unit, p)) for unit, p in parts], self._runtime.ranks)
+
+    def make_current(self, doing: str, *, uses: bool = False) -> None:
+        """Wait for all updates, and bring to the device what the next iteration would.
+
+        Args:
+            doing: what it is for, in words.
+            uses: whether all weights will be used, or read whole.
+        """
+        self.check_idle()
+        runtime = self._runtime
+        runtime.doing = doing
+        runtime.synchronize()
+        is_current = self._current_in == runtime.loop.iteration
+        gathers = self._gather_resident and not is_current
+        runtime.check_same_call(needed=gathers or (uses and self._gather_at_each_use))
+        if is_current:
+            return
+        self._current_in = runtime.loop.iteration
+        self._in_slot.clear()
+        for unit in self._state.units.values():
+            for piece in unit.pieces:
+                if unit.on_device and piece.by_host:
+                    runtime.actions.upload(unit, piece)
+            if unit.slot < 0 and unit.is_sharded:  # ranks have updated shards of what is resident (ZeRO-1 and 2)
+                runtime.actions.all_gather(unit)
+
+    def evaluate(self, unit: str) -> None:
+        """Bring all weights that a unit uses to the device, for a forward without training.
+
+        Raises as :meth:`parameter_states`.
+        """
+        if not self.is_evaluating:
+            try:
+                self.make_current("an evaluation", uses=True)
+            except OutOfOrderError as error:
+                if not self._model.training:
+                    raise
+                raise OutOfOrderError(f"{error}; if this is no evaluation, {OWN_CHECKPOINTING}") from None
+            self.is_evaluating = True
+        for name in (unit, *self._shared[unit]):
+            state = self._state.units.get(name)
+            if state is not None and state.slot >= 0:
+                self._fill_slot(state)
+
+    def end_evaluation(self) -> None:
+        """Wait for what evaluations have issued, which may still read slots, before training goes on."""
+        if self.is_evaluating:
+            self._runtime.actions.synchronize()
+            self.is_evaluating = False
+            self._runtime.check_same_call(needed=self._gather_at_each_use)
+
+    def _share(self, unit: UnitState, parameter: ParameterState) -> torch.Tensor:
+        if not unit.on_nvme and (unit.slot < 0 or not unit.is_sharded):
+            return unit.weight_of(parameter)
+        self._fill_slot(unit)
+        return unit.weight_of(parameter, unit.device_weights).to("cpu", copy=True)
+
+    def _fill_slot(self, unit: UnitState) -> None:
+        if self._in_slot.get(unit.slot) != unit.name:
+            actions = self._runtime.actions
+            if unit.on_nvme:
+                actions.synchronize()  # the last unit may still be on its way from the same buffer
+                actions.read(unit)
+            if not unit.on_device:
+                actions.fetch(unit)
+            if unit.is_sharded:
+                actions.all_gather(unit)
+            self._in_slot[unit.slot] = unit.name

@@ -1,0 +1,159 @@
+"""Collectives of the schedule: all-gather of weights, all-reduce or reduce-scatter of gradients.
+
+[Note: Mean gradients] Gradients are reduced in the weights' type, as ``DistributedDataParallel`` does: each rank
+divides its own by the number of ranks, and these are summed. If the schedule reduces once for all micro-batches, each
+rank first accumulates its own gradients. If it reduces every micro-batch, the means are accumulated. A rank on which a
+parameter got no gradient contributes zeros. The parameter is updated if it got one on any rank, as with
+``find_unused_parameters``.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+import torch
+
+from executor.devices.backend import Backend
+from executor.distributed.ranks import Ranks
+from executor.gradients import GradientError
+from executor.memory.state import ModelState
+from executor.memory.units import FlatGradient, GradientBucket, ParameterState, UnitState
+from planner.decisions import Decisions
+from planner.schedule.schedule import Schedule
+from planner.schedule.tasks import Op, Task
+
+
+@final
+class ScheduleCollectives:
+    """Performs the tasks of the collective lane.
+
+    Args:
+        state: what is worked on.
+        decisions: where things live.
+        schedule: what is executed; the same on all ranks.
+        backend: the device.
+        ranks: all ranks.
+
+    Attributes:
+        mean_factor: multiplies gradients, so that their sum over data-parallel ranks is the mean.
+    """
+
+    def __init__(
+        self, state: ModelState, decisions: Decisions, schedule: Schedule, backend: Backend, ranks: Ranks
+    ) -> None:
+        self._state = state
+        self._backend = backend
+        self._ranks = ranks
+        self._shards = decisions.zero_stage >= 1
+        self.mean_factor = 1 / decisions.data_parallel
+        self._waits = decisions.update_start == "step"
+        self._scattered: dict[str, list[int]] = {}  # in which micro-batches a unit's gradient is added up
+        for task in schedule.tasks:
+            if task.op is Op.SCATTER:
+                self._scattered.setdefault(task.unit, []).append(task.micro_batch)
+
+    def all_gather(self, unit: UnitState) -> None:
+        """All-gather a unit's weights on the device, of which each rank has a shard."""
+        assert unit.group is not None
+        unit.group.all_gather(unit.device_weights, unit.own_weights)
+
+    def collect(self, unit: UnitState, parameter: ParameterState, flat: torch.Tensor, micro_batch: int) -> None:
+        """Put a gradient into its unit's bucket, in the thread that runs backward."""
+        due = next(m for m in self._scattered[unit.name] if m >= micro_batch)
+        if (bucket := unit.buckets.get(due)) is None:
+            bucket = unit.buckets[due] = _empty_bucket(unit)
+        held = bucket.values[parameter.start : parameter.stop]
+        if parameter.name in bucket.present:
+            held.add_(flat)
+        else:
+            held.copy_(flat)
+            bucket.present.add(parameter.name)
+
+    def reduce_scatter(self, task: Task) -> None:
+        """Reduce a unit's gradient over the ranks, and keep the part that this rank updates."""
+        unit = self._state.units[task.unit]
+        bucket = unit.buckets.pop(task.micro_batch, None) or _empty_bucket(unit)
+        for parameter in unit.parameters:
+            if parameter.name not in bucket.present:
+                bucket.values[parameter.start : parameter.stop].zero_()
+        bucket.values[unit.parameters[-1].stop :].zero_()
+        self._backend.scale(bucket.values, self.mean_factor)
+        mean = bucket.values
+        assert unit.group is not None
+        if self._shards:
+            mean = self._backend.scratch(len(unit.own_weights), mean.dtype)
+            unit.group.reduce_scatter(mean, bucket.values)
+        else:
+            unit.group.all_reduce(mean)
+        self._backend.record_stream(bucket.values)
+        gradient, first = FlatGradient(mean, unit.start), task.micro_batch == self._scattered[unit.name][0]
+        copy = any(piece.leaves for piece in unit.pieces)
+        for parameter in unit.parameters:
+            unit.keep_gradient(parameter, gradient, first=first, copy=copy)
+        unit.flushing[task.micro_batch] = {p.name: gradient for p in unit.parameters if p.leaving}
+
+    def first_summed(self, task: Task) -> int:
+        """Return the first micro-batch whose gradient a ``SCATTER`` task reduces; the task's own is the last."""
+        before = [m for m in self._scattered[task.unit] if m < task.micro_batch]
+        return before[-1] + 1 if before else 0
+
+    def sync_arrivals(self, parameters: Sequence[ParameterState], iteration: int, doing: str) -> None:
+        """Count a gradient as arrived if it has arrived on any rank.
+
+        Args:
+            parameters: this rank's part of all of them.
+            iteration: the one under way.
+            doing: what this rank does, in words; must be the same on all ranks.
+
+        Raises:
+            GradientError: a parameter has one on some ranks only, and its update may have begun without it.
+        """
+        arrived = self._ranks.check_same_call(
+            doing, [float(parameter.arrived == iteration) for parameter in parameters]
+        )
+        for parameter, count in zip(parameters, arrived, strict=True):
+            if 0 < count < self._ranks.size and not self._waits:
+                raise GradientError(
+                    f"{parameter.name} got a gradient on {count:g} of {self._ranks.size} ranks, but its update began "
+                    "during backward; plan with update_start 'step'"
+                )
+            if count and parameter.arrived != iteration:
+                parameter.arrived = iteration
+                parameter.step += 1
+
+    def sum_squares(
+        self, parameters: Sequence[tuple[UnitState, ParameterState]], squares: Sequence[float]
+    ) -> list[float]:
+        """Return sums of squares of whole gradients, given those of this rank's parts.
+
+        A part that several ranks hold counts once. If a parameter is not divided over tensor-parallel ranks, all of
+        them must have the same bits, because their arithmetic is the same; all NaN count as equal.
+
+        Raises:
+            GradientError: they have not, so these ranks no longer train one model.
+        """
+        mesh = self._ranks.mesh
+        if self._ranks.size == mesh.degrees.data_parallel and not self._shards and mesh.degrees.expert_parallel == 1:
+            return list(squares)
+        size, count = mesh.degrees.tensor_parallel, len(squares)
+        rows = [0.0] * (size * count)  # of every tensor-parallel rank
+        for i, (unit, _) in enumerate(parameters):
+            if self._shards or unit.group is None or unit.group.rank == 0:
+                rows[mesh.tensor * count + i] = squares[i]
+        self._ranks.check_same_call("clipping, or reading norms")
+        rows = self._ranks.all_reduce(rows)
+        totals = []
+        for i, (_, parameter) in enumerate(parameters):
+            of_ranks = rows[i::count]
+            divided = parameter.share.dim is not None
+            if not divided and not np.array_equal(of_ranks, [of_ranks[0]] * size, equal_nan=True):
+                raise GradientError(
+                    f"tensor-parallel ranks have different gradients of {parameter.share.name}, of which each has all; "
+                    "give these ranks the same batches, and the same random numbers (torch.manual_seed)"
+                )
+            totals.append(sum(of_ranks) if divided else of_ranks[0])
+        return totals
+
+
+def _empty_bucket(unit: UnitState) -> GradientBucket:
+    return GradientBucket(torch.empty_like(unit.device_weights), set())

@@ -1,0 +1,130 @@
+"""Gradients of an iteration: from autograd to where the update reads them."""
+
+import itertools
+from collections.abc import Iterator
+from typing import final
+
+import torch
+
+from executor.devices.backend import Backend
+from executor.memory.state import ModelState
+from executor.memory.units import FlatGradient, ParameterState, UnitState
+from executor.optimizer import WorkerTeam
+from executor.tasks.collectives import ScheduleCollectives
+from planner.decisions import Decisions
+from planner.schedule.tasks import Task
+
+
+@final
+class GradientTasks:
+    """Collects, flushes and spills gradients, and computes their norms.
+
+    Args:
+        state: the model's memory.
+        decisions: where things live.
+        backend: the device.
+        team: threads that compute norms on the host.
+        collectives: collectives of the schedule; ``None`` with one rank.
+    """
+
+    def __init__(
+        self,
+        state: ModelState,
+        decisions: Decisions,
+        backend: Backend,
+        team: WorkerTeam,
+        collectives: ScheduleCollectives | None,
+    ) -> None:
+        self._state = state
+        self._backend = backend
+        self._team = team
+        self._collectives = collectives
+        self._clips = decisions.clip
+        self._num_micro_batches = decisions.num_micro_batches
+
+    def collect(
+        self, unit: UnitState, parameter: ParameterState, gradient: torch.Tensor, micro_batch: int, iteration: int
+    ) -> None:
+        """Take a gradient from autograd, in the thread that runs backward."""
+        flat = gradient.reshape(-1)
+        first = parameter.arrived != iteration
+        if (collectives := self._collectives) is not None and unit.group is not None:
+            collectives.collect(unit, parameter, flat, micro_batch)
+        else:
+            if collectives is not None and collectives.mean_factor != 1:
+                self._backend.scale(flat, collectives.mean_factor)
+            held = FlatGradient(flat, parameter.start)
+            if parameter.leaving:
+                unit.flushing.setdefault(micro_batch, {})[parameter.name] = held
+            if parameter.staying:
+                # A view keeps the whole gradient alive, so a part is copied if the rest of it is flushed.
+                unit.keep_gradient(parameter, held, first=first, copy=bool(parameter.leaving))
+        if first:
+            parameter.arrived = iteration
+            parameter.step += 1
+
+    def norms(self, iteration: int) -> dict[str, torch.Tensor]:
+        """Return the 2-norms of an iteration's gradients, float32 scalars on the device, once all have been flushed.
+
+        Keys are names of whole parameters. Each norm is that of the whole parameter, whatever this rank has of it.
+        """
+        sums: dict[str, list[torch.Tensor]] = {}
+        first: dict[str, tuple[UnitState, ParameterState]] = {}
+        for unit, parameter in self._state.parameters():
+            if parameter.arrived != iteration:
+                continue
+            first.setdefault(parameter.share.name, (unit, parameter))
+            terms = sums.setdefault(parameter.share.name, [])
+            terms += parameter.squares if parameter.flushed == iteration else ()
+            for part in parameter.staying:
+                terms.append(self._backend.sum_of_squares(unit.device_gradients[parameter.name, part.piece.index]))
+        if not sums:
+            return {}
+        # To the host as one tensor and back as one: each copy waits for the device.
+        all_terms = [term for of_parameter in sums.values() for term in of_parameter]
+        squares = iter(torch.stack(all_terms).tolist() if all_terms else ())
+        totals = [sum(itertools.islice(squares, len(terms))) for terms in sums.values()]
+        if self._collectives is not None:
+            totals = self._collectives.sum_squares(tuple(first.values()), totals)
+        norms = torch.tensor(totals, dtype=torch.float64).sqrt().to(torch.float32).to(self._backend.device)
+        return dict(zip(sums, norms.unbind(), strict=True))
+
+    def flush(self, task: Task, iteration: int) -> None:
+        """Copy gradients to the host, or add them in their own type to those of earlier micro-batches, as autograd."""
+        unit = self._state.units[task.unit]
+        gradients = unit.flushing.pop(task.micro_batch, {})
+        last = task.micro_batch == self._num_micro_batches - 1
+        for parameter in unit.parameters:
+            gradient = gradients.get(parameter.name)
+            if gradient is not None:
+                self._flush_one(unit, parameter, gradient, iteration)
+            if last and self._clips and parameter.flushed == iteration:
+                parameter.squares = list(self._squares(unit, parameter, gradient))
+
+    def spill(self, task: Task, iteration: int) -> None:
+        """Write the gradients of a unit's pieces to NVMe, if they have arrived."""
+        unit, spilled = self._state.units[task.unit], self._state.nvme.spilled
+        assert spilled is not None
+        for piece in unit.pieces:
+            if piece.spilled and unit.has_gradient(piece, iteration):
+                spilled.spill((unit.name, piece.index))
+
+    def _flush_one(self, unit: UnitState, parameter: ParameterState, gradient: FlatGradient, iteration: int) -> None:
+        for part in parameter.leaving:
+            target, source = unit.gradient(part.piece)[part.within], gradient.of(part)
+            if self._num_micro_batches == 1:
+                self._backend.copy(target, source)
+            else:
+                self._backend.accumulate(target, source, first=parameter.flushed != iteration)
+        self._backend.record_stream(gradient.values)
+        parameter.flushed = iteration
+
+    def _squares(
+        self, unit: UnitState, parameter: ParameterState, gradient: FlatGradient | None
+    ) -> Iterator[torch.Tensor]:
+        for part in parameter.leaving:
+            if self._num_micro_batches == 1:  # the device is faster, and the host's copy may still be on its way
+                assert gradient is not None
+                yield self._backend.sum_of_squares(gradient.of(part))
+            else:
+                yield self._backend.sum_of_squares_on_host(unit.gradient(part.piece)[part.within], self._team)

@@ -1,0 +1,206 @@
+"""Optimizer updates of pieces: on the host, on the device, and streamed through the device."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, final
+
+import numpy as np
+import torch
+
+from executor.devices.backend import Backend, as_array, update_on_host
+from executor.memory.pieces import Piece
+from executor.memory.state import ModelState
+from executor.memory.units import ParameterState, StateSlot, UnitState
+from executor.optimizer import WorkerTeam
+from executor.optimizer.table import Rule
+from planner.decisions import Decisions, Place
+from planner.schedule.tasks import Lane, Task
+
+
+class ParameterUpdate(NamedTuple):
+    """How one parameter is updated in one iteration."""
+
+    rule: Rule
+    scale: float  # of its gradient
+
+
+class _Run(NamedTuple):
+    """A range of a unit's flat parameters that all have the same update."""
+
+    start: int
+    stop: int
+    update: ParameterUpdate
+    step: int
+
+    def within(self, piece: Piece) -> slice:
+        return slice(self.start - piece.start, self.stop - piece.start)
+
+
+@final
+class UpdateTasks:
+    """Performs updates, and copies the state of streamed pieces to the device and back.
+
+    Args:
+        state: the model's memory.
+        decisions: where things live.
+        backend: the device.
+        team: threads that update on the host.
+    """
+
+    def __init__(self, state: ModelState, decisions: Decisions, backend: Backend, team: WorkerTeam) -> None:
+        self._state = state
+        self._backend = backend
+        self._team = team
+        self._keeps_spent = decisions.num_devices == 1 and decisions.update_start == "step"
+        self._updates: dict[int, Mapping[str, ParameterUpdate]] = {}
+        self._slot_of: dict[tuple[str, int], StateSlot] = {}
+
+    def begin(self, iteration: int, updates: Mapping[str, ParameterUpdate]) -> None:
+        """Set how each parameter is updated in an iteration, before its first update is issued."""
+        self._updates = {i: known for i, known in self._updates.items() if i == iteration - 1} | {iteration: updates}
+
+    def update(self, task: Task, iteration: int) -> None:
+        """Update a piece where the plan says."""
+        unit = self._state.units[task.unit]
+        piece = unit.pieces[task.piece]
+        if task.lane is Lane.CPU:
+            self._update_on_host(unit, piece, iteration)
+        elif piece.place is Place.GPU:
+            self._update_on_device(unit, piece, unit.state(piece), iteration)
+        else:
+            self._update_streamed(unit, piece, iteration)
+
+    def load(self, task: Task, iteration: int) -> None:
+        """Copy a streamed piece's state into its slot on the device, unless no gradient of it has arrived."""
+        unit = self._state.units[task.unit]
+        piece = unit.pieces[task.piece]
+        if not unit.has_gradient(piece, iteration):
+            return
+        slot = self._state.state_slots[task.slot].first(piece.num_params)
+        for target, source in zip(slot.state, unit.state(piece), strict=True):
+            self._backend.copy(target, source)
+        if piece.leaves:
+            self._backend.copy(slot.weights, unit.gradient(piece))
+        self._slot_of[unit.name, piece.index] = slot
+
+    def store(self, task: Task, _iteration: int) -> None:
+        """Copy a streamed piece's state from its slot back to the host."""
+        unit = self._state.units[task.unit]
+        piece = unit.pieces[task.piece]
+        slot = self._slot_of.pop((unit.name, piece.index), None)
+        if slot is None:
+            return
+        for target, source in zip(unit.state(piece), slot.state, strict=True):
+            self._backend.copy(target, source)
+        weights = unit.host_weight(piece)
+        if weights is not None:
+            self._backend.copy(weights, slot.weights)
+
+    def _update_on_host(self, unit: UnitState, piece: Piece, iteration: int) -> None:
+        key, stored = (unit.name, piece.index), self._state.nvme if piece.place is Place.NVME else None
+        if stored is not None and not unit.has_gradient(piece, iteration):
+            return  # its state has not been read
+        held = unit.state(piece) if stored is None else stored.state(key)
+        gradient = self._state.nvme.gradient(key) if piece.spilled else unit.gradient(piece)
+        # Where weights are written, if not to the master copy alone.
+        weights = self._state.nvme.weights(key) if unit.on_nvme else unit.host_weight(piece)
+        rounds = weights is not None and weights.dtype is not torch.float32
+        state = [*held, gradient, *([weights] if weights is not None and rounds else [])]
+        num_updated = 0
+        for run in self._runs(unit, piece, iteration):
+            num_updated += run.stop - run.start
+            cut = tuple(tensor[run.within(piece)] for tensor in state)
+            update_on_host(cut, run.update.rule, run.step, run.update.scale, self._team)
+            unit.changed.add(piece.index)
+            if stored is not None:
+                stored.set_changed(key)
+        if weights is None:
+            return
+        if unit.on_nvme:
+            if 0 < num_updated < piece.num_params:  # they are written with those beside them
+                weights.copy_(held[0])
+        elif not rounds:
+            np.copyto(as_array(weights), as_array(held[0]))
+        elif piece.in_place:
+            self._restore_dropped(unit, piece, weights, held[0], iteration)
+
+    def _restore_dropped(
+        self, unit: UnitState, piece: Piece, weights: torch.Tensor, master: torch.Tensor, iteration: int
+    ) -> None:
+        """Write weights from the master copy over gradients that the user dropped; they round to the same bits."""
+        updated = {p.name for p, _ in self._parameter_runs(unit, piece, iteration)}
+        for parameter in unit.parameters:
+            if parameter.flushed == iteration and parameter.name not in updated:
+                for part in parameter.parts_in(piece):
+                    weights[part.within].copy_(master[part.within])
+
+    def _update_on_device(self, unit: UnitState, piece: Piece, state: tuple[torch.Tensor, ...], iteration: int) -> None:
+        """Update with a gradient that stayed on the device, and write the weights where they are resident."""
+        weights = unit.own(piece) if unit.on_device else None
+        singles = self._parameter_runs(unit, piece, iteration)
+        for run in self._runs(unit, piece, iteration):
+            gradients, stop = list[torch.Tensor](), run.start
+            while stop < run.stop:
+                parameter, single = next(singles)
+                gradients.append(unit.device_gradients.pop((parameter.name, piece.index)))
+                stop = single.stop
+            cut = [tensor[run.within(piece)] for tensor in state]
+            if weights is not None and weights.dtype is not torch.float32:
+                cut.append(weights[run.within(piece)])
+            self._backend.update(cut, gradients, run.update.rule, run.step, run.update.scale)
+            self._spend(unit, gradients)
+        for parameter in unit.parameters:  # gradients that the user dropped
+            unit.device_gradients.pop((parameter.name, piece.index), None)
+
+    def _spend(self, unit: UnitState, gradients: Sequence[torch.Tensor]) -> None:
+        """Let go of gradients that an update has read.
+
+        [Note: Spent] On a GPU the caller runs ahead of the updates. If a gradient were freed here, the allocator could
+        not reuse its memory before the update has ended. The next forward would then get other memory: up to all
+        gradients beside all activations, which no plan has room for. So, where updates end before the unit's next
+        forward, the unit keeps its gradients until that forward, whose stream may reuse their memory at once. Two kinds
+        of gradients cannot wait: those that another lane allocated, and those that are updated during backward. They
+        are recorded on the stream of the update, and are free when that is done.
+        """
+        if self._keeps_spent:
+            unit.spent.extend(gradient for gradient in gradients if gradient.is_cuda)
+            return
+        for gradient in gradients:
+            self._backend.record_stream(gradient)
+
+    def _update_streamed(self, unit: UnitState, piece: Piece, iteration: int) -> None:
+        slot = self._slot_of.get((unit.name, piece.index))
+        if slot is None:
+            return
+        if piece.leaves:
+            for run in self._runs(unit, piece, iteration):
+                *cut, weights = (tensor[run.within(piece)] for tensor in (*slot.state, slot.weights))
+                self._backend.update(cut, [weights], run.update.rule, run.step, run.update.scale)
+        else:
+            self._update_on_device(unit, piece, slot.state, iteration)
+        # All of it, also what was not updated: rounding the same master copy again gives the same weight.
+        if unit.on_device:
+            unit.own(piece).copy_(slot.state[0])
+        elif unit.host_weights is not None:
+            slot.weights.copy_(slot.state[0])
+
+    def _parameter_runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[tuple[ParameterState, _Run]]:
+        """Yield each parameter of a piece that is updated, with its range: those that got a gradient, as in torch."""
+        updates = self._updates[iteration]
+        for parameter in unit.parameters:
+            if parameter.arrived != iteration or parameter.share.name not in updates:
+                continue
+            for part in parameter.parts_in(piece):
+                yield parameter, _Run(part.start, part.stop, updates[parameter.share.name], parameter.step)
+
+    def _runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[_Run]:
+        """Yield the ranges of a piece that are updated; neighbours with the same update are one."""
+        open_run: _Run | None = None
+        for _, run in self._parameter_runs(unit, piece, iteration):
+            if open_run and (open_run.stop, open_run.update, open_run.step) == (run.start, run.update, run.step):
+                open_run = open_run._replace(stop=run.stop)
+                continue
+            if open_run:
+                yield open_run
+            open_run = run
+        if open_run:
+            yield open_run
