@@ -2,9 +2,9 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from hwprofiles.profile import HardwareProfile
+from hwprofiles.profile import Dtype, HardwareProfile
 from hwprofiles.registry import load_profile
 from planner.decisions import Precision
 from planner.models.captured import CapturedModel, Model
@@ -23,7 +23,7 @@ def plan(
     *,
     hardware: str | HardwareProfile | None = None,
     gpus: int | None = None,
-    precision: Literal["bf16", "fp32"] | None = None,
+    precision: Precision | Dtype | None = None,
     budget_s: float | None = None,
     **options: Any,
 ) -> Plan:
@@ -61,6 +61,6 @@ def plan(
         precision = precision or sizes.dtype
     else:
         options = {"seq_len": min(DEFAULT_SEQ_LEN, sizes.max_positions), **options}
-    weights = Precision(weights=precision) if precision else default_precision(machine.device)
-    request = Request(sizes, machine, num_devices=gpus or 1, precision=weights, **options)
+    precision = precision or default_precision(machine.device)
+    request = Request(sizes, machine, num_devices=gpus or 1, precision=precision, **options)
     return make_plan(request, budget_s=budget_s)

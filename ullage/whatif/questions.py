@@ -174,7 +174,7 @@ def _upgrade(space: Space, prices: Prices | None, bench: Bench) -> Study:
         knob.key
         for knob in knobs(
             request.hardware,
-            request.precision.weights,
+            request.job.precision.weights,
             request.num_devices,
             uses_storage=request.storage == "nvme",
         )

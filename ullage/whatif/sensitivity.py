@@ -69,7 +69,7 @@ def sensitivities(space: Space, bench: Bench) -> Sensitivities:
     request = base_case.request
     matters = knobs(
         request.hardware,
-        request.precision.weights,
+        request.job.precision.weights,
         request.num_devices,
         uses_storage=request.storage == "nvme",
     )
