@@ -12,7 +12,7 @@ from planner.optimizers import OPTIMIZERS
 from planner.terms import DEFAULT_MICRO_BATCH, Storage
 from ullage.cli.arguments import input_shape, parse_bytes, positive_int
 
-DEFAULT_HARDWARE: Final = "a100-80"
+PACKAGED_HARDWARE: Final = "a100-80"  # the default where this machine was not calibrated
 DEFAULT_SEQ_LEN: Final = 2048
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -41,7 +41,8 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
     group.add_argument(
         "--hardware",
         metavar="NAME|PATH|local",
-        help=f"profile of the machine, see `ullage hardware` (default: {DEFAULT_HARDWARE})",
+        help="profile of the machine, see `ullage hardware` (default: this machine's own, if `ullage calibrate` has "
+        f"written one; else {PACKAGED_HARDWARE})",
     )
     group.add_argument(
         "--seq-len",
@@ -127,7 +128,8 @@ def check_names(args: argparse.Namespace) -> None:
     """
     from hwprofiles.registry import load_profile  # noqa: PLC0415 - `--help` does without
     from planner.models.registry import resolve_model  # noqa: PLC0415
+    from ullage.cli.default_hardware import default_hardware  # noqa: PLC0415
 
-    load_profile(args.hardware or DEFAULT_HARDWARE)
+    load_profile(args.hardware or default_hardware().name)
     if not is_captured(args.model):
         resolve_model(args.model)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from hwprofiles.files import check_output, write_whole
+from ullage.cli.default_hardware import tell_default_hardware
 from ullage.cli.request import request_of
 from ullage.cli.request_options import add_request_options, given_options
 from ullage.commands import Subparsers, command_parser
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     check_output("--output", args.output)
     if args.global_batch is not None:
         raise ValueError("--global-batch is train_batch_size in the configuration; leave it out")
+    tell_default_hardware(args)
     config, given = load_config(args.config), set(given_options(args))
     found = beside(imported(config, request_of(args), lambda name: _OPTIONS[name] in given))
     if args.output is not None and found.ours is not None:

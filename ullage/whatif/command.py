@@ -5,6 +5,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from hwprofiles.files import check_output, write_whole
+from ullage.cli.default_hardware import tell_default_hardware
 from ullage.cli.request_options import given_options
 from ullage.output.console import console, table, write_json
 from ullage.output.formatting import si
@@ -12,7 +13,7 @@ from ullage.output.progress import progress_bar
 from ullage.whatif.design import Space
 from ullage.whatif.fields import ALIASES, Field
 from ullage.whatif.prices import Prices, load_prices
-from ullage.whatif.questions import answer
+from ullage.whatif.questions import COMPARES_MACHINES, answer
 from ullage.whatif.running.runner import Bench, run_study
 from ullage.whatif.running.store import Store
 from ullage.whatif.running.workers import Runner, in_processes, in_this_process, num_usable_cores
@@ -46,6 +47,8 @@ def study_of(args: argparse.Namespace) -> Study:
     if args.sensitivities and asked.sweep:
         raise StudyError("--sensitivities is about one point; leave out --sweep, or set its fields with --set")
     runner = _runner(args)
+    if "hardware" not in asked.set.keys() | asked.sweep.keys() and asked.question not in COMPARES_MACHINES:
+        tell_default_hardware(args)
     space = Space(asked)
     with Store(store_path(output)) as store, progress_bar(time_left=True) as tell:
         bench = Bench(store, runner, tell)

@@ -11,9 +11,9 @@ from hwprofiles.registry import load_profile
 from planner.decisions import Precision
 from planner.plan.checkpoints import CheckpointsAsked
 from planner.plan.planning import Request, default_precision
+from ullage.cli.default_hardware import default_hardware
 from ullage.cli.failures import checkpoints_of, with_pfs
 from ullage.cli.request import request_of, trained
-from ullage.cli.request_options import DEFAULT_HARDWARE
 from ullage.whatif.fields import (
     SUBGROUP_PARAMS,
     Field,
@@ -72,7 +72,8 @@ class Space:
 
     def __init__(self, asked: Asked) -> None:
         self.asked = asked
-        self.fields = _fields(asked)
+        self._default_hardware = default_hardware().name
+        self.fields = _fields(asked, self._default_hardware)
         self._set = {self.fields[name].name: self.fields[name].parse(text) for name, text in asked.set.items()}
         self._levels = {self.fields[name].name: self._levels_of(name, texts) for name, texts in asked.sweep.items()}
         if twice := sorted(self._set.keys() & self._levels.keys()):
@@ -92,6 +93,11 @@ class Space:
         return (self.case(dict(zip(names, row, strict=True))) for row in self._rows)
 
     @property
+    def hardware(self) -> str:
+        """The machine of all points that have no other."""
+        return str(self._set.get("hardware", self._default_hardware))
+
+    @property
     def effort(self) -> Effort:
         """How much is done for each point."""
         return "certify" if self.asked.certify else "plan"
@@ -105,14 +111,13 @@ class Space:
         """
         given = {**self._set, **levels}
         kinds = {name: self.fields[name].kind for name in given}
-        options = {name: value for name, value in given.items() if kinds[name] == "option"}
+        options: dict[str, Any] = {"hardware": self._default_hardware}
+        options |= {name: value for name, value in given.items() if kinds[name] == "option"}
         machine, model = ({n: v for n, v in given.items() if kinds[n] == k} for k in ("machine", "model"))
         settings = {name: _plain(level) for name, level in levels.items()}
         varied: dict[str, Varied] = {}
         subgroup: dict[str, Any] = {name: options.pop(name) for name in [SUBGROUP_PARAMS] if name in options}
-        names = {
-            name: str(options.get(name, default)) for name, default in (("hardware", DEFAULT_HARDWARE), ("model", ""))
-        }
+        names = {name: str(options.get(name, "")) for name in ("hardware", "model")}
         try:
             args = namespace(options)
             checkpoints = checkpoints_of(args)
@@ -194,7 +199,7 @@ class Space:
         return Axis(name=name, words=field.words, unit=field.unit, relative=relative, values=values)
 
 
-def _fields(asked: Asked) -> Fields:
+def _fields(asked: Asked, default_hardware: str) -> Fields:
     """Return the fields of the base: of several machines or models, the first."""
     first = {name: expand(",".join(texts), whole=False)[0] for name, texts in asked.sweep.items() if texts}
     texts = {name.removeprefix("--").replace("-", "_"): str(text) for name, text in {**first, **asked.set}.items()}
@@ -202,7 +207,7 @@ def _fields(asked: Asked) -> Fields:
         raise StudyError("a study needs a model; give --model opt-13b, or --sweep model=opt-13b,opt-30b")
     named = ("model", "hardware", "input_shape", "precision")
     options = {name: Field(name, "option", "").parse(texts[name]) for name in named if name in texts}
-    hardware = load_profile(str(options.get("hardware", DEFAULT_HARDWARE)))
+    hardware = load_profile(str(options.get("hardware", default_hardware)))
     default = default_precision(hardware.device)
     precision = Precision.model_validate({"weights": options.get("precision", default.weights)})
     as_on_gpu = hardware.device.kind == "gpu"

@@ -10,7 +10,6 @@ from hwprofiles import __version__
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import LOCAL, list_profiles, load_profile
 from planner.costs.scalable import knobs
-from ullage.cli.request_options import DEFAULT_HARDWARE
 from ullage.output.formatting import duration, percent
 from ullage.whatif.design import Case, Space
 from ullage.whatif.fields import of_machine
@@ -20,6 +19,8 @@ from ullage.whatif.running.runner import Bench
 from ullage.whatif.study import Answer, Axis, Least, Point, Question, Study, StudyError
 from ullage.whatif.values import Number
 
+COMPARES_MACHINES: Final[frozenset[Question | None]] = frozenset({"fits", "cheapest"})
+"""Questions about all packaged machines, where none is named."""
 _MOST_DEVICES: Final = 64
 _NEAR: Final = 1.05  # least amounts of memory are found to this ratio
 _LEAST_SHARE: Final = 1 / 1024  # of what there is: less is not tried
@@ -236,7 +237,7 @@ def _is_charged(point: Point, present: Point) -> bool:
 
 
 def _scale(space: Space, prices: Prices | None, bench: Bench) -> Study:
-    hardware = load_profile(space.asked.set.get("hardware", DEFAULT_HARDWARE))
+    hardware = load_profile(space.hardware)
     counts = list(_ladder(space, hardware))
     cases = [_with_settings(space.case({"gpus": count}), {"gpus": count}) for count in counts]
     study = _study(space, prices, bench, cases, (_GPUS.model_copy(update={"values": tuple(counts)}),))

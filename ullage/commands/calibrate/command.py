@@ -20,7 +20,8 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "calibrate",
         run,
-        "Measure what this machine can do and write its hardware profile, which `--hardware local` then means.\n"
+        "Measure what this machine can do and write its hardware profile: from then on the default\n"
+        "of --hardware on this machine.\n"
         "Takes about four minutes, with --quick half a minute; best while nothing else runs. Every quantity is\n"
         "repeated in turns with the others; its value is the median of the fastest quarter of the repetitions, as\n"
         "other programs only ever slow one down, and p10 and p90 are of all of them.\n"

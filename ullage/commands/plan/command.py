@@ -57,6 +57,9 @@ def run(args: argparse.Namespace) -> int:
     """Plan, print, write."""
     check_output("--output", args.output)  # not after the search
     check_names(args)
+    from ullage.cli.default_hardware import tell_default_hardware  # noqa: PLC0415 - `--help` does without
+
+    tell_default_hardware(args)
     from ullage.commands.plan.answer import plan_command  # noqa: PLC0415 - imports the planner, only for what is not refused
 
     return plan_command(args)
