@@ -26,7 +26,7 @@ from ullage.output.formatting import LANE_WORDS, si
 
 CLOSE = 0.01
 """A prediction that is off by less than this part of the measured iteration has held."""
-NOTHING = "(nothing)"
+NOTHING = "(idle)"
 """What the critical path calls time in which nothing runs that the schedule knows of."""
 
 

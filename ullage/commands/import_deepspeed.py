@@ -28,10 +28,10 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "import-deepspeed",
         run,
-        "Simulate an iteration as a configuration of DeepSpeed says, plan the same training by Ullage, and show both\n"
-        "side by side: time, memory, and where the difference comes from. Batch, accumulation, types, optimizer and\n"
-        "clipping are the configuration's; what is 'auto' there can be given here. Keys that DeepSpeed does not have,\n"
-        "and what is not simulated, are named. Nothing is executed: all figures are predicted.",
+        "Simulate an iteration of a DeepSpeed configuration, plan the same training with Ullage, and show both beside\n"
+        "each other: time, memory, and causes of the difference. Batch, accumulation, types, optimizer and clipping\n"
+        "are the configuration's; values that are 'auto' there can be given here. Unknown keys, and keys that are\n"
+        "not simulated, are named. All figures are predictions.",
         """
         ullage import-deepspeed ds_config.json --model opt-13b --hardware h100x4-80g --gpus 4
         ullage import-deepspeed ds_config.json --model llama-3-8b --micro-batch 4 --output plan.json

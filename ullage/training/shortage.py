@@ -1,4 +1,4 @@
-"""Out of memory, wherever it is noticed: what was predicted beside what was held, by class, and what to do."""
+"""If memory runs out: one table of predicted and actual bytes by class, and the remedy."""
 
 import contextlib
 import dataclasses
@@ -45,8 +45,8 @@ class Shortage:
         if self.tier is Tier.GPU:
             return f"plan for less of the device: `ullage plan ... --device-memory {max(enough, 0) // 10**6}MB`"
         return (
-            "free memory on this machine, or calibrate again while it is as full as now (`ullage calibrate`) and plan "
-            "for that; a smaller --micro-batch, more devices, or --storage nvme need less"
+            "free memory on this machine, or run `ullage calibrate` while it is as full as now and plan again; a "
+            "smaller --micro-batch, more devices, or --storage nvme need less memory"
         )
 
 
@@ -115,7 +115,7 @@ def _shortage_of(
         if isinstance(cause, DeviceMemoryError) and cause.args and isinstance(cause.args[0], Refusal):
             refusal = cause.args[0]
             held = {**refusal.held_bytes}
-            what = f"{refusal.name} asks for {si(refusal.asked_bytes, 'B')} more of the {refusal.tier} than is free"
+            what = f"{refusal.name} needs {si(refusal.asked_bytes, 'B')} of {refusal.tier} memory, and less is free"
             return _shortage(plan, refusal.tier, what, held, None)
         if isinstance(cause, torch.OutOfMemoryError):
             uses = memory() if memory else {}

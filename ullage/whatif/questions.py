@@ -203,10 +203,10 @@ def _upgrade(space: Space, prices: Prices | None, bench: Bench) -> Study:
     ]
     words = [_gain(point, present.goodput_tokens_per_s) for _, point in faster[:3]]
     if not words:
-        words = ["Doubling any one resource makes training no more than 1 % faster (predicted)"]
+        words = ["If any one resource is doubled, training gets at most 1 % faster (predicted)"]
     else:
-        words[0] = f"What buys most: {words[0]}"
-        words.append(f"{len(fits) - len(faster)} of {len(fits)} changes make it no more than 1 % faster")
+        words[0] = f"Best upgrade: {words[0]}"
+        words.append(f"{len(fits) - len(faster)} of {len(fits)} changes make training at most 1 % faster")
     if prices and (cheap := _cheapest_change(study.points)):
         words.append(cheap)
     return _answered(study, "upgrade", words, [0, *(at for at, _ in order)])
@@ -228,7 +228,7 @@ def _cheapest_change(points: Sequence[Point]) -> str | None:
     assert best.cost is not None
     change = best.cost.per_million_tokens / present.per_million_tokens - 1
     verdict = f"{percent(abs(change))} {'less' if change < 0 else 'more'} per token than as it is"
-    return f"Per money, of what has a price, {best.settings['change']} is best: {verdict}"
+    return f"Best upgrade for its price: {best.settings['change']}, {verdict}"
 
 
 def _is_charged(point: Point, present: Point) -> bool:

@@ -57,7 +57,7 @@ def calibrated(
     out.print(rows)
     out.print()
     if report and report.pairs:
-        pairs = table("at the same time", "what", "slow-down", "as the profile implies")
+        pairs = table("slow-down of pairs that run at the same time", "what", "measured", "from the profile")
         for pair in report.pairs:
             pairs.add_row(
                 pair.what, f"{pair.slow_down:.2f}", "-" if pair.predicted is None else f"{pair.predicted:.2f}"

@@ -16,7 +16,7 @@ _LEAST = 1e-3  # parts of the iteration below this are left out of tables
 def render_comparison(comparison: Comparison) -> RenderableType:
     """Return tables of phases, lanes and memory, to print with :func:`ullage.output.console.console`."""
     count = comparison.num_iterations
-    title = f"phases (measured: mean of the {comparison.num_read} middle ones of {count} iterations)"
+    title = f"phases (measured: mean of the middle {comparison.num_read} of {count} iterations)"
     return Group(
         _rows(title, comparison.phases),
         "",
@@ -50,7 +50,7 @@ def _rows(title: str, rows: Sequence[Row], *, words: bool = False) -> Renderable
 
 def _causes(explained: Explained) -> RenderableType:
     found = explained.attribution
-    result = table("why: what adds up to measured - predicted", "assumption", "what happened", "explains", num_text=2)
+    result = table("causes of measured - predicted", "assumption", "what happened", "explains", num_text=2)
     least_s = _LEAST * found.measured_s
     rest_s = 0.0
     for cause in found.causes:
@@ -59,7 +59,7 @@ def _causes(explained: Explained) -> RenderableType:
         else:
             result.add_row(cause.kind, explained.reason(cause), _signed(cause.seconds))
     if rest_s:
-        result.add_row("", "what is less than a thousandth each", _signed(rest_s))
+        result.add_row("", "all causes below 0.1 %", _signed(rest_s))
     result.add_row("", "measured - predicted", _signed(explained.error_s))
     return result
 
@@ -109,10 +109,10 @@ def _stalls(explained: Explained) -> RenderableType:
 def _refit(explained: Explained) -> list[RenderableType]:
     fit = explained.refitted
     if not explained.changes:
-        return ["the profile needs no change: its rates give the measured times of all lanes"]
+        return ["the profile needs no change: all lanes ran at its rates"]
     result = table("refit: the profile that this run proposes", "quantity", "from", "to", "change")
     for change in explained.changes:
         values = (si(value, change.unit) if change.unit else f"{value:.3g}" for value in (change.before, change.after))
         result.add_row(change.path, *values, signed_percent(change.after / change.before - 1))
-    told = f"with it {si(fit.predicted_s, 's')} would have been predicted; --refit PATH writes it"
+    told = f"with this profile the prediction would have been {si(fit.predicted_s, 's')}; --refit PATH writes it"
     return [result, told]

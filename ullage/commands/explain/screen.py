@@ -101,8 +101,8 @@ def _summary(explained: PlanExplained) -> dict[str, str]:
         unit, move = better
         seconds, share = change(bench, move.trial)
         rows["better"] = (
-            f"{unit} {move_words(bench, unit, move.decision)} would save {si(-seconds, 's')} ({percent(-share)}) and "
-            "fits: the search did not find it"
+            f"if {unit} were {move_words(bench, unit, move.decision)}, the plan would still fit and save "
+            f"{si(-seconds, 's')} ({percent(-share)}); the search missed this"
         )
     return rows
 
@@ -131,9 +131,9 @@ def _worth(limit: Limit) -> str:
 
 def _tricks(explained: PlanExplained) -> Table:
     result = table(
-        "what each trick is worth, switched off alone",
-        "trick",
-        "without it",
+        "each technique switched off alone",
+        "technique",
+        "instead",
         "time",
         "slower by",
         "",
@@ -148,7 +148,7 @@ def _tricks(explained: PlanExplained) -> Table:
         times = (si(worth.trial.iteration_s, "s"), si(seconds, "s"), signed_percent(share))
         result.add_row(worth.trick.words, worth.trick.without, *times, lacks_short(worth.trial))
     if unused := [worth.trick.words for worth in explained.worths if worth.trial is None]:
-        result.caption = f"not used by this plan: {'; '.join(unused)}"
+        result.caption = f"this plan does not use: {'; '.join(unused)}"
         result.caption_justify = "left"
     return result
 
@@ -165,7 +165,7 @@ def _units(explained: PlanExplained) -> Table:
         )
     tried, total = sum(len(group.cheapest) for group in explained.groups), len(explained.bench.units)
     rule = "of each group the first, the middle and the last" if tried < total else "all of them"
-    result.caption = f"moves of {tried} of {total} units were simulated, {rule}; times are those of one unit alone"
+    result.caption = f"simulated: moves of {tried} of {total} units ({rule}), one unit at a time"
     result.caption_justify = "left"
     return result
 
@@ -191,8 +191,8 @@ def _told(bench: Bench, trial: Trial) -> tuple[float, float]:
 
 
 def _limits(explained: PlanExplained) -> Table:
-    title = f"the next constraint, where another lane than {explained.lane} would have the largest share"
-    result = table(title, "quantity", "now", "1 % more", "any plan", "less: from", "more: from")
+    title = f"how much each quantity matters, and at which value another lane than {explained.lane} binds"
+    result = table(title, "quantity", "now", "this plan", "any plan", "binds below", "binds above")
     for column in result.columns[4:]:
         column.justify = "left"
     for limit in explained.limits:
@@ -206,8 +206,8 @@ def _limits(explained: PlanExplained) -> Table:
             _crossing(limit.above, limit),
         )
     result.caption = (
-        "1 % more: change of the iteration; any plan: of the bound for all. Decisions are kept, not planned again: "
-        "these are times of this schedule on another machine, not of the best plan for it"
+        "this plan, any plan: change of the iteration and of the bound if there is 1 % more of the quantity. This "
+        "plan's decisions stay as they are; `ullage whatif` plans again"
     )
     result.caption_justify = "left"
     return result
@@ -231,12 +231,12 @@ def _crossing(crossing: Crossing | None, limit: Limit) -> str:
 def _alternatives(explained: UnitExplained) -> Table:
     bench = explained.bench
     columns = ("update", "parameters", "activations", "time", "change", "", "device", "host", "moved", "fits")
-    result = table("all ways to treat it", *columns, num_text=3)
+    result = table("all ways to place this unit", *columns, num_text=3)
     result.columns[9].justify = "left"
     order = sorted(explained.alternatives, key=lambda a: (not a.chosen, not a.trial.fits, a.trial.iteration_s))
     for alternative in order:
         result.add_row(*_alternative(bench, alternative), style="bold" if alternative.chosen else "")
-    result.caption = "the first one is the plan's. Each is simulated with all other decisions kept, not planned again"
+    result.caption = "the first row is the plan's. In each other row only this unit changes"
     result.caption_justify = "left"
     return result
 
