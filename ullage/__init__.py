@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from ullage.planning import plan as plan
     from ullage.training.checkpoints import CheckpointOptions as CheckpointOptions
     from ullage.training.levels import memory_folder as memory_folder
-    from ullage.training.shortage import ShortageError as ShortageError
+    from ullage.training.out_of_memory import OutOfMemoryError as OutOfMemoryError
     from ullage.training.trainer import Settings as Settings
     from ullage.training.trainer import Step as Step
     from ullage.training.trainer import Trainer as Trainer
@@ -91,6 +91,7 @@ _ORIGINS = {
     "OffloadedOptimizer": "executor.prepare:OffloadedOptimizer",
     "OtherMachineError": "hwprofiles.machine:OtherMachineError",
     "Outcome": "executor.checkpoint:Outcome",
+    "OutOfMemoryError": "ullage.training.out_of_memory:OutOfMemoryError",
     "OutOfOrderError": "planner.schedule.loop:OutOfOrderError",
     "Plan": "planner.plan.document:Plan",
     "plan": "ullage.planning:plan",
@@ -106,7 +107,6 @@ _ORIGINS = {
     "Resumed": "executor.saving:Resumed",
     "Session": "executor.session:Session",
     "Settings": "ullage.training.trainer:Settings",
-    "ShortageError": "ullage.training.shortage:ShortageError",
     "simulate": "ullage.analysis.simulation:simulate",
     "Simulation": "planner.simulate.machine:Simulation",
     "Step": "ullage.training.trainer:Step",

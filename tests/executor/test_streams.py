@@ -31,7 +31,7 @@ from executor.restoring import restore
 from executor.saving import Checkpoints
 from executor.tasks.actions import Actions
 from planner.schedule.tasks import Lane, Tier
-from ullage.training.feeds import brought
+from ullage.training.batches import brought
 
 FAMILIES = ("gpt2", "gpt2-untied", "llama", "llama-tied", "qwen3", "mixtral", "opt")
 NUM_LOOKED_AT = Counter()

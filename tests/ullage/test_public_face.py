@@ -69,7 +69,7 @@ ERRORS = {
     "PlanError",
     "ProfileError",
     "RankError",
-    "ShortageError",
+    "OutOfMemoryError",
     "StorageError",
     "UnknownModelError",
 }

@@ -177,14 +177,14 @@ def run(args: argparse.Namespace) -> int:
     # torch takes seconds: not before the plan is known to be good
     from ullage.cli.interruption import InterruptedTrainingError  # noqa: PLC0415
     from ullage.commands.execute.run import execute  # noqa: PLC0415
-    from ullage.training.shortage import ShortageError, render_shortage  # noqa: PLC0415
+    from ullage.training.out_of_memory import OutOfMemoryError, render_report  # noqa: PLC0415
 
     try:
         execute(plan, options)
-    except ShortageError as error:
+    except OutOfMemoryError as error:
         from ullage.output.console import console  # noqa: PLC0415 - slow to import
 
-        console(stderr=True).print(render_shortage(error.shortage))
+        console(stderr=True).print(render_report(error.report))
         return 1
     except InterruptedTrainingError as error:
         from ullage.output.console import console  # noqa: PLC0415 - slow to import

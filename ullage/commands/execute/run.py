@@ -27,9 +27,9 @@ from ullage.commands.compare.screen import render_comparison
 from ullage.integrations.metrics import Metrics, Prometheus, Sink, TensorBoard, tokens_per_iteration
 from ullage.output.console import console, write_json
 from ullage.output.formatting import si
-from ullage.training.checkpoints import CheckpointOptions, whereabouts
+from ullage.training.batches import check_knows_text, check_takes_data
+from ullage.training.checkpoints import CheckpointOptions, where_saved
 from ullage.training.drift import DriftWatch, warning
-from ullage.training.feeds import check_knows_text, check_takes_data
 from ullage.training.levels import buffer_bytes, levels_of
 from ullage.training.options import DEFAULT_KEPT, LEAST_KEPT, ExecuteOptions
 from ullage.training.processes import Process
@@ -60,7 +60,7 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         PlanError: the plan was made for another kind of machine, or for another number of processes.
         ValueError: too few iterations, too few tokens or strange ones, or a captured model that is not there.
         OSError: the data cannot be read or the results cannot be written.
-        ShortageError: training takes more of a tier than it has.
+        OutOfMemoryError: training takes more of a tier than it has.
         RankError: another rank has failed.
         CheckpointError: checkpoints cannot be made in their folder, or that to go on from is of another model.
         InterruptedTrainingError: a signal ended training, which is in a checkpoint.
@@ -131,7 +131,7 @@ def _checkpoints(plan: Plan, options: ExecuteOptions) -> CheckpointOptions | Non
 def _tell_of_checkpoints(options: ExecuteOptions, trainer: Trainer, trained: "_Trained") -> None:
     """Say where the last checkpoint is, and end as the signal wants if one has ended training."""
     # It is the first rank that hears how checkpoints end.
-    where = whereabouts(trainer.outcomes) if trainer.process.is_first else "rank 0 says where its checkpoint is"
+    where = where_saved(trainer.outcomes) if trainer.process.is_first else "rank 0 says where its checkpoint is"
     if trained.signal is not None:
         raise InterruptedTrainingError(
             f"interrupted after iteration {trainer.iteration}; {where}; go on with --resume", trained.signal
