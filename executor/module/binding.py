@@ -4,7 +4,7 @@
 parameters mark where forward is (and recomputation, which is forward inside backward). Hooks on the outputs of these
 modules mark where backward is. Autograd runs nodes in the reverse order of their making, and accumulates a gradient as
 soon as it is there, so when backward reaches another unit the gradients of the last one are complete. A capture refuses
-a module that reads weights where no mark can tell (``ullage/capture/following.py``).
+a module that reads weights where no mark can tell (``ullage/capture/executable.py``).
 
 Recomputation starts when backward first needs something of the segment that was not kept. That may be behind the mark
 of the segment's last unit: the session lets that mark wait until recomputation has ended.

@@ -21,7 +21,7 @@ from executor.listener import made_by_computing
 from planner.models.kernels import Kernels, flop
 from ullage.capture.fakes import Fakes
 from ullage.capture.kernels import kernels_of
-from ullage.capture.trials import RefusedError, Trials
+from ullage.capture.operator_checks import OperatorChecks, RefusedOperatorError
 
 # Operators that look integers up: the argument that holds them, and the dimension of the first that is the table.
 _TABLES = {"embedding": (1, 0), "nll_loss_forward": (1, 1), "nll_loss2d_forward": (1, 1)}
@@ -141,7 +141,7 @@ def record(model: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str, Tensor
         RefusedError: real kernels do not take what an operator is given.
         UnsupportedOperatorError: an operator has no known cost.
     """
-    recorder = _Recorder(model, [*args, *kwargs.values()], Trials(as_on_gpu=as_on_gpu))
+    recorder = _Recorder(model, [*args, *kwargs.values()], OperatorChecks(as_on_gpu=as_on_gpu))
     with contextlib.ExitStack() as stack:
         if as_on_gpu:
             stack.enter_context(_as_on_gpu())
@@ -219,7 +219,7 @@ def _as_on_gpu() -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, model: nn.Module, inputs: Sequence[Tensor], trials: Trials) -> None:
+    def __init__(self, model: nn.Module, inputs: Sequence[Tensor], checks: OperatorChecks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.visits: list[Visit] = []
         self.forward: list[Event] = []
@@ -228,7 +228,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.saves: list[Save] = []
         self._model = model
         self._fakes = Fakes()
-        self._trials = trials
+        self._checks = checks
         self._stack: list[int] = [-1]
         self._begun: list[int] = []  # autograd's next number when each visit began
         self._number: dict[int, int] = {}  # of the storages that are there, by address
@@ -284,8 +284,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _try(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         try:
-            self._trials.check(func, args, kwargs, output)
-        except RefusedError as error:
+            self._checks.check(func, args, kwargs, output)
+        except RefusedOperatorError as error:
             if not self._in_backward:
                 raise
             raise CaptureError(f"backward of {self._at()}: {error}") from error

@@ -44,7 +44,7 @@ def default_hardware() -> DefaultHardware:
     return DefaultHardware(PACKAGED_HARDWARE)
 
 
-def tell_default_hardware(args: argparse.Namespace) -> None:
+def print_default_hardware(args: argparse.Namespace) -> None:
     """Say in one line on stderr which machine is meant, if ``--hardware`` was left out and that is worth a word."""
     if args.hardware is None and (note := default_hardware().note):
         sys.stderr.write(f"ullage {args.command}: {note}\n")

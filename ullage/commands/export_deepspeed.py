@@ -36,9 +36,9 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Export."""
     check_output("--output", args.output)
-    from ullage.integrations.deepspeed.exporting import exported  # noqa: PLC0415
+    from ullage.integrations.deepspeed.exporting import export_config  # noqa: PLC0415
 
-    found = exported(load_plan(args.plan), args.nvme_path)
+    found = export_config(load_plan(args.plan), args.nvme_path)
     text = json.dumps(found.config, indent=2) + "\n"
     if args.output is None:
         sys.stdout.write(text)

@@ -68,7 +68,7 @@ class DriftWatch:
     def __init__(self, predicted: Timeline, steady: int) -> None:
         self._busy_s = predicted.busy_s(steady)
         self._iteration_s = predicted.period_s(steady)
-        self._told: set[Lane] = set()
+        self._reported: set[Lane] = set()
 
     def after(self, session: Session, iteration: int) -> tuple[Drift, ...]:
         """Look at a session after an iteration, if it is time to, and decide whether the next one is recorded.
@@ -94,6 +94,6 @@ class DriftWatch:
             off_s = abs(measured_s - predicted_s)
             if lane in {Lane.SNAPSHOT, Lane.GATE}:
                 continue  # checkpoints are no part of the prediction
-            if lane not in self._told and off_s > max(THRESHOLD * predicted_s, MIN_SHARE * self._iteration_s):
-                self._told.add(lane)
+            if lane not in self._reported and off_s > max(THRESHOLD * predicted_s, MIN_SHARE * self._iteration_s):
+                self._reported.add(lane)
                 yield Drift(lane, predicted_s, measured_s)

@@ -107,11 +107,11 @@ def prepare(
     if not isinstance(plan, Plan):
         raise TypeError(f"the plan is {type(plan).__name__}; give what ullage.plan or ullage.load_plan returns")
     check_kinds(model, optimizer)
-    _tell_of_types(model, plan)
+    _warn_about_dtypes(model, plan)
     return _prepare(model, optimizer, plan, settings)
 
 
-def _tell_of_types(model: nn.Module, plan: Plan) -> None:
+def _warn_about_dtypes(model: nn.Module, plan: Plan) -> None:
     planned = DTYPES[plan.decisions.precision.weights]
     if others := sorted({str(parameter.dtype) for parameter in model.parameters()} - {str(planned)}):
         masters = "; the float32 master copies begin with the values given" if planned is torch.bfloat16 else ""
@@ -212,7 +212,7 @@ class Trainer:
         self._batches = batch_source(plan, data, seed, position, self.process.data_rank)
         self._iteration = self._num_to_meter = 0
         if model is not None:
-            _tell_of_types(model, plan)
+            _warn_about_dtypes(model, plan)
         with reporting_out_of_memory(plan):
             model, optimizer = _make(plan, model, optimizer, self._batches, self.process, lr=lr, seed=seed)
             self.model, self.optimizer = _prepare(model, optimizer, plan, settings)

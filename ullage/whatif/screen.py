@@ -10,7 +10,7 @@ from planner.schedule.tasks import Tier
 from ullage.output.console import console, table
 from ullage.output.formatting import LANE_WORDS, UNIT_SYMBOLS, duration, percent, si
 from ullage.whatif.money import run_seconds
-from ullage.whatif.study import AS_GOOD_AS_NONE, Axis, Least, Point, Sensitivities, Study, Value
+from ullage.whatif.study import AS_GOOD_AS_NONE, Axis, Minimum, Point, Sensitivities, Study, Value
 from ullage.whatif.tables import every_words
 
 _MOST_ROWS, _MOST_ANSWERS = 48, 16
@@ -27,7 +27,7 @@ def study_screen(study: Study, path: Path, table_path: Path | None) -> None:
             out.print(line, style="bold", soft_wrap=True)
         out.print()
     if study.answer and study.answer.least:
-        out.print(least_table(study, study.answer.least))
+        out.print(minimum_table(study, study.answer.least))
     else:
         shown = _most_telling(study)
         out.print(points_table(study, shown))
@@ -91,7 +91,7 @@ def points_table(study: Study, points: Sequence[Point]) -> Table:
     return result
 
 
-def least_table(study: Study, rows: Sequence[Least]) -> Table:
+def minimum_table(study: Study, rows: Sequence[Minimum]) -> Table:
     """Return what every machine needs at least, beside what it has."""
     columns = ["devices", "device memory", "of", "host memory", "of", "iteration"]
     drives = any(row.num_drives is not None for row in rows)

@@ -48,7 +48,12 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--name", metavar="NAME", help="name of the profile (default: from the host's name)")
     parser.add_argument(
-        "--output", "-o", type=Path, metavar="PATH", help=f"where the profile goes (default: {local_profile_path()})"
+        "--output",
+        "-o",
+        type=Path,
+        metavar="PATH",
+        help="where the profile goes (default: HOSTNAME.json in $ULLAGE_HOME, $XDG_DATA_HOME/ullage or "
+        "~/.local/share/ullage)",
     )
     parser.add_argument(
         "--device-memory", type=parse_bytes, metavar="SIZE", help="memory that training may use on each device"
@@ -120,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     with seconds_bar() as progress:
         profile, report = calibrate(options, kernels(), progress)
     save_profile(profile, path)
-    _tell(args, profile, path, base, report)
+    _print(args, profile, path, base, report)
     return 0
 
 
@@ -147,7 +152,7 @@ def _collectives(args: argparse.Namespace, base: HardwareProfile | None, path: P
     profile = calibrate_collectives(base, quick=args.quick)
     if os.environ.get("RANK", "0") == "0":
         save_profile(profile, path)
-        _tell(args, profile, path, base, None)
+        _print(args, profile, path, base, None)
     return 0
 
 
@@ -178,7 +183,7 @@ def kernels() -> Any:
     return Kernels(cpu_adamw=step, device_adamw=device_step, sum_of_squares=sum_of_squares, host_times=host_times)
 
 
-def _tell(args: argparse.Namespace, profile: HardwareProfile, path: Path, base: Any, report: Any) -> None:
+def _print(args: argparse.Namespace, profile: HardwareProfile, path: Path, base: Any, report: Any) -> None:
     if args.json:
         from hwprofiles.registry import canonical_json  # noqa: PLC0415
 

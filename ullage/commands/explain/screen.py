@@ -95,7 +95,7 @@ def _summary(explained: PlanExplained) -> dict[str, str]:
         "memory": memory,
         "proof": _rests_on(explained.rests_on),
     }
-    if worth := [_worth(limit) for limit in explained.limits if _tells(limit)]:
+    if worth := [_worth(limit) for limit in explained.limits if _matters(limit)]:
         rows["worth"] = f"to the bound of any plan: {', '.join(worth)}"
     if better := explained.better:
         unit, move = better
@@ -120,7 +120,7 @@ def _by(key: str) -> str:
     return _RESOURCES.get(key) or LANE_WORDS[Lane(key)] if key in {*_RESOURCES, *Lane} else key
 
 
-def _tells(limit: Limit) -> bool:
+def _matters(limit: Limit) -> bool:
     return limit.knob.key in _SOLD and limit.bound_elasticity < -_WORTH_TELLING
 
 
@@ -144,7 +144,7 @@ def _tricks(explained: PlanExplained) -> Table:
     for worth in explained.worths:
         if worth.trial is None:
             continue
-        seconds, share = _told(explained.bench, worth.trial)
+        seconds, share = _slowdown(explained.bench, worth.trial)
         times = (si(worth.trial.iteration_s, "s"), si(seconds, "s"), signed_percent(share))
         result.add_row(worth.trick.words, worth.trick.without, *times, lacks_short(worth.trial))
     if unused := [worth.trick.words for worth in explained.worths if worth.trial is None]:
@@ -175,8 +175,8 @@ def _cheapest(bench: Bench, group: Group) -> str:
     if not moves:
         return "-"
     unit, move = min(moves, key=lambda found: found[1].trial.order)
-    slowest = max(_told(bench, other.trial)[0] for _, other in moves)
-    least = _told(bench, move.trial)[0]
+    slowest = max(_slowdown(bench, other.trial)[0] for _, other in moves)
+    least = _slowdown(bench, move.trial)[0]
     range_ = (
         si(least, "s") if slowest - least < 1e-6 * bench.own.iteration_s else f"{si(least, 's')} to {si(slowest, 's')}"
     )
@@ -184,7 +184,7 @@ def _cheapest(bench: Bench, group: Group) -> str:
     return f"{move_words(bench, unit, move.decision)}: {range_}{short}"
 
 
-def _told(bench: Bench, trial: Trial) -> tuple[float, float]:
+def _slowdown(bench: Bench, trial: Trial) -> tuple[float, float]:
     """Return by how much a trial is slower, or 0 if only rounding tells it from the plan."""
     seconds, share = change(bench, trial)
     return (seconds, share) if abs(share) > SAME else (0.0, 0.0)
@@ -243,7 +243,7 @@ def _alternatives(explained: UnitExplained) -> Table:
 
 def _alternative(bench: Bench, alternative: Alternative) -> tuple[str, ...]:
     decision, trial = alternative.decision, alternative.trial
-    seconds, share = _told(bench, trial)
+    seconds, share = _slowdown(bench, trial)
     changes = [trial.peak_bytes(tier) - bench.own.peak_bytes(tier) for tier in (Tier.GPU, Tier.HOST)]
     changes.append(trial.traffic_bytes - bench.own.traffic_bytes)
     return (

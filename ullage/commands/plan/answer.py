@@ -16,8 +16,8 @@ from planner.plan.checkpoints import CheckpointsAsked
 from planner.plan.document import Plan
 from planner.plan.planning import InfeasibleError, Request, make_plan
 from planner.search import Candidate, no_garbage_collection
+from ullage.cli.checkpoint_request import checkpoints_of, with_pfs
 from ullage.cli.exit_codes import BAD_INPUT
-from ullage.cli.failures import checkpoints_of, with_pfs
 from ullage.cli.request import request_of
 from ullage.cli.request_options import PACKAGED_HARDWARE
 from ullage.output.formatting import si

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hwprofiles.files import check_output
 from ullage.cli.arguments import positive_float
-from ullage.cli.failure_options import add_checkpoint_options
+from ullage.cli.checkpoint_options import add_checkpoint_options
 from ullage.cli.request_options import add_request_options, check_names
 from ullage.commands import Subparsers, command_parser
 
@@ -57,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
     """Plan, print, write."""
     check_output("--output", args.output)  # not after the search
     check_names(args)
-    from ullage.cli.default_hardware import tell_default_hardware  # noqa: PLC0415 - `--help` does without
+    from ullage.cli.default_hardware import print_default_hardware  # noqa: PLC0415 - `--help` does without
 
-    tell_default_hardware(args)
+    print_default_hardware(args)
     from ullage.commands.plan.answer import plan_command  # noqa: PLC0415 - imports the planner, only for what is not refused
 
     return plan_command(args)

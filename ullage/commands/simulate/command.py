@@ -10,7 +10,7 @@ from planner.schedule.trace import chrome_trace, write_trace
 from ullage.analysis.iteration import Iteration
 from ullage.analysis.simulation import ENGINES, OURS, Subject, planned, requested
 from ullage.cli.arguments import positive_int
-from ullage.cli.default_hardware import tell_default_hardware
+from ullage.cli.default_hardware import print_default_hardware
 from ullage.cli.exit_codes import CHECK_FAILED
 from ullage.cli.request import request_of
 from ullage.cli.request_options import add_request_options, given_options
@@ -109,5 +109,5 @@ def _subject(args: argparse.Namespace) -> Subject:
         return planned(load_plan(args.plan), *args.engine)
     if args.model is None:
         raise ValueError("neither a plan nor --model was given; give what `ullage plan` wrote, or --model and --engine")
-    tell_default_hardware(args)
+    print_default_hardware(args)
     return requested(request_of(args), *args.engine)

@@ -1,6 +1,6 @@
 """The options of ``ullage plan`` that say which failures checkpoints are for, and what they may take.
 
-What reads them is in :mod:`ullage.cli.failures`: that imports the planner, which is not needed to refuse a
+What reads them is in :mod:`ullage.cli.checkpoint_request`: that imports the planner, which is not needed to refuse a
 line.
 """
 
@@ -34,7 +34,7 @@ def mtbf(text: str) -> dict[Level, float]:
 
 
 def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that :func:`ullage.cli.failures.checkpoints_of` reads."""
+    """Add the options that :func:`ullage.cli.checkpoint_request.checkpoints_of` reads."""
     group = parser.add_argument_group("when to make checkpoints (with --mtbf)")
     group.add_argument(
         "--mtbf",

@@ -13,7 +13,7 @@ from planner.models.captured import CapturedModel
 from ullage.capture.recording import CaptureError, Event, Recording
 
 
-def check_followed(recording: Recording, captured: CapturedModel) -> None:
+def check_executable(recording: Recording, captured: CapturedModel) -> None:
     """Check that the units of a captured model can be seen to begin, in their order, before their weights are read.
 
     Raises:
