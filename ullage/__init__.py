@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from planner.simulate.prediction import Prediction as Prediction
     from ullage.analysis.simulation import simulate as simulate
     from ullage.capture.module import capture_module as capture_module
-    from ullage.capture.recording import CaptureError as CaptureError
+    from ullage.capture.records import CaptureError as CaptureError
     from ullage.integrations.trainer_callback import UllageCallback as UllageCallback
     from ullage.planning import plan as plan
     from ullage.training.checkpoints import CheckpointOptions as CheckpointOptions
@@ -67,7 +67,7 @@ _ORIGINS = {
     "capture_module": "ullage.capture.module:capture_module",
     "CapturedInput": "planner.models.captured:CapturedInput",
     "CapturedModel": "planner.models.captured:CapturedModel",
-    "CaptureError": "ullage.capture.recording:CaptureError",
+    "CaptureError": "ullage.capture.records:CaptureError",
     "Checkpoint": "executor.checkpoint:Checkpoint",
     "checkpoint_at": "executor.checkpoint:checkpoint_at",
     "CheckpointError": "executor.checkpoint:CheckpointError",

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from planner.models.captured import CapturedInput
 from ullage.capture import capture_module, operator_checks
-from ullage.capture.recording import CaptureError, find_loss
+from ullage.capture.recording import find_loss
+from ullage.capture.records import CaptureError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TYPES = ("float", "int64", "int32", "bool")

@@ -21,7 +21,7 @@ from planner.models.captured import (
 from planner.models.kernels import Elementwise, Kernel, flop
 from planner.models.parameters import ParameterSpec
 from ullage.capture.partitioning import UnitVisits
-from ullage.capture.recording import Recording
+from ullage.capture.records import Recording
 
 # Work behind the last block that has no unit of its own counts as that block's, but recomputation does not rerun it;
 # with more saved bytes than this share of the block's, it cannot be told as if it did.

@@ -10,7 +10,7 @@ from executor.distributed.shards import BindingError
 from executor.module.binding import Marker, markers, unit_modules
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models.captured import CapturedModel
-from ullage.capture.recording import CaptureError, Event, Recording
+from ullage.capture.records import CaptureError, Event, Recording
 
 
 def check_executable(recording: Recording, captured: CapturedModel) -> None:

@@ -27,7 +27,8 @@ from ullage.capture.fakes import VALUES
 from ullage.capture.kernels import UnsupportedOperatorError
 from ullage.capture.operator_checks import RefusedOperatorError
 from ullage.capture.partitioning import partition
-from ullage.capture.recording import CaptureError, record
+from ullage.capture.recording import record
+from ullage.capture.records import CaptureError
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it tells of errors that are told here

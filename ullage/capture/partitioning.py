@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from planner.models.captured import join
-from ullage.capture.recording import Recording, Visit
+from ullage.capture.records import Recording, Visit
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # What has fewer parameters than this share is moved with a neighbour: of the block, plain modules together and a module
