@@ -16,7 +16,7 @@ from ullage.analysis.comparison import Row
 from ullage.cli.arguments import positive_float
 from ullage.commands import Subparsers, command_parser
 from ullage.output.console import console, table, write_json
-from ullage.output.formatting import percent, si, signed_percent
+from ullage.output.formatting import percent
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -164,10 +164,7 @@ def _print(checked: Sequence[Checked], summaries: Sequence[dict[str, Any]], fail
         cases = table(metric.value, "case", "predicted", "measured", "error")
         for item in checked:
             if row := item.rows().get(metric):
-                assert row.predicted is not None
-                assert row.measured is not None
-                error = "-" if row.error is None else signed_percent(row.error)
-                cases.add_row(item.case.id, si(row.predicted, row.unit), si(row.measured, row.unit), error)
+                cases.add_row(item.case.id, *row.cells[1:])
         out.print(cases)
         out.print()
     errors = table("absolute errors", "cases of", "quantity", "number", "mean", "median", "worst", num_text=2)

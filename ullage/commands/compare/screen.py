@@ -8,7 +8,7 @@ from planner.fitting.attribution import Tasks
 from planner.schedule.tasks import Lane
 from ullage.analysis.comparison import NOTHING, Comparison, Explained, Row, Work, kind_words
 from ullage.output.console import table
-from ullage.output.formatting import LANE_WORDS, percent, si, signed_percent
+from ullage.output.formatting import LANE_WORDS, percent, si, signed_s
 
 _LEAST = 1e-3  # parts of the iteration below this are left out of tables
 
@@ -42,9 +42,8 @@ def render_explained(explained: Explained) -> RenderableType:
 def _rows(title: str, rows: Sequence[Row], *, words: bool = False) -> RenderableType:
     result = table(title, "", "predicted", "measured", "error")
     for row in rows:
-        name = LANE_WORDS[Lane(row.name)] if words and row.name != NOTHING else row.name
-        values = ("-" if value is None else si(value, row.unit) for value in (row.predicted, row.measured))
-        result.add_row(name, *values, "-" if row.error is None else signed_percent(row.error))
+        name, *cells = row.cells
+        result.add_row(LANE_WORDS[Lane(name)] if words and name != NOTHING else name, *cells)
     return result
 
 
@@ -57,17 +56,11 @@ def _causes(explained: Explained) -> RenderableType:
         if abs(cause.seconds) < least_s:
             rest_s += cause.seconds
         else:
-            result.add_row(cause.kind, explained.reason(cause), _signed(cause.seconds))
+            result.add_row(cause.kind, explained.reason(cause), signed_s(cause.seconds))
     if rest_s:
-        result.add_row("", "all causes below 0.1 %", _signed(rest_s))
-    result.add_row("", "measured - predicted", _signed(explained.error_s))
+        result.add_row("", "all causes below 0.1 %", signed_s(rest_s))
+    result.add_row("", "measured - predicted", signed_s(explained.error_s))
     return result
-
-
-def _signed(seconds: float) -> str:
-    if abs(seconds) < 1e-9:  # rounding of sums
-        return "0 s"
-    return f"{'+' if seconds >= 0 else '-'}{si(abs(seconds), 's')}"
 
 
 def _tasks(explained: Explained) -> RenderableType:
@@ -84,7 +77,7 @@ def _tasks(explained: Explained) -> RenderableType:
             si(tasks.measured_s, "s"),
             _rate(tasks, work),
             f"{tasks.predicted_s / tasks.measured_s:.2f}" if tasks.measured_s else "-",
-            "-" if tasks.explains_s is None else _signed(tasks.explains_s),
+            "-" if tasks.explains_s is None else signed_s(tasks.explains_s),
         )
     return result
 
@@ -112,7 +105,6 @@ def _refit(explained: Explained) -> list[RenderableType]:
         return ["the profile needs no change: all lanes ran at its rates"]
     result = table("refit: the profile that this run proposes", "quantity", "from", "to", "change")
     for change in explained.changes:
-        values = (si(value, change.unit) if change.unit else f"{value:.3g}" for value in (change.before, change.after))
-        result.add_row(change.path, *values, signed_percent(change.after / change.before - 1))
+        result.add_row(*change.cells)
     told = f"with this profile the prediction would have been {si(fit.predicted_s, 's')}; --refit PATH writes it"
     return [result, told]

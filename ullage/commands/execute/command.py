@@ -1,6 +1,7 @@
 """``ullage execute``: run a plan."""
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from planner.plan.document import load_plan
@@ -35,6 +36,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN", help="what `ullage plan` wrote")
     parser.add_argument(
         "--iterations",
+        dest="num_iterations",
         type=positive_int,
         default=defaults.num_iterations,
         metavar="N",
@@ -86,6 +88,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--compile",
+        dest="compile_blocks",
         action="store_true",
         help="compile the repeated blocks with torch.compile; the prediction does not know of it",
     )
@@ -97,6 +100,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--checkpoint-dir",
+        dest="checkpoint_places",
         action="append",
         default=[],
         metavar="PLACE",
@@ -150,29 +154,8 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Execute the plan."""
-    options = ExecuteOptions(
-        num_iterations=args.iterations,
-        text=args.text,
-        tokens=args.tokens,
-        token_dtype=args.token_dtype,
-        data_position=args.data_position,
-        seed=args.seed,
-        lr=args.lr,
-        output_dir=args.output_dir,
-        storage_dir=args.storage_dir,
-        compile_blocks=args.compile,
-        cores=args.cores,
-        replan=args.replan,
-        checkpoint_places=tuple(args.checkpoint_dir),
-        checkpoint_every=args.checkpoint_every,
-        keep=args.keep,
-        resume=args.resume,
-        tensorboard=args.tensorboard,
-        metrics_file=args.metrics_file,
-        allow_other_machine=args.allow_other_machine,
-        json=args.json,
-        device=args.device,
-    )
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(ExecuteOptions)}
+    options = ExecuteOptions(**given)
     plan = load_plan(args.plan)
     # torch takes seconds: not before the plan is known to be good
     from ullage.cli.interruption import InterruptedTrainingError  # noqa: PLC0415
