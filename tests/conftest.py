@@ -1,7 +1,9 @@
 """For all tests: their examples (the same everywhere in ``make test``, new ones in ``make fuzz``), and Ctrl-C."""
 
+import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,10 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))  # amount.py, special_files.py
 
 from amount import divided, examples
+
+# A developer's own profile is the default of --hardware: no test sees it, nor does any process that a test starts.
+_HOME = tempfile.TemporaryDirectory(prefix="ullage-home-")  # removed when the tests end
+os.environ["ULLAGE_HOME"] = _HOME.name
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs have it, and what they start
     signal.signal(signal.SIGINT, signal.default_int_handler)

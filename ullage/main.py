@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from ullage.cli.exit_codes import BAD_INPUT, BROKEN_PIPE, SIGNALLED
-from ullage.cli.installation import IntruderError, check_packages
-from ullage.cli.interruption import whole_interrupt
+from ullage.cli.installation import InstallationError, check_packages
+from ullage.cli.interruption import consistent_interrupt
 from ullage.commands import SUMMARIES, build_parser
 
 # What only some commands need.
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # of OpenMP when torch is loaded, which happens later.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        with whole_interrupt():
+        with consistent_interrupt():
             check_packages()
             args = build_parser(*([command] if command else [])).parse_args(arguments)
             code: int = args.run(args)
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _interrupted(prog, error)
     except BrokenPipeError as error:
         return _broken_pipe(prog, error)
-    except (ValueError, OSError, MemoryError, IntruderError) as error:
+    except (ValueError, OSError, MemoryError, InstallationError) as error:
         return _bad_input(prog, error)
     except ModuleNotFoundError as error:
         if error.name not in _EXTRAS:

@@ -1,17 +1,19 @@
 """``ullage.plan``: a plan from names or objects, with the defaults of the command line."""
 
 import dataclasses
+import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from hwprofiles.profile import HardwareProfile
-from hwprofiles.registry import load_profile
+from hwprofiles.profile import Dtype, HardwareProfile
+from hwprofiles.registry import LOCAL, load_profile
 from planner.decisions import Precision
 from planner.models.captured import CapturedModel, Model
 from planner.models.registry import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import Request, default_precision, make_plan
-from ullage.cli.request_options import DEFAULT_HARDWARE, DEFAULT_SEQ_LEN
+from ullage.cli.default_hardware import default_hardware
+from ullage.cli.request_options import DEFAULT_SEQ_LEN
 
 # Of a request, what has a word of its own here, or none.
 _OWN = {"model", "hardware", "num_devices", "precision"}
@@ -23,7 +25,7 @@ def plan(
     *,
     hardware: str | HardwareProfile | None = None,
     gpus: int | None = None,
-    precision: Literal["bf16", "fp32"] | None = None,
+    precision: Precision | Dtype | None = None,
     budget_s: float | None = None,
     **options: Any,
 ) -> Plan:
@@ -32,8 +34,8 @@ def plan(
     Args:
         model: a name (``"opt-13b"``), the path of a ``config.json``, sizes, or what ``ullage.capture_module`` returned;
             or a whole :class:`Request`, which stands for all other arguments but ``budget_s``.
-        hardware: name or path of a profile, ``"local"`` for this machine's own, or a profile; ``"a100-80"`` if left
-            out.
+        hardware: name or path of a profile, ``"local"`` for this machine's own, or a profile. If it is left out, it is
+            what ``ullage calibrate`` wrote for this machine, or else ``"a100-80"``.
         gpus: devices to train on, over as many nodes as they fill; one if left out.
         precision: of weights and gradients. Left out, it is that of a captured model; of others bf16, or fp32 on a
             device that multiplies it more than twice as fast.
@@ -54,13 +56,20 @@ def plan(
         return make_plan(model, budget_s=budget_s)
     if unknown := sorted(set(options) - _OPTIONS):
         raise ValueError(f"plan() has no option {unknown[0]}; use one of {', '.join(sorted(_OPTIONS))}")
-    machine = hardware if isinstance(hardware, HardwareProfile) else load_profile(hardware or DEFAULT_HARDWARE)
+    machine = hardware if isinstance(hardware, HardwareProfile) else load_profile(hardware or _default_hardware())
     sizes = resolve_model(str(model)) if isinstance(model, str | Path) else model
     if isinstance(sizes, CapturedModel):
         options = {"seq_len": sizes.seq_len, "micro_batch": sizes.micro_batch, **options}
         precision = precision or sizes.dtype
     else:
         options = {"seq_len": min(DEFAULT_SEQ_LEN, sizes.max_positions), **options}
-    weights = Precision(weights=precision) if precision else default_precision(machine.device)
-    request = Request(sizes, machine, num_devices=gpus or 1, precision=weights, **options)
+    precision = precision or default_precision(machine.device)
+    request = Request(sizes, machine, num_devices=gpus or 1, precision=precision, **options)
     return make_plan(request, budget_s=budget_s)
+
+
+def _default_hardware() -> str:
+    found = default_hardware()
+    if found.note and found.name != LOCAL:
+        warnings.warn(found.note, UserWarning, stacklevel=3)
+    return found.name

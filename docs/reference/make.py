@@ -122,7 +122,7 @@ def spelled(action: argparse.Action) -> str:
 
 def meaning(action: argparse.Action) -> str:
     """Return the help of an option, with what it stands for filled in."""
-    return ((action.help or "") % {**vars(action), "prog": "ullage"}).replace(str(Path.home()), "~")
+    return (action.help or "") % {**vars(action), "prog": "ullage"}
 
 
 def schema(title: str, what: str, roots: list[type[BaseModel]]) -> Iterator[str]:

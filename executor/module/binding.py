@@ -5,7 +5,7 @@ modules that own or read parameters report where forward is (and recomputation, 
 on the gradients of these modules' outputs report where backward is. Autograd runs nodes in the reverse order of their
 making, and accumulates a gradient as soon as it is there. So when backward reaches another unit, the gradients of the
 last one are complete. A capture refuses a module that reads weights where no hook can see it
-(``ullage/capture/following.py``).
+(``ullage/capture/executable.py``).
 
 Recomputation starts when backward first needs something of the segment that was not saved. That may be after backward
 has reached the segment's last unit. The unit's backward task then begins when recomputation has ended.

@@ -4,9 +4,10 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 from hwprofiles import __version__
-from hwprofiles.profile import Device, HardwareProfile
+from hwprofiles.profile import Device, Dtype, HardwareProfile
 from planner.bounds.certificate import certify, infeasible
 from planner.bounds.proof import Certificate, Proof
 from planner.choices.choice import MOST_MICRO_BATCHES, Asked
@@ -69,6 +70,14 @@ def default_precision(device: Device) -> Precision:
     return FP32 if prefers_fp32 else BF16
 
 
+def _precision(given: Precision | Dtype) -> Precision:
+    if isinstance(given, Precision):
+        return given
+    if given not in get_args(Dtype):
+        raise ValueError(f"precision is {given!r}, which cannot be planned; give one of {', '.join(get_args(Dtype))}")
+    return Precision(weights=given)
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """What the user asks for; what is ``None`` is left open, see :class:`planner.choices.choice.Asked`.
@@ -80,7 +89,7 @@ class Request:
         seq_len: tokens per sequence.
         micro_batch: sequences per forward on each device.
         num_micro_batches: forwards per iteration (gradient accumulation).
-        precision: types of weights and gradients.
+        precision: types of weights and gradients, or the name of one type for both.
         optimizer: what updates the parameters.
         clip: clip gradients by their global norm.
         subgroup_params: parameters in one subgroup, the grain of optimizer placement.
@@ -97,7 +106,7 @@ class Request:
     seq_len: int = 2048
     micro_batch: int | None = None
     num_micro_batches: int | None = None
-    precision: Precision = BF16
+    precision: Precision | Dtype = BF16
     optimizer: Optimizer = "adamw"
     clip: bool = True
     subgroup_params: int = 100_000_000
@@ -110,6 +119,7 @@ class Request:
     storage: Storage = "never"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", _precision(self.precision))
         for field in (*Asked.model_fields, "seq_len", "subgroup_params"):
             if isinstance(value := getattr(self, field), int) and value < 1:
                 raise ValueError(f"{field} is {value}, but must be at least 1")
@@ -121,7 +131,7 @@ class Request:
                 f"storage is 'nvme', but profile {self.hardware.name} has no nvme; ask for 'activations' or choose a "
                 "profile with drives"
             )
-        dtype, device = self.precision.weights, self.hardware.device
+        dtype, device = self.job.precision.weights, self.hardware.device
         if dtype not in device.gemm or dtype not in device.attention:
             raise ValueError(
                 f"profile {self.hardware.name} says nothing about products and attention in {dtype}; choose another "

@@ -23,7 +23,7 @@ from planner.plan.planning import InfeasibleError, Request, make_plan
 from planner.schedule.tasks import Tier
 from planner.terms import Storage
 from ullage.capture import capture_module
-from ullage.capture.recording import CaptureError
+from ullage.capture.records import CaptureError
 
 FOLDER = tempfile.TemporaryDirectory(prefix="ullage-nvme-")
 NUMBERS = itertools.count()

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.models.captured import CapturedInput
-from ullage.capture import capture_module, trials
-from ullage.capture.recording import CaptureError, find_loss
+from ullage.capture import capture_module, operator_checks
+from ullage.capture.recording import find_loss
+from ullage.capture.records import CaptureError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TYPES = ("float", "int64", "int32", "bool")
@@ -183,8 +184,8 @@ def captured(make: Callable[[], nn.Module], spec: CapturedInput, dtype: str) -> 
 @pytest.fixture
 def _tried_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operator is as large as those that are tried at other sizes than their own."""
-    monkeypatch.setattr(trials, "_MOST_VALUES", 0)
-    monkeypatch.setattr(trials, "_GRAIN", 2)
+    monkeypatch.setattr(operator_checks, "_MOST_VALUES", 0)
+    monkeypatch.setattr(operator_checks, "_GRAIN", 2)
 
 
 @pytest.mark.parametrize("input_type", TYPES)
@@ -228,8 +229,12 @@ def test_a_gpu_has_kernels_for_narrow_types_that_a_cpu_lacks(as_on_gpu: bool, dt
         with pytest.raises(NotImplementedError):
             loss(scores, classes)
     refused = dtype is torch.int64 or (dtype is torch.bfloat16 and not as_on_gpu)
-    with pytest.raises(trials.RefusedError, match="multi_margin_loss") if refused else contextlib.nullcontext():
-        trials.Trials(as_on_gpu=as_on_gpu).check(loss, (scores, classes), {}, torch.zeros(()))
+    with (
+        pytest.raises(operator_checks.RefusedOperatorError, match="multi_margin_loss")
+        if refused
+        else contextlib.nullcontext()
+    ):
+        operator_checks.OperatorChecks(as_on_gpu=as_on_gpu).check(loss, (scores, classes), {}, torch.zeros(()))
 
 
 def test_a_refusal_says_where_and_why() -> None:

@@ -32,7 +32,7 @@ from executor.saving import Checkpoints
 from executor.tasks.actions import Actions
 from executor.tasks.updates import UpdateTasks
 from planner.schedule.tasks import Lane, Tier
-from ullage.training.feeds import brought
+from ullage.training.batches import to_device
 
 FAMILIES = ("gpt2", "gpt2-untied", "llama", "llama-tied", "qwen3", "mixtral", "opt")
 NUM_LOOKED_AT = Counter()
@@ -139,7 +139,7 @@ def test_the_caller_waits_as_often_whatever_the_model_has():
 def test_a_batch_is_brought_without_waiting(gpu):  # noqa: ARG001 - a fixture
     tokens = torch.arange(64).view(2, 32)
     with watched() as races:
-        found = brought(tokens, torch.device("cuda"))
+        found = to_device(tokens, torch.device("cuda"))
     assert not races.waits
     assert not races.pageable
     assert torch.equal(found.cpu(), tokens)

@@ -13,7 +13,6 @@ from ullage.report.charts import Part
 from ullage.report.page import render
 from ullage.whatif.prices import Prices
 from ullage.whatif.study import (
-    Asked,
     Axis,
     Cost,
     Figures,
@@ -24,6 +23,7 @@ from ullage.whatif.study import (
     Sensitivity,
     Side,
     Study,
+    StudyRequest,
     Varied,
 )
 
@@ -109,7 +109,7 @@ def study(num_values: int = 4, *, priced: bool = True) -> Study:
     )  # fmt: skip
     return Study(
         program_version="0.1.0",
-        asked=Asked(set={"model": "opt-13b"}, tokens=1e9),
+        asked=StudyRequest(set={"model": "opt-13b"}, tokens=1e9),
         axes=axes,
         prices=Prices(currency="USD", machines={}) if priced else None,
         points=points,

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import ullage
 from hwprofiles.registry import canonical_json, load_profile
 from ullage.commands import SUMMARIES, build_parser
 from ullage.main import main
@@ -122,33 +121,6 @@ def test_help_and_version(cli):
     assert shown.returncode == 0
     assert all(f"    {command}" in shown.stdout for command in SUMMARIES)
     assert cli("--version").stdout.startswith("ullage 0.")
-
-
-def test_public_surface():
-    names = [
-        "CheckpointOptions",
-        "Checkpoints",
-        "Level",
-        "Lion",
-        "Plan",
-        "Request",
-        "Trainer",
-        "capture_module",
-        "load_plan",
-        "load_profile",
-        "memory_folder",
-        "plan",
-        "prepare",
-        "resolve_model",
-        "restore",
-        "simulate",
-    ]
-    assert ullage.__all__ == names
-    for name in names:
-        assert callable(getattr(ullage, name))
-    assert set(names) <= set(dir(ullage))
-    with pytest.raises(AttributeError, match="no attribute 'plam'"):
-        _ = ullage.plam
 
 
 def without_cli(arguments: list[str], *options: str) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,7 @@ from planner.models import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
 from ullage.integrations.deepspeed.config import known_keys, load_config
-from ullage.integrations.deepspeed.exporting import exported
+from ullage.integrations.deepspeed.exporting import export_config
 from ullage.integrations.deepspeed.importing import imported
 from ullage.main import main
 
@@ -177,7 +177,7 @@ def offloading() -> Plan:
 
 
 def test_a_plan_becomes_twin_flow_and_comes_back(offloading, tmp_path):
-    found = exported(offloading)
+    found = export_config(offloading)
     decided = offloading.decisions
     pieces = [piece for unit in offloading.units() for piece in decided.placed_pieces(unit)]
     away = sum(count for count, place in pieces if place is not Place.GPU) / sum(count for count, _ in pieces)
@@ -209,7 +209,7 @@ def test_deepspeeds_own_parser_takes_what_is_exported(offloading, monkeypatch):
     config = pytest.importorskip("deepspeed.runtime.config", reason="DeepSpeed is not installed")
     monkeypatch.setattr(config.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(config.dist, "get_world_size", lambda *_: 2)
-    found = exported(offloading).config
+    found = export_config(offloading).config
     read_by_them = config.DeepSpeedConfig(found)
     zero = read_by_them.zero_config
     assert zero.offload_optimizer.ratio == found["zero_optimization"]["offload_optimizer"]["ratio"]

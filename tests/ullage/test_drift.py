@@ -78,7 +78,7 @@ def test_lanes_that_drift_together_are_one_line(count: int) -> None:
     assert named == [drift.lane.value for drift in reversed(drifts)][:3]
     assert (f"{count - 3} more lane(s)" in line) == (count > 3)
     assert line.startswith("warning: ")
-    assert line.endswith("`ullage calibrate`, then `ullage plan ... --hardware local`")
+    assert line.endswith("Run `ullage calibrate`, then plan again")
 
 
 class Recording:
@@ -128,7 +128,7 @@ def test_a_run_names_the_lane_that_was_mispredicted(tmp_path: Path) -> None:
     assert len(warnings) <= 2, "one for each time that it was looked"
     assert "optimizer steps on the CPU" in line
     assert " measured, " in line
-    assert line.endswith("`ullage calibrate`, then `ullage plan ... --hardware local`")
+    assert line.endswith("Run `ullage calibrate`, then plan again")
     lanes = Counter(lane for line in warnings for lane in re.findall(r"\(lane (\S+)\)", line))
     assert set(lanes.values()) == {1}
     shown = re.search(r"106/106 loss [\d.]+, [\d.]+ m?s \(([\d.]+ m?s) predicted, [\d.]+ x\)", done.stderr)

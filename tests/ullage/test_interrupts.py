@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ullage.cli.interruption import whole_interrupt
+from ullage.cli.interruption import consistent_interrupt
 
 WAIT_S = 60.0
 
@@ -80,12 +80,12 @@ def test_a_shell_sees_143_for_sigterm(phase: str, host_plan: Path, plan_path: Pa
 
 
 def test_what_fails_because_of_ctrl_c_counts_as_that() -> None:
-    with pytest.raises(KeyboardInterrupt), whole_interrupt():
+    with pytest.raises(KeyboardInterrupt), consistent_interrupt():
         try:
             signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt:
             raise ImportError("a broken module") from None
-    with pytest.raises(ImportError), whole_interrupt():
+    with pytest.raises(ImportError), consistent_interrupt():
         raise ImportError("a broken module")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -93,7 +93,7 @@ def test_what_fails_because_of_ctrl_c_counts_as_that() -> None:
 def test_who_has_own_handlers_keeps_them() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell's background jobs have it
     try:
-        with whole_interrupt():
+        with consistent_interrupt():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)

@@ -15,7 +15,7 @@ from planner.models import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
 from ullage.main import main
-from ullage.training.feeds import feed_of
+from ullage.training.batches import batch_source
 from ullage.training.text import TokenStream
 
 
@@ -98,9 +98,9 @@ def test_text_is_refused_before_training_if_the_model_knows_too_few_tokens(
     words = "one token per byte, 0 to 255, but the model knows tokens 0 to 254; give the tokens of its own tokenizer"
     with pytest.raises(ValueError, match=words):
         ullage.Trainer(too_small)
-    feed_of(known, None, 0, 0)
+    batch_source(known, None, 0, 0)
     tokens = torch.arange(64, dtype=torch.uint8).numpy()
-    assert isinstance(feed_of(too_small, tokens, 0, 0)._stream, TokenStream)  # tokens of the user's are no text
+    assert isinstance(batch_source(too_small, tokens, 0, 0)._stream, TokenStream)  # tokens of the user's are no text
     (tmp_path / "plan.json").write_text(json.dumps(json.loads(too_small.to_json())), encoding="utf-8")
     (tmp_path / "text").write_text("a" * 5000)
     for more in ([], ["--text", str(tmp_path / "text")]):

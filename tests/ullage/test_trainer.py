@@ -18,9 +18,9 @@ from hwprofiles.registry import load_profile
 from planner.models import resolve_model
 from planner.plan.document import Plan
 from planner.plan.planning import Request, make_plan
-from ullage.training.checkpoints import CheckpointOptions, Keeper
-from ullage.training.feeds import feed_of
-from ullage.training.shortage import ShortageError
+from ullage.training.batches import batch_source
+from ullage.training.checkpoints import CheckpointOptions, CheckpointSaver
+from ullage.training.out_of_memory import OutOfMemoryError
 from ullage.training.text import Tokens, TokenStream
 
 SEQ_LEN = 32
@@ -99,15 +99,17 @@ def test_any_number_of_ranks_shares_the_same_batches(plan: Plan, tokens: Tokens,
     """Each micro-batch of all ranks together is the next piece of one order, and each rank takes its own part."""
 
     shared = plan.decisions.model_copy(update={"data_parallel": num_ranks, "micro_batch": 4 // num_ranks})
-    feeds = [feed_of(plan.model_copy(update={"decisions": shared}), tokens, 7, 3, rank) for rank in range(num_ranks)]
+    feeds = [
+        batch_source(plan.model_copy(update={"decisions": shared}), tokens, 7, 3, rank) for rank in range(num_ranks)
+    ]
     listener = Listener()
     for _ in range(11):
-        for feed in feeds:
-            feed.loss(listener, torch.device("cpu"))
+        for batches in feeds:
+            batches.loss(listener, torch.device("cpu"))
     stream = TokenStream(tokens, SEQ_LEN, 7)
     stream.next(3)
     assert listener.heard == stream.next(44).tolist()
-    assert {feed.position for feed in feeds} == {stream.position} == {47}
+    assert {batches.position for batches in feeds} == {stream.position} == {47}
 
 
 def test_bad_input(plan: Plan, tokens: Tokens) -> None:
@@ -141,13 +143,13 @@ def test_memory_that_runs_out_on_the_way_is_told_with_its_ledger(
                 raise error
 
             monkeypatch.setattr(trainer, "_compute", compute)
-            with pytest.raises(ShortageError) as caught:
+            with pytest.raises(OutOfMemoryError) as caught:
                 next(iter(trainer))
-            shortage = caught.value.shortage
-            assert shortage.tier == tier
-            actual = {name: n for name, n in shortage.actual_bytes.items() if "activations" not in name}
-            assert actual == {str(c): n for c, n in trainer.session.memory()[shortage.tier].static_bytes.items()}
-            assert shortage.remedy
+            report = caught.value.report
+            assert report.tier == tier
+            actual = {name: n for name, n in report.actual_bytes.items() if "activations" not in name}
+            assert actual == {str(c): n for c, n in trainer.session.memory()[report.tier].static_bytes.items()}
+            assert report.remedy
 
 
 def test_memory_of_times_is_bounded(plan: Plan, tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +191,7 @@ def test_what_fails_after_the_model_was_prepared_ends_the_session(
         sessions.append(optimizer.session)
         raise CheckpointError("there is no room")
 
-    monkeypatch.setattr(Keeper, "open", fails)
+    monkeypatch.setattr(CheckpointSaver, "open", fails)
     with pytest.raises(CheckpointError, match="there is no room"):
         ullage.Trainer(plan, data=tokens, checkpoints=CheckpointOptions([Level(tmp_path)]))
     assert [session.closed for session in sessions] == [True]
@@ -205,13 +207,13 @@ def test_memory_of_ranks_is_too_much_if_it_is_so_three_times(
     def check(*_args: object) -> None:
         looked.append(trainer.iteration)
         if len(looked) <= num_too_much:
-            raise ShortageError(SimpleNamespace(what="", remedy=""))
+            raise OutOfMemoryError(SimpleNamespace(what="", remedy=""))
 
     monkeypatch.setattr(ullage.training.trainer, "check_device", check)
     with ullage.Trainer(plan, data=tokens) as trainer:
         trainer.plan = plan.model_copy(
             update={"decisions": plan.decisions.model_copy(update={"data_parallel": 2, "zero_stage": 1})}
         )
-        with pytest.raises(ShortageError) if ends else contextlib.nullcontext():
+        with pytest.raises(OutOfMemoryError) if ends else contextlib.nullcontext():
             list(trainer.run(6))
     assert looked == list(range(1, 2 + min(num_too_much, 2)))

@@ -6,7 +6,7 @@ from hwprofiles.changes import with_cores, with_devices_per_node, with_num_drive
 from hwprofiles.paths import number, quantities
 from hwprofiles.registry import load_profile
 from planner.models import resolve_model
-from ullage.cli.failure_options import add_checkpoint_options
+from ullage.cli.checkpoint_options import add_checkpoint_options
 from ullage.cli.request_options import add_request_options
 from ullage.whatif.fields import ALIASES, FieldError, Fields, changed_machine, changed_model, of_machine
 from ullage.whatif.values import Number

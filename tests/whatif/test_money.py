@@ -7,7 +7,7 @@ from hwprofiles.quantity import Provenance
 from ullage.whatif.command import load_example_prices
 from ullage.whatif.money import charged, pareto_front
 from ullage.whatif.prices import Extra, MachinePrice, Prices, PricesError, load_prices
-from ullage.whatif.study import Asked, Checkpoints, Cost, Point, Result, Varied
+from ullage.whatif.study import Checkpoints, Cost, Point, Result, StudyRequest, Varied
 
 ASSUMED = Provenance(origin="assumed", source="a test")
 
@@ -31,7 +31,7 @@ def test_costs_are_those_of_a_bill():
         extras={"host.memory_bytes": Extra(amount=1e9, price=7.3, per="month")},
     )
     more = Varied(before=100e9, after=150e9)
-    asked = Asked(set={}, tokens=36e9, deadline_s=9e3)
+    asked = StudyRequest(set={}, tokens=36e9, deadline_s=9e3)
     (found,), notes = charged([point(1e6 * 3.6, varied={"host.memory_bytes": more, "pcie": more})], prices, asked)
     per_hour = 8 * 2.0 + 3.0 + 50 * 7.3 / 730
     assert found.cost.per_hour == pytest.approx(per_hour)
@@ -50,7 +50,7 @@ def test_time_that_failures_take_is_paid_for():
     failing = steady.model_copy(
         update={"result": Result(status="fits", figures=steady.figures.model_copy(update={"checkpoints": saved}))}
     )
-    (one, other), _ = charged([steady, failing], prices, Asked(set={}, tokens=1e9))
+    (one, other), _ = charged([steady, failing], prices, StudyRequest(set={}, tokens=1e9))
     assert other.cost.per_hour == one.cost.per_hour
     for name in ("per_million_tokens", "run_s", "run"):
         assert getattr(other.cost, name) == pytest.approx(getattr(one.cost, name) / 0.8)

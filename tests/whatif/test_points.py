@@ -9,20 +9,20 @@ from planner.plan.planning import make_plan
 from ullage.whatif.design import Space
 from ullage.whatif.running import point
 from ullage.whatif.running.point import digest_of, plan_point
-from ullage.whatif.running.runner import Bench, InterruptedStudyError, run_study
+from ullage.whatif.running.runner import Evaluator, InterruptedStudyError, run_study
 from ullage.whatif.running.store import Store
 from ullage.whatif.running.workers import in_processes, in_this_process
-from ullage.whatif.study import Asked, Study, StudyError, load_study
+from ullage.whatif.study import Study, StudyError, StudyRequest, load_study
 
 
 def space(tiny: str, **options: object) -> Space:
     given = {"model": tiny, "hardware": "a100-80", **options.pop("set", {})}
-    return Space(Asked(set=given, **options))
+    return Space(StudyRequest(set=given, **options))
 
 
 def study(wanted: Space, path, runner=in_this_process) -> Study:
     with Store(path) as store:
-        return run_study(wanted, None, Bench(store, runner))
+        return run_study(wanted, None, Evaluator(store, runner))
 
 
 def test_a_point_is_what_plan_finds(tiny):
@@ -107,9 +107,9 @@ def test_results_do_not_depend_on_order_or_processes(tiny, tmp_path):
     wanted = space(tiny, sweep={"pcie": ("1x,4x",), "device.memory_bytes": ("40GB,80GB",)})
     one = study(wanted, tmp_path / "one.jsonl")
     with Store(tmp_path / "back.jsonl") as store:
-        Bench(store, in_this_process).results(reversed(list(wanted.cases())), "plan")
+        Evaluator(store, in_this_process).results(reversed(list(wanted.cases())), "plan")
         again = run_study(
-            wanted, None, Bench(store, lambda tasks, effort: pytest.fail(f"planned again: {tasks} {effort}"))
+            wanted, None, Evaluator(store, lambda tasks, effort: pytest.fail(f"planned again: {tasks} {effort}"))
         )
     assert again.to_json() == one.to_json() == study(wanted, tmp_path / "two.jsonl", in_processes(2)).to_json()
     (tmp_path / "study.json").write_text(one.to_json())
@@ -179,7 +179,7 @@ def test_random_designs_are_seeded_and_draw_nothing_twice(tiny):
 
 
 def test_machines_and_models_are_axes(tiny, tmp_path):
-    asked = Asked(set={"model": tiny, "pcie": "2x"}, sweep={"hardware": ("h100,v100",)})
+    asked = StudyRequest(set={"model": tiny, "pcie": "2x"}, sweep={"hardware": ("h100,v100",)})
     found = study(Space(asked), tmp_path / "s.jsonl")
     assert [p.hardware for p in found.points] == ["h100", "v100"]
     for each in found.points:

@@ -12,19 +12,19 @@ from ullage.whatif.design import Space
 from ullage.whatif.fields import of_machine
 from ullage.whatif.questions import answer
 from ullage.whatif.running.point import plan_point
-from ullage.whatif.running.runner import Bench
+from ullage.whatif.running.runner import Evaluator
 from ullage.whatif.running.store import Store
 from ullage.whatif.running.workers import in_this_process
 from ullage.whatif.screen import sensitivity_table
 from ullage.whatif.sensitivity import STEP, sensitivities
-from ullage.whatif.study import Asked, Result, StudyError
+from ullage.whatif.study import Result, StudyError, StudyRequest
 from ullage.whatif.values import Number
 
 
 def asked(tiny, question, tmp_path, prices=None, set_=None, **options):
-    space = Space(Asked(set={"model": tiny, **(set_ or {})}, question=question, **options))
+    space = Space(StudyRequest(set={"model": tiny, **(set_ or {})}, question=question, **options))
     with Store(tmp_path / "s.jsonl") as store:
-        return space, answer(space, prices, Bench(store, in_this_process))
+        return space, answer(space, prices, Evaluator(store, in_this_process))
 
 
 def test_fits_finds_the_least_that_fits(tiny, tmp_path):
@@ -112,9 +112,9 @@ def limited_by_gemm_or_launch(tasks, effort):
 
 
 def test_sensitivities_and_crossings_of_a_known_machine(tiny, tmp_path):
-    space = Space(Asked(set={"model": tiny, "hardware": "a100-80"}))
+    space = Space(StudyRequest(set={"model": tiny, "hardware": "a100-80"}))
     with Store(tmp_path / "s.jsonl") as store:
-        found = sensitivities(space, Bench(store, limited_by_gemm_or_launch))
+        found = sensitivities(space, Evaluator(store, limited_by_gemm_or_launch))
     rows = {row.name: row for row in found.rows}
     gemm = rows.pop("device-gemm")
     assert gemm is found.rows[0]

@@ -22,11 +22,11 @@ from planner.simulate.machine import Simulation
 from ullage.analysis.provenance import unit_and_value
 from ullage.analysis.runs import RunRecord
 from ullage.analysis.simulation import simulate
-from ullage.output.formatting import LANE_WORDS, si
+from ullage.output.formatting import LANE_WORDS, si, signed_percent
 
 CLOSE = 0.01
 """A prediction that is off by less than this part of the measured iteration has held."""
-NOTHING = "(nothing)"
+NOTHING = "(idle)"
 """What the critical path calls time in which nothing runs that the schedule knows of."""
 
 
@@ -51,6 +51,12 @@ class Row:
         if self.predicted is None or not self.measured:
             return None
         return self.predicted / self.measured - 1
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What a table shows: name, predicted, measured, error."""
+        values = ("-" if value is None else si(value, self.unit) for value in (self.predicted, self.measured))
+        return (self.name, *values, "-" if self.error is None else signed_percent(self.error))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +167,12 @@ class Change:
     before: float
     after: float
     unit: str
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """What a table shows: quantity, from, to, change."""
+        values = (si(value, self.unit) if self.unit else f"{value:.3g}" for value in (self.before, self.after))
+        return (self.path, *values, signed_percent(self.after / self.before - 1))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -147,7 +147,7 @@ class Iteration:
         """What would help, in one line: the lanes whose relief shortens the iteration, most first."""
         saved = sorted(((1 - s / self.period_s, lane) for lane, s in self.half_work_s.items()), reverse=True)
         told = [f"{lane} -{percent(share)}" for share, lane in saved if share >= _WORTH_TELLING]
-        return f"half the work on one lane: {', '.join(told)}" if told else "less work on no single lane"
+        return f"half the work on a lane: {', '.join(told)}" if told else "less work on no single lane"
 
     @property
     def sharing(self) -> str:

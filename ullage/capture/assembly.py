@@ -20,8 +20,8 @@ from planner.models.captured import (
 )
 from planner.models.kernels import Elementwise, Kernel, flop
 from planner.models.parameters import ParameterSpec
-from ullage.capture.placing import Place
-from ullage.capture.recording import Recording
+from ullage.capture.partitioning import UnitVisits
+from ullage.capture.records import Recording
 
 # Work behind the last block that has no unit of its own counts as that block's, but recomputation does not rerun it;
 # with more saved bytes than this share of the block's, it cannot be told as if it did.
@@ -46,7 +46,7 @@ class _Draft:
 
 def assemble(
     recording: Recording,
-    places: list[Place],
+    places: list[UnitVisits],
     *,
     factory: str,
     inputs: tuple[CapturedInput, ...],
@@ -86,7 +86,7 @@ def assemble(
     )
 
 
-def _operators(recording: Recording, places: list[Place]) -> list[_Draft]:
+def _operators(recording: Recording, places: list[UnitVisits]) -> list[_Draft]:
     """Return stretches of forward events of one module; those that run nothing belong to the stretch around them."""
     drafts: list[_Draft] = []
     for number, unit in enumerate(places):
@@ -107,7 +107,7 @@ def _runs(recording: Recording, draft: _Draft) -> bool:
     return any(recording.forward[index].kernels for index in draft.events)
 
 
-def _own(recording: Recording, places: list[Place], drafts: list[_Draft]) -> None:
+def _own(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -> None:
     """Give every parameter to the operator that uses it first, those of one module to one unit."""
     uses = [
         (name, number)
@@ -143,7 +143,7 @@ def _first_read(recording: Recording, draft: _Draft, name: str) -> int:
     return next((i for i in draft.events if name in recording.forward[i].parameters), len(recording.forward))
 
 
-def _called(recording: Recording, places: list[Place]) -> dict[str, int]:
+def _called(recording: Recording, places: list[UnitVisits]) -> dict[str, int]:
     """Return the unit in which each module is called first: its own, or else the one that computes then."""
     unit_of = {visit: number for number, unit in enumerate(places) for visit in unit.visits}
     computes = {event: number for number, unit in enumerate(places) for event in unit.events}
@@ -157,7 +157,7 @@ def _called(recording: Recording, places: list[Place]) -> dict[str, int]:
     return found
 
 
-def _nearest(module: str, unit_of: dict[str, int], places: list[Place]) -> int:
+def _nearest(module: str, unit_of: dict[str, int], places: list[UnitVisits]) -> int:
     def common(other: str) -> int:
         pairs = zip(module.split("."), other.split("."), strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -166,7 +166,7 @@ def _nearest(module: str, unit_of: dict[str, int], places: list[Place]) -> int:
     return len(places) - 1 if best is None else unit_of[best]
 
 
-def _save(recording: Recording, drafts: list[_Draft], operator_of: dict[int, int], places: list[Place]) -> None:
+def _save(recording: Recording, drafts: list[_Draft], operator_of: dict[int, int], places: list[UnitVisits]) -> None:
     """Count what autograd keeps: each storage once, at the first operator that keeps it.
 
     What several segments keep (rotary factors, a mask) outlives the recomputation of each, so that it counts where it
@@ -192,7 +192,7 @@ def _event_of(recording: Recording, position: int, visit: int) -> int:
     return position if position < len(events) and events[position].visit == visit else max(position - 1, 0)
 
 
-def _unsegment(recording: Recording, places: list[Place], drafts: list[_Draft]) -> None:
+def _unsegment(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -> None:
     """Take segments apart of which recomputation would not do what is told of them."""
     stops = {visit.path: visit.stop for visit in recording.visits}
     behind: defaultdict[str, int] = defaultdict(int)
@@ -252,7 +252,7 @@ def _tied_gradients(recording: Recording, drafts: list[_Draft]) -> set[int]:
     return found
 
 
-def _hand_on(recording: Recording, places: list[Place], drafts: list[_Draft]) -> None:
+def _hand_on(recording: Recording, places: list[UnitVisits], drafts: list[_Draft]) -> None:
     """Note what operators hand on; of the first unit of a block, and the one before it, what the block is given.
 
     That is ``Unit.activation_output_bytes``: what recomputation of the block must keep.
@@ -272,7 +272,7 @@ def _hand_on(recording: Recording, places: list[Place], drafts: list[_Draft]) ->
 
 
 def _block(
-    recording: Recording, places: list[Place], drafts: Sequence[_Draft], path: str, seen: dict[str, int]
+    recording: Recording, places: list[UnitVisits], drafts: Sequence[_Draft], path: str, seen: dict[str, int]
 ) -> CapturedBlock:
     shapes = {name: tuple(parameter.shape) for name, parameter in recording.model.named_parameters()}
     rerun_until = _rerun_until(recording, path)

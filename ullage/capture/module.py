@@ -22,12 +22,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from planner.models.captured import CapturedInput, CapturedModel
 from ullage.capture.assembly import assemble
+from ullage.capture.executable import check_executable
 from ullage.capture.fakes import VALUES
-from ullage.capture.following import check_followed
 from ullage.capture.kernels import UnsupportedOperatorError
-from ullage.capture.placing import place
-from ullage.capture.recording import CaptureError, record
-from ullage.capture.trials import RefusedError
+from ullage.capture.operator_checks import RefusedOperatorError
+from ullage.capture.partitioning import partition
+from ullage.capture.recording import record
+from ullage.capture.records import CaptureError
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it tells of errors that are told here
@@ -81,9 +82,9 @@ def capture_module(
         recording = record(model.train(), args, named, as_on_gpu=as_on_gpu)
     first = given[0]
     seq_len = first.shape[1] if first.dtype.startswith("int") and len(first.shape) > 1 else 1
-    captured = assemble(recording, place(recording), factory=name, inputs=given, dtype=dtype, seq_len=seq_len)
+    captured = assemble(recording, partition(recording), factory=name, inputs=given, dtype=dtype, seq_len=seq_len)
     with _refusing(name):
-        check_followed(recording, captured)
+        check_executable(recording, captured)
     return captured
 
 
@@ -198,7 +199,7 @@ def _refusing(name: str, model: nn.Module | None = None) -> Iterator[None]:
             # Copying a module asks for addresses, which fake tensors do not have.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
-    except (CaptureError, UnsupportedOperatorError, RefusedError) as error:
+    except (CaptureError, UnsupportedOperatorError, RefusedOperatorError) as error:
         raise CaptureError(f"{name}{_at(inside)}: {error}") from error
     except VALUES as error:
         raise CaptureError(

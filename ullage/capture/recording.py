@@ -18,113 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from executor.callbacks import hook_target
-from planner.models.kernels import Kernels, flop
+from planner.models.kernels import flop
 from ullage.capture.fakes import Fakes
 from ullage.capture.kernels import kernels_of
-from ullage.capture.trials import RefusedError, Trials
+from ullage.capture.operator_checks import OperatorChecks, RefusedOperatorError
+from ullage.capture.records import CaptureError, Event, Recording, Save, Storage, Visit
 
 # Operators that look integers up: the argument that holds them, and the dimension of the first that is the table.
 _TABLES = {"embedding": (1, 0), "nll_loss_forward": (1, 1), "nll_loss2d_forward": (1, 1)}
 _NO_SEQUENCE = 2**63  # autograd numbers the nodes that accumulate gradients with the largest integer
-
-
-@dataclasses.dataclass(slots=True)
-class Visit:
-    """One call of a module's forward.
-
-    Attributes:
-        parent: index of the visit it was called from; -1 for the model's own.
-        first, stop: range of forward events.
-        input_bytes: of the tensors it was given that have a gradient: what recomputation must keep.
-    """
-
-    path: str
-    module: nn.Module
-    parent: int
-    first: int
-    stop: int = -1
-    input_bytes: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Event:
-    """One operator that was dispatched.
-
-    Attributes:
-        visit: index of the visit that ran it; in backward that of the forward whose gradient it computes.
-        source: index of the forward event that it belongs to: itself, or the one whose autograd node runs.
-        kernels: empty for views and bookkeeping.
-        storages: numbers of the storages it wrote.
-        output_bytes: of its first result.
-        product_bytes: of all floating results, if it is a product and they stay as it made them.
-        parameters: names of those it read.
-    """
-
-    visit: int
-    source: int
-    kernels: Kernels
-    storages: tuple[int, ...]
-    output_bytes: int
-    product_bytes: int
-    parameters: tuple[str, ...]
-
-
-@dataclasses.dataclass(slots=True)
-class Storage:
-    """Memory that was allocated.
-
-    Attributes:
-        born, died: first and last event at which it is there; what is there before the first was born at -1.
-        owner: ``parameter``, ``buffer``, ``input``, ``gradient`` of a parameter, or empty.
-    """
-
-    num_bytes: int
-    born: int
-    died: int | None = None
-    owner: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Save:
-    """A tensor that autograd keeps.
-
-    Attributes:
-        position: forward events that had been dispatched when it was kept.
-    """
-
-    storage: int
-    position: int
-    visit: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Recording:
-    """What happened.
-
-    Attributes:
-        forward, backward: events; backward ones are numbered from ``len(forward)`` on.
-        loss: what backward began from, in words.
-        gradients: numbers of the storages that parameters' gradients are in at the end.
-        sums: of every sum in backward, the storages that it was made of.
-        num_values: of every input, how many different integers it may hold, where it is looked up in a table.
-        arrivals: of visits to whose results backward came, in order, how many backward events had been dispatched.
-    """
-
-    model: nn.Module
-    visits: list[Visit]
-    forward: list[Event]
-    backward: list[Event]
-    storages: list[Storage]
-    saves: list[Save]
-    loss: str
-    gradients: dict[str, int]
-    sums: dict[int, tuple[int, ...]]
-    num_values: list[int | None]
-    arrivals: list[tuple[int, int]]
-
-
-class CaptureError(ValueError):
-    """A model that cannot be captured, and what to do about it."""
 
 
 def record(model: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str, Tensor], *, as_on_gpu: bool) -> Recording:
@@ -141,7 +43,7 @@ def record(model: nn.Module, args: Sequence[Tensor], kwargs: Mapping[str, Tensor
         RefusedError: real kernels do not take what an operator is given.
         UnsupportedOperatorError: an operator has no known cost.
     """
-    recorder = _Recorder(model, [*args, *kwargs.values()], Trials(as_on_gpu=as_on_gpu))
+    recorder = _Recorder(model, [*args, *kwargs.values()], OperatorChecks(as_on_gpu=as_on_gpu))
     with contextlib.ExitStack() as stack:
         if as_on_gpu:
             stack.enter_context(_as_on_gpu())
@@ -219,7 +121,7 @@ def _as_on_gpu() -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, model: nn.Module, inputs: Sequence[Tensor], trials: Trials) -> None:
+    def __init__(self, model: nn.Module, inputs: Sequence[Tensor], checks: OperatorChecks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.visits: list[Visit] = []
         self.forward: list[Event] = []
@@ -228,7 +130,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.saves: list[Save] = []
         self._model = model
         self._fakes = Fakes()
-        self._trials = trials
+        self._checks = checks
         self._stack: list[int] = [-1]
         self._begun: list[int] = []  # autograd's next number when each visit began
         self._number: dict[int, int] = {}  # of the storages that are there, by address
@@ -284,8 +186,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _try(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         try:
-            self._trials.check(func, args, kwargs, output)
-        except RefusedError as error:
+            self._checks.check(func, args, kwargs, output)
+        except RefusedOperatorError as error:
             if not self._in_backward:
                 raise
             raise CaptureError(f"backward of {self._at()}: {error}") from error

@@ -6,7 +6,7 @@ from pathlib import Path
 PACKAGES = ("hwprofiles", "planner", "executor", "ullage")
 
 
-class IntruderError(ImportError):
+class InstallationError(ImportError):
     """Another distribution's package would be imported in place of ours."""
 
 
@@ -20,11 +20,11 @@ def check_packages() -> None:
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
         if spec is None:
-            raise IntruderError(f"package {name!r} is missing beside {home / 'ullage'}; install ullage again")
+            raise InstallationError(f"package {name!r} is missing beside {home / 'ullage'}; install ullage again")
         found = Path(spec.origin).resolve() if spec.origin else None
         if found is None or found.parent.parent != home:
             where = found or ", ".join(spec.submodule_search_locations or ()) or "elsewhere"
-            raise IntruderError(
+            raise InstallationError(
                 f"package {name!r} is a stranger: it resolves to {where}, not to {home / name}; pip uninstall {name} "
                 "if another distribution brought it, do not run beside a file of that name, or use a fresh environment"
             )

@@ -24,7 +24,7 @@ class InterruptedTrainingError(Exception):
         self.signal = number
 
 
-class EndAtOnceError(KeyboardInterrupt):
+class ForcedExitError(KeyboardInterrupt):
     """Training was asked twice to end.
 
     Attributes:
@@ -37,7 +37,7 @@ class EndAtOnceError(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def whole_interrupt() -> Iterator[None]:
+def consistent_interrupt() -> Iterator[None]:
     """Let whatever ends after Ctrl-C end by :class:`KeyboardInterrupt`.
 
     What Ctrl-C interrupts may fail in another way: an extension in Rust or C that imports a module calls it a broken
@@ -98,6 +98,6 @@ class Interruption:
             if time.monotonic() - self._first_s < _SAME_WISH_S:
                 return
             self._restore()
-            raise EndAtOnceError(number)
+            raise ForcedExitError(number)
         self.signal, self._first_s = number, time.monotonic()
         self._tell("ending after this iteration, with a checkpoint in all places; once more to end at once")

@@ -10,8 +10,9 @@ from planner.decisions import Precision
 from planner.models.captured import CapturedInput, CapturedModel, Model
 from planner.models.registry import resolve_model
 from planner.plan.planning import Request, default_precision
+from ullage.cli.default_hardware import default_hardware
 from ullage.cli.expert_load import expert_load
-from ullage.cli.request_options import DEFAULT_HARDWARE, DEFAULT_SEQ_LEN, is_captured
+from ullage.cli.request_options import DEFAULT_SEQ_LEN, is_captured
 
 
 def request_of(
@@ -29,7 +30,7 @@ def request_of(
     Raises:
         ValueError: no such model or machine, or it cannot do what is asked for.
     """
-    hardware = change_machine(load_profile(args.hardware or DEFAULT_HARDWARE))
+    hardware = change_machine(load_profile(args.hardware or default_hardware().name))
     if args.device_memory is not None:
         hardware = hardware.with_device_memory(args.device_memory)
     if args.nodes is not None:

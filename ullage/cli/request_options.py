@@ -12,7 +12,7 @@ from planner.optimizers import OPTIMIZERS
 from planner.terms import DEFAULT_MICRO_BATCH, Storage
 from ullage.cli.arguments import input_shape, parse_bytes, positive_int
 
-DEFAULT_HARDWARE: Final = "a100-80"
+PACKAGED_HARDWARE: Final = "a100-80"  # the default where this machine was not calibrated
 DEFAULT_SEQ_LEN: Final = 2048
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -25,23 +25,24 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         "-m",
         required=model_required,
         help="name (see `ullage models`), hub id, path of a config.json, or package.module:function that returns any "
-        "nn.Module, which is then captured without its memory; frozen parameters have room for state and gradients too",
+        "nn.Module. Ullage captures such a module without its memory, and plans its frozen parameters like others",
     )
     group.add_argument(
         "--input-shape",
         type=input_shape,
         nargs="+",
         metavar="[NAME=]SHAPE[:TYPE]",
-        help="what a captured model is called with, as in 4x2048:int64 or input_ids=4x2048:int64 "
-        "labels=4x2048:int64; TYPE is float (that of the weights; the default), int64, int32 or bool. The leading "
-        "dimension is the micro-batch. The loss is the output if it is a scalar, its .loss if it has one, the only "
-        "scalar in it, or else the mean of its first floating tensor",
+        help="inputs of a captured model, as in 4x2048:int64 or input_ids=4x2048:int64 labels=4x2048:int64. TYPE is "
+        "float (the type of the weights; the default), int64, int32 or bool. The first dimension is the micro-batch. "
+        "The loss is the output if that is a scalar; else its .loss; else its only scalar; else the mean of its first "
+        "floating tensor",
     )
     group.add_argument("--gpus", "-n", type=positive_int, metavar="N", help="devices to train on (default: 1)")
     group.add_argument(
         "--hardware",
         metavar="NAME|PATH|local",
-        help=f"profile of the machine, see `ullage hardware` (default: {DEFAULT_HARDWARE})",
+        help="profile of the machine, see `ullage hardware` (default: this machine's own, if `ullage calibrate` has "
+        f"written one; else {PACKAGED_HARDWARE})",
     )
     group.add_argument(
         "--seq-len",
@@ -57,11 +58,11 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
         "--global-batch",
         type=positive_int,
         metavar="N",
-        help="sequences per iteration over all devices: chooses what is not given of micro-batch, accumulation and "
-        "degrees",
+        help="sequences per iteration over all devices; the planner then chooses micro-batch, accumulation and degrees "
+        "that are not given",
     )
     group.add_argument(
-        "--nodes", type=positive_int, metavar="N", help="nodes that share the devices (as few as hold them)"
+        "--nodes", type=positive_int, metavar="N", help="nodes that share the devices (default: the fewest possible)"
     )
     for kind, what in (
         ("tensor", "ranks that share every layer"),
@@ -72,32 +73,34 @@ def add_request_options(parser: argparse.ArgumentParser, *, model_required: bool
             f"--{kind}-parallel", type=positive_int, metavar="N", help=f"{what} (1, or chosen with --global-batch)"
         )
     group.add_argument(
-        "--expert-units", type=positive_int, metavar="N", help="units that a rank's experts of a layer are placed in"
+        "--expert-units",
+        type=positive_int,
+        metavar="N",
+        help="units into which the experts of a layer are divided on each rank",
     )
     group.add_argument(
         "--expert-load",
         metavar="uniform|zipf:S|FILE",
-        help="how tokens spread over experts; a JSON file has shares, or one list of them for each layer (uniform)",
+        help="how tokens spread over experts; a JSON file holds one list of shares, or one list per layer (uniform)",
     )
     group.add_argument(
         "--storage",
         choices=get_args(Storage),
-        help="what a plan may use beside device and host: never anything (the default); activations: these may wait on "
-        "the host instead of being computed again; nvme: anything may also be on the drives, which wear with every "
-        "iteration",
+        help="what may be offloaded further. never: nothing (the default); activations: activations to the host; nvme: "
+        "also everything to the drives, which wears them",
     )
     group.add_argument(
         "--precision",
         choices=("bf16", "fp32"),
-        help="of weights and gradients (bf16; fp32 on a "
-        "device that multiplies it more than twice as fast, as processors without bf16 instructions do)",
+        help="of weights and gradients (default: bf16, or "
+        "fp32 if the device multiplies it more than twice as fast, as CPUs without bf16 instructions do)",
     )
     group.add_argument(
         "--optimizer",
         choices=tuple(OPTIMIZERS),
-        help="what updates the parameters, which says how much state they have: "
+        help="optimizer, and its state per parameter: "
         + ", ".join(f"{name} {state.state_bytes_per_param} B/param" for name, state in OPTIMIZERS.items())
-        + " (adamw, which Adam is planned as too; sgd has momentum)",
+        + " (default: adamw, also for Adam; sgd has momentum)",
     )
     group.add_argument(
         "--no-clip", action="store_true", default=None, help="do not clip gradients by their global norm"
@@ -127,7 +130,8 @@ def check_names(args: argparse.Namespace) -> None:
     """
     from hwprofiles.registry import load_profile  # noqa: PLC0415 - `--help` does without
     from planner.models.registry import resolve_model  # noqa: PLC0415
+    from ullage.cli.default_hardware import default_hardware  # noqa: PLC0415
 
-    load_profile(args.hardware or DEFAULT_HARDWARE)
+    load_profile(args.hardware or default_hardware().name)
     if not is_captured(args.model):
         resolve_model(args.model)

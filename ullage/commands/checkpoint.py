@@ -12,7 +12,7 @@ from executor.checkpoint.places.retention import LEAST_KEPT, parse_name
 from ullage.cli.arguments import positive_int
 from ullage.cli.exit_codes import CHECK_FAILED
 from ullage.commands import Subparsers, command_parser
-from ullage.output.console import console, write_json
+from ullage.output.console import console, table, write_json
 from ullage.output.formatting import si
 from ullage.training.levels import MEMORY, memory_folders
 
@@ -23,8 +23,8 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "checkpoint",
         run,
-        "Look after the checkpoints that `ullage execute --checkpoint-dir PLACE` makes: list them, check every byte,\n"
-        "export weights for transformers, and remove all but the newest. A place is a folder, or a URL of fsspec.",
+        "Manage the checkpoints of `ullage execute --checkpoint-dir PLACE`: list them, check every byte, export\n"
+        "weights for transformers, and remove all but the newest. A place is a folder, or a URL of fsspec.",
         """
         ullage checkpoint ls checkpoints/
         ullage checkpoint verify checkpoints/
@@ -34,7 +34,9 @@ def add_parser(subparsers: Subparsers) -> None:
         """,
     )
     parser.add_argument("action", choices=("ls", "verify", "export", "prune"), metavar="ls|verify|export|prune")
-    parser.add_argument("place", metavar="PLACE", help="where checkpoints are; for verify and export, or one of them")
+    parser.add_argument(
+        "place", metavar="PLACE", help="where the checkpoints are; verify and export also take a single checkpoint"
+    )
     parser.add_argument("--to", choices=("hf",), default="hf", help="export: weights as transformers reads them (hf)")
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help="export: a new folder for them")
     parser.add_argument(
@@ -45,7 +47,7 @@ def add_parser(subparsers: Subparsers) -> None:
         type=positive_int,
         default=LEAST_KEPT,
         metavar="N",
-        help=f"prune: the newest N that are whole stay ({LEAST_KEPT}, which is the least)",
+        help=f"prune: newest whole checkpoints to keep, at least {LEAST_KEPT} ({LEAST_KEPT})",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
@@ -83,15 +85,20 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         write_json(found)
         return 0
-    for entry in found:
-        _say(
-            f"{entry['path']}: {entry['damaged']}"
-            if "damaged" in entry
-            else f"{entry['path']}: step {entry['step']}, {si(entry['num_bytes'], 'B')} in {entry['num_tensors']} "
-            f"tensors of {entry['num_ranks']} rank(s)" + (f", {entry['written']}" if entry["written"] else "")
-        )
     if not found:
         _say(f"no checkpoints in {args.place}")
+        return 0
+    rows = table("", "checkpoint", "step", "size", "tensors", "ranks", "written")
+    for entry in found:
+        if "damaged" in entry:
+            _say(f"{entry['path']}: {entry['damaged']}")
+        else:
+            counts = (str(entry[name]) for name in ("num_tensors", "num_ranks"))
+            rows.add_row(
+                entry["path"], str(entry["step"]), si(entry["num_bytes"], "B"), *counts, entry["written"] or "-"
+            )
+    if rows.row_count:
+        console().print(rows)
     return 0
 
 

@@ -12,8 +12,8 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "doctor",
         run,
-        "Show versions, cores, memory and GPUs of this machine, and the first thing that is wrong with its remedy.\n"
-        "Exit code 1 if anything is wrong. A machine without a GPU is fine: its cores stand in for one.",
+        "Show versions, cores, memory and GPUs of this machine. If something is wrong, show the first problem and its\n"
+        "remedy; the exit code is then 1. A machine without a GPU is fine: its cores stand in for one.",
         """
         ullage doctor
         ullage doctor --json
@@ -45,12 +45,12 @@ def _rows(found: dict[str, Any]) -> dict[str, str]:
     lockable = "unlimited" if found["lockable_bytes"] is None else size(found["lockable_bytes"])
     free, total = size(found["available_memory_bytes"]), size(found["memory_bytes"])
     pages = (
-        f"transparent {found['transparent_hugepages'] or 'unknown'}, {found['num_free_hugepages']} reserved are free"
+        f"transparent {found['transparent_hugepages'] or 'unknown'}, {found['num_free_hugepages']} reserved and free"
     )
     rows = {
         "versions": f"ullage {found['ullage']}, Python {found['python']}, torch {found['torch']} ({cuda})",
-        "CPU": f"{found['cpu']}, {found['num_cores']} cores, {found['num_numa_nodes'] or 'unknown'} NUMA nodes",
-        "host memory": f"{free} free of {total}; may be locked: {lockable}",
+        "CPU": f"{found['cpu']}, {found['num_cores']} cores, NUMA nodes: {found['num_numa_nodes'] or 'unknown'}",
+        "host memory": f"{free} free of {total}; lockable (pinned): {lockable}",
         "huge pages": pages,
     }
     for number, gpu in enumerate(found["gpus"]):
@@ -59,6 +59,6 @@ def _rows(found: dict[str, Any]) -> dict[str, str]:
         memory = f"{size(gpu['free_bytes'])} free of {size(gpu['memory_bytes'])}"
         rows[f"GPU {number}"] = f"{gpu['name']}, driver {gpu['driver']}, {memory}, {link} {lanes}"
     if not found["gpus"]:
-        rows["GPU 0"] = "no GPU: nvidia-smi is not there, or knows of none"
+        rows["GPU"] = "none (nvidia-smi is missing, or lists none)"
     failure = found["failure"]
-    return rows | {"first failure": f"{failure['what']}; {failure['remedy']}" if failure else "none"}
+    return rows | {"first problem": f"{failure['what']}; {failure['remedy']}" if failure else "none"}

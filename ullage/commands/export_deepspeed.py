@@ -16,9 +16,9 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "export-deepspeed",
         run,
-        "Write the configuration of DeepSpeed that comes nearest to a plan: stage, what is offloaded, Twin-Flow's\n"
-        "ratio, batch and types. What of the plan DeepSpeed has no word for is named. The learning rate is that of\n"
-        "`ullage execute`. `ullage import-deepspeed` says what the result takes.",
+        "Write the DeepSpeed configuration nearest to a plan: ZeRO stage, offloading, Twin-Flow ratio, batch, types.\n"
+        "Parts of the plan that DeepSpeed cannot express are named. The learning rate is that of `ullage execute`.\n"
+        "`ullage import-deepspeed` predicts the result.",
         """
         ullage export-deepspeed plan.json
         ullage export-deepspeed plan.json --output ds_config.json --nvme-path /mnt/nvme
@@ -36,9 +36,9 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Export."""
     check_output("--output", args.output)
-    from ullage.integrations.deepspeed.exporting import exported  # noqa: PLC0415
+    from ullage.integrations.deepspeed.exporting import export_config  # noqa: PLC0415
 
-    found = exported(load_plan(args.plan), args.nvme_path)
+    found = export_config(load_plan(args.plan), args.nvme_path)
     text = json.dumps(found.config, indent=2) + "\n"
     if args.output is None:
         sys.stdout.write(text)

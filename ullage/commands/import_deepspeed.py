@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from hwprofiles.files import check_output, write_whole
+from ullage.cli.default_hardware import print_default_hardware
 from ullage.cli.request import request_of
 from ullage.cli.request_options import add_request_options, given_options
 from ullage.commands import Subparsers, command_parser
@@ -27,10 +28,10 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "import-deepspeed",
         run,
-        "Simulate an iteration as a configuration of DeepSpeed says, plan the same training by Ullage, and show both\n"
-        "side by side: time, memory, and where the difference comes from. Batch, accumulation, types, optimizer and\n"
-        "clipping are the configuration's; what is 'auto' there can be given here. Keys that DeepSpeed does not have,\n"
-        "and what is not simulated, are named. Nothing is executed: all figures are predicted.",
+        "Simulate an iteration of a DeepSpeed configuration, plan the same training with Ullage, and show both beside\n"
+        "each other: time, memory, and causes of the difference. Batch, accumulation, types, optimizer and clipping\n"
+        "are the configuration's; values that are 'auto' there can be given here. Unknown keys, and keys that are\n"
+        "not simulated, are named. All figures are predictions.",
         """
         ullage import-deepspeed ds_config.json --model opt-13b --hardware h100x4-80g --gpus 4
         ullage import-deepspeed ds_config.json --model llama-3-8b --micro-batch 4 --output plan.json
@@ -46,13 +47,14 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read, simulate, plan, print; 1 if DeepSpeed's does not fit."""
     from ullage.integrations.deepspeed.config import load_config  # noqa: PLC0415 - pydantic models take a moment
-    from ullage.integrations.deepspeed.importing import beside, imported  # noqa: PLC0415
+    from ullage.integrations.deepspeed.importing import imported, side_by_side  # noqa: PLC0415
 
     check_output("--output", args.output)
     if args.global_batch is not None:
         raise ValueError("--global-batch is train_batch_size in the configuration; leave it out")
+    print_default_hardware(args)
     config, given = load_config(args.config), set(given_options(args))
-    found = beside(imported(config, request_of(args), lambda name: _OPTIONS[name] in given))
+    found = side_by_side(imported(config, request_of(args), lambda name: _OPTIONS[name] in given))
     if args.output is not None and found.ours is not None:
         write_whole(args.output, found.ours.to_json())
     if args.json:
@@ -60,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
 
         write_json(found.to_json())
     else:
-        from ullage.integrations.deepspeed.screen import beside_screen  # noqa: PLC0415 - rich is slow to import
+        from ullage.integrations.deepspeed.screen import side_by_side_screen  # noqa: PLC0415 - rich is slow to import
 
-        beside_screen(found)
+        side_by_side_screen(found)
         if args.output is not None and found.ours is not None:
             sys.stdout.write(f"plan written to {args.output}\n")
     return 1 if found.theirs.missing else 0

@@ -17,9 +17,9 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "launch",
         run,
-        "Print the line that starts one process for each device of a plan; options of `ullage execute` may follow it.\n"
-        "Of several nodes each has such a line, in which N is the number of the node from 0 on, FIRST the address of\n"
-        "the first. Nothing is started.",
+        "Print the command that starts one process per device of a plan. Options of `ullage execute` may follow it.\n"
+        "On several nodes, run it on each: N is the number of the node from 0 on, FIRST the address of the first.\n"
+        "This command starts nothing.",
         """
         ullage launch plan.json
         ullage launch plan.json --with accelerate

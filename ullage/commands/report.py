@@ -15,10 +15,10 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "report",
         run,
-        "Write one HTML file that shows a plan, a run of one, or a study: the answer on its first screen, then all\n"
-        "tasks of an iteration, memory and traffic over time, lanes against what they could do, other engines, what\n"
-        "each trick is worth, predicted against measured; of a study its curves, and cost against speed. It needs no\n"
-        "network and nothing beside it, and prints well. Several files come side by side.",
+        "Write one HTML file that shows a plan, a run or a study. For a plan or run: the answer, all tasks of an\n"
+        "iteration, memory and traffic over time, a roofline of the lanes, other engines, what each technique is\n"
+        "worth, and predicted against measured. For a study: its curves, and cost against speed. The file needs no\n"
+        "network and prints well. Several files are shown side by side.",
         """
         ullage report plan.json
         ullage report out/run.json --output run.html --open
@@ -38,7 +38,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--figures", type=Path, metavar="DIR", help="write each figure as SVG and PNG too")
     parser.add_argument("--open", action="store_true", help="open the report in the browser")
-    parser.add_argument("--json", action="store_true", help="print as JSON what was written, and what is in it")
+    parser.add_argument("--json", action="store_true", help="print what was written, and what is in it, as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from ullage.analysis.comparison import Row
 from ullage.cli.arguments import positive_float
 from ullage.commands import Subparsers, command_parser
 from ullage.output.console import console, table, write_json
-from ullage.output.formatting import percent, si, signed_percent
+from ullage.output.formatting import percent
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -25,10 +25,10 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "validate",
         run,
-        "Predict runs that others have published, and show the errors: predicted over measured, so that +10 % means a\n"
-        "tenth too much. A case that cannot be predicted yet is an error, never left out silently.\n"
-        "The thresholds apply to what sums up a run (iteration or end-to-end time, throughput), over all cases;\n"
-        "exit code 1 if one is exceeded.",
+        "Predict runs that others have published, and show the errors: +10 % means that the prediction is 10 % too\n"
+        "high. If a case cannot be predicted, the command fails.\n"
+        "The thresholds apply to the totals of a run (iteration time, end-to-end time, throughput) over all cases.\n"
+        "If one is exceeded, the exit code is 1.",
         """
         ullage validate cases.json
         ullage validate cases.json --hardware h100x4-80g --max-mean-error 15
@@ -164,20 +164,19 @@ def _print(checked: Sequence[Checked], summaries: Sequence[dict[str, Any]], fail
         cases = table(metric.value, "case", "predicted", "measured", "error")
         for item in checked:
             if row := item.rows().get(metric):
-                assert row.predicted is not None
-                assert row.measured is not None
-                error = "-" if row.error is None else signed_percent(row.error)
-                cases.add_row(item.case.id, si(row.predicted, row.unit), si(row.measured, row.unit), error)
+                cases.add_row(item.case.id, *row.cells[1:])
         out.print(cases)
         out.print()
-    errors = table("absolute errors", "", "quantity", "cases", "mean", "median", "worst", num_text=2)
+    errors = table("absolute errors", "cases of", "quantity", "number", "mean", "median", "worst", num_text=2)
     for row_ in summaries:
         sizes = (percent(row_[name]) for name in ("mean", "median", "worst"))
         errors.add_row(row_["group"], row_["quantity"], str(row_["num_cases"]), *sizes)
     out.print(errors)
     for item in checked:
         if not item.outcome.converged:
-            out.print(f"warning: case {item.case.id} never repeats its iteration; read is the last one", soft_wrap=True)
+            out.print(
+                f"warning: case {item.case.id} has no two equal iterations; the last one was read", soft_wrap=True
+            )
     for warning in dict.fromkeys(text for item in checked for text in item.outcome.warnings):
         out.print(f"warning: {warning}", markup=False, soft_wrap=True)
     for failure in failures:

@@ -19,8 +19,8 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "verify",
         run,
-        "Check a plan without trusting who made it: simulate it again, check that it fits in memory, and add up the\n"
-        "proofs of its lower bound in exact arithmetic. Exit code 1 if anything that it states is not so.",
+        "Check a plan without trusting who made it: simulate it again, check that it fits in memory, and check the\n"
+        "proofs of its lower bound in exact arithmetic. If anything does not hold, the exit code is 1.",
         """
         ullage verify plan.json
         ullage verify plan.json --json

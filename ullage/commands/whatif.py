@@ -17,11 +17,10 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "whatif",
         run,
-        "Plan one request with other numbers of the machine, the model, the batch or the policy: every point is\n"
-        "planned anew, as `ullage plan` would. Values are absolute (64GB, 25GB/s, 10us) or factors (2x); lists 1,2,4\n"
-        "and ranges 0..12, 10..40..10GB/s, 1x..8x..*2. What is done is kept beside the output as it comes: a study\n"
-        "that was interrupted or killed goes on where it was with the same command. STUDY is a file with what is\n"
-        "asked, or one that was run before.",
+        "Plan one request with other values of the machine, the model, the batch or the policy. Every point is\n"
+        "planned anew, as `ullage plan` would. Values are absolute (64GB, 25GB/s, 10us) or factors (2x). They may be\n"
+        "lists (1,2,4) or ranges (0..12, 10..40..10GB/s, 1x..8x..*2). Results are saved as they come: if a study is\n"
+        "interrupted, the same command continues it. STUDY is a study file, run before or not.",
         """
         ullage whatif --model opt-13b --gpus 8 --set pcie=2x
         ullage whatif --model opt-13b --sweep gpus=1,2,4,8 --sweep pcie=1x..4x..*2 --table study.csv
@@ -35,27 +34,32 @@ def add_parser(subparsers: Subparsers) -> None:
         ullage whatif --fields pcie
         """,
     )
-    parser.add_argument("study", nargs="?", type=Path, metavar="STUDY", help="a study file that says what is asked")
+    parser.add_argument(
+        "study", nargs="?", type=Path, metavar="STUDY", help="a study file, in place of the options below"
+    )
     asked = parser.add_argument_group("what varies")
     asked.add_argument(
-        "--set", action="append", metavar="FIELD=VALUE", help="another value of a field, at all points; may be repeated"
+        "--set", action="append", metavar="FIELD=VALUE", help="value of a field at all points; may be repeated"
     )
     asked.add_argument(
-        "--sweep", action="append", metavar="FIELD=VALUES", help="values of a field, one axis; may be repeated"
+        "--sweep",
+        action="append",
+        metavar="FIELD=VALUES",
+        help="values of a field, which become one axis; may be repeated",
     )
     asked.add_argument(
         "--design",
         choices=get_args(Design),
-        help="cartesian: all combinations (the default); zip: the first values together, the second, ...; random: "
-        "--points of them, drawn with --seed, also between the ends of ranges such as 0.5x..4x",
+        help="cartesian: all combinations (the default); zip: the first values of all axes, the second, ...; random: "
+        "--points of them, drawn with --seed, also inside ranges such as 0.5x..4x",
     )
     asked.add_argument("--points", type=positive_int, metavar="N", help="how many points a random design draws")
-    asked.add_argument("--seed", type=non_negative_int, metavar="N", help="of a random design (0)")
+    asked.add_argument("--seed", type=non_negative_int, metavar="N", help="seed of a random design (0)")
     asked.add_argument(
         "--question",
         choices=get_args(Question),
-        help="fits: the least with which each machine trains it; cheapest: machines and numbers of GPUs by cost, in "
-        "time; upgrade: what to double; scale: more and more GPUs, and how well they are used",
+        help="fits: the smallest machine of each kind that trains it; cheapest: machines and numbers of GPUs by cost; "
+        "upgrade: which resource to double; scale: speed and efficiency on more and more GPUs",
     )
     asked.add_argument(
         "--sensitivities",
@@ -74,13 +78,13 @@ def add_parser(subparsers: Subparsers) -> None:
     money.add_argument("--days", type=positive_float, metavar="D", help="within which the run has to end")
     add_request_options(parser, model_required=False)
     running = parser.add_argument_group("how it is run")
-    running.add_argument("--workers", type=positive_int, metavar="N", help="processes (one for each core)")
+    running.add_argument("--workers", type=positive_int, metavar="N", help="processes (one per core)")
     running.add_argument(
         "--ray",
         nargs="?",
         const="",
         metavar="ADDRESS",
-        help="plan on a Ray cluster: that at ADDRESS, or a new one on this machine with --workers; ullage[ray]",
+        help="plan on the Ray cluster at ADDRESS, or on a new one on this machine with --workers; needs ullage[ray]",
     )
     running.add_argument(
         "--output",
@@ -90,10 +94,14 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="PATH",
         help="where the study goes (study.json)",
     )
-    running.add_argument("--table", type=Path, metavar="PATH", help="a row for each point, as .csv or .parquet")
-    running.add_argument("--json", action="store_true", help="print the study itself instead of tables")
+    running.add_argument("--table", type=Path, metavar="PATH", help="write one row per point, as .csv or .parquet")
+    running.add_argument("--json", action="store_true", help="print the study as JSON instead of tables")
     running.add_argument(
-        "--fields", nargs="?", const="", metavar="TEXT", help="list what can be varied, with units, and nothing else"
+        "--fields",
+        nargs="?",
+        const="",
+        metavar="TEXT",
+        help="list the fields that can be varied, with units, and do nothing else",
     )
 
 

@@ -11,6 +11,7 @@ _YEAR_S = 365.25 * _DAY_S
 _THOUSAND_YEARS_S = 1000 * _YEAR_S
 _LONG_UNITS = ((_YEAR_S, "years"), (_DAY_S, "d"), (_HOUR_S, "h"), (_MINUTE_S, "min"))
 _FEWEST = 1.5  # of a unit, before a smaller one is told
+_ROUNDING_S = 1e-9  # of sums
 _BARS = "▁▂▃▄▅▆▇█"
 
 UNIT_SYMBOLS = {"bytes": "B", "bytes_per_s": "B/s", "flop_per_s": "FLOP/s", "params_per_s": "params/s", "s": "s"}
@@ -62,6 +63,13 @@ def percent(fraction: float) -> str:
 def signed_percent(fraction: float) -> str:
     """Return a fraction as ``+12.3 %``."""
     return f"{100 * fraction:+.1f} %"
+
+
+def signed_s(seconds: float) -> str:
+    """Return seconds with their sign: ``+1.20 ms``."""
+    if abs(seconds) < _ROUNDING_S:
+        return "0 s"
+    return f"{'+' if seconds >= 0 else '-'}{si(abs(seconds), 's')}"
 
 
 def sparkline(values: Sequence[float], top: float) -> str:

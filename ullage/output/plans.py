@@ -1,4 +1,4 @@
-"""What screens and reports say alike of a plan."""
+"""Lines about a plan that screens and reports share."""
 
 from planner.bounds.proof import Certificate
 from planner.models.captured import CapturedModel, Model
@@ -37,11 +37,11 @@ def mfu(plan: Plan) -> float:
 
 
 def gap_line(plan: Plan) -> str:
-    """Return how far from the best a plan can be at most, among what, and where that lies."""
+    """Return how far from the best schedule a plan is at most, and the parts of that gap."""
     certificate, iteration_s = plan.certificate, plan.prediction.iteration_s
     return (
-        f"within {percent(certificate.gap(iteration_s))} of what any schedule {_REACH[plan.asked.storage]} can do here "
-        f"({si(certificate.bound_s, 's')}, proven): {gap_parts_words(certificate, iteration_s)}"
+        f"within {percent(certificate.gap(iteration_s))}: every schedule {_REACH[plan.asked.storage]} provably "
+        f"takes at least {si(certificate.bound_s, 's')} ({gap_parts_words(certificate, iteration_s)})"
     )
 
 

@@ -9,11 +9,11 @@ from planner.plan.document import Plan, PlanError, load_plan
 from ullage.analysis.comparison import explain_run
 from ullage.analysis.runs import RunRecord, load_run
 from ullage.report.charts import Fact, Part, Table
+from ullage.report.checkpoints import checkpoints_section
+from ullage.report.engines import engines_section, offload_section, tricks_section
 from ullage.report.measured import comparison_section
 from ullage.report.over_time import gantt_section, memory_section, resources_section, traffic_section
-from ullage.report.rivals import engines_section, offload_section, tricks_section
 from ullage.report.roofline import roofline_section
-from ullage.report.saving import checkpoints_section
 from ullage.report.study import study_part
 from ullage.report.summary import memory_by_tier, plan_summary
 from ullage.report.views import View

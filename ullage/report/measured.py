@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from ullage.analysis.comparison import Explained, Row, kind_words
-from ullage.output.formatting import si, signed_percent
+from ullage.output.formatting import si, signed_percent, signed_s
 from ullage.report.charts import Axis, Chart, Mark, Section, Table, Trace
 
 _LEAST = 1e-3  # of the iteration: causes that explain less are told in the table alone
@@ -13,10 +13,9 @@ def comparison_section(explained: Explained) -> Section:
     """Show phases, lanes and memory, predicted beside measured, and what their difference comes from."""
     comparison = explained.comparison
     measured = (
-        f"Measured figures are means of the {comparison.num_read} middle ones of {comparison.num_iterations} "
-        f"iterations, of which a tenth took less than {si(explained.p10_s, 's')} and a tenth more than "
-        f"{si(explained.p90_s, 's')}. Errors are predicted over measured: +10 % means that a tenth too much was "
-        "predicted."
+        f"Measured figures are means of the middle {comparison.num_read} of {comparison.num_iterations} iterations "
+        f"(p10 {si(explained.p10_s, 's')}, p90 {si(explained.p90_s, 's')}). An error of +10 % means that the "
+        "prediction is 10 % too high."
     )
     words = [f"{explained.answer[0].upper()}{explained.answer[1:]}.", measured]
     if explained.before:
@@ -36,7 +35,7 @@ def comparison_section(explained: Explained) -> Section:
             Table(
                 "Predicted against measured, in figures",
                 ("", "predicted", "measured", "error"),
-                tuple(_cells(row) for row in (*comparison.phases, *comparison.lanes, *comparison.memory)),
+                tuple(row.cells for row in (*comparison.phases, *comparison.lanes, *comparison.memory)),
             ),
             *_refit(explained),
         ),
@@ -47,8 +46,8 @@ def _causes(explained: Explained) -> tuple[Chart | Table, ...]:
     """Show the steps from the predicted iteration to the measured one."""
     found = explained.attribution
     told = [cause for cause in found.causes if abs(cause.seconds) >= _LEAST * found.measured_s]
-    rows = tuple((cause.kind, explained.reason(cause), _signed_s(cause.seconds)) for cause in found.causes)
-    total = ("", "measured - predicted", _signed_s(explained.error_s))
+    rows = tuple((cause.kind, explained.reason(cause), signed_s(cause.seconds)) for cause in found.causes)
+    total = ("", "measured - predicted", signed_s(explained.error_s))
     table = Table("Which assumption was wrong, and what it explains", ("", "what happened", "explains"), (*rows, total))
     if not told:
         return (table,)
@@ -65,29 +64,18 @@ def _causes(explained: Explained) -> tuple[Chart | Table, ...]:
                 [cause.kind + (f": {kind_words(cause.of)}" if cause.of else "") for cause in told],
                 Mark.BARS,
                 ["second" if cause.seconds > 0 else "third" for cause in told],
-                texts=[_signed_s(cause.seconds) for cause in told],
+                texts=[signed_s(cause.seconds) for cause in told],
             ),
         ),
     )
     return (chart, table)
 
 
-def _signed_s(seconds: float) -> str:
-    return f"{'+' if seconds >= 0 else '-'}{si(abs(seconds), 's')}"
-
-
 def _refit(explained: Explained) -> tuple[Table, ...]:
     """List the quantities of the profile that this run would have otherwise."""
     if not explained.changes:
         return ()
-    rows = tuple(
-        (
-            change.path,
-            *(si(value, change.unit) if change.unit else f"{value:.3g}" for value in (change.before, change.after)),
-            signed_percent(change.after / change.before - 1),
-        )
-        for change in explained.changes
-    )
+    rows = tuple(change.cells for change in explained.changes)
     predicted = si(explained.refitted.predicted_s, "s")
     note = f"With it {predicted} would have been predicted. `ullage compare RUN --refit PATH` writes that profile."
     return (Table("The profile that this run proposes", ("quantity", "from", "to", "change"), rows, note),)
@@ -125,8 +113,3 @@ def _bars(key: str, title: str, axis: Axis, note: str, rows: Iterable[Row]) -> C
             ),
         ),
     )
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    values = ("-" if value is None else si(value, row.unit) for value in (row.predicted, row.measured))
-    return (row.name, *values, "-" if row.error is None else signed_percent(row.error))

@@ -12,7 +12,7 @@ from planner.checkpoints.policy import LEAST_BUFFER_BYTES
 from planner.models import to_hf_config_dict
 from planner.models.captured import CapturedModel
 from planner.plan.document import Plan
-from ullage.training.feeds import Feed
+from ullage.training.batches import BatchSource
 from ullage.training.levels import MEMORY, memory_folder
 
 
@@ -46,7 +46,7 @@ class Stateful(Protocol):
 
 
 @final
-class Keeper:
+class CheckpointSaver:
     """Makes a trainer's checkpoints, and brings them back.
 
     Args:
@@ -114,7 +114,7 @@ class Keeper:
         self._checkpoints.save(iteration, extra)
         self._saved_at = iteration
 
-    def resume(self, feed: Feed) -> Resumed:
+    def resume(self, batches: BatchSource) -> Resumed:
         """Go on from the newest checkpoint that is whole, wherever it is. See :meth:`ullage.Trainer.resume`."""
         assert self._checkpoints is not None
         found = self._checkpoints.resume()
@@ -127,7 +127,7 @@ class Keeper:
                     f"{found.path} has no {name}; it has {', '.join(saved) or 'nothing of that kind'}"
                 )
             held.load_state_dict(saved[name])
-        feed.position = found.extra.get("position", 0)
+        batches.position = found.extra.get("position", 0)
         self._saved_at = found.step
         return found
 
@@ -148,7 +148,7 @@ class Keeper:
         self._checkpoints = None
 
 
-def whereabouts(outcomes: Sequence[Outcome]) -> str:
+def where_saved(outcomes: Sequence[Outcome]) -> str:
     """Return in words where the last checkpoint is, and where it is not."""
     there = [outcome for outcome in outcomes if outcome.path is not None and outcome.error is None]
     if not there:

@@ -1,4 +1,4 @@
-"""Whether a run still does what was predicted of it, lane by lane, while it goes on."""
+"""Compares the busy time of each lane with its prediction while training runs."""
 
 import dataclasses
 import statistics
@@ -12,9 +12,9 @@ from planner.schedule.timeline import Timeline
 from ullage.output.formatting import LANE_WORDS, si
 
 THRESHOLD: Final = 0.25
-"""A lane has drifted if it is busy for longer, or shorter, than predicted by more than this fraction of that,"""
+"""A lane has drifted if its busy time differs by more than this fraction of its prediction,"""
 MIN_SHARE: Final = 0.05
-"""and by more than this fraction of the predicted iteration: what hardly matters is no news."""
+"""and by more than this fraction of the predicted iteration."""
 
 _MOST_NAMED: Final = 3  # lanes in one warning
 
@@ -27,7 +27,7 @@ _FIRST_CHECK = 7  # when warm-up and metering have left the window
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drift:
-    """A lane that does not take what was predicted.
+    """A lane whose busy time differs from its prediction.
 
     Attributes:
         lane: which.
@@ -52,13 +52,13 @@ def warning(drifts: Sequence[Drift]) -> str:
     named = list(map(str, worst[:_MOST_NAMED]))
     named += [f"{len(worst) - _MOST_NAMED} more lane(s)"] if len(worst) > _MOST_NAMED else []
     return (
-        f"warning: busy times per iteration are off their prediction: {'; '.join(named)}. Measure this machine again "
-        "and plan again: `ullage calibrate`, then `ullage plan ... --hardware local`"
+        f"warning: busy times per iteration differ from their prediction: {'; '.join(named)}. Run `ullage calibrate`, "
+        "then plan again"
     )
 
 
 class DriftWatch:
-    """Compares lanes with their prediction now and then, and tells each that has drifted once.
+    """Compares lanes with their prediction now and then, and reports each drifted lane once.
 
     Args:
         predicted: simulated timeline.
@@ -68,7 +68,7 @@ class DriftWatch:
     def __init__(self, predicted: Timeline, steady: int) -> None:
         self._busy_s = predicted.busy_s(steady)
         self._iteration_s = predicted.period_s(steady)
-        self._told: set[Lane] = set()
+        self._reported: set[Lane] = set()
 
     def after(self, session: Session, iteration: int) -> tuple[Drift, ...]:
         """Look at a session after an iteration, if it is time to, and decide whether the next one is recorded.
@@ -94,6 +94,6 @@ class DriftWatch:
             off_s = abs(measured_s - predicted_s)
             if lane in {Lane.SNAPSHOT, Lane.GATE}:
                 continue  # checkpoints are no part of the prediction
-            if lane not in self._told and off_s > max(THRESHOLD * predicted_s, MIN_SHARE * self._iteration_s):
-                self._told.add(lane)
+            if lane not in self._reported and off_s > max(THRESHOLD * predicted_s, MIN_SHARE * self._iteration_s):
+                self._reported.add(lane)
                 yield Drift(lane, predicted_s, measured_s)

@@ -1,6 +1,7 @@
 """What `ullage execute` is asked."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -53,7 +54,7 @@ class ExecuteOptions:
     compile_blocks: bool = False
     cores: tuple[int, ...] | Literal["auto", "free"] = "auto"
     replan: bool = False
-    checkpoint_places: tuple[str, ...] = ()
+    checkpoint_places: Sequence[str] = ()
     checkpoint_every: tuple[int, ...] = ()
     keep: tuple[int, ...] = ()
     resume: bool = False

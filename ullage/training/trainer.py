@@ -29,11 +29,11 @@ from planner.optimizers import Optimizer
 from planner.plan.document import Plan, PlanError
 from planner.schedule.tasks import Tier
 from ullage.capture.module import DTYPES
-from ullage.training.checkpoints import CheckpointOptions, Keeper, Stateful
-from ullage.training.feeds import Feed, batch_shapes, feed_of
+from ullage.training.batches import BatchSource, batch_shapes, batch_source
+from ullage.training.checkpoints import CheckpointOptions, CheckpointSaver, Stateful
+from ullage.training.out_of_memory import OutOfMemoryError, check_device, reporting_out_of_memory
 from ullage.training.processes import Process, ranks_per_node
 from ullage.training.replanning import Replanned, replan
-from ullage.training.shortage import ShortageError, check_device, explaining
 from ullage.training.text import Tokens
 
 METERED: Final = 1
@@ -107,11 +107,11 @@ def prepare(
     if not isinstance(plan, Plan):
         raise TypeError(f"the plan is {type(plan).__name__}; give what ullage.plan or ullage.load_plan returns")
     check_kinds(model, optimizer)
-    _tell_of_types(model, plan)
+    _warn_about_dtypes(model, plan)
     return _prepare(model, optimizer, plan, settings)
 
 
-def _tell_of_types(model: nn.Module, plan: Plan) -> None:
+def _warn_about_dtypes(model: nn.Module, plan: Plan) -> None:
     planned = DTYPES[plan.decisions.precision.weights]
     if others := sorted({str(parameter.dtype) for parameter in model.parameters()} - {str(planned)}):
         masters = "; the float32 master copies begin with the values given" if planned is torch.bfloat16 else ""
@@ -171,13 +171,13 @@ class Trainer:
         stateful: what else goes into checkpoints, by name: anything with ``state_dict()``, of plain numbers and lists,
             and ``load_state_dict()``. LR schedulers belong here.
         outcomes: how the checkpoints of this process have ended so far, on every level.
-        keeper: makes them; ``None``: nobody does.
+        saver: makes checkpoints, or ``None``.
 
     Raises:
         PlanError: the plan was made for another kind of machine, or for another number of processes.
         ValueError: too few tokens, or no ordinary ones; an optimizer without its model; or the model, or optimizer, is
             not the planned one.
-        ShortageError: memory ran out, here or later.
+        OutOfMemoryError: memory ran out, here or later.
         RankError: another rank has failed.
     """
 
@@ -201,23 +201,25 @@ class Trainer:
         check_machine(plan, self.process)
         self.stateful: dict[str, Stateful] = {}
         self.outcomes: list[Outcome] = []
-        self.keeper: Keeper | None = None
+        self.saver: CheckpointSaver | None = None
         if checkpoints is not None:
             check_levels(checkpoints.levels)
-            self.keeper = Keeper(plan, checkpoints, self.stateful, self.outcomes, is_first=self.process.is_first)
+            self.saver = CheckpointSaver(
+                plan, checkpoints, self.stateful, self.outcomes, is_first=self.process.is_first
+            )
             settings = {"checkpoint_buffer_bytes": checkpoints.buffer_bytes, **settings}
         self._settings = settings
-        self._feed = feed_of(plan, data, seed, position, self.process.data_rank)
+        self._batches = batch_source(plan, data, seed, position, self.process.data_rank)
         self._iteration = self._num_to_meter = 0
         if model is not None:
-            _tell_of_types(model, plan)
-        with explaining(plan):
-            model, optimizer = _make(plan, model, optimizer, self._feed, self.process, lr=lr, seed=seed)
+            _warn_about_dtypes(model, plan)
+        with reporting_out_of_memory(plan):
+            model, optimizer = _make(plan, model, optimizer, self._batches, self.process, lr=lr, seed=seed)
             self.model, self.optimizer = _prepare(model, optimizer, plan, settings)
-        if self.keeper is not None:
+        if self.saver is not None:
             with contextlib.ExitStack() as failing:
                 failing.push(self.session)  # which tells the other ranks of a failure
-                self.keeper.open(self.optimizer)
+                self.saver.open(self.optimizer)
                 failing.pop_all()
         if self.process.data_rank:  # ranks that share layers must drop out the same
             torch.manual_seed(seed + self.process.data_rank)  # of what is left to chance in training (dropout)
@@ -230,7 +232,7 @@ class Trainer:
     @property
     def position(self) -> int:
         """Sequences of the data's order that have been passed, by all ranks together; see :class:`TokenStream`."""
-        return self._feed.position
+        return self._batches.position
 
     def __iter__(self) -> Iterator[Step]:
         while True:
@@ -255,9 +257,9 @@ class Trainer:
             ValueError: the trainer makes no checkpoints.
             CheckpointError: it is of another model or optimizer.
         """
-        if self.keeper is None or not self.keeper.is_open:
+        if self.saver is None or not self.saver.is_open:
             raise ValueError("there is no place of checkpoints to go on from; give the trainer checkpoints=")
-        found = self.keeper.resume(self._feed)
+        found = self.saver.resume(self._batches)
         self._iteration = found.step
         return found
 
@@ -267,9 +269,9 @@ class Trainer:
         Raises:
             ValueError: the trainer makes no checkpoints.
         """
-        if self.keeper is None or not self.keeper.is_open:
+        if self.saver is None or not self.saver.is_open:
             raise ValueError("there is no place for checkpoints; give the trainer checkpoints=")
-        self.keeper.save(self.plan, self._iteration, self.position)
+        self.saver.save(self.plan, self._iteration, self.position)
 
     def replan(self) -> Replanned:
         """Plan again by what was measured, and change to the new plan if it is faster; between two iterations.
@@ -286,19 +288,21 @@ class Trainer:
         Raises:
             ValueError: too few iterations were recorded as a whole.
             StorageError: there is no room for the file; nothing has changed then.
-            ShortageError: the new plan did not find its memory; training can go on as before.
+            OutOfMemoryError: the new plan did not find its memory; training can go on as before.
         """
         found = replan(self.plan, self.session.mean_timeline(), self.session.collectives.broadcast_text)
         if found.after is None or not self.session.collectives.broadcast(int(found.is_faster)):
             return found
-        way = ExecutionConfig(found.after.units(), found.after.decisions, _session_options(found.after, self._settings))
-        if self.keeper is not None:
-            self.keeper.close(waits=True, brings_down=False)
-        with explaining(found.after):
-            file_bytes = self.optimizer.switch_plan(way, way.options.storage_dir or Path(tempfile.gettempdir()))
-        self.plan = found.after
-        if self.keeper is not None:
-            self.keeper.open(self.optimizer)
+        config = ExecutionConfig(
+            found.after.units(), found.after.decisions, _session_options(found.after, self._settings)
+        )
+        if self.saver is not None:
+            self.saver.close(waits=True, brings_down=False)
+        with reporting_out_of_memory(after):
+            file_bytes = self.optimizer.switch_plan(config, config.options.storage_dir or Path(tempfile.gettempdir()))
+        self.plan = after
+        if self.saver is not None:
+            self.saver.open(self.optimizer)
         return dataclasses.replace(found, switched=True, file_bytes=file_bytes)
 
     def close(self, *, give_back: bool = True) -> None:
@@ -307,11 +311,11 @@ class Trainer:
         If checkpoints are made, one of the last iteration is, and is waited for until it has come to all levels, for as
         long as the options say, or until Ctrl-C; see :attr:`outcomes`.
         """
-        if self.keeper is not None and self.keeper.is_open:
+        if self.saver is not None and self.saver.is_open:
             has_state = not self.session.failed
             if has_state:
                 self.save()
-            self.keeper.close(waits=has_state, brings_down=has_state)
+            self.saver.close(waits=has_state, brings_down=has_state)
         self.session.close(give_back=give_back)
 
     def __enter__(self) -> Self:
@@ -321,19 +325,19 @@ class Trainer:
         if error is None:
             self.close()
             return
-        if self.keeper is not None:
-            self.keeper.close(waits=False, brings_down=False)
+        if self.saver is not None:
+            self.saver.close(waits=False, brings_down=False)
         self.session.__exit__(kind, error, traceback)
 
     def _step(self) -> Step:
-        if self.keeper is not None and self.keeper.is_due(self._iteration):
+        if self.saver is not None and self.saver.is_due(self._iteration):
             self.save()  # not right behind the iteration: schedulers have been stepped since
         begin_s = time.perf_counter()
         iteration, session = self._iteration, self.session
         if session.iteration == METERED:
             self._num_to_meter = 1 if self.plan.decisions.num_devices == 1 else _NUM_METERED
         metered = self._num_to_meter > 0
-        with explaining(self.plan, session.memory):
+        with reporting_out_of_memory(self.plan, session.memory):
             with session.metered() if metered else contextlib.nullcontext():
                 total = self._compute()
             if metered:
@@ -354,7 +358,7 @@ class Trainer:
         self._num_to_meter -= 1
         try:
             check_device(self.plan, self.session.memory()[Tier.GPU])
-        except ShortageError:
+        except OutOfMemoryError:
             if not self._num_to_meter:
                 raise
         else:
@@ -366,7 +370,7 @@ class Trainer:
         device = next(self.model.parameters()).device
         total = torch.zeros((), device=device)
         for _ in range(decisions.num_micro_batches):
-            loss = self._feed.loss(self.model, device) / decisions.num_micro_batches
+            loss = self._batches.loss(self.model, device) / decisions.num_micro_batches
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         if decisions.clip:
@@ -426,7 +430,7 @@ def _make(
     plan: Plan,
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
-    feed: Feed,
+    batches: BatchSource,
     process: Process,
     *,
     lr: float,
@@ -439,7 +443,7 @@ def _make(
     else:
         torch.cuda.set_device(process.local_rank)
     torch.manual_seed(seed)
-    model = (feed.model() if model is None else model).train()
+    model = (batches.model() if model is None else model).train()
     if optimizer is None:
         name = plan.decisions.optimizer
         optimizer = stock_of(name)(model.parameters(), lr=lr, **_HYPER_PARAMETERS[name])

@@ -5,6 +5,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from hwprofiles.files import check_output, write_whole
+from ullage.cli.default_hardware import print_default_hardware
 from ullage.cli.request_options import given_options
 from ullage.output.console import console, table, write_json
 from ullage.output.formatting import si
@@ -12,12 +13,12 @@ from ullage.output.progress import progress_bar
 from ullage.whatif.design import Space
 from ullage.whatif.fields import ALIASES, Field
 from ullage.whatif.prices import Prices, load_prices
-from ullage.whatif.questions import answer
-from ullage.whatif.running.runner import Bench, run_study
+from ullage.whatif.questions import COMPARES_MACHINES, answer
+from ullage.whatif.running.runner import Evaluator, run_study
 from ullage.whatif.running.store import Store
 from ullage.whatif.running.workers import Runner, in_processes, in_this_process, num_usable_cores
 from ullage.whatif.sensitivity import sensitivities
-from ullage.whatif.study import Asked, Study, StudyError, load_study
+from ullage.whatif.study import Study, StudyError, StudyRequest, load_study
 from ullage.whatif.tables import check_table_path, write_table
 
 EXAMPLE_PRICES = "example"
@@ -41,24 +42,26 @@ def study_of(args: argparse.Namespace) -> Study:
     if args.study is not None:
         _refuse_beside_a_file(args)
         loaded = load_study(args.study)
-    asked = loaded.asked if loaded else asked_of(args)
+    asked = loaded.asked if loaded else study_request(args)
     prices = _prices(args.prices) if args.prices else loaded.prices if loaded else None
     if args.sensitivities and asked.sweep:
         raise StudyError("--sensitivities is about one point; leave out --sweep, or set its fields with --set")
     runner = _runner(args)
+    if "hardware" not in asked.set.keys() | asked.sweep.keys() and asked.question not in COMPARES_MACHINES:
+        print_default_hardware(args)
     space = Space(asked)
-    with Store(store_path(output)) as store, progress_bar(time_left=True) as tell:
-        bench = Bench(store, runner, tell)
-        study = answer(space, prices, bench) if asked.question else run_study(space, prices, bench)
+    with Store(store_path(output)) as store, progress_bar(time_left=True) as progress:
+        evaluator = Evaluator(store, runner, progress)
+        study = answer(space, prices, evaluator) if asked.question else run_study(space, prices, evaluator)
         if args.sensitivities:
-            study = study.model_copy(update={"sensitivities": sensitivities(space, bench)})
+            study = study.model_copy(update={"sensitivities": sensitivities(space, evaluator)})
     write_whole(output, study.to_json())
     if args.table is not None:
         write_table(study, args.table)
     return study
 
 
-def asked_of(args: argparse.Namespace) -> Asked:
+def study_request(args: argparse.Namespace) -> StudyRequest:
     """Return what options ask for."""
     given = {option.removeprefix("--").replace("-", "_") for option in given_options(args)}
     options = {"clip" if name == "no_clip" else name: _text(name, getattr(args, name)) for name in sorted(given)}
@@ -70,7 +73,7 @@ def asked_of(args: argparse.Namespace) -> Asked:
         sweeps[name] = (text,)
     if twice := sorted(options.keys() & (sets.keys() | sweeps.keys())):
         raise StudyError(f"--{twice[0].replace('_', '-')} and {twice[0]}=... are both given; leave out one of them")
-    return Asked(
+    return StudyRequest(
         set=options | sets,
         sweep=sweeps,
         design=args.design or "cartesian",
@@ -92,7 +95,7 @@ def list_fields(args: argparse.Namespace) -> None:
     """Print what can be varied, of the machine and model of the options."""
     if args.model is None:
         args.model = "opt-13b"  # any model has the same fields
-    space = Space(asked_of(args))
+    space = Space(study_request(args))
     wanted = [field for field in space.fields.by_name.values() if _matches(args.fields, field)]
     aliases = {name: field for name, field in ALIASES.items() if args.fields in name or args.fields in field}
     if args.json:

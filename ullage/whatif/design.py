@@ -11,9 +11,9 @@ from hwprofiles.registry import load_profile
 from planner.decisions import Precision
 from planner.plan.checkpoints import CheckpointsAsked
 from planner.plan.planning import Request, default_precision
-from ullage.cli.failures import checkpoints_of, with_pfs
+from ullage.cli.checkpoint_request import checkpoints_of, with_pfs
+from ullage.cli.default_hardware import default_hardware
 from ullage.cli.request import request_of, trained
-from ullage.cli.request_options import DEFAULT_HARDWARE
 from ullage.whatif.fields import (
     SUBGROUP_PARAMS,
     Field,
@@ -25,8 +25,8 @@ from ullage.whatif.fields import (
     of_model,
 )
 from ullage.whatif.running.point import Effort, digest_of
-from ullage.whatif.study import Asked, Axis, Result, StudyError, Value, Varied
-from ullage.whatif.values import Between, Number, expand
+from ullage.whatif.study import Axis, Result, StudyError, StudyRequest, Value, Varied
+from ullage.whatif.values import Interval, Number, expand
 
 MAX_POINTS: Final = 1_000_000
 Level = Number | Value
@@ -70,9 +70,10 @@ class Space:
         ValueError: a field or value does not exist, or values cannot be combined so.
     """
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: StudyRequest) -> None:
         self.asked = asked
-        self.fields = _fields(asked)
+        self._default_hardware = default_hardware().name
+        self.fields = _fields(asked, self._default_hardware)
         self._set = {self.fields[name].name: self.fields[name].parse(text) for name, text in asked.set.items()}
         self._levels = {self.fields[name].name: self._levels_of(name, texts) for name, texts in asked.sweep.items()}
         if twice := sorted(self._set.keys() & self._levels.keys()):
@@ -92,6 +93,11 @@ class Space:
         return (self.case(dict(zip(names, row, strict=True))) for row in self._rows)
 
     @property
+    def hardware(self) -> str:
+        """The machine of all points that have no other."""
+        return str(self._set.get("hardware", self._default_hardware))
+
+    @property
     def effort(self) -> Effort:
         """How much is done for each point."""
         return "certify" if self.asked.certify else "plan"
@@ -105,14 +111,13 @@ class Space:
         """
         given = {**self._set, **levels}
         kinds = {name: self.fields[name].kind for name in given}
-        options = {name: value for name, value in given.items() if kinds[name] == "option"}
+        options: dict[str, Any] = {"hardware": self._default_hardware}
+        options |= {name: value for name, value in given.items() if kinds[name] == "option"}
         machine, model = ({n: v for n, v in given.items() if kinds[n] == k} for k in ("machine", "model"))
         settings = {name: _plain(level) for name, level in levels.items()}
         varied: dict[str, Varied] = {}
         subgroup: dict[str, Any] = {name: options.pop(name) for name in [SUBGROUP_PARAMS] if name in options}
-        names = {
-            name: str(options.get(name, default)) for name, default in (("hardware", DEFAULT_HARDWARE), ("model", ""))
-        }
+        names = {name: str(options.get(name, "")) for name in ("hardware", "model")}
         try:
             args = namespace(options)
             checkpoints = checkpoints_of(args)
@@ -130,9 +135,9 @@ class Space:
         key = digest_of(request, effort or self.effort, checkpoints)
         return Case(settings, varied, request.hardware.name, request.model.name, request, key, checkpoints=checkpoints)
 
-    def _levels_of(self, name: str, texts: Sequence[str]) -> list[Level | Between]:
+    def _levels_of(self, name: str, texts: Sequence[str]) -> list[Level | Interval]:
         field = self.fields[name]
-        levels: list[Level | Between] = []
+        levels: list[Level | Interval] = []
         for text in itertools.chain.from_iterable(expand(text, whole=field.whole) for text in texts):
             if isinstance(text, str):
                 levels.append(field.parse(text))
@@ -143,7 +148,7 @@ class Space:
                     f"{name}={text[0]}..{text[1]} has no step; give one as in 1x..4x..0.5x or 1x..8x..*2, or draw from "
                     "it with --design random"
                 )
-            levels.append(Between(low, high))
+            levels.append(Interval(low, high))
         if not levels:
             raise StudyError(f"{name} has no values; give some, as in {name}=1,2,4")
         if len({_is_relative(level) for level in levels}) > 1:
@@ -167,17 +172,17 @@ class Space:
         rows = zip(*levels, strict=True) if design == "zip" and levels else itertools.product(*levels)
         return list(rows)
 
-    def _drawn(self, levels: Sequence[Sequence[Level | Between]], total: int) -> list[tuple[Any, ...]]:
+    def _drawn(self, levels: Sequence[Sequence[Level | Interval]], total: int) -> list[tuple[Any, ...]]:
         """Draw points: of finitely many none twice."""
-        chance, count = random.Random(self.asked.seed), self.asked.num_points or 0  # noqa: S311 - not for secrets
-        if any(isinstance(level, Between) for of_axis in levels for level in of_axis):
-            picked = ([chance.choice(of_axis) for of_axis in levels] for _ in range(count))
+        rng, count = random.Random(self.asked.seed), self.asked.num_points or 0  # noqa: S311 - not for secrets
+        if any(isinstance(level, Interval) for of_axis in levels for level in of_axis):
+            picked = ([rng.choice(of_axis) for of_axis in levels] for _ in range(count))
             return [
-                tuple(level.at(chance.random()) if isinstance(level, Between) else level for level in row)
+                tuple(level.at(rng.random()) if isinstance(level, Interval) else level for level in row)
                 for row in picked
             ]
         rows = []
-        for position in chance.sample(range(total), min(count, total)):
+        for position in rng.sample(range(total), min(count, total)):
             row, rest = [], position
             for of_axis in reversed(levels):
                 rest, at = divmod(rest, len(of_axis))
@@ -194,7 +199,7 @@ class Space:
         return Axis(name=name, words=field.words, unit=field.unit, relative=relative, values=values)
 
 
-def _fields(asked: Asked) -> Fields:
+def _fields(asked: StudyRequest, default_hardware: str) -> Fields:
     """Return the fields of the base: of several machines or models, the first."""
     first = {name: expand(",".join(texts), whole=False)[0] for name, texts in asked.sweep.items() if texts}
     texts = {name.removeprefix("--").replace("-", "_"): str(text) for name, text in {**first, **asked.set}.items()}
@@ -202,7 +207,7 @@ def _fields(asked: Asked) -> Fields:
         raise StudyError("a study needs a model; give --model opt-13b, or --sweep model=opt-13b,opt-30b")
     named = ("model", "hardware", "input_shape", "precision")
     options = {name: Field(name, "option", "").parse(texts[name]) for name in named if name in texts}
-    hardware = load_profile(str(options.get("hardware", DEFAULT_HARDWARE)))
+    hardware = load_profile(str(options.get("hardware", default_hardware)))
     default = default_precision(hardware.device)
     precision = Precision.model_validate({"weights": options.get("precision", default.weights)})
     as_on_gpu = hardware.device.kind == "gpu"
@@ -221,8 +226,8 @@ def _noted(before: Any, after: Any, changes: Mapping[str, Level], read: Any, var
     return after
 
 
-def _is_relative(level: Level | Between) -> bool:
-    number = level.low if isinstance(level, Between) else level
+def _is_relative(level: Level | Interval) -> bool:
+    number = level.low if isinstance(level, Interval) else level
     return isinstance(number, Number) and number.relative
 
 

@@ -17,7 +17,7 @@ from planner.costs.scalable import Knob, all_knobs, scaled
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig, ModelConfigError
 from ullage.cli.arguments import positive_int
-from ullage.cli.failure_options import add_checkpoint_options, mtbf
+from ullage.cli.checkpoint_options import add_checkpoint_options, mtbf
 from ullage.cli.request_options import add_request_options
 from ullage.whatif.study import Value
 from ullage.whatif.values import Number, parse_number

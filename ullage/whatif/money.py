@@ -4,13 +4,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from ullage.whatif.prices import MachinePrice, Prices
-from ullage.whatif.study import Asked, Cost, Figures, Point, Value
+from ullage.whatif.study import Cost, Figures, Point, StudyRequest, Value
 
 _SECONDS_PER_HOUR = 3600.0
 _MILLION = 1e6
 
 
-def charged(points: Iterable[Point], prices: Prices | None, asked: Asked) -> tuple[list[Point], list[str]]:
+def charged(points: Iterable[Point], prices: Prices | None, asked: StudyRequest) -> tuple[list[Point], list[str]]:
     """Return points with what they cost, if there are prices, and what readers should know about it.
 
     Without prices a run still takes some time, so that a deadline can be held against it.
@@ -51,7 +51,7 @@ def run_seconds(figures: Figures, tokens: float) -> float:
     return tokens / figures.goodput_tokens_per_s
 
 
-def _cost(point: Point, prices: Prices, asked: Asked) -> Cost | None:
+def _cost(point: Point, prices: Prices, asked: StudyRequest) -> Cost | None:
     figures, machine = point.figures, prices.machines.get(point.hardware)
     if figures is None or machine is None:
         return None

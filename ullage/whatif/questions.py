@@ -10,16 +10,17 @@ from hwprofiles import __version__
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import LOCAL, list_profiles, load_profile
 from planner.costs.scalable import knobs
-from ullage.cli.request_options import DEFAULT_HARDWARE
 from ullage.output.formatting import duration, percent
 from ullage.whatif.design import Case, Space
 from ullage.whatif.fields import of_machine
 from ullage.whatif.money import charged
 from ullage.whatif.prices import Prices
-from ullage.whatif.running.runner import Bench
-from ullage.whatif.study import Answer, Axis, Least, Point, Question, Study, StudyError
+from ullage.whatif.running.runner import Evaluator
+from ullage.whatif.study import Answer, Axis, Minimum, Point, Question, Study, StudyError
 from ullage.whatif.values import Number
 
+COMPARES_MACHINES: Final[frozenset[Question | None]] = frozenset({"fits", "cheapest"})
+"""Questions about all packaged machines, where none is named."""
 _MOST_DEVICES: Final = 64
 _NEAR: Final = 1.05  # least amounts of memory are found to this ratio
 _LEAST_SHARE: Final = 1 / 1024  # of what there is: less is not tried
@@ -29,7 +30,7 @@ _HARDWARE = Axis(name="hardware", words="profile of the machine", values=())
 _GPUS = Axis(name="gpus", words="devices to train on", values=())
 
 
-def answer(space: Space, prices: Prices | None, bench: Bench) -> Study:
+def answer(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
     """Return the study that a question makes, with its answer.
 
     Raises:
@@ -40,26 +41,26 @@ def answer(space: Space, prices: Prices | None, bench: Bench) -> Study:
     if space.asked.sweep:
         name = next(iter(space.asked.sweep))
         raise StudyError(f"--question {question} chooses its own points; leave out --sweep {name}, or --question")
-    return _QUESTIONS[question](space, prices, bench)
+    return _QUESTIONS[question](space, prices, evaluator)
 
 
-def _fits(space: Space, _: Prices | None, bench: Bench) -> Study:
+def _fits(space: Space, _: Prices | None, evaluator: Evaluator) -> Study:
     machines = _machines(space, None)
-    waiting = {name: list(_ladder(space, hardware)) for name, hardware in machines.items()}
+    waiting = {name: list(_device_counts(space, hardware)) for name, hardware in machines.items()}
     tried: list[Case] = []
     chosen: dict[str, int] = {}
     while waiting := {name: counts for name, counts in waiting.items() if counts and name not in chosen}:
         cases = {name: _at(space, name, counts.pop(0)) for name, counts in waiting.items()}
         tried += cases.values()
-        results = bench.results(cases.values(), space.effort, "how many devices")
+        results = evaluator.results(cases.values(), space.effort, "how many devices")
         chosen |= {
             name: int(case.settings["gpus"])
             for (name, case), result in zip(cases.items(), results, strict=True)
             if result.status == "fits"
         }
     tried.sort(key=lambda case: (list(machines).index(str(case.settings["hardware"])), case.settings["gpus"]))
-    least = _least(space, bench, {name: (machines[name], count) for name, count in chosen.items()})
-    study = _study(space, None, bench, tried)  # which has no cost: whether it fits is all that is asked
+    least = _minimum(space, evaluator, {name: (machines[name], count) for name, count in chosen.items()})
+    study = _study(space, None, evaluator, tried)  # which has no cost: whether it fits is all that is asked
     model = study.points[0].model
     words = [
         f"{model} trains on {count} device{'s' if count > 1 else ''} of {', '.join(names)}"
@@ -73,7 +74,9 @@ def _fits(space: Space, _: Prices | None, bench: Bench) -> Study:
     )
 
 
-def _least(space: Space, bench: Bench, chosen: Mapping[str, tuple[HardwareProfile, int]]) -> tuple[Least, ...]:
+def _minimum(
+    space: Space, evaluator: Evaluator, chosen: Mapping[str, tuple[HardwareProfile, int]]
+) -> tuple[Minimum, ...]:
     """Return the least memory and drives of each machine with which a plan is still found, by bisection."""
     searches = {
         (name, field): [_LEAST_SHARE, 1.0]  # does not fit (as far as is known), and fits
@@ -92,7 +95,7 @@ def _least(space: Space, bench: Bench, chosen: Mapping[str, tuple[HardwareProfil
             )
             for (name, field), share in shares.items()
         ]
-        results = bench.results(cases, "fit", "how little memory")
+        results = evaluator.results(cases, "fit", "how little memory")
         return {key: result.status == "fits" for key, result in zip(shares, results, strict=True)}
 
     for key, fits in tried({key: low for key, (low, _) in searches.items()}).items():
@@ -111,7 +114,7 @@ def _least(space: Space, bench: Bench, chosen: Mapping[str, tuple[HardwareProfil
         for name in chosen
     }
     rows = [
-        Least(
+        Minimum(
             hardware=name,
             num_devices=chosen[name][1],
             device_memory_bytes=of["device.memory_bytes"],
@@ -128,14 +131,14 @@ def _drives(space: Space, hardware: HardwareProfile) -> tuple[str, ...]:
     return ("nvme.num_drives",) if counted and space.asked.set.get("storage") == "nvme" else ()
 
 
-def _cheapest(space: Space, prices: Prices | None, bench: Bench) -> Study:
+def _cheapest(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
     asked = space.asked
     if prices is None or asked.tokens is None:
         missing = "--prices FILE (or --prices example)" if prices is None else "--tokens, as in 300B"
         raise StudyError(f"--question cheapest needs {missing}")
     machines = _machines(space, prices)
-    cases = [_at(space, name, count) for name, machine in machines.items() for count in _ladder(space, machine)]
-    study = _study(space, prices, bench, cases)
+    cases = [_at(space, name, count) for name, machine in machines.items() for count in _device_counts(space, machine)]
+    study = _study(space, prices, evaluator, cases)
     currency = prices.currency
     priced = [(at, point) for at, point in enumerate(study.points) if point.cost and point.cost.run is not None]
     if not priced:
@@ -165,7 +168,7 @@ def _offer(point: Point, currency: str) -> str:
     )
 
 
-def _upgrade(space: Space, prices: Prices | None, bench: Bench) -> Study:
+def _upgrade(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
     base = space.case({})
     if base.request is None:
         raise StudyError(f"there is nothing to upgrade: {base.refused.reason if base.refused else ''}")
@@ -174,7 +177,7 @@ def _upgrade(space: Space, prices: Prices | None, bench: Bench) -> Study:
         knob.key
         for knob in knobs(
             request.hardware,
-            request.precision.weights,
+            request.job.precision.weights,
             request.num_devices,
             uses_storage=request.storage == "nvme",
         )
@@ -187,7 +190,7 @@ def _upgrade(space: Space, prices: Prices | None, bench: Bench) -> Study:
     cases["gpus 2x"] = space.case({"gpus": 2 * request.num_devices})
     labelled = [_with_settings(case, {"change": label}) for label, case in cases.items()]
     axis = Axis(name="change", words="what there is twice as much of", values=tuple(cases))
-    study = _study(space, prices, bench, labelled, (axis,))
+    study = _study(space, prices, evaluator, labelled, (axis,))
     present = study.points[0].figures
     fits = [(at, point) for at, point in enumerate(study.points) if point.figures and at]
     order = sorted(fits, key=lambda item: -(item[1].figures.goodput_tokens_per_s if item[1].figures else 0.0))
@@ -202,10 +205,10 @@ def _upgrade(space: Space, prices: Prices | None, bench: Bench) -> Study:
     ]
     words = [_gain(point, present.goodput_tokens_per_s) for _, point in faster[:3]]
     if not words:
-        words = ["Doubling any one resource makes training no more than 1 % faster (predicted)"]
+        words = ["If any one resource is doubled, training gets at most 1 % faster (predicted)"]
     else:
-        words[0] = f"What buys most: {words[0]}"
-        words.append(f"{len(fits) - len(faster)} of {len(fits)} changes make it no more than 1 % faster")
+        words[0] = f"Best upgrade: {words[0]}"
+        words.append(f"{len(fits) - len(faster)} of {len(fits)} changes make training at most 1 % faster")
     if prices and (cheap := _cheapest_change(study.points)):
         words.append(cheap)
     return _answered(study, "upgrade", words, [0, *(at for at, _ in order)])
@@ -227,7 +230,7 @@ def _cheapest_change(points: Sequence[Point]) -> str | None:
     assert best.cost is not None
     change = best.cost.per_million_tokens / present.per_million_tokens - 1
     verdict = f"{percent(abs(change))} {'less' if change < 0 else 'more'} per token than as it is"
-    return f"Per money, of what has a price, {best.settings['change']} is best: {verdict}"
+    return f"Best upgrade for its price: {best.settings['change']}, {verdict}"
 
 
 def _is_charged(point: Point, present: Point) -> bool:
@@ -235,11 +238,11 @@ def _is_charged(point: Point, present: Point) -> bool:
     return bool(point.cost and present.cost and point.cost.per_hour != present.cost.per_hour)
 
 
-def _scale(space: Space, prices: Prices | None, bench: Bench) -> Study:
-    hardware = load_profile(space.asked.set.get("hardware", DEFAULT_HARDWARE))
-    counts = list(_ladder(space, hardware))
+def _scale(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
+    hardware = load_profile(space.hardware)
+    counts = list(_device_counts(space, hardware))
     cases = [_with_settings(space.case({"gpus": count}), {"gpus": count}) for count in counts]
-    study = _study(space, prices, bench, cases, (_GPUS.model_copy(update={"values": tuple(counts)}),))
+    study = _study(space, prices, evaluator, cases, (_GPUS.model_copy(update={"values": tuple(counts)}),))
     fits = [point.figures for point in study.points if point.figures]
     if not fits:
         return _answered(study, "scale", [f"no plan was found on up to {counts[-1]} devices of {hardware.name}"], [])
@@ -271,7 +274,7 @@ def _scale(space: Space, prices: Prices | None, bench: Bench) -> Study:
     return found.model_copy(update={"answer": found.answer.model_copy(update={"efficiency": efficiency})})
 
 
-_QUESTIONS: Final[Mapping[Question, Callable[[Space, Prices | None, Bench], Study]]] = {
+_QUESTIONS: Final[Mapping[Question, Callable[[Space, Prices | None, Evaluator], Study]]] = {
     "fits": _fits,
     "cheapest": _cheapest,
     "upgrade": _upgrade,
@@ -288,7 +291,7 @@ def _machines(space: Space, prices: Prices | None) -> dict[str, HardwareProfile]
     return {name: profile for name, profile in found.items() if profile.device.kind == "gpu"}
 
 
-def _ladder(space: Space, hardware: HardwareProfile) -> Iterable[int]:
+def _device_counts(space: Space, hardware: HardwareProfile) -> Iterable[int]:
     """Yield powers of two up to the devices that are given, or to a node, or to 64 where nodes have a network."""
     most = int(space.asked.set.get("gpus", _MOST_DEVICES if hardware.inter_node else hardware.devices_per_node))
     powers = (2**i for i in itertools.count())
@@ -306,14 +309,18 @@ def _with_settings(case: Case, settings: Mapping[str, str | int]) -> Case:
 
 
 def _study(
-    space: Space, prices: Prices | None, bench: Bench, cases: Sequence[Case], axes: tuple[Axis, ...] | None = None
+    space: Space,
+    prices: Prices | None,
+    evaluator: Evaluator,
+    cases: Sequence[Case],
+    axes: tuple[Axis, ...] | None = None,
 ) -> Study:
     if axes is None:
         axes = tuple(
             axis.model_copy(update={"values": tuple(dict.fromkeys(case.settings[axis.name] for case in cases))})
             for axis in (_HARDWARE, _GPUS)
         )
-    points, notes = charged(bench.points(cases, space.effort), prices, space.asked)
+    points, notes = charged(evaluator.points(cases, space.effort), prices, space.asked)
     return Study(
         program_version=__version__,
         asked=space.asked,

@@ -10,7 +10,7 @@ from planner.schedule.tasks import Tier
 from ullage.output.console import console, table
 from ullage.output.formatting import LANE_WORDS, UNIT_SYMBOLS, duration, percent, si
 from ullage.whatif.money import run_seconds
-from ullage.whatif.study import AS_GOOD_AS_NONE, Axis, Least, Point, Sensitivities, Study, Value
+from ullage.whatif.study import AS_GOOD_AS_NONE, Axis, Minimum, Point, Sensitivities, Study, Value
 from ullage.whatif.tables import every_words
 
 _MOST_ROWS, _MOST_ANSWERS = 48, 16
@@ -27,7 +27,7 @@ def study_screen(study: Study, path: Path, table_path: Path | None) -> None:
             out.print(line, style="bold", soft_wrap=True)
         out.print()
     if study.answer and study.answer.least:
-        out.print(least_table(study, study.answer.least))
+        out.print(minimum_table(study, study.answer.least))
     else:
         shown = _most_telling(study)
         out.print(points_table(study, shown))
@@ -38,7 +38,7 @@ def study_screen(study: Study, path: Path, table_path: Path | None) -> None:
         out.print()
         out.print(sensitivity_table(study.sensitivities))
         out.print(
-            f"elasticity: relative change of the iteration time over that of the resource, planned anew at "
+            f"elasticity: relative change of the iteration time per relative change of the resource, planned at "
             f"{1 + study.sensitivities.step:g}x and 1/{1 + study.sensitivities.step:g}x; below {AS_GOOD_AS_NONE:g} is "
             "as good as none",
             soft_wrap=True,
@@ -77,7 +77,7 @@ def points_table(study: Study, points: Sequence[Point]) -> Table:
     columns += ["run takes"] if run else []
     columns += [f"run {currency}"] if money and run else []
     columns += [""] if money else []
-    result = table(f"{len(study.points)} points, predicted", *columns, num_text=0)
+    result = table(f"{len(study.points)} point(s), predicted", *columns, num_text=0)
     for point in points:
         row = _row(study, point, saves=saves, certified=certified, money=money, run=run)
         if efficiency and (share := efficiency[study.points.index(point)]) is not None:
@@ -91,12 +91,15 @@ def points_table(study: Study, points: Sequence[Point]) -> Table:
     return result
 
 
-def least_table(study: Study, rows: Sequence[Least]) -> Table:
+def minimum_table(study: Study, rows: Sequence[Minimum]) -> Table:
     """Return what every machine needs at least, beside what it has."""
     columns = ["devices", "device memory", "of", "host memory", "of", "iteration"]
     drives = any(row.num_drives is not None for row in rows)
     result = table(
-        "least with which a plan was found, each by itself", "machine", *columns, *(["drives"] if drives else [])
+        "smallest amounts with which a plan was found, each varied alone",
+        "machine",
+        *columns,
+        *(["drives"] if drives else []),
     )
     points = {(point.settings["hardware"], point.settings["gpus"]): point for point in study.points}
     for row in rows:

@@ -20,7 +20,7 @@ from planner.costs.scalable import knobs
 from planner.schedule.tasks import Lane
 from ullage.whatif.design import Case, Space
 from ullage.whatif.fields import Field, of_machine
-from ullage.whatif.running.runner import Bench
+from ullage.whatif.running.runner import Evaluator
 from ullage.whatif.study import Crossing, Result, Sensitivities, Sensitivity, Side, StudyError
 from ullage.whatif.values import Number
 
@@ -56,25 +56,25 @@ class _Search:
         return math.sqrt(self.inside * self.outside)
 
 
-def sensitivities(space: Space, bench: Bench) -> Sensitivities:
+def sensitivities(space: Space, evaluator: Evaluator) -> Sensitivities:
     """Return what every resource of the base point is worth; see [Note: Elasticity] and [Note: Moves].
 
     Raises:
         StudyError: the base point has no plan.
     """
     base_case = space.case({})
-    (base,) = bench.results([base_case], space.effort, "the base point")
+    (base,) = evaluator.results([base_case], space.effort, "the base point")
     if base.figures is None or base_case.request is None or base.status != "fits":
         raise StudyError(f"nothing to vary: the base point has no plan: {base.reason}")
     request = base_case.request
     matters = knobs(
         request.hardware,
-        request.precision.weights,
+        request.job.precision.weights,
         request.num_devices,
         uses_storage=request.storage == "nvme",
     )
     fields = [space.fields[name] for name in (*(knob.key for knob in matters), _CORES)]
-    trials = _Trials(space, bench, {field.name: of_machine(request.hardware, field.name) for field in fields})
+    trials = _Trials(space, evaluator, {field.name: of_machine(request.hardware, field.name) for field in fields})
     trials.plan(dict.fromkeys(trials.values, (1 + STEP, 1 / (1 + STEP), RANGE, 1 / RANGE)), "what is it worth")
     crossings = _crossings(trials, base.figures.bound_by)
     rows = [_row(trials, field, base, crossings) for field in fields]
@@ -91,9 +91,9 @@ class _Trials:
         values: the fields, with what the base point has of each.
     """
 
-    def __init__(self, space: Space, bench: Bench, values: Mapping[str, float]) -> None:
+    def __init__(self, space: Space, evaluator: Evaluator, values: Mapping[str, float]) -> None:
         self.values = values
-        self._space, self._bench = space, bench
+        self._space, self._bench = space, evaluator
         self._results: dict[tuple[str, float], tuple[Case, Result]] = {}
 
     def plan(self, factors: Mapping[str, tuple[float, ...]], what: str) -> None:

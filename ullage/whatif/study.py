@@ -30,7 +30,7 @@ class StudyError(ValueError):
     """A study file that cannot be used, and what to do about it."""
 
 
-class Asked(Frozen):
+class StudyRequest(Frozen):
     """What is to be found out.
 
     Attributes:
@@ -305,7 +305,7 @@ class Sensitivities(Frozen):
     rows: tuple[Sensitivity, ...]
 
 
-class Least(Frozen):
+class Minimum(Frozen):
     """The least of one machine with which a plan was found; each of the others as the profile has it.
 
     Attributes:
@@ -337,7 +337,7 @@ class Answer(Frozen):
     question: Question
     words: tuple[str, ...]
     points: tuple[int, ...] = ()
-    least: tuple[Least, ...] = ()
+    least: tuple[Minimum, ...] = ()
     efficiency: tuple[float | None, ...] = ()
 
 
@@ -358,7 +358,7 @@ class Study(Frozen):
 
     schema_version: Literal[1] = 1
     program_version: str = ""
-    asked: Asked
+    asked: StudyRequest
     axes: tuple[Axis, ...] = ()
     prices: Prices | None = None
     points: tuple[Point, ...] = ()

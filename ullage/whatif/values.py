@@ -34,7 +34,7 @@ class Number:
 
 
 @dataclasses.dataclass(frozen=True)
-class Between:
+class Interval:
     """Any number between two, both of one kind: what a random design draws from."""
 
     low: Number

@@ -20,12 +20,13 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "calibrate",
         run,
-        "Measure what this machine can do and write its hardware profile, which `--hardware local` then means.\n"
-        "Takes about four minutes, with --quick half a minute; best while nothing else runs. Every quantity is\n"
-        "repeated in turns with the others; its value is the median of the fastest quarter of the repetitions, as\n"
-        "other programs only ever slow one down, and p10 and p90 are of all of them.\n"
-        "Under torchrun, collectives between the ranks are measured (--only fabric).\n"
-        "Or fit the few quantities that no probe and no publication states to whole runs (--from-runs).",
+        "Measure what this machine can do and write its hardware profile: from then on the default\n"
+        "of --hardware on this machine.\n"
+        "This takes about four minutes, or half a minute with --quick. Let nothing else run meanwhile. Measurements\n"
+        "are repeated in turns. A value is the median of the fastest quarter of its repetitions, because other\n"
+        "programs can only slow them down; p10 and p90 are of all repetitions.\n"
+        "Under torchrun, --only fabric measures collectives between the ranks.\n"
+        "--from-runs fits quantities that cannot be measured alone to whole runs.",
         """
         ullage calibrate
         ullage calibrate --quick --device-memory 2GB
@@ -39,15 +40,20 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--only",
         metavar="PART[:FOLDER],...",
-        help="measure these parts alone, and keep the rest of the profile: device, cpu, copies, disk[:FOLDER], "
+        help="measure only these parts, and keep the rest of the profile: device, cpu, copies, disk[:FOLDER], "
         "pfs:FOLDER, together, fabric",
     )
     parser.add_argument(
-        "--into", metavar="PROFILE", help="the profile whose parts are measured again (default: this machine's own)"
+        "--into", metavar="PROFILE", help="profile whose parts are measured again (default: this machine's own)"
     )
     parser.add_argument("--name", metavar="NAME", help="name of the profile (default: from the host's name)")
     parser.add_argument(
-        "--output", "-o", type=Path, metavar="PATH", help=f"where the profile goes (default: {local_profile_path()})"
+        "--output",
+        "-o",
+        type=Path,
+        metavar="PATH",
+        help="where the profile goes (default: HOSTNAME.json in $ULLAGE_HOME, $XDG_DATA_HOME/ullage or "
+        "~/.local/share/ullage)",
     )
     parser.add_argument(
         "--device-memory", type=parse_bytes, metavar="SIZE", help="memory that training may use on each device"
@@ -56,23 +62,23 @@ def add_parser(subparsers: Subparsers) -> None:
         "--device-cores",
         type=positive_int,
         metavar="N",
-        help="let so many CPU cores compute in a device's place (default, where there is no GPU: half of them)",
+        help="let this many CPU cores stand in for a GPU (default on a machine without a GPU: half of the cores)",
     )
     parser.add_argument(
         "--drive-endurance",
         type=parse_bytes,
         metavar="SIZE",
-        help="bytes that may be written to the drives a day, for years: their TBW over the days of their warranty",
+        help="bytes that may be written to the drives per day: their TBW divided by the days of their warranty",
     )
     parser.add_argument(
         "--allow-other-machine",
         action="store_true",
-        help="renew parts of a profile that was measured on another one",
+        help="measure parts of a profile again that was measured on another machine",
     )
     parser.add_argument(
-        "--list", action="store_true", help="list all quantities, what measures each, and why the others are not"
+        "--list", action="store_true", help="list all quantities, and what measures each or why nothing does"
     )
-    parser.add_argument("--json", action="store_true", help="print the profile itself (or the fit) instead of tables")
+    parser.add_argument("--json", action="store_true", help="print the profile (or the fit) as JSON instead of tables")
     fitting.add_arguments(parser)
 
 
@@ -119,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     with seconds_bar() as progress:
         profile, report = calibrate(options, kernels(), progress)
     save_profile(profile, path)
-    _tell(args, profile, path, base, report)
+    _print(args, profile, path, base, report)
     return 0
 
 
@@ -146,7 +152,7 @@ def _collectives(args: argparse.Namespace, base: HardwareProfile | None, path: P
     profile = calibrate_collectives(base, quick=args.quick)
     if os.environ.get("RANK", "0") == "0":
         save_profile(profile, path)
-        _tell(args, profile, path, base, None)
+        _print(args, profile, path, base, None)
     return 0
 
 
@@ -177,7 +183,7 @@ def kernels() -> Any:
     return Kernels(cpu_adamw=step, device_adamw=device_step, sum_of_squares=sum_of_squares, host_times=host_times)
 
 
-def _tell(args: argparse.Namespace, profile: HardwareProfile, path: Path, base: Any, report: Any) -> None:
+def _print(args: argparse.Namespace, profile: HardwareProfile, path: Path, base: Any, report: Any) -> None:
     if args.json:
         from hwprofiles.registry import canonical_json  # noqa: PLC0415
 

@@ -7,6 +7,7 @@ from hwprofiles.catalogue import CATALOGUE, PARTS
 from hwprofiles.paths import Item, quantities
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Curve
+from hwprofiles.registry import local_profile_path
 
 if TYPE_CHECKING:
     from hwprofiles.calibrate.options import CalibrationReport
@@ -56,7 +57,7 @@ def calibrated(
     out.print(rows)
     out.print()
     if report and report.pairs:
-        pairs = table("at the same time", "what", "slow-down", "as the profile implies")
+        pairs = table("slow-down of pairs that run at the same time", "what", "measured", "from the profile")
         for pair in report.pairs:
             pairs.add_row(
                 pair.what, f"{pair.slow_down:.2f}", "-" if pair.predicted is None else f"{pair.predicted:.2f}"
@@ -69,7 +70,8 @@ def calibrated(
             unknown.add_row(name, why)
         out.print(unknown)
     took = f"measured in {report.elapsed_s:.0f} s; " if report else ""
-    out.print(f"{took}profile written to {path}", markup=False, soft_wrap=True)
+    meaning = "; it is now the default of --hardware" if path == local_profile_path() else ""
+    out.print(f"{took}profile written to {path}{meaning}", markup=False, soft_wrap=True)
 
 
 def _shown(item: Item) -> tuple[str, str, str, str]:

@@ -19,14 +19,13 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "compare",
         run,
-        "Compare what a plan predicted with what a run of it measured, and say which assumption was wrong:\n"
-        "  rate   tasks of a kind took longer, or less long, than they were priced at\n"
+        "Compare a plan's prediction with a measured run, and show which assumption was wrong:\n"
+        "  rate   tasks of one kind took more or less time than predicted\n"
         "  count  planned tasks did not run, or others did\n"
-        "  order  a lane ran its tasks in another order than the schedule's\n"
+        "  order  a lane ran its tasks in another order than planned\n"
         "  stall  tasks began later than the schedule explains\n"
-        "What each explains adds up to the difference. Then phases, lanes, memory, and the quantities of the profile\n"
-        "that the run would have otherwise. Errors are predicted over measured: +10 % means that a tenth too much was\n"
-        "predicted.",
+        "These causes add up to the difference. Then show phases, lanes, memory, and a profile that fits the run.\n"
+        "An error of +10 % means that the prediction is 10 % too high.",
         """
         ullage compare out/run.json
         ullage compare out/run.json --trace both.json.gz
@@ -36,9 +35,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("run_file", type=Path, metavar="RUN", help="what `ullage execute` wrote")
     parser.add_argument("--trace", type=Path, metavar="PATH", help="write both timelines for ui.perfetto.dev")
-    parser.add_argument(
-        "--refit", type=Path, metavar="PATH", help="write the hardware profile as the tasks of this run would have it"
-    )
+    parser.add_argument("--refit", type=Path, metavar="PATH", help="write the hardware profile that fits this run")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 

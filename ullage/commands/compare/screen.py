@@ -8,7 +8,7 @@ from planner.fitting.attribution import Tasks
 from planner.schedule.tasks import Lane
 from ullage.analysis.comparison import NOTHING, Comparison, Explained, Row, Work, kind_words
 from ullage.output.console import table
-from ullage.output.formatting import LANE_WORDS, percent, si, signed_percent
+from ullage.output.formatting import LANE_WORDS, percent, si, signed_s
 
 _LEAST = 1e-3  # parts of the iteration below this are left out of tables
 
@@ -16,7 +16,7 @@ _LEAST = 1e-3  # parts of the iteration below this are left out of tables
 def render_comparison(comparison: Comparison) -> RenderableType:
     """Return tables of phases, lanes and memory, to print with :func:`ullage.output.console.console`."""
     count = comparison.num_iterations
-    title = f"phases (measured: mean of the {comparison.num_read} middle ones of {count} iterations)"
+    title = f"phases (measured: mean of the middle {comparison.num_read} of {count} iterations)"
     return Group(
         _rows(title, comparison.phases),
         "",
@@ -42,32 +42,25 @@ def render_explained(explained: Explained) -> RenderableType:
 def _rows(title: str, rows: Sequence[Row], *, words: bool = False) -> RenderableType:
     result = table(title, "", "predicted", "measured", "error")
     for row in rows:
-        name = LANE_WORDS[Lane(row.name)] if words and row.name != NOTHING else row.name
-        values = ("-" if value is None else si(value, row.unit) for value in (row.predicted, row.measured))
-        result.add_row(name, *values, "-" if row.error is None else signed_percent(row.error))
+        name, *cells = row.cells
+        result.add_row(LANE_WORDS[Lane(name)] if words and name != NOTHING else name, *cells)
     return result
 
 
 def _causes(explained: Explained) -> RenderableType:
     found = explained.attribution
-    result = table("why: what adds up to measured - predicted", "assumption", "what happened", "explains", num_text=2)
+    result = table("causes of measured - predicted", "assumption", "what happened", "explains", num_text=2)
     least_s = _LEAST * found.measured_s
     rest_s = 0.0
     for cause in found.causes:
         if abs(cause.seconds) < least_s:
             rest_s += cause.seconds
         else:
-            result.add_row(cause.kind, explained.reason(cause), _signed(cause.seconds))
+            result.add_row(cause.kind, explained.reason(cause), signed_s(cause.seconds))
     if rest_s:
-        result.add_row("", "what is less than a thousandth each", _signed(rest_s))
-    result.add_row("", "measured - predicted", _signed(explained.error_s))
+        result.add_row("", "all causes below 0.1 %", signed_s(rest_s))
+    result.add_row("", "measured - predicted", signed_s(explained.error_s))
     return result
-
-
-def _signed(seconds: float) -> str:
-    if abs(seconds) < 1e-9:  # rounding of sums
-        return "0 s"
-    return f"{'+' if seconds >= 0 else '-'}{si(abs(seconds), 's')}"
 
 
 def _tasks(explained: Explained) -> RenderableType:
@@ -84,7 +77,7 @@ def _tasks(explained: Explained) -> RenderableType:
             si(tasks.measured_s, "s"),
             _rate(tasks, work),
             f"{tasks.predicted_s / tasks.measured_s:.2f}" if tasks.measured_s else "-",
-            "-" if tasks.explains_s is None else _signed(tasks.explains_s),
+            "-" if tasks.explains_s is None else signed_s(tasks.explains_s),
         )
     return result
 
@@ -109,10 +102,9 @@ def _stalls(explained: Explained) -> RenderableType:
 def _refit(explained: Explained) -> list[RenderableType]:
     fit = explained.refitted
     if not explained.changes:
-        return ["the profile needs no change: its rates give the measured times of all lanes"]
+        return ["the profile needs no change: all lanes ran at its rates"]
     result = table("refit: the profile that this run proposes", "quantity", "from", "to", "change")
     for change in explained.changes:
-        values = (si(value, change.unit) if change.unit else f"{value:.3g}" for value in (change.before, change.after))
-        result.add_row(change.path, *values, signed_percent(change.after / change.before - 1))
-    told = f"with it {si(fit.predicted_s, 's')} would have been predicted; --refit PATH writes it"
+        result.add_row(*change.cells)
+    told = f"with this profile the prediction would have been {si(fit.predicted_s, 's')}; --refit PATH writes it"
     return [result, told]

@@ -27,9 +27,9 @@ from ullage.commands.compare.screen import render_comparison
 from ullage.integrations.metrics import Metrics, Prometheus, Sink, TensorBoard, tokens_per_iteration
 from ullage.output.console import console, write_json
 from ullage.output.formatting import si
-from ullage.training.checkpoints import CheckpointOptions, whereabouts
+from ullage.training.batches import check_knows_text, check_takes_data
+from ullage.training.checkpoints import CheckpointOptions, where_saved
 from ullage.training.drift import DriftWatch, warning
-from ullage.training.feeds import check_knows_text, check_takes_data
 from ullage.training.levels import buffer_bytes, levels_of
 from ullage.training.options import DEFAULT_KEPT, LEAST_KEPT, ExecuteOptions
 from ullage.training.processes import Process
@@ -60,7 +60,7 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
         PlanError: the plan was made for another kind of machine, or for another number of processes.
         ValueError: too few iterations, too few tokens or strange ones, or a captured model that is not there.
         OSError: the data cannot be read or the results cannot be written.
-        ShortageError: training takes more of a tier than it has.
+        OutOfMemoryError: training takes more of a tier than it has.
         RankError: another rank has failed.
         CheckpointError: checkpoints cannot be made in their folder, or that to go on from is of another model.
         InterruptedTrainingError: a signal ended training, which is in a checkpoint.
@@ -102,7 +102,7 @@ def execute(plan: Plan, options: ExecuteOptions) -> RunRecord | None:
     if process.is_first and trained.record is not None:
         _write(options, trained.record, trained.replanned)
     if options.checkpoint_places:
-        _tell_of_checkpoints(options, trainer, trained)
+        _print_checkpoints(options, trainer, trained)
     return trained.record
 
 
@@ -128,10 +128,10 @@ def _checkpoints(plan: Plan, options: ExecuteOptions) -> CheckpointOptions | Non
     return CheckpointOptions(levels, buffer_bytes(plan))
 
 
-def _tell_of_checkpoints(options: ExecuteOptions, trainer: Trainer, trained: "_Trained") -> None:
+def _print_checkpoints(options: ExecuteOptions, trainer: Trainer, trained: "_Trained") -> None:
     """Say where the last checkpoint is, and end as the signal wants if one has ended training."""
     # It is the first rank that hears how checkpoints end.
-    where = whereabouts(trainer.outcomes) if trainer.process.is_first else "rank 0 says where its checkpoint is"
+    where = where_saved(trainer.outcomes) if trainer.process.is_first else "rank 0 says where its checkpoint is"
     if trained.signal is not None:
         raise InterruptedTrainingError(
             f"interrupted after iteration {trainer.iteration}; {where}; go on with --resume", trained.signal
@@ -179,7 +179,7 @@ def _train(options: ExecuteOptions, trainer: Trainer, sinks: list[Sink]) -> _Tra
     ):
         if options.resume:
             _resume(options, trainer, warn)
-        num_told = 0
+        num_seen = 0
         metrics = Metrics(sinks, warn)
         closing.callback(metrics.close)
         for step in trainer.run(max(options.num_iterations - trainer.iteration, 0)):
@@ -191,7 +191,7 @@ def _train(options: ExecuteOptions, trainer: Trainer, sinks: list[Sink]) -> _Tra
                 first = trainer.session.timeline()
             if drifts := watch.after(trainer.session, trainer.session.iteration - 1):
                 warn(warning(drifts))
-            num_told = _warn_of_checkpoints(trainer, num_told, warn)
+            num_seen = _warn_about_checkpoints(trainer, num_seen, warn)
             if options.replan and len(losses) == REPLAN_AFTER:
                 before = _record(options, trainer, losses, trainer.session.timeline())
                 replanned = trainer.replan()
@@ -205,7 +205,7 @@ def _train(options: ExecuteOptions, trainer: Trainer, sinks: list[Sink]) -> _Tra
             record = _record(options, trainer, losses, timeline)
         ended_by = None if interruption is None else interruption.signal
         trainer.close(give_back=False)
-        _warn_of_checkpoints(trainer, num_told, warn, but=trainer.iteration)
+        _warn_about_checkpoints(trainer, num_seen, warn, skip=trainer.iteration)
     if record is not None and replanned is not None and replanned.switched:
         record = record.model_copy(update={"before": before})
     return _Trained(record, replanned, ended_by)
@@ -220,13 +220,15 @@ def _sinks(options: ExecuteOptions, plan: Plan) -> list[Sink]:
     return sinks
 
 
-def _warn_of_checkpoints(trainer: Trainer, num_told: int, warn: Callable[[str], None], but: int | None = None) -> int:
-    """Say which checkpoints have failed since so many had ended, ``but`` that of one step; return how many have now."""
-    outcomes = trainer.outcomes[num_told:]
+def _warn_about_checkpoints(
+    trainer: Trainer, num_seen: int, warn: Callable[[str], None], skip: int | None = None
+) -> int:
+    """Warn about failures after the first ``num_seen`` outcomes, except of step ``skip``; return how many there are."""
+    outcomes = trainer.outcomes[num_seen:]
     for outcome in outcomes:
-        if outcome.error is not None and outcome.step != but:
+        if outcome.error is not None and outcome.step != skip:
             warn(f"warning: checkpoint of step {outcome.step}: {outcome.error}")
-    return num_told + len(outcomes)
+    return num_seen + len(outcomes)
 
 
 def _interruption(

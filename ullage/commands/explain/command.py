@@ -13,10 +13,10 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "explain",
         run,
-        "Say why a plan is what it is: what binds, what each trick is worth (switched off alone), which units are\n"
-        "where and what moving one of them costs, and at which bandwidths another constraint takes over. With UNIT:\n"
-        "all ways to treat that unit, and when it is updated. Every figure is a simulation with one thing changed;\n"
-        "the other decisions are kept, never planned again.",
+        "Explain a plan: what binds, what each technique is worth (switched off alone), where each unit is and what\n"
+        "moving it costs, and at which bandwidth another lane binds. With UNIT, show all ways to place that unit,\n"
+        "and when it is updated. Every figure is a simulation in which one thing changes and the rest of the plan\n"
+        "stays as it is.",
         """
         ullage explain plan.json
         ullage explain plan.json layers.3.mlp

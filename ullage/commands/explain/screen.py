@@ -95,14 +95,14 @@ def _summary(explained: PlanExplained) -> dict[str, str]:
         "memory": memory,
         "proof": _rests_on(explained.rests_on),
     }
-    if worth := [_worth(limit) for limit in explained.limits if _tells(limit)]:
+    if worth := [_worth(limit) for limit in explained.limits if _matters(limit)]:
         rows["worth"] = f"to the bound of any plan: {', '.join(worth)}"
     if better := explained.better:
         unit, move = better
         seconds, share = change(bench, move.trial)
         rows["better"] = (
-            f"{unit} {move_words(bench, unit, move.decision)} would save {si(-seconds, 's')} ({percent(-share)}) and "
-            "fits: the search did not find it"
+            f"if {unit} were {move_words(bench, unit, move.decision)}, the plan would still fit and save "
+            f"{si(-seconds, 's')} ({percent(-share)}); the search missed this"
         )
     return rows
 
@@ -120,7 +120,7 @@ def _by(key: str) -> str:
     return _RESOURCES.get(key) or LANE_WORDS[Lane(key)] if key in {*_RESOURCES, *Lane} else key
 
 
-def _tells(limit: Limit) -> bool:
+def _matters(limit: Limit) -> bool:
     return limit.knob.key in _SOLD and limit.bound_elasticity < -_WORTH_TELLING
 
 
@@ -131,9 +131,9 @@ def _worth(limit: Limit) -> str:
 
 def _tricks(explained: PlanExplained) -> Table:
     result = table(
-        "what each trick is worth, switched off alone",
-        "trick",
-        "without it",
+        "each technique switched off alone",
+        "technique",
+        "instead",
         "time",
         "slower by",
         "",
@@ -144,11 +144,11 @@ def _tricks(explained: PlanExplained) -> Table:
     for worth in explained.worths:
         if worth.trial is None:
             continue
-        seconds, share = _told(explained.bench, worth.trial)
+        seconds, share = _slowdown(explained.bench, worth.trial)
         times = (si(worth.trial.iteration_s, "s"), si(seconds, "s"), signed_percent(share))
         result.add_row(worth.trick.words, worth.trick.without, *times, lacks_short(worth.trial))
     if unused := [worth.trick.words for worth in explained.worths if worth.trial is None]:
-        result.caption = f"not used by this plan: {'; '.join(unused)}"
+        result.caption = f"this plan does not use: {'; '.join(unused)}"
         result.caption_justify = "left"
     return result
 
@@ -165,7 +165,7 @@ def _units(explained: PlanExplained) -> Table:
         )
     tried, total = sum(len(group.cheapest) for group in explained.groups), len(explained.bench.units)
     rule = "of each group the first, the middle and the last" if tried < total else "all of them"
-    result.caption = f"moves of {tried} of {total} units were simulated, {rule}; times are those of one unit alone"
+    result.caption = f"simulated: moves of {tried} of {total} units ({rule}), one unit at a time"
     result.caption_justify = "left"
     return result
 
@@ -175,8 +175,8 @@ def _cheapest(bench: Bench, group: Group) -> str:
     if not moves:
         return "-"
     unit, move = min(moves, key=lambda found: found[1].trial.order)
-    slowest = max(_told(bench, other.trial)[0] for _, other in moves)
-    least = _told(bench, move.trial)[0]
+    slowest = max(_slowdown(bench, other.trial)[0] for _, other in moves)
+    least = _slowdown(bench, move.trial)[0]
     range_ = (
         si(least, "s") if slowest - least < 1e-6 * bench.own.iteration_s else f"{si(least, 's')} to {si(slowest, 's')}"
     )
@@ -184,15 +184,15 @@ def _cheapest(bench: Bench, group: Group) -> str:
     return f"{move_words(bench, unit, move.decision)}: {range_}{short}"
 
 
-def _told(bench: Bench, trial: Trial) -> tuple[float, float]:
+def _slowdown(bench: Bench, trial: Trial) -> tuple[float, float]:
     """Return by how much a trial is slower, or 0 if only rounding tells it from the plan."""
     seconds, share = change(bench, trial)
     return (seconds, share) if abs(share) > SAME else (0.0, 0.0)
 
 
 def _limits(explained: PlanExplained) -> Table:
-    title = f"the next constraint, where another lane than {explained.lane} would have the largest share"
-    result = table(title, "quantity", "now", "1 % more", "any plan", "less: from", "more: from")
+    title = f"how much each quantity matters, and at which value another lane than {explained.lane} binds"
+    result = table(title, "quantity", "now", "this plan", "any plan", "binds below", "binds above")
     for column in result.columns[4:]:
         column.justify = "left"
     for limit in explained.limits:
@@ -206,8 +206,8 @@ def _limits(explained: PlanExplained) -> Table:
             _crossing(limit.above, limit),
         )
     result.caption = (
-        "1 % more: change of the iteration; any plan: of the bound for all. Decisions are kept, not planned again: "
-        "these are times of this schedule on another machine, not of the best plan for it"
+        "this plan, any plan: change of the iteration and of the bound if there is 1 % more of the quantity. This "
+        "plan's decisions stay as they are; `ullage whatif` plans again"
     )
     result.caption_justify = "left"
     return result
@@ -231,19 +231,19 @@ def _crossing(crossing: Crossing | None, limit: Limit) -> str:
 def _alternatives(explained: UnitExplained) -> Table:
     bench = explained.bench
     columns = ("update", "parameters", "activations", "time", "change", "", "device", "host", "moved", "fits")
-    result = table("all ways to treat it", *columns, num_text=3)
+    result = table("all ways to place this unit", *columns, num_text=3)
     result.columns[9].justify = "left"
     order = sorted(explained.alternatives, key=lambda a: (not a.chosen, not a.trial.fits, a.trial.iteration_s))
     for alternative in order:
         result.add_row(*_alternative(bench, alternative), style="bold" if alternative.chosen else "")
-    result.caption = "the first one is the plan's. Each is simulated with all other decisions kept, not planned again"
+    result.caption = "the first row is the plan's. In each other row only this unit changes"
     result.caption_justify = "left"
     return result
 
 
 def _alternative(bench: Bench, alternative: Alternative) -> tuple[str, ...]:
     decision, trial = alternative.decision, alternative.trial
-    seconds, share = _told(bench, trial)
+    seconds, share = _slowdown(bench, trial)
     changes = [trial.peak_bytes(tier) - bench.own.peak_bytes(tier) for tier in (Tier.GPU, Tier.HOST)]
     changes.append(trial.traffic_bytes - bench.own.traffic_bytes)
     return (

@@ -16,12 +16,11 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "hardware",
         run,
-        "  list   all profiles, and how much of each is measured\n"
-        "  show   every quantity of one with its unit, value, spread, origin and source\n"
-        "  diff   the quantities in which two profiles differ by more than the spread of their repetitions\n"
-        "  check  measure some quantities of this machine's profile (or another of it) again, and say what has\n"
-        "         drifted: exit code 1 if anything has\n"
-        "Of a curve (time against size) the best rate is shown; --json has all its points.",
+        "  list   show all profiles, and how much of each was measured\n"
+        "  show   show every quantity of a profile with its unit, value, spread, origin and source\n"
+        "  diff   show the quantities that differ between two profiles by more than their spread\n"
+        "  check  measure some quantities of this machine again; if any has drifted, the exit code is 1\n"
+        "For a curve (time against size) the tables show its best rate; --json has all its points.",
         """
         ullage hardware
         ullage hardware show a100-80
@@ -31,9 +30,9 @@ def add_parser(subparsers: Subparsers) -> None:
         """,
     )
     parser.add_argument("action", nargs="?", choices=tuple(_NUM_NAMES), default="list", help="what to do (list)")
-    parser.add_argument("names", nargs="*", metavar="NAME|PATH|local", help="of which profile, or profiles")
+    parser.add_argument("names", nargs="*", metavar="NAME|PATH|local", help="profile or profiles")
     parser.add_argument(
-        "--output", "-o", type=Path, metavar="PATH", help="of check: write what was measured as a profile"
+        "--output", "-o", type=Path, metavar="PATH", help="check: write the new measurements as a profile"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 

@@ -16,9 +16,10 @@ from planner.plan.checkpoints import CheckpointsAsked
 from planner.plan.document import Plan
 from planner.plan.planning import InfeasibleError, Request, make_plan
 from planner.search import Candidate, no_garbage_collection
+from ullage.cli.checkpoint_request import checkpoints_of, with_pfs
 from ullage.cli.exit_codes import BAD_INPUT
-from ullage.cli.failures import checkpoints_of, with_pfs
 from ullage.cli.request import request_of
+from ullage.cli.request_options import PACKAGED_HARDWARE
 from ullage.output.formatting import si
 
 
@@ -50,7 +51,7 @@ def plan_command(args: argparse.Namespace) -> int:
     from ullage.commands.plan.screen import plan_screen  # noqa: PLC0415 - rich is slow to import, and --json does without
 
     write_whole(args.output, text)
-    plan_screen(plan, args.output, default_hardware=args.hardware is None)
+    plan_screen(plan, args.output, default_hardware=args.hardware is None and plan.hardware.name == PACKAGED_HARDWARE)
     return 0
 
 

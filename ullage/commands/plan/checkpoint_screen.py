@@ -10,17 +10,17 @@ from ullage.output.console import facts, table
 from ullage.output.formatting import duration, percent, si
 
 _BOUNDS = {
-    "waste": "least is lost",
+    "waste": "loses least time",
     "iteration": "one iteration",
-    "drain": "the one before is safe",
-    "endurance": "endurance of drives",
-    "overhead": "limit of overhead",
-    "lost work": "limit of lost work",
+    "drain": "the previous one is safe",
+    "endurance": "drive endurance",
+    "overhead": "overhead limit",
+    "lost work": "lost-work limit",
 }
 
 
 def checkpoints_screen(plan: CheckpointPlan) -> Iterator[RenderableType]:
-    """Yield the chosen levels, what is expected of them, and what other engines would do."""
+    """Yield tables: the chosen levels, expected times, and other checkpoint engines."""
     yield _levels(plan)
     yield facts(_expected(plan))
     yield _engines(plan)
@@ -63,10 +63,10 @@ def _expected(plan: CheckpointPlan) -> dict[str, str]:
     )
     unused = "; ".join(f"{level}: {why}" for level, why in plan.left_out.items())
     return {
-        "lost": f"{percent(plan.waste)} of the time, {percent(plan.overhead)} for making checkpoints: {run} is "
-        f"expected to take {duration(plan.expected_s)}; without checkpoints {duration(plan.without_s)}",
-        "at most": f"{duration(plan.most_lost_s)} of work by one failure",
-        "takes": f"{si(plan.node_buffer_bytes, 'B')} of each host for what is not written yet; {written}",
+        "lost": f"{percent(plan.waste)} of the time (saving alone {percent(plan.overhead)}): {run} is expected to take "
+        f"{duration(plan.expected_s)}, and without checkpoints {duration(plan.without_s)}",
+        "at most": f"one failure loses at most {duration(plan.most_lost_s)} of work",
+        "takes": f"{si(plan.node_buffer_bytes, 'B')} of each host as a buffer; {written}",
         **({"not used": unused} if unused else {}),
         "assumed": "; ".join(plan.assumptions),
     }

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hwprofiles.files import check_output
 from ullage.cli.arguments import positive_float
-from ullage.cli.failure_options import add_checkpoint_options
+from ullage.cli.checkpoint_options import add_checkpoint_options
 from ullage.cli.request_options import add_request_options, check_names
 from ullage.commands import Subparsers, command_parser
 
@@ -16,9 +16,9 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "plan",
         run,
-        "Find the fastest way to train a model on some hardware: says whether it fits, how long an iteration takes,\n"
-        "what binds, and what other engines would take. Writes the plan to a file that `ullage execute` runs.\n"
-        "A model of your own is captured from package.module:function, looked for from the current directory.",
+        "Find the fastest way to train a model on some hardware. Show whether it fits, how long an iteration takes,\n"
+        "what binds, and how long other engines would take. Write the plan to a file that `ullage execute` runs.\n"
+        "To plan a model of your own, name package.module:function; the current directory can be imported.",
         """
         ullage plan --model opt-13b --gpus 8
         ullage plan --model path/to/config.json --hardware h100 --gpus 4 --seq-len 4096 --micro-batch 2
@@ -38,7 +38,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--budget",
         type=positive_float,
         metavar="SECONDS",
-        help="search for so long, or until nothing better is in sight (as many schedules as take some seconds)",
+        help="search for so long at most (default: a few seconds)",
     )
     parser.add_argument(
         "--output", "-o", type=Path, default=Path("plan.json"), metavar="PATH", help="where the plan goes (plan.json)"
@@ -46,10 +46,10 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--allow-other-machine",
         action="store_true",
-        help="plan for --hardware local also if it was measured on another machine than this one",
+        help="accept --hardware local even if it was measured on another machine",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print the plan itself, or what would fit, instead of tables"
+        "--json", action="store_true", help="print the plan, or what would fit, as JSON instead of tables"
     )
 
 
@@ -57,6 +57,9 @@ def run(args: argparse.Namespace) -> int:
     """Plan, print, write."""
     check_output("--output", args.output)  # not after the search
     check_names(args)
+    from ullage.cli.default_hardware import print_default_hardware  # noqa: PLC0415 - `--help` does without
+
+    print_default_hardware(args)
     from ullage.commands.plan.answer import plan_command  # noqa: PLC0415 - imports the planner, only for what is not refused
 
     return plan_command(args)

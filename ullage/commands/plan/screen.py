@@ -26,7 +26,7 @@ def plan_screen(plan: Plan, path: Path, *, default_hardware: bool) -> None:
     Args:
         plan: what to print.
         path: where it was written.
-        default_hardware: whether the user left the choice of hardware to us.
+        default_hardware: whether the packaged default was taken because no hardware was named.
     """
     out = console()
     out.print(facts(_summary(plan, default_hardware=default_hardware)))
@@ -63,8 +63,8 @@ def memory_table(memory: dict[Tier, TierMemory], allocator: AllocatorUse | None 
     result.add_row("used", *(percent(use.peak_bytes / use.capacity_bytes) for use in memory.values()))
     if allocator is not None:
         rows = {
-            "allocated": si(allocator.allocated_bytes, "B"),
-            "reserved": si(allocator.reserved_bytes, "B"),
+            "allocated by PyTorch": si(allocator.allocated_bytes, "B"),
+            "reserved by PyTorch": si(allocator.reserved_bytes, "B"),
             "fragmentation": percent(allocator.fragmentation),
         }
         for name, value in rows.items():
@@ -88,7 +88,7 @@ def _summary(plan: Plan, *, default_hardware: bool) -> dict[str, str]:
         "hardware": f"{hardware.name}{chosen}: {hardware.description}. Its quantities are {origins}",
         "batch": f"{batch}{accumulated} x {decided.data_parallel} {ranks} = {tokens:,} {items}, "
         f"{decided.precision.weights}, {OPTIMIZERS[decided.optimizer].words}, "
-        f"{'clipped' if decided.clip else 'not clipped'}",
+        f"gradients {'clipped' if decided.clip else 'not clipped'}",
         **_choice(plan),
         "fits": _fits(seen.memory),
         "iteration": f"{si(seen.iteration_s, 's')} = forward {si(seen.forward_s, 's')} + backward "
@@ -109,11 +109,11 @@ def _choice(plan: Plan) -> dict[str, str]:
     if len(choices) == 1:
         return {}
     made = Choice.model_validate({name: getattr(plan.decisions, name) for name in Choice.model_fields})
-    return {"choice": f"{made.words}: the best found of {len(choices)}, all of them within the bound"}
+    return {"choice": f"{made.words}: the best found of {len(choices)}, and the bound holds for all of them"}
 
 
 def _execution(plan: Plan) -> dict[str, str]:
-    """Say what of a plan our executor cannot run, or how several processes run it."""
+    """Say that a plan cannot be executed, or how several processes execute it."""
     decided = plan.decisions
     stages = decided.pipeline_parallel
     ahead = [f"{stages} pipeline stages (--pipeline-parallel 1 plans none)"] if stages > 1 else []
@@ -129,13 +129,15 @@ def _storage(plan: Plan) -> dict[str, str]:
     lanes = {Lane.NVME_WRITE, Lane.NVME_STATE_OUT}
     written_bytes = sum(task.num_bytes for task in plan.schedule().tasks if task.lane in lanes)
     return (
-        {"storage": f"{si(written_bytes, 'B')} per device and iteration are written to NVMe"} if written_bytes else {}
+        {"storage": f"{si(written_bytes, 'B')} per device and iteration are written to NVMe, which wears its drives"}
+        if written_bytes
+        else {}
     )
 
 
 def _fits(memory: dict[Tier, TierMemory]) -> str:
     if short := [f"{si(use.missing_bytes, 'B')} of {tier} memory" for tier, use in memory.items() if use.missing_bytes]:
-        return "no, it lacks " + " and ".join(short)
+        return "no: short of " + " and ".join(short)
     return "yes"
 
 
@@ -155,6 +157,4 @@ def _engine_table(plan: Plan) -> Table:
 
 
 def _lacks(row: EngineRow) -> str:
-    return (
-        "yes" if row.fits else ", ".join(f"lacks at least {si(n, 'B')} {tier}" for tier, n in row.missing_bytes.items())
-    )
+    return "yes" if row.fits else ", ".join(f"no: {si(n, 'B')} {tier} short" for tier, n in row.missing_bytes.items())

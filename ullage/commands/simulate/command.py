@@ -10,6 +10,7 @@ from planner.schedule.trace import chrome_trace, write_trace
 from ullage.analysis.iteration import Iteration
 from ullage.analysis.simulation import ENGINES, OURS, Subject, planned, requested
 from ullage.cli.arguments import positive_int
+from ullage.cli.default_hardware import print_default_hardware
 from ullage.cli.exit_codes import CHECK_FAILED
 from ullage.cli.request import request_of
 from ullage.cli.request_options import add_request_options, given_options
@@ -24,9 +25,9 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "simulate",
         run,
-        "Simulate one iteration of a plan, or of an engine on a machine without any plan: phases, what every lane\n"
-        "does, traffic and memory over time, the critical path, and what binds.\n"
-        "What does not fit in memory is shown all the same, and said; the exit code is then 1.",
+        "Simulate one iteration of a plan, or of an engine without a plan. Show phases, lanes, traffic and memory\n"
+        "over time, the critical path, and what binds.\n"
+        "If the iteration does not fit in memory, it is shown all the same, and the exit code is 1.",
         """
         ullage simulate plan.json
         ullage simulate plan.json --engine twin-flow 0.4 --trace twin-flow.json.gz
@@ -40,10 +41,12 @@ def add_parser(subparsers: Subparsers) -> None:
         nargs="+",
         default=[OURS],
         metavar=("NAME", "SETTING"),
-        help=f"whose decisions: {OURS} (the plan's own, or those that `ullage plan` finds), {', '.join(ENGINES)}; the "
-        "setting is the fraction that the CPU updates (twin-flow) or the stride (interleaved), by default the best one",
+        help=f"whose schedule: {OURS} (the plan's own, or what `ullage plan` finds), {', '.join(ENGINES)}; "
+        "SETTING is the fraction that the CPU updates (twin-flow) or the stride (interleaved), by default the best",
     )
-    parser.add_argument("--iterations", type=positive_int, metavar="N", help="how many (default: until they repeat)")
+    parser.add_argument(
+        "--iterations", type=positive_int, metavar="N", help="iterations to simulate (default: until they repeat)"
+    )
     parser.add_argument(
         "--trace", type=Path, metavar="PATH", help="write a trace for ui.perfetto.dev (.json, .json.gz)"
     )
@@ -106,4 +109,5 @@ def _subject(args: argparse.Namespace) -> Subject:
         return planned(load_plan(args.plan), *args.engine)
     if args.model is None:
         raise ValueError("neither a plan nor --model was given; give what `ullage plan` wrote, or --model and --engine")
+    print_default_hardware(args)
     return requested(request_of(args), *args.engine)

@@ -12,7 +12,7 @@ _LR: Final = 1e-3  # of `ullage execute`
 
 
 @dataclasses.dataclass(frozen=True)
-class Exported:
+class ExportedConfig:
     """What came of it.
 
     Attributes:
@@ -24,7 +24,7 @@ class Exported:
     lost: tuple[str, ...]
 
 
-def exported(plan: Plan, nvme_path: str = "/local_nvme") -> Exported:
+def export_config(plan: Plan, nvme_path: str = "/local_nvme") -> ExportedConfig:
     """Return the nearest configuration.
 
     Twin-Flow's ``ratio`` is the fraction of the parameters that the plan does not keep the optimizer state of on the
@@ -69,7 +69,7 @@ def exported(plan: Plan, nvme_path: str = "/local_nvme") -> Exported:
         "optimizer": {"type": _TYPES[decided.optimizer], "params": {"lr": _LR}},
         "zero_optimization": zero,
     }
-    return Exported(config, tuple(_lost(plan, decided, placed)))
+    return ExportedConfig(config, tuple(_lost(plan, decided, placed)))
 
 
 def _lost(plan: Plan, decided: Decisions, placed: dict[Place, int]) -> list[str]:

@@ -49,7 +49,7 @@ class Imported:
 
 
 @dataclasses.dataclass(frozen=True)
-class Beside:
+class SideBySide:
     """The same training by both.
 
     Attributes:
@@ -140,7 +140,7 @@ def imported(config: Config, request: Request, given: Callable[[str], bool]) -> 
     return Imported(request, settings, subgroup_params, tuple(assumed))
 
 
-def beside(found: Imported) -> Beside:
+def side_by_side(found: Imported) -> SideBySide:
     """Simulate an iteration by DeepSpeed, and plan the same training."""
     setup, workload, cost = prepare(dataclasses.replace(found.request, subgroup_params=found.subgroup_params))
     scorer = Scorer(workload, cost)
@@ -151,9 +151,9 @@ def beside(found: Imported) -> Beside:
     try:
         plan = make_plan(request)
     except InfeasibleError as error:
-        return Beside(found, theirs, None, None, str(error))
+        return SideBySide(found, theirs, None, None, str(error))
     ours = planned(plan)
-    return Beside(found, theirs, plan, Iteration.of(ours, ours.simulate()))
+    return SideBySide(found, theirs, plan, Iteration.of(ours, ours.simulate()))
 
 
 def _typed(config: Config, request: Request, given: Callable[[str], bool], assumed: list[str]) -> Request:

@@ -3,12 +3,12 @@
 from planner.plan.planning import describe
 from planner.schedule.tasks import Tier
 from ullage.analysis.iteration import Iteration
-from ullage.integrations.deepspeed.importing import Beside, words
+from ullage.integrations.deepspeed.importing import SideBySide, words
 from ullage.output.console import console, facts, table
 from ullage.output.formatting import si
 
 
-def beside_screen(found: Beside) -> None:
+def side_by_side_screen(found: SideBySide) -> None:
     """Print DeepSpeed's iteration beside ours; everything is predicted."""
     out, request = console(), found.imported.request
     tiers = [tier for tier in Tier if tier in found.theirs.peaks]

@@ -21,7 +21,7 @@ class InterruptedStudyError(KeyboardInterrupt):
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench:
+class Evaluator:
     """What points are planned with.
 
     Attributes:
@@ -32,7 +32,7 @@ class Bench:
 
     store: Store
     runner: Runner
-    tell: Tell = lambda *_: None
+    progress: Tell = lambda *_: None
 
     def results(self, cases: Iterable[Case], effort: Effort, what: str = "planning") -> list[Result]:
         """Return the results of points; those that are in the store are not planned again.
@@ -49,13 +49,13 @@ class Bench:
         }
         keys = {case.key for case in wanted if case.request}
         done = len(keys) - len(todo)
-        self.tell(what, done, len(keys))
+        self.progress(what, done, len(keys))
         if todo:
             try:
                 for key, result in self.runner(todo.values(), effort):
                     self.store.put(key, result)
                     done += 1
-                    self.tell(what, done, len(keys))
+                    self.progress(what, done, len(keys))
             except KeyboardInterrupt:
                 self.store.look_again()
                 done = sum(self.store.get(key) is not None for key in keys)
@@ -96,7 +96,7 @@ def _alike(case: Case) -> tuple[str | float, ...]:
     return (case.model, request.num_devices, request.seq_len, *sizes)
 
 
-def run_study(space: Space, prices: Prices | None, bench: Bench) -> Study:
+def run_study(space: Space, prices: Prices | None, evaluator: Evaluator) -> Study:
     """Plan all points of a study and charge them.
 
     Raises:
@@ -104,8 +104,8 @@ def run_study(space: Space, prices: Prices | None, bench: Bench) -> Study:
         OSError: the store cannot be written.
     """
     asked = space.asked
-    cases = list(tracked(space.cases(), len(space), bench.tell))
-    points, notes = charged(bench.points(cases, space.effort), prices, asked)
+    cases = list(tracked(space.cases(), len(space), evaluator.progress))
+    points, notes = charged(evaluator.points(cases, space.effort), prices, asked)
     return Study(
         program_version=__version__,
         asked=asked,
@@ -117,10 +117,10 @@ def run_study(space: Space, prices: Prices | None, bench: Bench) -> Study:
     )
 
 
-def tracked(cases: Iterable[Case], total: int, tell: Tell) -> Iterator[Case]:
+def tracked(cases: Iterable[Case], total: int, progress: Tell) -> Iterator[Case]:
     """Yield points while telling how many there are so far: putting machines together takes time too."""
     for done, case in enumerate(cases):
-        tell("preparing", done, total)
+        progress("preparing", done, total)
         yield case
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from planner.models.captured import join
-from ullage.capture.recording import Recording, Visit
+from ullage.capture.records import Recording, Visit
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # What has fewer parameters than this share is moved with a neighbour: of the block, plain modules together and a module
@@ -25,7 +25,7 @@ _SMALL_OUTSIDE, _SMALL_ALONE = 1 / 4, 1 / 16
 
 
 @dataclasses.dataclass(slots=True)
-class Place:
+class UnitVisits:
     """A unit, and what it consists of.
 
     Attributes:
@@ -41,11 +41,11 @@ class Place:
     events: list[int] = dataclasses.field(default_factory=list)
 
 
-def place(recording: Recording) -> list[Place]:
+def partition(recording: Recording) -> list[UnitVisits]:
     """Return the units of a recording in forward order; every forward event is in one of them."""
     visits = recording.visits
     blocks = _block_visits(recording)
-    places: list[Place] = []
+    places: list[UnitVisits] = []
     atoms: list[int] = []
     largest = max((_num_params(visits[block].module) for block in blocks), default=0)
     small = _SMALL_OUTSIDE * largest or _SMALL_ALONE * _num_params(recording.model)
@@ -60,7 +60,7 @@ def place(recording: Recording) -> list[Place]:
             atoms.append(index)
     places += _outside(visits, atoms, small)
     if not places:
-        places = [Place("model", "", [0])]
+        places = [UnitVisits("model", "", [0])]
     places = _joined(places, _called_again(visits, places))
     _assign(recording, places, inside)
     places = _joined(places, _used_apart(recording, places))
@@ -119,7 +119,7 @@ def _descendants(visits: list[Visit], root: int) -> list[int]:
     return sorted(found - {root})
 
 
-def _inside(visits: list[Visit], block: int) -> list[Place]:
+def _inside(visits: list[Visit], block: int) -> list[UnitVisits]:
     """Return the units of a block."""
     segment = visits[block].path
     children = [
@@ -150,10 +150,10 @@ def _inside(visits: list[Visit], block: int) -> list[Place]:
         result[-1] += carried
     elif carried:
         result.append(carried)
-    return [Place(_largest(visits, run), segment, run) for run in result or [[block]]]
+    return [UnitVisits(_largest(visits, run), segment, run) for run in result or [[block]]]
 
 
-def _outside(visits: list[Visit], atoms: list[int], small: float) -> list[Place]:
+def _outside(visits: list[Visit], atoms: list[int], small: float) -> list[UnitVisits]:
     """Return the units of neighbours that own parameters and are in no block."""
     runs: list[list[int]] = []
     for atom in atoms:
@@ -163,7 +163,7 @@ def _outside(visits: list[Visit], atoms: list[int], small: float) -> list[Place]
     if len(runs) > 1 and _own(visits, runs[-1]) < small:
         last = runs.pop()
         runs[-1] += last
-    return [Place(_largest(visits, run, own=True), "", run) for run in runs]
+    return [UnitVisits(_largest(visits, run, own=True), "", run) for run in runs]
 
 
 def _own(visits: list[Visit], run: Iterable[int]) -> int:
@@ -177,7 +177,7 @@ def _largest(visits: list[Visit], run: list[int], *, own: bool = False) -> str:
     return visits[max(run, key=size)].path
 
 
-def _called_again(visits: list[Visit], places: list[Place]) -> Iterator[tuple[int, int]]:
+def _called_again(visits: list[Visit], places: list[UnitVisits]) -> Iterator[tuple[int, int]]:
     """Yield the units between two calls of a module that owns parameters: a unit is computed once in a forward."""
     unit_of = {index: number for number, unit in enumerate(places) for index in unit.visits}
     ranges: dict[int, tuple[int, int]] = {}
@@ -193,7 +193,7 @@ def _called_again(visits: list[Visit], places: list[Place]) -> Iterator[tuple[in
             yield first, last
 
 
-def _used_apart(recording: Recording, places: list[Place]) -> Iterator[tuple[int, int]]:
+def _used_apart(recording: Recording, places: list[UnitVisits]) -> Iterator[tuple[int, int]]:
     """Yield the units of a segment that use parameters of one module: its mark is where it is called."""
     used: dict[str, set[int]] = {}
     for number, unit in enumerate(places):
@@ -207,7 +207,7 @@ def _used_apart(recording: Recording, places: list[Place]) -> Iterator[tuple[int
             yield first, last
 
 
-def _joined(places: list[Place], ranges: Iterable[tuple[int, int]]) -> list[Place]:
+def _joined(places: list[UnitVisits], ranges: Iterable[tuple[int, int]]) -> list[UnitVisits]:
     groups = list(range(len(places)))  # of each unit, the first that it is joined with
     for first, last in sorted(ranges):
         for number in range(first, last + 1):
@@ -216,7 +216,7 @@ def _joined(places: list[Place], ranges: Iterable[tuple[int, int]]) -> list[Plac
     for _, numbers in itertools.groupby(range(len(places)), key=lambda number: groups[number]):
         members = [places[number] for number in numbers]
         names = {unit.segment for unit in members}
-        joined = Place(members[0].name, names.pop() if len(names) == 1 else "", [])
+        joined = UnitVisits(members[0].name, names.pop() if len(names) == 1 else "", [])
         for unit in members:
             joined.visits += unit.visits
             joined.events += unit.events
@@ -224,7 +224,7 @@ def _joined(places: list[Place], ranges: Iterable[tuple[int, int]]) -> list[Plac
     return result
 
 
-def _whole(places: list[Place], first: int, last: int) -> tuple[int, int]:
+def _whole(places: list[UnitVisits], first: int, last: int) -> tuple[int, int]:
     while first and places[first].segment and places[first - 1].segment == places[first].segment:
         first -= 1
     while last + 1 < len(places) and places[last].segment and places[last + 1].segment == places[last].segment:
@@ -232,7 +232,7 @@ def _whole(places: list[Place], first: int, last: int) -> tuple[int, int]:
     return first, last
 
 
-def _assign(recording: Recording, places: list[Place], inside: dict[int, list[int]]) -> None:
+def _assign(recording: Recording, places: list[UnitVisits], inside: dict[int, list[int]]) -> None:
     """Give each forward event to the unit of its visit, or of a visit around it.
 
     What runs around several units, or around one that is but a part, is one's that computes then: of a block or another
@@ -261,9 +261,9 @@ def _assign(recording: Recording, places: list[Place], inside: dict[int, list[in
         places[current].events.append(index)
 
 
-def _computing(recording: Recording, places: list[Place]) -> list[Place]:
+def _computing(recording: Recording, places: list[UnitVisits]) -> list[UnitVisits]:
     """Return the units that run kernels; what others do is a neighbour's."""
-    found: list[Place] = []
+    found: list[UnitVisits] = []
     before: list[int] = []
     for unit in places:
         if any(recording.forward[index].kernels for index in unit.events):
@@ -277,7 +277,7 @@ def _computing(recording: Recording, places: list[Place]) -> list[Place]:
     return found
 
 
-def _named(places: list[Place]) -> list[Place]:
+def _named(places: list[UnitVisits]) -> list[UnitVisits]:
     """Give units that are called alike different names."""
     seen: Counter[str] = Counter()
     for unit in places:

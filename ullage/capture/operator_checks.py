@@ -28,7 +28,7 @@ _OTHER, _MOST_OTHERS = (torch.float32, torch.int64, torch.bool), 1024
 _NARROW = frozenset({torch.bfloat16, torch.float16})
 
 
-class RefusedError(ValueError):
+class RefusedOperatorError(ValueError):
     """A real kernel does not take what the fake one took."""
 
 
@@ -58,7 +58,7 @@ class _Like:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
-class Trials:
+class OperatorChecks:
     """Tries operators, equal calls once.
 
     Args:
@@ -94,7 +94,7 @@ class Trials:
             refusal = call.refusal()
         if refusal is None or (self._as_on_gpu and refusal.lacks_kernel and call.is_narrow()):
             return
-        raise RefusedError(
+        raise RefusedOperatorError(
             f"{call} does not run: {refusal.text}; give its operands types that it takes "
             "(--input-shape SHAPE:TYPE for an input, .to(...) in the module)"
         )

@@ -91,13 +91,13 @@ def _missing(row: EngineRow) -> str:
 
 
 def tricks_section(bench: Bench, progress: Progress) -> Section:
-    """Show what each trick is worth: the plan simulated without it."""
+    """Show what each technique is worth: the plan simulated without it."""
     found = worths(bench, lambda done: progress("switching tricks off", done, 0))
     used = [(worth.trick, worth.trial) for worth in found if worth.trial is not None]
     used.sort(key=lambda item: -change(bench, item[1])[0])
     chart = Chart(
         key="tricks",
-        title="What each trick is worth",
+        title="What each technique is worth",
         note="How much longer an iteration is without it, all else as it is. Below zero: faster, but only where "
         "memory would lack.",
         x=Axis("longer iteration", "s"),
@@ -127,9 +127,9 @@ def tricks_section(bench: Bench, progress: Progress) -> Section:
     unused = [worth.trick.words for worth in found if worth.trial is None]
     note = f"Not used by this plan: {'; '.join(unused)}." if unused else ""
     table = Table(
-        "Tricks, switched off alone", ("trick", "without it", "iteration", "longer by", "", "fits"), rows, note
+        "Each technique switched off alone", ("technique", "instead", "iteration", "longer by", "", "fits"), rows, note
     )
-    return Section("tricks", "Tricks", "What each trick is worth", (), (chart, table) if used else (table,))
+    return Section("tricks", "Techniques", "What each technique is worth", (), (chart, table) if used else (table,))
 
 
 def _worth_words(bench: Bench, trial: Trial) -> str:

@@ -1,6 +1,6 @@
 """The options of ``ullage plan`` that say which failures checkpoints are for, and what they may take.
 
-What reads them is in :mod:`ullage.cli.failures`: that imports the planner, which is not needed to refuse a
+What reads them is in :mod:`ullage.cli.checkpoint_request`: that imports the planner, which is not needed to refuse a
 line.
 """
 
@@ -26,7 +26,7 @@ def mtbf(text: str) -> dict[Level, float]:
         level = next((level for level in LEVELS if level == name.strip()), None)
         if level is None or level in found:
             raise argparse.ArgumentTypeError(
-                f"{part!r} is of no level, or of one again; give a time, or some of "
+                f"{part!r} names no level, or repeats one; give a time, or some of "
                 f"{','.join(f'{level}=TIME' for level in LEVELS)}"
             )
         found[level] = seconds(time)
@@ -34,24 +34,28 @@ def mtbf(text: str) -> dict[Level, float]:
 
 
 def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that :func:`ullage.cli.failures.checkpoints_of` reads."""
+    """Add the options that :func:`ullage.cli.checkpoint_request.checkpoints_of` reads."""
     group = parser.add_argument_group("when to make checkpoints (with --mtbf)")
     group.add_argument(
         "--mtbf",
         type=mtbf,
         metavar="TIME|LEVEL=TIME,...",
-        help="mean time between failures of the whole job, as in 6h: chooses levels and intervals of checkpoints. Or "
-        "by the fastest level that survives them: memory=2h,nvme=1d,pfs=30d (of a process; of power; of a node)",
+        help="mean time between failures of the whole job, as in 6h; the planner then chooses levels and intervals of "
+        "checkpoints. Or one time per fastest level that survives: memory=2h (a process fails), nvme=1d (power fails), "
+        "pfs=30d (a node fails)",
     )
     group.add_argument(
-        "--max-checkpoint-overhead", type=fraction, metavar="SHARE", help="the most that they may add, as in 1%%"
+        "--max-checkpoint-overhead",
+        type=fraction,
+        metavar="SHARE",
+        help="largest share of time that saving may take, as in 1%%",
     )
-    group.add_argument("--max-lost-work", type=seconds, metavar="TIME", help="the most that one failure may lose")
+    group.add_argument("--max-lost-work", type=seconds, metavar="TIME", help="largest work that one failure may lose")
     group.add_argument(
         "--restart",
         type=seconds,
         metavar="TIME",
-        help=f"from a failure until checkpoints are read ({DEFAULT_RESTART_S:g}s, assumed)",
+        help=f"time from a failure until a checkpoint is read ({DEFAULT_RESTART_S:g}s)",
     )
     group.add_argument(
         "--keep", type=positive_int, metavar="N", help=f"checkpoints that stay at each level ({LEAST_KEPT})"
@@ -60,20 +64,23 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
         "--checkpoint-buffer",
         type=parse_bytes,
         metavar="SIZE",
-        help="host memory of a rank for what is not written yet (as much as pays)",
+        help="host memory of a rank for data that is not written yet (default: the best size)",
     )
     group.add_argument(
         "--drive-writes-per-day",
         type=positive_float,
         metavar="N",
-        help="how often the node's drives may be written over in a day, of their data sheet (as the profile says)",
+        help="how often the node's drives may be overwritten per day, from their data sheet (default: the profile's)",
     )
     group.add_argument(
         "--pfs-bandwidth",
         type=parse_bytes,
         metavar="SIZE",
-        help="bytes a second that each node reads and writes of a shared file system which the profile does not have",
+        help="bandwidth of each node to a shared file system, if the profile has none",
     )
     group.add_argument(
-        "--iterations", type=positive_int, metavar="N", help="of the run whose expected time is printed (a day of them)"
+        "--iterations",
+        type=positive_int,
+        metavar="N",
+        help="length of the run whose expected time is shown (default: one day)",
     )

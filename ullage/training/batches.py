@@ -17,7 +17,7 @@ from ullage.training.text import NUM_BYTES, Tokens, TokenStream, read_text
 _SHARE_TO_MAKE = 0.8  # of what is free on the device: weights that are tied later are drawn apart
 
 
-class Feed(Protocol):
+class BatchSource(Protocol):
     """Makes the model, and a rank's loss on one micro-batch after another."""
 
     position: int
@@ -32,7 +32,7 @@ class Feed(Protocol):
         ...
 
 
-def feed_of(plan: Plan, data: Tokens | None, seed: int, position: int, rank: int = 0) -> Feed:
+def batch_source(plan: Plan, data: Tokens | None, seed: int, position: int, rank: int = 0) -> BatchSource:
     """Return what one rank trains a plan's model on.
 
     Of every micro-batch of all ranks together, each takes its own sequences, in the order of ranks: how many ranks
@@ -55,9 +55,9 @@ def feed_of(plan: Plan, data: Tokens | None, seed: int, position: int, rank: int
     if not isinstance(plan.model, CapturedModel):
         if data is None:
             check_knows_text(plan)
-        return _TokenFeed(plan, read_text(None) if data is None else data, seed, position, rank)
+        return _TokenBatches(plan, read_text(None) if data is None else data, seed, position, rank)
     check_takes_data(plan, given=data is not None or position > 0)
-    return _RandomFeed(plan, plan.model, seed, rank)
+    return _RandomBatches(plan, plan.model, seed, rank)
 
 
 def check_takes_data(plan: Plan, *, given: bool) -> None:
@@ -93,7 +93,7 @@ def batch_shapes(plan: Plan) -> BatchShapes:
     return (("input_ids", (plan.decisions.micro_batch, plan.seq_len)),)
 
 
-class _TokenFeed:
+class _TokenBatches:
     def __init__(self, plan: Plan, data: Tokens, seed: int, position: int, rank: int) -> None:
         assert not isinstance(plan.model, CapturedModel)
         self._plan = plan
@@ -132,12 +132,12 @@ class _TokenFeed:
     def loss(self, model: nn.Module, device: torch.device) -> Tensor:
         decided = self._plan.decisions
         of_all = self._stream.next(decided.data_parallel * decided.micro_batch)
-        tokens = brought(of_all[self._rank * decided.micro_batch :][: decided.micro_batch], device)
+        tokens = to_device(of_all[self._rank * decided.micro_batch :][: decided.micro_batch], device)
         loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         return loss
 
 
-class _RandomFeed:
+class _RandomBatches:
     def __init__(self, plan: Plan, model: CapturedModel, seed: int, rank: int) -> None:
         self._factory = load_factory(model.factory)
         self._num_sequences = model.micro_batch * plan.decisions.data_parallel
@@ -153,11 +153,11 @@ class _RandomFeed:
 
     def loss(self, model: nn.Module, device: torch.device) -> Tensor:
         self.position += self._num_sequences
-        args = [brought(tensor, device) for tensor in self._args]
-        return find_loss(model(*args, **{name: brought(tensor, device) for name, tensor in self._kwargs.items()}))[0]
+        args = [to_device(tensor, device) for tensor in self._args]
+        return find_loss(model(*args, **{name: to_device(tensor, device) for name, tensor in self._kwargs.items()}))[0]
 
 
-def brought(batch: Tensor, device: torch.device) -> Tensor:
+def to_device(batch: Tensor, device: torch.device) -> Tensor:
     """Return a batch on a device. Pinned, as from other memory the copy would wait for what the device has to do."""
     return batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch.to(device)
 

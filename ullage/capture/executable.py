@@ -11,10 +11,10 @@ from executor.distributed.shards import BindingError
 from executor.module.binding import Marker, markers, unit_modules
 from planner.graph import Batch, Unit, build_graph, units
 from planner.models.captured import CapturedModel
-from ullage.capture.recording import CaptureError, Event, Recording
+from ullage.capture.records import CaptureError, Event, Recording
 
 
-def check_followed(recording: Recording, captured: CapturedModel) -> None:
+def check_executable(recording: Recording, captured: CapturedModel) -> None:
     """Check that the units of a captured model can be seen to begin, in their order, before their weights are read.
 
     Raises:

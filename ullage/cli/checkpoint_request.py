@@ -1,4 +1,4 @@
-"""What the options of :mod:`ullage.cli.failure_options` ask of checkpoints."""
+"""What the options of :mod:`ullage.cli.checkpoint_options` ask of checkpoints."""
 
 import argparse
 from typing import Any

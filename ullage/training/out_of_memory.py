@@ -1,4 +1,4 @@
-"""Out of memory, wherever it is noticed: what was predicted beside what was held, by class, and what to do."""
+"""If memory runs out: one table of predicted and actual bytes by class, and the remedy."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ _MARGIN = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
-class Shortage:
+class MemoryReport:
     """One tier that was too small, as one process sees it.
 
     Attributes:
@@ -45,25 +45,27 @@ class Shortage:
         if self.tier is Tier.GPU:
             return f"plan for less of the device: `ullage plan ... --device-memory {max(enough, 0) // 10**6}MB`"
         return (
-            "free memory on this machine, or calibrate again while it is as full as now (`ullage calibrate`) and plan "
-            "for that; a smaller --micro-batch, more devices, or --storage nvme need less"
+            "free memory on this machine, or run `ullage calibrate` while it is as full as now and plan again; a "
+            "smaller --micro-batch, more devices, or --storage nvme need less memory"
         )
 
 
-class ShortageError(MemoryError):
+class OutOfMemoryError(MemoryError):
     """Training takes more of a tier than there is.
 
     Attributes:
-        shortage: the ledger.
+        report: predicted and actual bytes by class.
     """
 
-    def __init__(self, shortage: Shortage) -> None:
-        super().__init__(f"{shortage.what}; {shortage.remedy}")
-        self.shortage = shortage
+    def __init__(self, report: MemoryReport) -> None:
+        super().__init__(f"{report.what}; {report.remedy}")
+        self.report = report
 
 
 @contextlib.contextmanager
-def explaining(plan: Plan, memory: Callable[[], Mapping[Tier, MeasuredMemory]] | None = None) -> Iterator[None]:
+def reporting_out_of_memory(
+    plan: Plan, memory: Callable[[], Mapping[Tier, MeasuredMemory]] | None = None
+) -> Iterator[None]:
     """Turn whatever says out of memory inside it into one error with the ledger.
 
     Args:
@@ -71,68 +73,68 @@ def explaining(plan: Plan, memory: Callable[[], Mapping[Tier, MeasuredMemory]] |
         memory: says what is held; ``None`` before there is anything.
 
     Raises:
-        ShortageError: memory ran out.
+        OutOfMemoryError: memory ran out.
     """
     try:
         yield
-    except ShortageError:
+    except OutOfMemoryError:
         raise
     except (MemoryError, RuntimeError) as error:
-        if (shortage := _shortage_of(plan, error, memory)) is None:
+        if (report := _report_of(plan, error, memory)) is None:
             raise
-        raise ShortageError(shortage) from error
+        raise OutOfMemoryError(report) from error
 
 
 def check_device(plan: Plan, use: MeasuredMemory) -> None:
     """Keep to the device's capacity where nothing else does: the arena is part of ordinary memory.
 
     Raises:
-        ShortageError: the device held more.
+        OutOfMemoryError: the device held more.
     """
     capacity_bytes = int(plan.hardware.device.memory_bytes.value)
     if plan.hardware.device.kind == "host" and use.peak_bytes > capacity_bytes:
         what = f"the device holds {si(use.peak_bytes, 'B')} at its peak, but has {si(capacity_bytes, 'B')}"
-        raise ShortageError(_shortage(plan, Tier.GPU, what, use.static_bytes, use.dynamic_peak_bytes))
+        raise OutOfMemoryError(_report(plan, Tier.GPU, what, use.static_bytes, use.dynamic_peak_bytes))
 
 
-def render_shortage(shortage: Shortage) -> RenderableType:
+def render_report(report: MemoryReport) -> RenderableType:
     """Return one screen to print with :func:`ullage.output.console.console`."""
-    rows = table(f"memory of the {shortage.tier}, one process", "", "predicted", "actual")
-    for name in {**shortage.predicted_bytes, **shortage.actual_bytes}:
-        pair = (shortage.predicted_bytes.get(name, 0), shortage.actual_bytes.get(name))
+    rows = table(f"memory of the {report.tier}, one process", "", "predicted", "actual")
+    for name in {**report.predicted_bytes, **report.actual_bytes}:
+        pair = (report.predicted_bytes.get(name, 0), report.actual_bytes.get(name))
         rows.add_row(name, *("not measured" if value is None else si(value, "B") for value in pair))
-    totals = (sum(side.values()) for side in (shortage.predicted_bytes, shortage.actual_bytes))
+    totals = (sum(side.values()) for side in (report.predicted_bytes, report.actual_bytes))
     rows.add_row("in all", *(si(total, "B") for total in totals))
-    rows.add_row("capacity", si(shortage.capacity_bytes, "B"), "")
-    return Group(f"out of memory: {shortage.what}", "", rows, "", f"remedy: {shortage.remedy}")
+    rows.add_row("capacity", si(report.capacity_bytes, "B"), "")
+    return Group(f"out of memory: {report.what}", "", rows, "", f"remedy: {report.remedy}")
 
 
-def _shortage_of(
+def _report_of(
     plan: Plan, error: BaseException, memory: Callable[[], Mapping[Tier, MeasuredMemory]] | None
-) -> Shortage | None:
+) -> MemoryReport | None:
     cause: BaseException | None = error
     while cause is not None:  # what fails in a lane's thread comes as the cause of a LaneError
         if isinstance(cause, DeviceMemoryError) and cause.args and isinstance(cause.args[0], MemoryShortage):
             refusal = cause.args[0]
             held = {**refusal.held_bytes}
-            what = f"{refusal.name} asks for {si(refusal.asked_bytes, 'B')} more of the {refusal.tier} than is free"
-            return _shortage(plan, refusal.tier, what, held, None)
+            what = f"{refusal.name} needs {si(refusal.asked_bytes, 'B')} of {refusal.tier} memory, and less is free"
+            return _report(plan, refusal.tier, what, held, None)
         if isinstance(cause, torch.OutOfMemoryError):
             uses = memory() if memory else {}
             static = uses[Tier.GPU].static_bytes if uses else {}
             dynamic = max(torch.cuda.max_memory_allocated() - sum(static.values()), 0)
-            return _shortage(plan, Tier.GPU, str(cause).split(". ", maxsplit=1)[0], static, dynamic)
+            return _report(plan, Tier.GPU, str(cause).split(". ", maxsplit=1)[0], static, dynamic)
         if isinstance(cause, MemoryError) or "can't allocate memory" in str(cause):
             uses = memory() if memory else {}
             what = str(cause).strip().rpartition("\n")[2] or "the machine has no memory left"
-            return _shortage(plan, Tier.HOST, what, uses[Tier.HOST].static_bytes if uses else {}, None)
+            return _report(plan, Tier.HOST, what, uses[Tier.HOST].static_bytes if uses else {}, None)
         cause = cause.__cause__
     return None
 
 
-def _shortage(
+def _report(
     plan: Plan, tier: Tier, what: str, static_bytes: Mapping[MemoryClass, int], dynamic_bytes: int | None
-) -> Shortage:
+) -> MemoryReport:
     """Put a ledger beside the plan's; ``dynamic_bytes`` is what comes and goes on top of it, if it was measured."""
     predicted, machine = plan.prediction.memory[tier], plan.hardware
     share = ranks_per_node(plan) if tier is not Tier.GPU else 1
@@ -144,7 +146,7 @@ def _shortage(
     planned_bytes, actual_bytes = (_joined(side, together, name) for side in (predicted.by_class, static_bytes))
     if dynamic_bytes is not None:
         actual_bytes[name] = actual_bytes.get(name, 0) + dynamic_bytes
-    return Shortage(
+    return MemoryReport(
         tier,
         what,
         {words: count // share for words, count in planned_bytes.items()},

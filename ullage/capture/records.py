@@ -1,0 +1,106 @@
+"""What a recording of a module consists of: its calls, operators, storages, and the tensors that autograd saves."""
+
+import dataclasses
+
+from torch import nn
+
+from planner.models.kernels import Kernels
+
+
+@dataclasses.dataclass(slots=True)
+class Visit:
+    """One call of a module's forward.
+
+    Attributes:
+        parent: index of the visit it was called from; -1 for the model's own.
+        first, stop: range of forward events.
+        input_bytes: of the tensors it was given that have a gradient: what recomputation must keep.
+    """
+
+    path: str
+    module: nn.Module
+    parent: int
+    first: int
+    stop: int = -1
+    input_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """One operator that was dispatched.
+
+    Attributes:
+        visit: index of the visit that ran it; in backward that of the forward whose gradient it computes.
+        source: index of the forward event that it belongs to: itself, or the one whose autograd node runs.
+        kernels: empty for views and bookkeeping.
+        storages: numbers of the storages it wrote.
+        output_bytes: of its first result.
+        product_bytes: of all floating results, if it is a product and they stay as it made them.
+        parameters: names of those it read.
+    """
+
+    visit: int
+    source: int
+    kernels: Kernels
+    storages: tuple[int, ...]
+    output_bytes: int
+    product_bytes: int
+    parameters: tuple[str, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class Storage:
+    """Memory that was allocated.
+
+    Attributes:
+        born, died: first and last event at which it is there; what is there before the first was born at -1.
+        owner: ``parameter``, ``buffer``, ``input``, ``gradient`` of a parameter, or empty.
+    """
+
+    num_bytes: int
+    born: int
+    died: int | None = None
+    owner: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Save:
+    """A tensor that autograd keeps.
+
+    Attributes:
+        position: forward events that had been dispatched when it was kept.
+    """
+
+    storage: int
+    position: int
+    visit: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recording:
+    """What happened.
+
+    Attributes:
+        forward, backward: events; backward ones are numbered from ``len(forward)`` on.
+        loss: what backward began from, in words.
+        gradients: numbers of the storages that parameters' gradients are in at the end.
+        sums: of every sum in backward, the storages that it was made of.
+        num_values: of every input, how many different integers it may hold, where it is looked up in a table.
+        arrivals: of visits to whose results backward came, in order, how many backward events had been dispatched.
+    """
+
+    model: nn.Module
+    visits: list[Visit]
+    forward: list[Event]
+    backward: list[Event]
+    storages: list[Storage]
+    saves: list[Save]
+    loss: str
+    gradients: dict[str, int]
+    sums: dict[int, tuple[int, ...]]
+    num_values: list[int | None]
+    arrivals: list[tuple[int, int]]
+
+
+class CaptureError(ValueError):
+    """A model that cannot be captured, and what to do about it."""

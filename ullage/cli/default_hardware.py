@@ -1,0 +1,57 @@
+"""The machine that is meant if nobody names one: this one if it was calibrated, else a packaged one."""
+
+import argparse
+import platform
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from hwprofiles.machine import differences, gpu_names
+from hwprofiles.registry import LOCAL, ProfileError, load_profile, local_profile_path
+from ullage.cli.request_options import PACKAGED_HARDWARE
+
+
+class DefaultHardware(NamedTuple):
+    """What ``--hardware`` is if it is left out.
+
+    Attributes:
+        name: of the profile, for :func:`hwprofiles.registry.load_profile`.
+        note: one line for the user, or empty.
+    """
+
+    name: str
+    note: str = ""
+
+
+def default_hardware() -> DefaultHardware:
+    """Return this machine's own profile if ``ullage calibrate`` has written one here, else the packaged default.
+
+    Raises:
+        ProfileError: this machine's own profile cannot be read.
+    """
+    path = local_profile_path()
+    meanwhile = f"{PACKAGED_HARDWARE} is used; run `ullage calibrate` to measure"
+    if path.is_file():
+        if found := differences(load_profile(LOCAL)):
+            note = f"{path} was measured on another machine: {'; '.join(found)}; {meanwhile} this one"
+            return DefaultHardware(PACKAGED_HARDWARE, note)
+        return DefaultHardware(LOCAL, f"this machine's profile {path} is used; choose another with --hardware")
+    if other := next(filter(_is_calibrated, sorted(path.parent.glob("*.json"))), None):
+        note = f"host {platform.node()!r} has no profile, but {other} is of another host; {meanwhile} this one"
+        return DefaultHardware(PACKAGED_HARDWARE, note)
+    if gpus := gpu_names() or tuple(file.name for file in Path("/dev").glob("nvidia[0-9]*")):
+        return DefaultHardware(PACKAGED_HARDWARE, f"this machine has a GPU ({gpus[0]}) but no profile; {meanwhile} it")
+    return DefaultHardware(PACKAGED_HARDWARE)
+
+
+def print_default_hardware(args: argparse.Namespace) -> None:
+    """Say in one line on stderr which machine is meant, if ``--hardware`` was left out and that is worth a word."""
+    if args.hardware is None and (note := default_hardware().note):
+        sys.stderr.write(f"ullage {args.command}: {note}\n")
+
+
+def _is_calibrated(path: Path) -> bool:
+    try:
+        return load_profile(str(path.absolute())).measured_on is not None
+    except ProfileError:
+        return False
