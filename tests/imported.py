@@ -5,6 +5,7 @@ Nothing here begins a thread, which a fork would not have.
 
 # ruff: noqa: F401 - imported for others
 import accelerate
+import amount
 import fsspec
 import matplotlib.pyplot as plt
 import pytest
@@ -19,4 +20,5 @@ import executor.prepare
 import planner.plan.planning
 import ullage.commands.execute.run
 
+amount.short_searches().__enter__()
 cpu_target.target_context.refresh()  # what the first compiled function that is loaded would wait for

@@ -76,7 +76,7 @@ def test_every_optimizer_is_planned_and_executed(
 
     path = tmp_path / "plan.json"
     options = ["--model", "demo-llama", "--hardware", "epyc-turin-2c", "--seq-len", "64", "--micro-batch", "2"]
-    options += ["--device-memory", "180MB", "--precision", "fp32", "--budget", "3", "--optimizer", optimizer]
+    options += ["--device-memory", "180MB", "--precision", "fp32", "--optimizer", optimizer]
     assert main(["plan", *options, "--output", str(path)]) == 0
     assert {"sgd": "SGD with momentum", "adagrad": "Adagrad", "lion": "Lion"}[optimizer] in capsys.readouterr().out
     run = ["--iterations", "8", "--lr", lr, "--output-dir", str(tmp_path), "--json"]
@@ -198,7 +198,7 @@ def test_bad_input_is_one_line(
 
 def test_a_plan_for_a_gpu_is_refused_without_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
-    assert main(["plan", "--model", "gpt2", "--seq-len", "128", "--budget", "1", "--output", str(path)]) == 0
+    assert main(["plan", "--model", "gpt2", "--seq-len", "128", "--output", str(path)]) == 0
     capsys.readouterr()
     assert main(["execute", str(path), "--output-dir", str(tmp_path)]) == 2
     assert "has no GPU that PyTorch can use" in capsys.readouterr().err
