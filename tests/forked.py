@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import runpy
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,9 +43,9 @@ def ullage(*arguments: str) -> None:
     runpy.run_module("ullage", run_name="__main__", alter_sys=True)
 
 
-def script(path: str) -> None:
-    """Be ``python PATH``."""
-    sys.argv = [path]
+def script(path: str, *arguments: str) -> None:
+    """Be ``python PATH ARGUMENTS``."""
+    sys.argv = [path, *arguments]
     runpy.run_path(path, run_name="__main__")
 
 
@@ -105,6 +106,16 @@ def completed(function: Callable[..., object], *arguments: str, **options: objec
     process = Forked(function, *arguments, **options)
     out, err = process.communicate()
     return CompletedProcess([*arguments], process.returncode, out, err)
+
+
+def environments(num_ranks: int) -> list[dict[str, str]]:
+    """Return what a launcher gives processes on this machine that train together, each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    every = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    every |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
+    return [os.environ | every | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(num_ranks)]
 
 
 def until_training(process: Forked, metrics_file: Path, num_iterations: int = 2) -> None:

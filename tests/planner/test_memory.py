@@ -4,15 +4,15 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import forked
 import pytest
 import torch
+from forked import completed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -130,7 +130,8 @@ def test_workspace_of_a_norm_is_what_pytorch_allocates(dtype: torch.dtype, resid
 
 def test_an_executed_plan_holds_what_it_says() -> None:
     name = "executed: demo-llama fp32 4x256 x2 in 300MB"  # bf16 takes minutes where no instruction multiplies it
-    child = subprocess.run([sys.executable, SCRIPT, "--child", name], capture_output=True, text=True, check=True)
+    child = completed(forked.script, str(SCRIPT), "--child", name)
+    assert child.returncode == 0, child.stderr
     result = json.loads(child.stdout.splitlines()[-1])
     assert result["num_updates_by_place"].get("cpu", 0) + result["num_updates_by_place"].get("stream", 0) > 0
     assert set(result["memory"]) == {"gpu", "host"}

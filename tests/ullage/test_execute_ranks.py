@@ -7,7 +7,6 @@ import re
 import runpy
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import forked
 import pytest
-from forked import END_S, Forked, completed, until_training
+from forked import END_S, Forked, completed, environments, until_training
 
 from hwprofiles.profile import Fabric, HardwareProfile
 from hwprofiles.quantity import Provenance, Quantity
@@ -66,14 +65,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ranks(plan: Path, folder: Path, *arguments: str) -> list[Forked]:
     """Start both processes, as ``torchrun`` would."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     words = ("execute", str(plan), "--output-dir", str(folder), *arguments)
-    return [
-        Forked(forked.ullage, *words, env=os.environ | both | {"RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")
-    ]
+    return [Forked(forked.ullage, *words, env=each) for each in environments(2)]
 
 
 def trained(plan: Path, folder: Path, *arguments: str) -> tuple[str, str]:
