@@ -1,5 +1,6 @@
 """For all tests: their examples (the same everywhere in ``make test``, new ones in ``make fuzz``), and Ctrl-C."""
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))  # amount.py, special_files.py
 
 from amount import divided, examples
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads leave the core to the tests beside these
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs have it, and what they start
     signal.signal(signal.SIGINT, signal.default_int_handler)

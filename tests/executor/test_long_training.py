@@ -1,6 +1,7 @@
 """Many iterations under any plan, of every optimizer, on 1, 2 and 4 ranks: the same bits as in memory.
 
-Two hundred of them (sixty in ``make test``), with clipping, a learning rate that changes at every step, groups of other decay and rate, dropout, and accumulation.
+Two hundred of them (sixty in ``make test``), with clipping, a learning rate that changes at every step, groups of other
+decay and rate, dropout, and accumulation.
 """
 
 import dataclasses

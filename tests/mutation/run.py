@@ -92,20 +92,21 @@ def tried(defect: Defect, root: Path) -> dict[str, object]:
 
 
 def main(words: list[str]) -> int:
-    """Try all defects, or those that are named; print a row for each."""
-    rows = []
+    """Try all defects, or those that are named; print a row for each, and write all that were ever tried."""
+    rows = {row["breaks"]: row for row in json.loads(RESULT.read_text("utf-8"))["defects"]} if words else {}
     chosen = [d for d in defects() if not words or any(word in f"{d.file} {d.breaks}" for word in words)]
     with tempfile.TemporaryDirectory() as folder:
         copied(Path(folder))
         for defect in chosen:
-            rows.append(tried(defect, Path(folder)))
-            print(f"{rows[-1]['outcome']:9} {rows[-1]['seconds']:6} s  {defect.file}: {defect.breaks}", flush=True)  # noqa: T201
-    survived, errors = (sum(str(row["outcome"]).startswith(word) for row in rows) for word in ("survived", "error"))
-    print(f"{len(rows) - survived - errors} caught, {survived} survived, {errors} could not be tried")  # noqa: T201
-    if not words:
-        date = dt.datetime.now(tz=dt.UTC).date().isoformat()
-        result = {"command": "python tests/mutation/run.py", "date": date, "defects": rows}
-        RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            row = rows[defect.breaks] = tried(defect, Path(folder))
+            print(f"{row['outcome']:9} {row['seconds']:6} s  {defect.file}: {defect.breaks}", flush=True)  # noqa: T201
+    date = dt.datetime.now(tz=dt.UTC).date().isoformat()
+    ordered = [rows[defect.breaks] for defect in defects() if defect.breaks in rows]
+    result = {"command": "python tests/mutation/run.py", "date": date, "defects": ordered}
+    RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    outcomes = [str(rows[defect.breaks]["outcome"]) for defect in chosen]
+    survived, errors = (sum(outcome.startswith(word) for outcome in outcomes) for word in ("survived", "error"))
+    print(f"{len(chosen) - survived - errors} caught, {survived} survived, {errors} could not be tried")  # noqa: T201
     return 2 if errors else int(bool(survived))
 
 

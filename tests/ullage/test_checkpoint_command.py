@@ -27,7 +27,7 @@ from planner.plan.planning import Request, make_plan
 from ullage.main import main
 from ullage.training.levels import memory_folder
 
-NUM_ITERATIONS = 40
+NUM_ITERATIONS = 30
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def test_a_run_on_several_levels_goes_on_from_the_slowest_when_its_node_was_lost
     assert main(["checkpoint", "ls", url, "--json"]) == 0
     newest, older = (entry["step"] for entry in json.loads(capsys.readouterr().out))
     assert newest == NUM_ITERATIONS
-    assert older % 9 == 0 or older == last  # 36, unless the next came before it was there
+    assert older % 9 == 0 or older == last  # 27, unless the next came before it was there
     assert main(["checkpoint", "verify", url]) == 0
     assert main(["checkpoint", "export", url, "--output-dir", str(tmp_path / "model")]) == 0
     assert main(["checkpoint", "prune", url, "--json"]) == 0
