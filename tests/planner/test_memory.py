@@ -128,6 +128,23 @@ def test_workspace_of_a_norm_is_what_pytorch_allocates(dtype: torch.dtype, resid
     assert held_bytes == pytest.approx(BENCHMARK.peak_bytes(iterate), rel=0.01)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_norm_saves_what_autograd_saves(dtype: torch.dtype) -> None:
+    """To the byte, as the factor of each row is little beside the row."""
+    rows, width = 64, 32
+    norm, saved = LlamaRMSNorm(width).to(dtype), dict[int, int]()  # type: ignore[no-untyped-call]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        norm(torch.randn(rows, width, dtype=dtype, requires_grad=True) * 1)
+    del saved[norm.weight.untyped_storage().data_ptr()]
+    assert sum(saved.values()) == work.rms_norm(rows, width, dtype.itemsize).saved_bytes
+
+
 def executed() -> None:
     """Print what a plan that offloads holds; in bf16 it takes minutes where no instruction multiplies it."""
     sys.stdout.write("\n" + json.dumps(BENCHMARK.executed("demo-llama", 2, 128, "fp32", 2, "220MB")))

@@ -93,7 +93,7 @@ def test_more_simulations_are_never_worse_and_the_budget_is_kept() -> None:
         assert more_overload <= overload
         assert more_s <= iteration_s * 1.005  # as much slower a plan may be that moves fewer bytes
     seeds = find(REQUESTS["roomy"], 1)[0].num_simulations
-    assert find(REQUESTS["roomy"], seeds + 20)[0].num_simulations <= seeds + 21
+    assert find(REQUESTS["roomy"], seeds + 20)[0].num_simulations <= seeds + 20
 
 
 def test_progress_only_improves() -> None:
