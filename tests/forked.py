@@ -43,6 +43,13 @@ def ullage(*arguments: str) -> None:
     runpy.run_module("ullage", run_name="__main__", alter_sys=True)
 
 
+def launcher(module: str, *arguments: str) -> None:
+    """Be ``python -m MODULE ARGUMENTS``, in a group of its own; what it starts are new interpreters."""
+    os.setsid()
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
 def script(path: str, *arguments: str) -> None:
     """Be ``python PATH ARGUMENTS``."""
     sys.argv = [path, *arguments]

@@ -2,14 +2,14 @@
 
 import os
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from amount import examples
+from forked import completed
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from plans import mixed, plans
@@ -439,7 +439,7 @@ def test_a_launcher_joins_processes_for_all_sessions_that_they_have(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=120)
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = completed(forked.launcher, *command, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("in the end") == 2

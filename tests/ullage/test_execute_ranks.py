@@ -4,10 +4,8 @@ import dataclasses
 import json
 import os
 import re
-import runpy
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,13 +74,6 @@ def trained(plan: Path, folder: Path, *arguments: str) -> tuple[str, str]:
     assert first.returncode == 0, err
     assert (second.communicate()[0], second.returncode) == ("", 0)
     return out, err
-
-
-def launcher(module: str, *arguments: str) -> None:
-    """Be ``python -m MODULE ARGUMENTS``, which starts both with new interpreters, in a group of their own."""
-    os.setsid()
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.parametrize("shared", ["data", "layers"])
@@ -155,7 +146,7 @@ def test_sigterm_ends_all_with_one_checkpoint_on_all_levels_which_they_go_on_fro
     folder = tmp_path / "checkpoints"
     places = ("--checkpoint-dir", "memory", "--checkpoint-dir", str(folder), "--checkpoint-every", "2,4")
     command = ("-m", "ullage", "execute", str(plan), *places, "--output-dir", str(tmp_path), "--iterations", "100000")
-    process = Forked(launcher, "torch.distributed.run", "--nproc-per-node", "2", *command)
+    process = Forked(forked.launcher, "torch.distributed.run", "--nproc-per-node", "2", *command)
     while not list(folder.glob("step-*")):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
@@ -216,7 +207,7 @@ def test_accelerate_starts_what_launch_prints(plan: Path, tmp_path: Path, capsys
     words = capsys.readouterr().out.split()
     assert words[:2] == ["accelerate", "launch"]
     words += ["--iterations", "6", "--output-dir", str(tmp_path / "out")]
-    done = completed(launcher, "accelerate.commands.accelerate_cli", *words[1:])
+    done = completed(forked.launcher, "accelerate.commands.accelerate_cli", *words[1:])
     assert done.returncode == 0, done.stderr
     assert load_run(tmp_path / "out" / "run.json").timeline.num_iterations == 6
     assert main(["launch", str(plan)]) == 0
