@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT := out
 
-.PHONY: demo test test-all test-planning test-executing test-commands fuzz torture bench docs clean
+.PHONY: demo test test-all test-executor test-ullage test-planner test-capture test-others lint mutation fuzz torture bench docs clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11") if sys.version_info < (3, 11) else None'
@@ -21,23 +21,28 @@ demo: $(VENV)/ready
 	$(BIN)/ullage execute $(OUT)/demo.json --iterations 40 --output-dir $(OUT)
 
 test: $(VENV)/ready
+	$(BIN)/python -m pytest $(TIMED)
+	$(MAKE) --no-print-directory --keep-going --jobs 2 $(PARTS) lint
+
+# Parts beside each other, two at a time and the longest first, as most tests use one core. What compares times of
+# threads within 5 % goes before, alone.
+TIMED := tests/ullage/test_agreement.py
+PARTS := test-executor test-ullage test-planner test-capture test-others
+test-executor:
+	$(BIN)/python -m pytest tests/executor tests/checkpoint
+test-ullage:
+	$(BIN)/python -m pytest tests/ullage --ignore=$(TIMED)
+test-planner:
+	$(BIN)/python -m pytest tests/planner
+test-capture:
+	$(BIN)/python -m pytest tests/capture tests/hwprofiles
+test-others:
+	$(BIN)/python -m pytest tests $(patsubst %,--ignore=tests/%,executor checkpoint ullage planner capture hwprofiles)
+lint:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python -m pytest $(TIMED)
-	$(MAKE) --no-print-directory --keep-going --jobs 2 test-commands test-planning test-executing
-
-# Two parts beside each other, the longest first, and then the third, as most tests use one core; what compares times of threads within 5 % goes before, alone.
-TIMED := tests/ullage/test_agreement.py
-PLANNING := tests/planner tests/hwprofiles tests/capture
-test-planning:
-	$(BIN)/python -m pytest $(PLANNING)
-EXECUTING := tests/executor tests/checkpoint
-test-executing:
-	$(BIN)/python -m pytest $(EXECUTING)
-test-commands:
-	$(BIN)/python -m pytest tests $(PLANNING:%=--ignore=%) $(EXECUTING:%=--ignore=%) --ignore=$(TIMED)
 
 # Everything that tests can try; `make test` tries a part of every property and every table (tests/amount.py).
 test-all:
@@ -53,6 +58,10 @@ fuzz: $(VENV)/ready
 # Checkpoints: every kill point, every lost write, every failing operation. Ranks: every optimizer for long.
 torture: $(VENV)/ready
 	ULLAGE_TESTS=all $(BIN)/python -m pytest -q -m torture
+
+# Deliberate defects of all packages, one after the other: a test has to fail for each.
+mutation: $(VENV)/ready
+	$(BIN)/python tests/mutation/run.py
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/simulator/run.py

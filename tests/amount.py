@@ -1,14 +1,18 @@
 """How much tests try: ``make test`` a part of what ``make test-all`` tries, of every property and every table.
 
 ``examples`` says it of a property, the marker ``part`` of a table: of a test with ``@pytest.mark.part(3)`` one case in
-three is run by ``make test``.
+three is run by ``make test``. ``short_searches`` says it of plans that tests of other things need.
 """
 
+import contextlib
 import os
 from collections import Counter
+from collections.abc import Iterator
 from typing import Final
 
 import pytest
+
+from planner import search
 
 ALL: Final = os.environ.get("ULLAGE_TESTS") == "all"
 _FEWEST: Final = 5
@@ -17,6 +21,16 @@ _FEWEST: Final = 5
 def examples(number: int) -> int:
     """Return how many examples of a property are tried, if ``number`` are tried in ``make test-all``."""
     return number if ALL else max(min(number, _FEWEST), number // 4)
+
+
+@contextlib.contextmanager
+def short_searches() -> Iterator[None]:
+    """Let searches that have no budget end after a few simulations in ``make test``, for tests of other things."""
+    with pytest.MonkeyPatch.context() as patched:
+        if not ALL:
+            patched.setattr(search, "_SIMULATIONS", 40)
+            patched.setattr(search, "_TASKS", 0)
+        yield
 
 
 def divided(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:

@@ -3,12 +3,14 @@
 import gzip
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import completed
 
 from benchmarks.gpu.stand_in import stand_in
 from hwprofiles.machine import available_memory_bytes, num_cores
@@ -30,16 +32,21 @@ bounds = []
 """
 
 
+def virtually(path: str) -> None:
+    """Be ``python -m virtual PATH``."""
+    sys.path.insert(0, str(ROOT / "tests" / "executor"))
+    sys.argv = ["virtual", path]
+    runpy.run_module("virtual", run_name="__main__", alter_sys=True)
+    # At once: the thread in which the virtual device goes backward does not outlive the interpreter in good order.
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def on_gpu(folder: Path, code: str) -> Any:
     """Run code where there is a GPU, and return what it prints last."""
     script = folder / "script.py"
-    # At once: the thread in which the virtual device goes backward does not outlive the interpreter in good order.
-    end = "\nsys.stdout.flush()\nos._exit(0)\n"
-    script.write_text(HEAD + code + end, encoding="utf-8")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "executor")])}
-    command = [sys.executable, "-m", "virtual", str(script)]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300}
-    done = subprocess.run(command, check=False, env=environment, cwd=folder, **options)
+    script.write_text(HEAD + code, encoding="utf-8")
+    done = completed(virtually, str(script), cwd=folder)
     if "NoVirtualGpuError" in done.stderr:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stderr[-3000:]

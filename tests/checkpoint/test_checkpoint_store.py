@@ -35,6 +35,20 @@ def test_the_newest_that_are_whole_are_kept(tmp_path):
     assert steps(store) == [7, 6, 5]
 
 
+def test_none_goes_before_as_many_as_are_kept_are_known_to_be_whole(tmp_path):
+    """Else what is not known could turn out to have been needed."""
+    for step in range(1, 6):
+        save(Store(tmp_path / "store"), step)
+    store = Store(tmp_path / "store")  # which knows nothing yet
+    newest = store.folders()
+    for folder in newest[:3]:
+        store.trust(folder)
+    assert store.thin(4) == []
+    assert steps(store) == [5, 4, 3, 2, 1]
+    store.trust(newest[3])
+    assert store.thin(4) == [newest[4]]
+
+
 def test_the_same_step_twice_is_refused_unless_the_first_is_damaged(tmp_path):
     store = Store(tmp_path / "store")
     save(store, 1)

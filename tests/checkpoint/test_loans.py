@@ -66,7 +66,7 @@ def content(folder, writer):
 @pytest.mark.parametrize("num_buffers", [1, 3, NUM_CHUNKS + 2])
 def test_what_changes_after_a_loan_is_settled_is_not_in_the_file(tmp_path, files, num_buffers, may_copy):
     """In haste, what no thread has begun with is copied where buffers are free; for the rest the owner waits."""
-    with Flusher(files, ring_of(num_buffers, CHUNK_BYTES), num_threads=1, patience_s=20) as flusher:
+    with Flusher(files, ring_of(num_buffers, CHUNK_BYTES), num_threads=1, patience_s=300) as flusher:
         memory, before, writer, leases = leased(flusher, tmp_path)
         assert [lease.is_leased for lease in leases] == [True] * NUM_CHUNKS
         files.begun.wait()
@@ -77,14 +77,14 @@ def test_what_changes_after_a_loan_is_settled_is_not_in_the_file(tmp_path, files
         held = sum(lease.is_leased for lease in leases)
         assert held == NUM_CHUNKS - (min(num_buffers, NUM_CHUNKS - 1) if may_copy else 0)
         files.go_on.set()
-        settling.join(20)
+        settling.join(300)
         memory[:] = 255
         writer.finish()
     assert content(tmp_path, writer) == before.tobytes()
 
 
 def test_nothing_is_copied_of_what_is_written_in_time(tmp_path):
-    with Flusher(Files(), ring_of(2, CHUNK_BYTES), num_threads=2, patience_s=20) as flusher:
+    with Flusher(Files(), ring_of(2, CHUNK_BYTES), num_threads=2, patience_s=300) as flusher:
         memory, before, writer, leases = leased(flusher, tmp_path)
         flusher.wait(writer._done)
         assert all(np.shares_memory(lease.data, memory) for lease in leases)
@@ -110,7 +110,7 @@ def test_the_owner_waits_no_longer_than_was_said_and_the_file_is_given_up(tmp_pa
 def test_what_transfers_cannot_begin_at_is_copied(tmp_path, shift):
     memory = filled(CHUNK_BYTES * NUM_CHUNKS, shift)
     before = memory.copy()
-    with Flusher(Files(), ring_of(2, CHUNK_BYTES), patience_s=20) as flusher:
+    with Flusher(Files(), ring_of(2, CHUNK_BYTES), patience_s=300) as flusher:
         writer = writer_of(flusher, tmp_path, len(memory) // 4)
         writer._alignment_bytes = max(writer._alignment_bytes, 512)  # as of a drive that needs whole sectors
         leases = writer.lease(memory)
@@ -138,7 +138,7 @@ def test_runs_that_meet_in_chunks_are_written_as_they_were_when_each_was_settled
     chunk_bytes = blocks * BLOCK_BYTES
     with (
         tempfile.TemporaryDirectory() as folder,
-        Flusher(Files(), ring_of(num_buffers, chunk_bytes), patience_s=20) as flusher,
+        Flusher(Files(), ring_of(num_buffers, chunk_bytes), patience_s=300) as flusher,
         ThreadPoolExecutor(4) as others,
     ):
         writer = writer_of(flusher, Path(folder), sum(count for count, _, _ in runs))
@@ -188,7 +188,7 @@ def test_only_edges_of_runs_are_copied(counts):
 
 def test_a_run_is_given_back_before_its_chunk_is_complete(tmp_path, files):
     """No thread has begun with such a chunk: nobody waits for the drive."""
-    with Flusher(files, ring_of(3, 16 * BLOCK_BYTES), num_threads=1, patience_s=20) as flusher:
+    with Flusher(files, ring_of(3, 16 * BLOCK_BYTES), num_threads=1, patience_s=300) as flusher:
         num_values = 12 * BLOCK_BYTES // 4
         writer = writer_of(flusher, tmp_path, 2 * num_values)
         first, second = filled(4 * num_values), filled(4 * num_values)
@@ -213,7 +213,7 @@ class SlowCopies:
     def __call__(self, target, source):
         number = next(self._numbers)
         self.begun[number].release()
-        self.go_on[number].wait(20)
+        self.go_on[number].wait(300)
         target[:] = source
 
 
@@ -221,7 +221,7 @@ class SlowCopies:
 def test_a_chunk_waits_for_all_that_is_being_copied_into_it(tmp_path, monkeypatch, num_copied):
     """Runs are given back while their chunk becomes complete, perhaps both at once: they are in the file as before."""
     copies = SlowCopies()
-    with Flusher(Files(), ring_of(3, 16 * BLOCK_BYTES), patience_s=20) as flusher:
+    with Flusher(Files(), ring_of(3, 16 * BLOCK_BYTES), patience_s=300) as flusher:
         runs = [filled(6 * BLOCK_BYTES), filled(6 * BLOCK_BYTES)]
         writer = writer_of(flusher, tmp_path, len(runs) * len(runs[0]) // 4)
         before = np.concatenate(runs)
@@ -240,15 +240,15 @@ def test_a_chunk_waits_for_all_that_is_being_copied_into_it(tmp_path, monkeypatc
             finishing.join(0.1)
             assert finishing.is_alive()
             copies.go_on[i].set()
-            thread.join(20)
+            thread.join(300)
             runs[i][:] = 255
-        finishing.join(20)
+        finishing.join(300)
         flusher.end_leases([lease for leased in leases for lease in leased], may_copy=True)
     assert content(tmp_path, writer) == before.tobytes()
 
 
 def test_what_is_given_up_frees_its_buffer_and_what_was_lent(tmp_path):
-    with Flusher(Files(), ring_of(2, 16 * BLOCK_BYTES), patience_s=20) as flusher:
+    with Flusher(Files(), ring_of(2, 16 * BLOCK_BYTES), patience_s=300) as flusher:
         num_values = 24 * BLOCK_BYTES // 4
         writer = writer_of(flusher, tmp_path, num_values)
         leases = writer.lease(filled(20 * BLOCK_BYTES))

@@ -160,6 +160,15 @@ def test_the_device_is_too_small():
         prepare(TASK, decide(TASK, KEEP), host_capacity_bytes=10)
 
 
+def test_all_of_a_memory_can_be_taken_and_no_more() -> None:
+    arena = Arena(Tier.HOST, 128, backend_of(SessionOptions()))
+    arena.take("half", MemoryClass.PARAMETERS, 16, torch.float32)
+    with pytest.raises(DeviceMemoryError, match="asks for 65 B"):
+        arena.take("too much", MemoryClass.PARAMETERS, 65, torch.uint8)
+    arena.take("the rest", MemoryClass.PARAMETERS, 64, torch.uint8)
+    assert arena.used_bytes == 128
+
+
 def test_the_system_has_too_little():
     """Nobody has a quarter of a petabyte; what the system says of it is no MemoryError of Python's."""
     arena = Arena(Tier.HOST, None, backend_of(SessionOptions()))

@@ -178,7 +178,7 @@ def failing(task, iteration):
         raise ValueError("no such core")
 
 
-def bounded(function, limit_s=10.0):
+def bounded(function, limit_s=30.0):
     """Run a function in a thread that must end in time; return what it raised."""
     raised = []
 
@@ -234,12 +234,11 @@ def test_closing_does_not_wait_for_a_task_that_hangs(monkeypatch):
     machine = HostMachine(schedule, hanging)
     try:
         Loop(schedule, machine).finish()
-        assert begun.wait(10)
+        assert begun.wait(60)
         with pytest.warns(RuntimeWarning, match=r"^lane cpu\b.*: what runs there has not ended within 0\.5 s"):
             assert bounded(machine.close) is None
-        begin_s = time.monotonic()
-        machine.close()
-        assert time.monotonic() - begin_s < 0.5, "it waits once"
+        monkeypatch.setattr(executor.devices.lanes, "_END_S", 60)
+        assert bounded(machine.close) is None, "it waits once"
     finally:
         over.set()
 

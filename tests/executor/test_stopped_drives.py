@@ -21,7 +21,7 @@ from executor.checkpoint import Files, Level, Store
 from executor.saving import Checkpoints
 
 PATIENCE_S = 0.2
-BOUND_S = 30.0
+BOUND_S = 120.0
 """Far more than all waits together, on the busiest machine, and less than for ever."""
 
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import multiprocessing
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+from forked import FORKS, start_server
 from training import (
     FOLDER,
     ReferenceOptimizer,
@@ -51,7 +51,6 @@ from planner.models import from_hf_config
 from planner.schedule.tasks import Lane, Op, Tier
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
-_CONTEXT = multiprocessing.get_context("spawn")  # a fork would inherit threads' locks
 
 
 class Processes:
@@ -66,13 +65,14 @@ class Processes:
             self._port = free.getsockname()[1]
         self._store = dist.TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
         self._num_calls = 0
+        start_server()
         self.workers, self._pipes = [None] * size, [None] * size
         for rank in range(size):
             self._start(rank)
 
     def _start(self, rank: int) -> None:
-        ours, theirs = _CONTEXT.Pipe()
-        worker = _CONTEXT.Process(target=_serve, args=(rank, self._port, theirs), daemon=True)
+        ours, theirs = FORKS.Pipe()
+        worker = FORKS.Process(target=_serve, args=(rank, self._port, theirs), daemon=True)
         worker.start()
         theirs.close()  # or the end of one process would not be seen here
         self.workers[rank], self._pipes[rank] = worker, ours

@@ -119,7 +119,6 @@ def test_a_product_takes_what_the_curve_says(calibrated: Calibrated) -> None:
 def test_pairs_are_reported(calibrated: Calibrated) -> None:
     assert any("copy" in pair.what and "AdamW" in pair.what for pair in calibrated.report.pairs)
     assert all(0.3 < pair.slow_down < 30 for pair in calibrated.report.pairs)
-    assert calibrated.report.elapsed_s < 60, "a quick calibration has a budget of half a minute, on any processor"
 
 
 def test_progress_counts_up_and_nothing_is_left(calibrated: Calibrated) -> None:

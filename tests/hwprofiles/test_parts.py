@@ -2,17 +2,17 @@
 
 import itertools
 import os
-import subprocess
-import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import scipy.sparse.csgraph
 from fake_kernels import KERNELS, Calibrated, silent
+from forked import Forked, environments
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
@@ -218,19 +218,10 @@ def test_collectives_of_real_ranks(calibrated: Calibrated, tmp_path: Path) -> No
         base,
     )
     script.write_text(COLLECTIVES)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        "0",
-        "--standalone",
-    ]
-    subprocess.run(
-        [*command, str(script), str(base), str(tmp_path / "out")], check=True, capture_output=True, timeout=120
-    )
+    ranks = [Forked(forked.script, str(script), str(base), str(tmp_path / "out"), env=each) for each in environments(2)]
+    for rank in ranks:
+        _, err = rank.communicate()
+        assert rank.returncode == 0, err
     found = load_profile(str(tmp_path / "outFalse"))
     assert found.devices_per_node == 2
     assert found.intra_node is not None

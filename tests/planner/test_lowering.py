@@ -253,6 +253,19 @@ def test_bytes_are_those_that_decisions_imply(case: Case) -> None:
     evicted = [u.swap_bytes * batches for u in case.units if decisions.units[u.name].activations == "offload-nvme"]
     assert moved[Op.OFFLOAD] == moved[Op.RELOAD] == sum(swapped)
     assert moved[Op.EVICT] == moved[Op.RECALL] == sum(evicted)
+    of_unit = {unit.name: weight * unit.num_params * (2 if decisions.zero_stage == 0 else 1) for unit in case.units}
+    scatters = [task for task in case.schedule.tasks if task.op is Op.SCATTER]
+    assert [task.num_bytes for task in scatters] == [of_unit[task.unit] for task in scatters]
+
+
+@settings(SLOW, max_examples=examples(60))
+@given(cases())
+def test_updates_at_the_step_come_after_all_of_backward(case: Case) -> None:
+    """For the caller steps then, whatever else could begin before."""
+    assume(case.decisions.update_start == "step")
+    ordered, tasks = ordered_by_rules(case.schedule, 1), case.schedule.tasks
+    (*_, last) = (task.index for task in tasks if task.op is Op.BACKWARD)
+    assert [t.name for t in tasks if t.op is Op.UPDATE and not ordered((0, last), (0, t.index))] == []
 
 
 @settings(SLOW, max_examples=examples(60))

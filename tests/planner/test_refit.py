@@ -83,6 +83,17 @@ def test_what_was_right_stays_and_what_was_not_says_where_it_is_from() -> None:
     assert found.profile.host.optimizer.provenance.source == "tasks of 1 iterations of a run"
 
 
+def test_latencies_are_fitted_in_the_direction_that_they_are_off() -> None:
+    profile, _, _ = planned("a100-40")
+    known = quantities(profile)
+    latencies = [path for path in ("device.issue_s", "device.step_s", "device.hook_s") if path in known]
+    truth = replace(profile, {path: 2 * number(known[path]) for path in latencies}, TRUTH)
+    found, _ = refitted("a100-40", truth)
+    assert found.slower["launching"] == pytest.approx(2, rel=0.02)
+    for path in latencies:
+        assert number(quantities(found.profile)[path]) == pytest.approx(2 * number(known[path]), rel=0.02)
+
+
 def test_nothing_is_believed_to_be_off_by_more_than_a_stated_factor() -> None:
     profile, _, _ = planned("a100-40")
     truth = replace(profile, {"host.optimizer": number(profile.host.optimizer) / 30}, TRUTH)

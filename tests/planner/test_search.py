@@ -93,7 +93,7 @@ def test_more_simulations_are_never_worse_and_the_budget_is_kept() -> None:
         assert more_overload <= overload
         assert more_s <= iteration_s * 1.005  # as much slower a plan may be that moves fewer bytes
     seeds = find(REQUESTS["roomy"], 1)[0].num_simulations
-    assert find(REQUESTS["roomy"], seeds + 20)[0].num_simulations <= seeds + 21
+    assert find(REQUESTS["roomy"], seeds + 20)[0].num_simulations <= seeds + 20
 
 
 def test_progress_only_improves() -> None:
@@ -199,6 +199,7 @@ def test_the_critical_path_explains_the_period(name: str) -> None:
 
 def test_a_search_of_its_own_length_ends_when_it_has_gained_nothing_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     setup, workload, cost = prepare(dataclasses.replace(REQUESTS["tight"], num_micro_batches=2))
+    monkeypatch.setattr("planner.search._TASKS", 150_000)
     found = search(setup, Scorer(workload, cost))
     asked_for = search(setup, Scorer(workload, cost), 2 * found.num_simulations)
     monkeypatch.setattr("planner.search._PATIENCE", 1.0)

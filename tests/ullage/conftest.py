@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from amount import short_searches
 
 from planner.plan.document import Plan, load_plan
 from ullage.main import main
@@ -27,6 +28,12 @@ TINY = {
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _short_searches():
+    with short_searches():
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny.json"
@@ -37,13 +44,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def plan_args(tiny_model: Path) -> list[str]:
     model = ["--model", str(tiny_model), "--seq-len", "128", "--hardware", "rtx-4090"]
-    return ["plan", *model, "--device-memory", "3MB", "--budget", "20"]
+    return ["plan", *model, "--device-memory", "3MB"]
 
 
 @pytest.fixture(scope="session")
 def plan_path(plan_args: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    assert main([*plan_args, "--output", str(path), "--json"]) == 0
+    with short_searches():
+        assert main([*plan_args, "--output", str(path), "--json"]) == 0
     return path
 
 
@@ -57,7 +65,8 @@ def host_plan(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """A plan that this machine can execute, within seconds."""
     path = tmp_path_factory.mktemp("plan") / "host.json"
     model = ["--model", str(tiny_model), "--seq-len", "32", "--hardware", "epyc-turin-2c"]
-    assert main(["plan", *model, "--budget", "5", "--output", str(path), "--json"]) == 0
+    with short_searches():
+        assert main(["plan", *model, "--output", str(path), "--json"]) == 0
     return path
 
 

@@ -31,7 +31,7 @@ def test_the_profile_is_local_from_then_on(tmp_path, capsys):
     assert "host.optimizer" in text
     plan = tmp_path / "plan.json"
     arguments = ["plan", "--model", "demo-llama", "--hardware", "local", "--seq-len", "64", "--micro-batch", "1"]
-    assert main([*arguments, "--device-memory", "1GB", "--budget", "1", "--output", str(plan), "--json"]) == 0
+    assert main([*arguments, "--device-memory", "1GB", "--output", str(plan), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["hardware"]["name"] == "test-box"
 
 

@@ -47,6 +47,11 @@ def test_settings_change_what_they_are_about():
         may_leave = Place.GPU not in decided.update and unit.name not in {"embed", "head"}  # tied
         assert (decided.params == "host") == (may_leave and unit.num_params > 100_000), unit.name
     assert {d.params for d in kept.units.values()} == {"gpu", "host"}
+    least = min(unit.num_params for unit in SETUP.units if kept.units[unit.name].params == "host")
+    for persistent_params, leaves in ((least - 1, True), (least, False)):
+        changed, _ = configured(SETUP, DeepSpeed(3, "cpu", 0.5, "cpu", persistent_params=persistent_params))
+        left = {unit.num_params for unit in SETUP.units if changed.units[unit.name].params == "host"}
+        assert (least in left) == leaves, "parameters of just so many values stay"
     whole, _ = configured(SETUP, DeepSpeed(2, "cpu"))
     assert (whole.zero_stage, whole.module_hooks) == (2, False)
     assert {place for d in whole.units.values() for place in d.update} == {Place.CPU}

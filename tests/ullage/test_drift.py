@@ -1,13 +1,13 @@
 """Lanes that leave their prediction are told, each once, and only those."""
 
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
+from forked import completed
 
 from executor.devices.lanes import NUM_RECORDED
 from executor.session import Session
@@ -121,8 +121,8 @@ def test_a_run_names_the_lane_that_was_mispredicted(tmp_path: Path) -> None:
     plan = make_plan(Request(model, machine, seq_len=32, micro_batch=1, precision=FP32), max_simulations=50)
     path = tmp_path / "plan.json"
     path.write_text(plan.model_copy(update={"hardware": wrong(machine)}).sealed().to_json(), encoding="utf-8")
-    command = [sys.executable, "-m", "ullage", "execute", str(path), "--output-dir", str(tmp_path)]
-    done = subprocess.run([*command, "--iterations", "106"], capture_output=True, text=True, check=True)
+    done = completed(forked.ullage, "execute", str(path), "--output-dir", str(tmp_path), "--iterations", "106")
+    assert done.returncode == 0, done.stderr
     warnings = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
     (line,) = [line for line in warnings if "(lane cpu)" in line]  # looked at twice
     assert len(warnings) <= 2, "one for each time that it was looked"

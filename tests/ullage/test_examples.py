@@ -1,20 +1,18 @@
 """The examples run as they are, in processes of their own."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
+from forked import completed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_example(script: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False
-    )
+    done = completed(forked.script, str(script), cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "measured:" in done.stdout
     losses = [float(line.split("loss ")[1]) for line in done.stdout.splitlines() if line.startswith("iteration")]

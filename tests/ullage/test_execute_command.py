@@ -1,15 +1,14 @@
-"""``ullage execute`` as a real process: a whole run, and one that is interrupted."""
+"""``ullage execute``: whole runs, and processes that are interrupted or lack memory."""
 
 import json
 import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
+from forked import Forked, completed, until_training
 
 from hwprofiles.profile import HardwareProfile
 from hwprofiles.registry import load_profile
@@ -22,8 +21,6 @@ from ullage.analysis.runs import load_run
 from ullage.cli.arguments import parse_bytes
 from ullage.main import main
 from ullage.output.formatting import si
-
-COMMAND = [sys.executable, "-m", "ullage", "execute"]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +76,7 @@ def test_every_optimizer_is_planned_and_executed(
 
     path = tmp_path / "plan.json"
     options = ["--model", "demo-llama", "--hardware", "epyc-turin-2c", "--seq-len", "64", "--micro-batch", "2"]
-    options += ["--device-memory", "180MB", "--precision", "fp32", "--budget", "3", "--optimizer", optimizer]
+    options += ["--device-memory", "180MB", "--precision", "fp32", "--optimizer", optimizer]
     assert main(["plan", *options, "--output", str(path)]) == 0
     assert {"sgd": "SGD with momentum", "adagrad": "Adagrad", "lion": "Lion"}[optimizer] in capsys.readouterr().out
     run = ["--iterations", "8", "--lr", lr, "--output-dir", str(tmp_path), "--json"]
@@ -163,14 +160,12 @@ def test_tokens_are_trained_on_from_a_position(plan: Path, tmp_path: Path, capsy
 
 
 def test_ctrl_c_ends_with_one_line_and_writes_nothing(plan: Path, tmp_path: Path) -> None:
+    metrics = tmp_path / "run.prom"
     arguments = [str(plan), "--iterations", "100000", "--output-dir", str(tmp_path / "out")]
-    process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not (tmp_path / "out").is_dir():  # made just before training begins
-        assert process.poll() is None
-        time.sleep(0.05)
-    time.sleep(4)  # into the iterations
+    process = Forked(forked.ullage, "execute", *arguments, "--metrics-file", str(metrics))
+    until_training(process, metrics)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate()
     assert process.returncode == 130
     assert out == ""
     assert err.endswith("ullage execute: interrupted\n")
@@ -203,7 +198,7 @@ def test_bad_input_is_one_line(
 
 def test_a_plan_for_a_gpu_is_refused_without_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
-    assert main(["plan", "--model", "gpt2", "--seq-len", "128", "--budget", "1", "--output", str(path)]) == 0
+    assert main(["plan", "--model", "gpt2", "--seq-len", "128", "--output", str(path)]) == 0
     capsys.readouterr()
     assert main(["execute", str(path), "--output-dir", str(tmp_path)]) == 2
     assert "has no GPU that PyTorch can use" in capsys.readouterr().err
@@ -232,7 +227,7 @@ def test_too_little_memory_prints_the_ledger(plan: Path, tmp_path: Path, device_
         device_memory_bytes *= load_plan(plan).gpu_memory.peak_bytes
     path = smaller(plan, tmp_path / "plan.json", device_memory_bytes)
     arguments = [str(path), "--iterations", "6", "--output-dir", str(tmp_path / "out")]
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False)
+    done = completed(forked.ullage, "execute", *arguments)
     assert (done.returncode, done.stdout) == (1, "")
     screen = done.stderr[done.stderr.index("out of memory: ") :]
     assert what in " ".join(screen.split())

@@ -1,4 +1,4 @@
-"""``torchrun ... -m ullage execute`` with two processes on the cores of this machine."""
+"""``ullage execute`` with two processes on the cores of this machine, started by launchers and as by them."""
 
 import dataclasses
 import json
@@ -6,13 +6,13 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import pytest
+from forked import END_S, Forked, completed, environments, until_training
 
 from hwprofiles.profile import Fabric, HardwareProfile
 from hwprofiles.quantity import Provenance, Quantity
@@ -27,8 +27,6 @@ from ullage.analysis.simulation import request_of
 from ullage.main import main
 from ullage.training.levels import memory_folder
 from ullage.training.processes import launch_line
-
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 
 
 def two_devices(memory_bytes: int) -> HardwareProfile:
@@ -63,9 +61,19 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return planned(tmp_path_factory.mktemp("plan"))
 
 
-def launch(count: int, *arguments: str) -> "subprocess.Popen[str]":
-    command = [*LAUNCH, str(count), "-m", "ullage", "execute", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+def ranks(plan: Path, folder: Path, *arguments: str) -> list[Forked]:
+    """Start both processes, as ``torchrun`` would."""
+    words = ("execute", str(plan), "--output-dir", str(folder), *arguments)
+    return [Forked(forked.ullage, *words, env=each) for each in environments(2)]
+
+
+def trained(plan: Path, folder: Path, *arguments: str) -> tuple[str, str]:
+    """Return what the first rank printed, when both have ended in order; the other prints nothing."""
+    first, second = ranks(plan, folder, *arguments)
+    out, err = first.communicate()
+    assert first.returncode == 0, err
+    assert (second.communicate()[0], second.returncode) == ("", 0)
+    return out, err
 
 
 @pytest.mark.parametrize("shared", ["data", "layers"])
@@ -74,10 +82,7 @@ def test_two_processes_train_one_model(plan: Path, tmp_path: Path, shared: str) 
         (folder := tmp_path / "shared").mkdir()
         plan = planned(folder, tensor_parallel=2)
         tmp_path /= "out"
-    process = launch(2, str(plan), "--iterations", "10", "--output-dir", str(tmp_path), "--json")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    printed = json.loads(out)  # only one of them prints
+    printed = json.loads(trained(plan, tmp_path, "--iterations", "10", "--json")[0])
     assert printed["losses"][-1] < printed["losses"][0]
     assert printed["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.15)
     assert printed["memory"]["host"]["error"] == 0
@@ -108,10 +113,7 @@ def test_two_processes_plan_again_by_what_both_measured(plan: Path, tmp_path: Pa
     printed = []
     for options in ([], ["--replan"]):
         out = tmp_path / "out"
-        process = launch(2, str(path), "--iterations", "16", "--output-dir", str(out), "--json", *options)
-        text, err = process.communicate(timeout=200)
-        assert process.returncode == 0, err
-        printed.append(json.loads(text))
+        printed.append(json.loads(trained(path, out, "--iterations", "16", "--json", *options)[0]))
     stayed, changed = printed
     assert changed["replan"]["switched"], changed["replan"]["words"]
     assert changed["losses"] == stayed["losses"], "in all bits"
@@ -119,14 +121,14 @@ def test_two_processes_plan_again_by_what_both_measured(plan: Path, tmp_path: Pa
 
 
 def test_ctrl_c_ends_all(plan: Path, tmp_path: Path) -> None:
-    process = launch(2, str(plan), "--iterations", "100000", "--output-dir", str(tmp_path / "out"))
-    until_training(process, tmp_path / "out")
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
-    begin_s = time.monotonic()
-    _, err = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert time.monotonic() - begin_s < 20
-    assert "ullage execute: interrupted\n" in err
+    both = ranks(plan, tmp_path / "out", "--iterations", "100000", "--metrics-file", str(tmp_path / "run.prom"))
+    until_training(both[0], tmp_path / "run.prom")
+    for process in both:  # as a terminal does: to all of them
+        process.send_signal(signal.SIGINT)
+    for process in both:
+        _, err = process.communicate()
+        assert process.returncode == 130
+        assert "ullage execute: interrupted\n" in err
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -143,13 +145,13 @@ def test_sigterm_ends_all_with_one_checkpoint_on_all_levels_which_they_go_on_fro
 ) -> None:
     folder = tmp_path / "checkpoints"
     places = ("--checkpoint-dir", "memory", "--checkpoint-dir", str(folder), "--checkpoint-every", "2,4")
-    options = (str(plan), *places, "--output-dir", str(tmp_path))
-    process = launch(2, *options, "--iterations", "100000")
+    command = ("-m", "ullage", "execute", str(plan), *places, "--output-dir", str(tmp_path), "--iterations", "100000")
+    process = Forked(forked.launcher, "torch.distributed.run", "--nproc-per-node", "2", *command)
     while not list(folder.glob("step-*")):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGTERM)  # and torchrun sends it once more to its processes
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=END_S)
     last = max(int(path.name[5:]) for path in folder.glob("step-*"))
     step = f"step-{last:08d}"
     said = f"checkpoint of step {last} in {memory}/{step} and {folder}/{step}; go on with --resume"
@@ -158,30 +160,20 @@ def test_sigterm_ends_all_with_one_checkpoint_on_all_levels_which_they_go_on_fro
     assert "no new checkpoint" not in " ".join(err.split()), err
     assert not list(folder.glob("tmp-*"))
     shutil.rmtree(memory)  # the node was lost
-    process = launch(2, *options, "--iterations", str(last + 7), "--resume")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    out, err = trained(plan, tmp_path, *places, "--iterations", str(last + 7), "--resume")
     assert f"going on from {folder}/{step}" in " ".join(err.split()), err
     assert f"checkpoint of step {last + 7} in" in " ".join(out.split())
 
 
-def until_training(process: "subprocess.Popen[str]", folder: Path) -> None:
-    while not folder.is_dir():  # made just before training begins
-        assert process.poll() is None
-        time.sleep(0.05)
-    time.sleep(6)  # into the iterations
-
-
 def test_a_killed_process_ends_the_other(plan: Path, tmp_path: Path) -> None:
-    process = launch(2, str(plan), "--iterations", "100000", "--output-dir", str(tmp_path / "out"))
-    until_training(process, tmp_path / "out")
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii").split()
-    os.kill(int(children[-1]), signal.SIGKILL)
-    begin_s = time.monotonic()
-    _, err = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert time.monotonic() - begin_s < 30
-    assert "Signal 9" in err, "torchrun says which process it was"
+    first, second = ranks(
+        plan, tmp_path / "out", "--iterations", "100000", "--metrics-file", str(tmp_path / "run.prom")
+    )
+    until_training(first, tmp_path / "run.prom")
+    second.send_signal(signal.SIGKILL)
+    _, err = first.communicate()
+    assert first.returncode == 2
+    assert f"rank 1 (process {second.pid}) has ended without a word" in err
 
 
 def test_without_torchrun_the_line_that_works_is_named(
@@ -214,10 +206,8 @@ def test_accelerate_starts_what_launch_prints(plan: Path, tmp_path: Path, capsys
     assert main(["launch", str(plan), "--with", "accelerate"]) == 0
     words = capsys.readouterr().out.split()
     assert words[:2] == ["accelerate", "launch"]
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *words[1:], "--iterations", "6"]
-    done = subprocess.run(
-        [*command, "--output-dir", str(tmp_path / "out")], capture_output=True, text=True, timeout=200, check=False
-    )
+    words += ["--iterations", "6", "--output-dir", str(tmp_path / "out")]
+    done = completed(forked.launcher, "accelerate.commands.accelerate_cli", *words[1:])
     assert done.returncode == 0, done.stderr
     assert load_run(tmp_path / "out" / "run.json").timeline.num_iterations == 6
     assert main(["launch", str(plan)]) == 0

@@ -112,7 +112,7 @@ def elsewhere(local: HardwareProfile) -> HardwareProfile:
 @pytest.mark.usefixtures("elsewhere")
 def test_another_machines_profile_is_refused_unless_asked_for(tiny_model, tmp_path, capsys):
     plan = tmp_path / "plan.json"
-    asked = ["plan", "--model", str(tiny_model), "--hardware", "local", "--seq-len", "64", "--budget", "1"]
+    asked = ["plan", "--model", str(tiny_model), "--hardware", "local", "--seq-len", "64"]
     asked += ["--output", str(plan), "--json"]
     for command in (asked, ["calibrate", "--only", "cpu"], ["hardware", "check"]):
         assert main(command) == 2

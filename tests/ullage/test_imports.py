@@ -45,4 +45,4 @@ def test_help_and_refusals_import_nothing_heavy(arguments: list[str], heavy: set
 
 @pytest.mark.usefixtures("plan_path")  # so that the simulator's kernel is compiled
 def test_planning_imports_no_compiler(plan_args: list[str], tmp_path) -> None:
-    assert imported(*plan_args, "--budget", "1", "--output", str(tmp_path / "p.json"), "--json") == PLANNER
+    assert imported(*plan_args, "--output", str(tmp_path / "p.json"), "--json") == PLANNER

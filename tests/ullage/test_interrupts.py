@@ -1,16 +1,19 @@
 """Ctrl-C ends every command, in every phase, with one line and exit code 130; SIGTERM with 143, as shells count."""
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ullage.cli.interruption import consistent_interrupt
+from ullage.cli.interruption import Interruption, consistent_interrupt
 
 WAIT_S = 60.0
 
@@ -88,6 +91,33 @@ def test_what_fails_because_of_ctrl_c_counts_as_that() -> None:
     with pytest.raises(ImportError), consistent_interrupt():
         raise ImportError("a broken module")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_during_a_write_is_told_after_it() -> None:
+    """Training and the signal print to the same stream, and no handler may write to it meanwhile."""
+    readable, writable = os.pipe()
+    text = "x" * 200_000  # more than a pipe holds
+    found = []
+
+    def reader() -> None:
+        while int.from_bytes(fcntl.ioctl(readable, termios.FIONREAD, bytes(4)), sys.byteorder) < 65536:
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not interruption.signal:
+            time.sleep(0.002)
+        with os.fdopen(readable) as pipe:
+            found.append(pipe.read())
+
+    thread = threading.Thread(target=reader)
+    with os.fdopen(writable, "w") as out:
+        with Interruption(lambda line: print(line, file=out, flush=True)) as interruption:
+            thread.start()
+            out.write(text)
+            out.flush()
+        assert interruption.signal == signal.SIGTERM
+    thread.join()
+    assert found[0].startswith(text)
+    assert found[0].endswith("once more to end at once\n")
 
 
 def test_who_has_own_handlers_keeps_them() -> None:

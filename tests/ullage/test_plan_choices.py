@@ -18,7 +18,7 @@ def moe():
 
 def plan_of(tmp_path, *options: str):
     path = tmp_path / "plan.json"
-    assert main(["plan", "--seq-len", "64", "--budget", "0.3", "--output", str(path), *options]) == 0
+    assert main(["plan", "--seq-len", "64", "--output", str(path), *options]) == 0
     return load_plan(path)
 
 

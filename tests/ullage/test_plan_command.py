@@ -20,13 +20,22 @@ from ullage.output.formatting import duration
 from ullage.output.plans import mfu
 from ullage.training.levels import MEMORY, buffer_bytes, intervals, levels_of
 
+# A search of a hundredth of the usual length.
+SHORT = """
+import sys
+from planner import search
+from ullage.main import main
+search._SIMULATIONS, search._TASKS = 40, 4000
+sys.exit(main())
+"""
+
 
 def test_two_processes_write_the_same_bytes(plan_args, tmp_path):
     texts = []
     for seed in ("1", "2"):
         path = tmp_path / f"{seed}.json"
         subprocess.run(
-            [sys.executable, "-m", "ullage", *plan_args, "--output", str(path)],
+            [sys.executable, "-c", SHORT, *plan_args, "--output", str(path)],
             env={**os.environ, "PYTHONHASHSEED": seed},
             check=True,
             capture_output=True,
@@ -66,7 +75,7 @@ def test_screen_says_everything(plan_args, plan, tmp_path, capsys):
 
 
 def test_default_hardware_is_named(tiny_model, tmp_path, capsys):
-    arguments = ["plan", "--model", str(tiny_model), "--seq-len", "64", "--budget", "1"]
+    arguments = ["plan", "--model", str(tiny_model), "--seq-len", "64"]
     assert main([*arguments, "--output", str(tmp_path / "p.json")]) == 0
     assert "a100-80 (the default; choose another with --hardware)" in capsys.readouterr().out
 
@@ -79,7 +88,7 @@ def test_json_is_the_plan(plan_args, plan_path, tmp_path, capsys):
 def test_options_reach_the_plan(tiny_model, tmp_path):
     path = tmp_path / "p.json"
     options = ["--gpus", "2", "--hardware", "h100", "--seq-len", "32", "--micro-batch", "3", "--accumulate", "2"]
-    options += ["--precision", "fp32", "--no-clip", "--device-memory", "1GiB", "--budget", "5"]
+    options += ["--precision", "fp32", "--no-clip", "--device-memory", "1GiB"]
     assert main(["plan", "--model", str(tiny_model), *options, "--output", str(path), "--json"]) == 0
     plan = load_plan(path)
     decided = plan.decisions
@@ -100,7 +109,7 @@ def test_a_device_without_bf16_instructions_trains_in_fp32_unless_asked_not_to(t
 
     def planned(*options):
         path = tmp_path / "p.json"
-        arguments = ["plan", "--model", str(tiny_model), "--hardware", str(slow), "--seq-len", "32", "--budget", "1"]
+        arguments = ["plan", "--model", str(tiny_model), "--hardware", str(slow), "--seq-len", "32"]
         assert main([*arguments, *options, "--output", str(path), "--json"]) == 0
         return load_plan(path).decisions.precision.weights
 
@@ -206,7 +215,7 @@ def test_local_profile_of_a_path(tmp_path, capsys):
 
 
 def test_a_plan_for_several_devices_says_how_it_is_started(tiny_model, tmp_path, capsys):
-    arguments = ["plan", "--model", str(tiny_model), "--hardware", "rtx-4090x8", "--gpus", "4", "--budget", "1"]
+    arguments = ["plan", "--model", str(tiny_model), "--hardware", "rtx-4090x8", "--gpus", "4"]
     arguments += ["--output", str(tmp_path / "plan.json")]
     assert main(arguments) == 0
     assert "torchrun --nproc-per-node 4 -m ullage execute" in " ".join(capsys.readouterr().out.split())

@@ -34,17 +34,17 @@ def test_plans_are_those_of_the_command(arguments: tuple[str, ...], options: dic
 
 def test_a_path_and_a_profile_will_do(tiny_model: Path) -> None:
     machine = ullage.load_profile("rtx-4090")
-    plan = ullage.plan(tiny_model, hardware=machine, budget_s=1)
+    plan = ullage.plan(tiny_model, hardware=machine)
     assert plan.seq_len == 128  # as long as the model can
     assert plan.hardware == machine
-    again = ullage.plan(ullage.Request(plan.model, machine, seq_len=128), budget_s=1)
+    again = ullage.plan(ullage.Request(plan.model, machine, seq_len=128))
     assert again.asked == plan.asked
 
 
 def test_a_captured_model_brings_its_sizes_and_type() -> None:
     torch = pytest.importorskip("torch")
     captured = ullage.capture_module(lambda: torch.nn.Linear(8, 8), ["4x8"], dtype="fp32", as_on_gpu=False)
-    plan = ullage.plan(captured, hardware="epyc-turin-2c", budget_s=1)
+    plan = ullage.plan(captured, hardware="epyc-turin-2c")
     assert plan.decisions.precision.weights == "fp32"
     assert plan.decisions.micro_batch == 4
 

@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from report_objects import SLOWER, Page, page_of, part_of, slower_run, study
+from ullage.report.rivals import engines_section
 
+from planner.plan.document import EngineRow
 from planner.schedule.tasks import MemoryClass, Op, Tier
 from ullage.analysis.runs import save_run
 from ullage.main import main
@@ -444,3 +446,10 @@ def test_a_study_that_was_not_run_says_how(tmp_path, capsys):
 
 def test_equal_plans_have_equal_pages(plan, plan_part):
     assert render([plan_part]) == render([part_of(plan)])
+
+
+def test_the_best_other_engine_is_one_that_fits(plan):
+    lacking = EngineRow(name="too large", setting="", fits=False, iteration_s=1e-9, missing_bytes={Tier.GPU: 1})
+    best = min((row for row in plan.engines if row.fits), key=lambda row: row.iteration_s)
+    section = engines_section(plan.model_copy(update={"engines": (lacking, *plan.engines)}), None)
+    assert f"that fits is {best.name}:" in section.words[0]

@@ -17,7 +17,7 @@ from ullage.main import main
 def plan(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Plan:
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     options = ["--seq-len", "32", "--micro-batch", "2", "--accumulate", "2", "--precision", "fp32"]
-    machine = ["--hardware", "epyc-turin-2c", "--device-memory", "1.5MB", "--budget", "3"]
+    machine = ["--hardware", "epyc-turin-2c", "--device-memory", "1.5MB"]
     assert main(["plan", "--model", str(tiny_model), *options, *machine, "--output", str(path), "--json"]) == 0
     return load_plan(path)
 

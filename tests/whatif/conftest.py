@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from amount import short_searches
 
 sys.path.insert(0, str(Path(__file__).parent))  # made_figures.py
 
@@ -19,6 +20,12 @@ TINY = {
     "vocab_size": 256,
     "max_position_embeddings": 128,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_searches():
+    with short_searches():
+        yield
 
 
 @pytest.fixture(scope="session")

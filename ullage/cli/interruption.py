@@ -72,13 +72,17 @@ class Interruption:
     """Takes the first Ctrl-C or SIGTERM as a wish to end after this iteration; the second ends at once.
 
     Args:
-        tell: is called with a line for the user at the first one.
+        tell: is called at the first one, in a thread of its own, with a line for the user. The signal may have come in
+            the middle of a write to the same stream, which no handler may write to.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.signal: int | None = None
         self._first_s = 0.0
-        self._tell = tell
+        self._telling = threading.Thread(
+            target=tell,
+            args=("ending after this iteration, with a checkpoint in all places; once more to end at once",),
+        )
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -88,6 +92,8 @@ class Interruption:
 
     def __exit__(self, *_exc_info: object) -> None:
         self._restore()
+        if self.signal is not None:
+            self._telling.join()
 
     def _restore(self) -> None:
         while self._before:
@@ -100,4 +106,4 @@ class Interruption:
             self._restore()
             raise ForcedExitError(number)
         self.signal, self._first_s = number, time.monotonic()
-        self._tell("ending after this iteration, with a checkpoint in all places; once more to end at once")
+        self._telling.start()

@@ -298,9 +298,9 @@ class Trainer:
         )
         if self.saver is not None:
             self.saver.close(waits=True, brings_down=False)
-        with reporting_out_of_memory(after):
+        with reporting_out_of_memory(found.after):
             file_bytes = self.optimizer.switch_plan(config, config.options.storage_dir or Path(tempfile.gettempdir()))
-        self.plan = after
+        self.plan = found.after
         if self.saver is not None:
             self.saver.open(self.optimizer)
         return dataclasses.replace(found, switched=True, file_bytes=file_bytes)

@@ -1,0 +1,24 @@
+"""What processes find imported that are forked, see ``forked.py``: all that training takes and imports late.
+
+Nothing here begins a thread, which a fork would not have.
+"""
+
+# ruff: noqa: F401 - imported for others
+import accelerate
+import amount
+import fsspec
+import matplotlib.pyplot as plt
+import pytest
+import rich.live
+import torch._dynamo
+import torch.distributed.tensor
+import transformers.trainer
+from numba.core.registry import cpu_target
+from transformers.models.llama import modeling_llama
+
+import executor.prepare
+import planner.plan.planning
+import ullage.commands.execute.run
+
+amount.short_searches().__enter__()
+cpu_target.target_context.refresh()  # what the first compiled function that is loaded would wait for
