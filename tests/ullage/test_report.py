@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from report_objects import SLOWER, Page, page_of, part_of, slower_run, study
-from ullage.report.rivals import engines_section
+from ullage.report.engines import engines_section
 
 from planner.plan.document import EngineRow
 from planner.schedule.tasks import MemoryClass, Op, Tier
