@@ -1,4 +1,4 @@
-"""``ullage.plan``: a plan from names or objects, with the defaults of the command line."""
+"""``ullage.plan``: plans from names or objects, with the defaults of the command line."""
 
 import dataclasses
 import warnings
@@ -33,20 +33,20 @@ def plan(
 
     Args:
         model: a name (``"opt-13b"``), the path of a ``config.json``, sizes, or what ``ullage.capture_module`` returned;
-            or a whole :class:`Request`, which stands for all other arguments but ``budget_s``.
+            or a whole :class:`Request`, which replaces all other arguments except ``budget_s``.
         hardware: name or path of a profile, ``"local"`` for this machine's own, or a profile. If it is left out, it is
             what ``ullage calibrate`` wrote for this machine, or else ``"a100-80"``.
-        gpus: devices to train on, over as many nodes as they fill; one if left out.
+        gpus: devices to train on; they fill one node after another. Default: one.
         precision: of weights and gradients. Left out, it is that of a captured model; of others bf16, or fp32 on a
             device that multiplies it more than twice as fast.
-        budget_s: search for so many seconds, or until nothing better is in sight; by default as many schedules are
-            tried as take some seconds.
+        budget_s: search for at most so many seconds; by default for a few seconds.
         options: other fields of :class:`Request`, such as ``seq_len``, ``micro_batch``, ``num_micro_batches``,
             ``global_batch``, ``tensor_parallel``, ``optimizer``, ``clip`` and ``storage``.
 
     Raises:
-        InfeasibleError: nothing that was tried fits in memory; says what lacks how much, and what would help.
-        ValueError: no such model, machine or option, or the machine cannot do what is asked for.
+        InfeasibleError: no plan fits in memory; the message says which memory is too small, by how much, and what would
+            help.
+        ValueError: the model, machine or option does not exist, or the machine cannot run the request.
     """
     if isinstance(model, Request):
         given = [name for name, value in (("hardware", hardware), ("gpus", gpus), ("precision", precision)) if value]

@@ -73,15 +73,15 @@ class Settings(TypedDict, total=False):
 def prepare(
     model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, **settings: Unpack[Settings]
 ) -> tuple[nn.Module, OffloadedOptimizer]:
-    """Put a model and its optimizer under a plan; keep your own training loop, with the returned optimizer.
+    """Make a model and its optimizer train as planned, in your own loop.
 
     Args:
         model: an unmodified module whose parameters are those the plan was made for (a ``transformers`` model of the
             planned configuration, say). It takes the planned type; under a bf16 plan the values of a float32 model
-            live on as its master copy.
+            become its master copy.
         optimizer: the planned one (``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Adagrad`` or :class:`ullage.Lion`) over
-            its parameters or some of them, in any groups; LR schedulers may be built on it or on the result. What is
-            not in it, or frozen, stays as it is, though the plan has room for its state and gradient.
+            its parameters or some of them, in any groups; LR schedulers may be built on it or on the result. Parameters
+            that are frozen or not in it stay as they are; the plan still has room for their state and gradients.
         plan: made for the machine this runs on.
         settings: see :class:`Settings`.
 
@@ -146,10 +146,10 @@ class Step:
 
 @final
 class Trainer:
-    """Trains a plan's model on tokens, one iteration after another; what is done between them is the caller's.
+    """Trains a plan's model on tokens, one iteration at a time.
 
-    An iterator over :class:`Step`: each is made when it is asked for, with gradients clipped to a norm of 1 if the plan
-    clips. Under a plan for several devices each of its processes (``torchrun``) has one, and they iterate together.
+    Iterate over it: every :class:`Step` is one iteration, with gradients clipped to a norm of 1 if the plan clips.
+    If the plan is for several devices, each of its processes (``torchrun``) has a trainer, and they iterate together.
     Leaving the ``with`` block waits for all updates and gives the model back as an ordinary one.
 
     Args:
@@ -161,8 +161,8 @@ class Trainer:
             is never read whole); left out, the built-in English text. A captured model has one random batch instead.
         lr: learning rate of the optimizer that is made here.
         seed: of the weights that are made here, and of the order of the data.
-        position: sequences to leave out at the beginning: another run's ``position``, to go on where it stopped.
-        checkpoints: where, when and how many; left out, none are made.
+        position: sequences to skip at the beginning, such as the ``position`` at which another run stopped.
+        checkpoints: where, when and how many; by default none.
         settings: see :class:`Settings`.
 
     Attributes:
@@ -175,8 +175,8 @@ class Trainer:
 
     Raises:
         PlanError: the plan was made for another kind of machine, or for another number of processes.
-        ValueError: too few tokens, or no ordinary ones; an optimizer without its model; or the model, or optimizer, is
-            not the planned one.
+        ValueError: there are too few tokens or bad ones; an optimizer is given without its model; or the model or
+            optimizer does not match the plan.
         OutOfMemoryError: memory ran out, here or later.
         RankError: another rank has failed.
     """
