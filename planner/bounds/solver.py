@@ -61,6 +61,7 @@ class Solver:
         names, values = zip(*itertools.chain.from_iterable(row.terms for row in program.rows), strict=True)
         matrix.index_ = np.array(list(map(columns.__getitem__, names)), np.int32)
         matrix.value_ = np.array(values)
+
         class Silent(highspy.Highs):
             """Without the callbacks, which nobody needs here: from 1.16 on, enabling them prints a header on stdout."""
 
