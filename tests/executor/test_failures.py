@@ -217,6 +217,20 @@ def test_another_model():
         attempt(model)
 
 
+def test_a_session_that_fails_when_it_has_taken_the_weights_gives_them_back(monkeypatch):
+    def fails(*_args, **_options):
+        raise MemoryError("no thread can be started")
+
+    model = make_model(TASK)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    monkeypatch.setattr("executor.session.LaneMachine", fails)
+    with pytest.raises(MemoryError, match="no thread"):
+        prepare_session(
+            model, torch.optim.AdamW(groups(model)), model_units("gpt2"), decide(TASK, KEEP), session_options()
+        )
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
 def test_another_optimizer():
     model = make_model(TASK)
     decisions = decide(TASK, KEEP)

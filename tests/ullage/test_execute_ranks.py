@@ -82,14 +82,14 @@ def test_two_processes_train_one_model(plan: Path, tmp_path: Path, shared: str) 
         (folder := tmp_path / "shared").mkdir()
         plan = planned(folder, tensor_parallel=2)
         tmp_path /= "out"
-    printed = json.loads(trained(plan, tmp_path, "--iterations", "10", "--json")[0])
+    printed = json.loads(trained(plan, tmp_path, "--iterations", "6", "--json")[0])
     assert printed["losses"][-1] < printed["losses"][0]
     assert printed["memory"]["gpu"]["error"] == pytest.approx(0, abs=0.15)
     assert printed["memory"]["host"]["error"] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json", "trace.json.gz"]
     run = load_run(tmp_path / "run.json")
     of_all = 2 if shared == "data" else 1
-    assert (run.timeline.num_iterations, run.data_position) == (10, 10 * 2 * 2 * of_all)
+    assert (run.timeline.num_iterations, run.data_position) == (6, 6 * 2 * 2 * of_all)
     assert re.search(r"cores [\d,-]+: 1 compute, 1 update \(rank 0\)", run.machine), run.machine
     lanes = {task.lane for task in run.timeline.schedule.tasks}
     assert lanes >= ({"collective", "compute"} if shared == "data" else {"compute"})

@@ -234,6 +234,14 @@ def claims() -> Iterator[tuple[str, ...]]:
     )
 
 
+def mutation() -> Iterator[tuple[str, ...]]:
+    """Return how many defects of each package were noticed, in the amount of ``make test``."""
+    defects = [(each["file"].split("/")[0], each["outcome"]) for each in result("mutation.json")["defects"]]
+    for name in sorted({package for package, _ in defects}):
+        outcomes = [outcome for package, outcome in defects if package == name]
+        yield f"`{name}`", str(len(outcomes)), str(outcomes.count("caught"))
+
+
 TABLES = (
     published,
     demo,
@@ -256,6 +264,7 @@ TABLES = (
     storage,
     elixir,
     claims,
+    mutation,
 )
 
 
