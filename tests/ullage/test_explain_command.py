@@ -89,7 +89,13 @@ def test_a_unit_is_explained(cli: Cli, plan_path: Path) -> None:
     shown = cli("explain", str(plan_path), "layers.1.mlp")
     assert (shown.returncode, shown.stderr) == (0, "")
     words = " ".join(shown.stdout.split())
-    for part in ("layers.1.mlp of tiny", "why", "deadline its next forward at", "all ways to treat it", "chosen"):
+    for part in (
+        "layers.1.mlp of tiny",
+        "why",
+        "deadline its next forward at",
+        "all ways to place this unit",
+        "chosen",
+    ):
         assert part in words
 
 

@@ -158,18 +158,18 @@ class UnitExplained:
     def words(self) -> str:
         """Why the unit is where it is, in one sentence."""
         if self.about is None:
-            return "no other way to treat it fits in memory"
+            return "nothing else fits in memory"
         other = move_words(self.bench, self.unit, self.about.decision)
         seconds, share = change(self.bench, self.about.trial)
         extra_bytes = self.about.trial.traffic_bytes - self.bench.own.traffic_bytes
         fewer = f"{si(-extra_bytes, 'B')} less" if extra_bytes else "as much"
         saves = f"would save {si(-seconds, 's')} ({percent(-share)})"
         return {
-            "better": f"not the best there is: {other} {saves} and fits; the search did not find it",
+            "better": f"not the best: {other} {saves} and fits; the search missed this",
             "lacks": f"{other} {saves}, but {lacks(self.about.trial)}; nothing that fits is faster",
             "bytes": f"{other} takes as long, but moves {si(extra_bytes, 'B')} more",
-            "equal": f"{other} takes as long and moves {fewer}: either will do",
-            "fastest": f"the fastest that fits: the next is {other}, {si(seconds, 's')} ({percent(share)}) slower",
+            "equal": f"{other} takes as long and moves {fewer}; both are equally good",
+            "fastest": f"the fastest that fits; the next best is {other}, {si(seconds, 's')} ({percent(share)}) slower",
         }[self.reason]
 
     def to_json(self) -> dict[str, Any]:

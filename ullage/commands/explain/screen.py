@@ -101,8 +101,8 @@ def _summary(explained: PlanExplained) -> dict[str, str]:
         unit, move = better
         seconds, share = change(bench, move.trial)
         rows["better"] = (
-            f"if {unit} were {move_words(bench, unit, move.decision)}, the plan would still fit and save "
-            f"{si(-seconds, 's')} ({percent(-share)}); the search missed this"
+            f"{unit} changed to '{move_words(bench, unit, move.decision)}' would fit and save {si(-seconds, 's')} "
+            f"({percent(-share)}); the search missed this"
         )
     return rows
 
