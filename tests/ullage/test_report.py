@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from report_objects import SLOWER, Page, page_of, part_of, slower_run, study
-from ullage.report.engines import engines_section
 
 from planner.plan.document import EngineRow
 from planner.schedule.tasks import MemoryClass, Op, Tier
@@ -22,6 +21,7 @@ from ullage.main import main
 from ullage.output.palette import COLOURS, WORK, Work
 from ullage.report import over_time, side_by_side
 from ullage.report.charts import Axis, Band, Chart, Gantt, Level, Mark, Part, Row, Table, Trace
+from ullage.report.engines import engines_section
 from ullage.report.interactive import figure, theme
 from ullage.report.page import render
 from ullage.report.static import save_figures
