@@ -9,10 +9,9 @@ from planner.models import experts
 from planner.models.captured import CapturedModel, Model
 from planner.models.config import ModelConfig
 from planner.models.ends import embedding_operators, head_operators
-from planner.models.flow import Graph
 from planner.models.kernels import Attention, Collective, Elementwise, Gemm, Kernel, Kernels, num_kernels
 from planner.models.layers import Part, layer_operators, layer_parts
-from planner.models.operators import Batch, Operator
+from planner.models.operators import Batch, Graph, Operator
 from planner.models.parameters import ParameterSpec, layer_path, parameters, root
 from planner.models.patterns import Degrees, Pattern
 from planner.models.sharding import share

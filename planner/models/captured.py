@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from planner.models.config import ModelConfig, ModelConfigError
-from planner.models.flow import Graph
 from planner.models.kernels import Attention, Elementwise, Gemm, flop
-from planner.models.operators import Batch, Operator
+from planner.models.operators import Batch, Graph, Operator
 from planner.models.parameters import ParameterSpec
 from planner.models.patterns import Pattern
 

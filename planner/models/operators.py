@@ -114,3 +114,23 @@ class Operator:
     def backward_flop(self) -> int:
         """FLOP of the backward."""
         return flop(self.backward)
+
+
+class Graph:
+    """The operators of one forward, and which of them use the output of which others.
+
+    Attributes:
+        operators: in order of execution, by name.
+        sources: by name, the names of the operators whose outputs it uses.
+    """
+
+    def __init__(self) -> None:
+        self.operators: dict[str, Operator] = {}
+        self.sources: dict[str, tuple[str, ...]] = {}
+
+    def add(self, operator: Operator, *sources: str) -> str:
+        """Add an operator that uses the outputs of earlier ones; return its name."""
+        assert all(source in self.operators for source in sources), "operators are added in order of execution"
+        self.operators[operator.name] = operator
+        self.sources[operator.name] = sources
+        return operator.name
