@@ -50,20 +50,20 @@ def split_experts(
     group: Group | None,
     callbacks: ModuleCallbacks,
 ) -> list[Undo]:
-    """Make experts compute unit by unit, each on its rank; return what undoes it.
+    """Make experts compute unit by unit, each on its rank; return a function that undoes it.
 
     Args:
         model: the user's.
         units: its units.
         shares: by the names that the units use.
         group: expert-parallel group; ``None`` without one.
-        callbacks: where the model is.
+        callbacks: of the model's modules.
 
     Raises:
         BindingError: the experts are not like those of ``transformers``.
     """
     banks: dict[str, list[_Bank]] = {}
-    before: dict[str, str] = {}  # the unit that sends visits to experts
+    before: dict[str, str] = {}  # the unit that sends tokens to experts
     sender = ""
     for unit, operator in ((u, operator) for u in units for operator in u.operators):
         if operator.kind == "dispatch":

@@ -52,7 +52,7 @@ def _rest(params: AdamWParams, step: int, grad_scale: float) -> tuple[object, ..
         1 / math.sqrt(bias2),
         params.eps,
     )
-    # The factor of the weight in the gradient; without one a kernel is compiled that knows of none.
+    # The factor of the weight in the gradient. Without weight decay a kernel is compiled that leaves it out.
     in_gradient = params.weight_decay and not params.decoupled_weight_decay
     return np.float32(params.weight_decay) if in_gradient else None, factors
 

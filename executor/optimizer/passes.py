@@ -1,4 +1,4 @@
-"""What every optimizer's step on the host has in common: which arrays it takes, and how a team shares them.
+"""The frame of every optimizer step on the host: its arrays, and how a team of threads divides them.
 
 [Note: Rounding]
 Kernels are compiled without any fast-math flag. Each flag that would change the code lets LLVM round the vectorised
@@ -46,7 +46,7 @@ class HostStep(Generic[_Params]):
             with what ``rest`` returns.
         buffers: names of the state beside the master copy.
         rest: returns flags and factors for ``(params, step, grad_scale)``.
-        keeps: whether the buffers are there under some hyper-parameters; where they are not, none is touched.
+        keeps: whether some hyper-parameters need the buffers; if not, they are not touched.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class HostStep(Generic[_Params]):
         grad_scale: float = 1.0,
         team: WorkerTeam | None = None,
     ) -> None:
-        """Take the step. The bits do not depend on how ``team`` cuts the range: see [Note: Rounding].
+        """Take the step. The result does not depend on how ``team`` divides the range: see [Note: Rounding].
 
         Args:
             state: weights and then buffers, each float32 ``[num_params]``, updated; no other arrays may overlap.
             grad: gradient, float32 or bf16 bits (uint16), ``[num_params]``; only read, unless it is ``weight_out`` too.
-            weight_out: where the new weights go as bf16 bits (uint16), ``[num_params]``; ``None`` in float32 training,
-                where the master copy is the weight.
+            weight_out: gets the new weights as bf16 bits (uint16), ``[num_params]``; ``None`` in float32 training, in
+                which the master copy is the weight.
             params: hyper-parameters.
-            step: which step this is, from 1.
+            step: number of this step, from 1.
             grad_scale: multiplies the gradient in float32: the clip factor, one over a loss scale, or their product.
             team: threads to run on; ``None`` means the calling thread.
 
@@ -146,7 +146,7 @@ def check_params(params: object, *, not_negative: tuple[str, ...], fractions: tu
 
 
 def float32s(*factors: float) -> tuple[np.float32, ...]:
-    """Return factors of a whole step, worked out in double precision, each rounded once."""
+    """Return factors that were computed in double precision, each rounded to float32 once."""
     return tuple(np.float32(factor) for factor in factors)
 
 
@@ -156,7 +156,7 @@ def as_float32(bits: Any) -> Any:
 
 
 def store_weight(weight_out: Any, grad: Any, i: int, weight: Any) -> None:
-    """Write a new weight as bf16 bits: to ``weight_out``, over the gradient if that is :data:`IN_PLACE`, or skip.
+    """Write a new weight as bf16 bits to ``weight_out``, over the gradient (:data:`IN_PLACE`), or not at all.
 
     Kernels only, as above.
     """

@@ -1,4 +1,4 @@
-"""Optimizers that torch has none of, as plain ``torch.optim`` classes: to use without a plan, and to be held to."""
+"""Optimizers that torch lacks, as plain ``torch.optim`` classes: for use without a plan, and as reference in tests."""
 
 from collections.abc import Callable
 from typing import Any, final
@@ -12,13 +12,13 @@ from executor.optimizer.lion import LionParams
 class Lion(torch.optim.Optimizer):
     """Evolved sign momentum (Chen et al., *Symbolic discovery of optimization algorithms*, arXiv:2302.06675).
 
-    Every weight moves by ``lr`` or not at all, in the direction of the sign of an average of gradients, so ``lr`` is
-    some tenth of what AdamW takes. Where that average is not finite the weight becomes NaN: a plain sign would hide it.
+    Every weight moves by ``lr`` or not at all, in the direction of the sign of an average of gradients. So ``lr`` is
+    about a tenth of AdamW's. If the average is not finite the weight becomes NaN, because its sign would hide that.
 
     Args:
         params: parameters, or groups of them.
-        lr: how far a weight moves.
-        betas: weight of the past in the direction, and in the momentum that is kept.
+        lr: distance that a weight moves.
+        betas: weight of past gradients in the direction, and in the momentum.
         weight_decay: decoupled, as AdamW's.
 
     Raises:
@@ -37,7 +37,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step; return what ``closure`` does, which computes gradients anew."""
+        """Take one step; return the result of ``closure``, which computes gradients again."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -31,7 +31,7 @@ class SgdParams:
                 "dampening"
             )
         if self.dampening and not self.momentum:
-            # torch forgets it: the first step with momentum would have none, however late it comes.
+            # torch does not store it: the first step with momentum would have no past, however late it comes.
             raise ValueError(f"dampening is {self.dampening} without momentum, where it does nothing; set it to 0")
 
 
@@ -73,5 +73,5 @@ sgd_step: Final = HostStep(_update, ("momentum_buffer",), _rest, keeps=lambda pa
     m = g at the first step, then momentum * m + (1 - dampening) * g
     p = p - lr * (g + momentum * m with Nesterov's momentum, else m)
 
-Step 1 is the one where there is no momentum yet. Without momentum m is not touched, and may be ``None``.
+At step 1 there is no momentum yet. Without momentum m is not touched and may be ``None``.
 """

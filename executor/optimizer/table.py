@@ -1,7 +1,7 @@
-"""The optimizers that can be executed: one entry each, and nothing about any of them elsewhere.
+"""The optimizers that can be executed. An entry holds everything that the executor knows of one.
 
-A new one needs a kernel like those beside this file, an entry here, and, if it keeps other state than those that are
-planned for, a row in :mod:`planner.optimizers`.
+A new optimizer needs a kernel like those beside this file, an entry here, and a row in :mod:`planner.optimizers` if its
+state differs from those.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,15 +35,15 @@ class OptimizerEntry:
     """One optimizer.
 
     Attributes:
-        stock: the class that users make, and whose format of state is ours.
-        planned_as: what a plan calls the state that it has.
+        stock: the class that users construct; our state has its format.
+        planned_as: its name in plans.
         buffers: keys of its float32 tensors beside the master copy, in a parameter's state.
-        read: returns hyper-parameters of a parameter group, whenever the updates of an iteration begin.
+        read: returns hyper-parameters of a parameter group; called when the updates of an iteration begin.
         host: takes a step in host memory: ``host((master, *buffers), grad, weight_out, params, step, scale, team)``.
         device: takes one on a device; see :mod:`executor.optimizer.device`.
         counts_steps: whether a parameter's state has a ``step``.
-        starts_at: key in a group of what buffers hold before the first step, which state then tells; ``None`` for 0.
-        refused: flags of a group that kernels do not know.
+        starts_at: key in a group of the initial value of buffers; ``None`` for 0.
+        refused: flags of a group that kernels do not support.
     """
 
     stock: type[torch.optim.Optimizer]
@@ -57,10 +57,10 @@ class OptimizerEntry:
     refused: tuple[str, ...] = ("maximize", "differentiable", "capturable")
 
     def rule(self, group: Group) -> "Rule":
-        """Return how a group's parameters are updated as it is now.
+        """Return the update rule of a group with its present options.
 
         Raises:
-            ValueError: a flag or a hyper-parameter that kernels do not know.
+            ValueError: kernels do not support a flag or a hyper-parameter.
         """
         for flag in self.refused:
             if group.get(flag):
@@ -161,7 +161,7 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
     """Return the entry of a user's optimizer.
 
     Raises:
-        ValueError: there is none, or a subclass does something that no entry knows.
+        ValueError: there is none, or it is a subclass with behaviour of its own.
     """
     for entry in ENTRIES:
         if type(optimizer) is entry.stock:
@@ -171,7 +171,7 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
 
 
 def stock_of(planned: Optimizer) -> Callable[..., torch.optim.Optimizer]:
-    """Return the class that a plan for an optimizer is made for."""
+    """Return the optimizer class for which a plan is made."""
     return next(entry.stock for entry in ENTRIES if entry.planned_as == planned)
 
 

@@ -12,10 +12,10 @@ from itertools import pairwise
 from typing import Final, Self
 
 GRAIN_ITEMS: Final = 64
-"""Pieces are cut at multiples of this: 64 bf16 or 64 float32 are whole cache lines, which no two threads then share."""
+"""Pieces begin at multiples of this: 64 bf16 or 64 float32 are whole cache lines, so no two threads share one."""
 
 PieceFunction = Callable[[int, int], object]
-"""Called as ``function(start, stop)``; what it returns is dropped."""
+"""Called as ``function(start, stop)``; its result is ignored."""
 
 
 def pieces(num_items: int, num_pieces: int) -> list[tuple[int, int]]:
@@ -65,8 +65,8 @@ class WorkerTeam:
         Called from inside a piece, it works in that thread: waiting there for a free thread could wait for ever.
 
         Raises:
-            Exception: the first piece's that failed, in the order of the range, after every piece has ended: only then
-                may the caller reuse the memory they work on.
+            Exception: that of the first failed piece in the order of the range. It is raised after every piece has
+                ended, so that the caller may reuse their memory.
             RuntimeError: the team is closed.
         """
         if self._closed:
