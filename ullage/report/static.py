@@ -59,7 +59,7 @@ def _bytes_of(drawn: Figure, kind: str) -> bytes:
 
 
 def draw(picture: Picture, subject: str) -> Figure:
-    """Return a picture; ``subject`` says what it is of."""
+    """Return a picture of ``subject``."""
     figure = Figure(figsize=(_WIDTH_INCHES, _height_inches(picture)), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)

@@ -140,7 +140,7 @@ def _draw_memory(axes: Axes, seen: Iteration) -> None:
 
 
 def _draw_links(axes: Axes, seen: Iteration) -> None:
-    """Draw what goes to the device upwards and what comes from it downwards."""
+    """Draw traffic to the device upwards and traffic from it downwards."""
     lines = []
     highest = 0.0
     for link, (sign, colour, name) in _DIRECTIONS.items():
