@@ -100,7 +100,8 @@ class Plan(Frozen):
     def sealed(self) -> Self:
         """Return the same plan with its digest."""
         parts = {
-            f"{name}_digest": _digest(getattr(self, name).model_dump(mode="json")) for name in ("model", "hardware")
+            f"{name}_digest": _digest(getattr(self, name).model_dump(mode="json", exclude_none=True))
+            for name in ("model", "hardware")
         }
         plan = self.model_copy(update=parts)
         return plan.model_copy(update={"content_digest": plan.digest()})

@@ -4,11 +4,12 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import get_args
 
 from hwprofiles import __version__
 from hwprofiles.profile import Device, Dtype, HardwareProfile
-from planner.bounds.certificate import certify, infeasible
+from planner.bounds.certificate import certify, infeasible, prove_misfits
 from planner.bounds.proof import Certificate, Proof
 from planner.choices.choice import MOST_MICRO_BATCHES, Asked
 from planner.choices.variants import Job, Variant, variants
@@ -174,6 +175,7 @@ class Found:
         rivals: all variants.
         engines: predictions for engine policies.
         num_simulations: number of simulated schedules.
+        misfits: proofs for ZeRO stages that do not fit, if they were begun beside the search.
     """
 
     decisions: Decisions
@@ -182,10 +184,12 @@ class Found:
     rivals: tuple[Variant, ...]
     engines: tuple[EngineRow, ...]
     num_simulations: int
+    misfits: Future[dict[int, Proof]] | None = None
 
     def certificate(self) -> Certificate:
         """Prove a lower bound on the time of any schedule. This takes about as long as the search."""
-        return certify(self.rivals, self.own, self.decisions, self.prediction.iteration_s)
+        misfits = self.misfits.result() if self.misfits else {}
+        return certify(self.rivals, self.own, self.decisions, self.prediction.iteration_s, misfits)
 
 
 def find(
@@ -193,11 +197,16 @@ def find(
     max_simulations: int | None = None,
     progress: Progress | None = None,
     budget_s: float | None = None,
+    pool: Executor | None = None,
 ) -> Found:
-    """Search for the best plan; arguments and errors are those of :func:`make_plan`."""
+    """Search for the best plan; arguments and errors are those of :func:`make_plan`.
+
+    With a ``pool``, proofs for the certificate that need no plan are made there during the search.
+    """
     rivals = request.variants()
     if proofs := infeasible(rivals):  # a proof saves the search
         raise _infeasible(request, *_closest(request, rivals, proofs), proofs)
+    misfits = pool.submit(prove_misfits, rivals[0]) if pool and len(rivals) == 1 else None
     deadline_s = None if budget_s is None else time.monotonic() + budget_s
     found = compete(rivals, request.seq_len, max_simulations, progress, deadline_s)
     best, own = found.best.decisions, found.winner
@@ -208,7 +217,7 @@ def find(
         raise _infeasible(request, best, missing_bytes, own)
     prediction = scorer.predict(best)
     engines = tuple(_row(name, engine, other.setup.units) for name, (other, engine) in found.engines.items())
-    return Found(best, prediction, own, rivals, engines, found.num_simulations)
+    return Found(best, prediction, own, rivals, engines, found.num_simulations, misfits)
 
 
 @no_garbage_collection()
@@ -231,7 +240,9 @@ def make_plan(
         InfeasibleError: no candidate fits in memory.
         ValueError: the request cannot be met; the message says why.
     """
-    found = find(request, max_simulations, progress, budget_s)
+    with ThreadPoolExecutor(1) as pool:
+        found = find(request, max_simulations, progress, budget_s, pool)
+        certificate = found.certificate()
     return Plan(
         program_version=__version__,
         model=request.model,
@@ -242,7 +253,7 @@ def make_plan(
         decisions=found.decisions,
         prediction=found.prediction,
         engines=found.engines,
-        certificate=found.certificate(),
+        certificate=certificate,
         num_simulations=found.num_simulations,
     ).sealed()
 
