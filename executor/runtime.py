@@ -8,7 +8,7 @@ from executor.devices.backend import Backend
 from executor.devices.cores import Cores
 from executor.devices.lanes import LaneMachine
 from executor.distributed.ranks import Ranks
-from executor.distributed.shards import Share
+from executor.distributed.shards import ParameterShard
 from executor.memory.activations import OffloadedActivations
 from executor.memory.arenas import Arena
 from executor.memory.state import ModelState
@@ -34,7 +34,7 @@ class Runtime:
     Args:
         units: the model's units in forward order.
         decisions: what to execute.
-        shares: what this rank has of the model's parameters, by the names that the units use.
+        shards: what this rank has of the model's parameters, by the names that the units use.
         entry: the optimizer.
         backend: the device.
         ranks: all ranks; ``None`` with one.
@@ -58,7 +58,7 @@ class Runtime:
         self,
         units: tuple[Unit, ...],
         decisions: Decisions,
-        shares: Mapping[str, Share],
+        shards: Mapping[str, ParameterShard],
         entry: OptimizerEntry,
         *,
         backend: Backend,
@@ -76,11 +76,11 @@ class Runtime:
         self.gpu = Arena(Tier.GPU, options.gpu_capacity_bytes, backend)
         self.host = Arena(Tier.HOST, options.host_capacity_bytes, backend)
         if ranks is not None:
-            ranks.check_same("plan or model", schedule.to_json() + "".join(shares))
+            ranks.check_same("plan or model", schedule.to_json() + "".join(shards))
         rank = 0 if ranks is None else ranks.rank
         written = (task.unit for task in schedule.tasks if task.op is Op.SNAPSHOT)
         self.state = state = ModelState(
-            units, decisions, shares, self.gpu, self.host, ranks, options.storage_dir, written
+            units, decisions, shards, self.gpu, self.host, ranks, options.storage_dir, written
         )
         if state.stored is not None:
             failing.callback(state.stored.close)

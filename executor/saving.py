@@ -113,10 +113,10 @@ class Checkpoints:
         self._session.access.check_idle()
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         parameters = [parameter for _, parameter in self._session.runtime.state.parameters()]
-        steps = {parameter.share.name: parameter.step for parameter in parameters}
-        shared = {p.share.name: list(p.share.whole_shape) for p in parameters if not p.share.is_whole}
+        steps = {parameter.shard.name: parameter.step for parameter in parameters}
+        shared = {p.shard.name: list(p.shard.whole_shape) for p in parameters if not p.shard.is_whole}
         own = {
-            "optimizer": self._optimizer.entry.stock.__name__,
+            "optimizer": self._optimizer.entry.torch_class.__name__,
             "groups": groups,
             "steps": steps,
             "shapes": shared,

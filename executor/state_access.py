@@ -99,7 +99,7 @@ class StateAccess:
         If they are kept in shards or shares, or on NVMe, it is new host memory.
         """
         parts = self._state.by_share[name]
-        return unshard([(p.share, self._share(unit, p)) for unit, p in parts], self._runtime.ranks)
+        return unshard([(p.shard, self._share(unit, p)) for unit, p in parts], self._runtime.ranks)
 
     def make_current(self, doing: str, *, uses: bool = False) -> None:
         """Wait for all updates, and bring to the device what the next iteration would.

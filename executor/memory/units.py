@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from executor.distributed.groups import Group
-from executor.distributed.shards import Share
+from executor.distributed.shards import ParameterShard
 from executor.memory.pieces import Part, Piece
 from planner.decisions import Place
 
@@ -20,7 +20,7 @@ class ParameterState:
 
     Attributes:
         name: that its unit uses; for rows of a parameter, it includes the rows.
-        share: which of the model's parameters it belongs to.
+        shard: which of the model's parameters it belongs to.
         start, stop: its range within the unit.
         parts: its parts, one for each of the rank's pieces that it lies in.
         step: number of its updates; counts the next one as soon as its gradient has arrived.
@@ -31,7 +31,7 @@ class ParameterState:
     """
 
     name: str
-    share: Share
+    shard: ParameterShard
     start: int
     stop: int
     parts: tuple[Part, ...]
@@ -51,7 +51,7 @@ class ParameterState:
         return (part for part in self.parts if part.piece.index == piece.index)
 
     def values_of(self, part: Part, values: torch.Tensor) -> torch.Tensor:
-        """Return the values of a part, from the share's flat ``values``."""
+        """Return the values of a part, from the shard's flat ``values``."""
         return values[part.start - self.start : part.stop - self.start]
 
 
@@ -174,7 +174,7 @@ class UnitState:
 
     def is_trained(self, piece: Piece) -> bool:
         """Return whether any parameter in a piece is trained."""
-        return any(parameter.share.trains and any(parameter.parts_in(piece)) for parameter in self.parameters)
+        return any(parameter.shard.trains and any(parameter.parts_in(piece)) for parameter in self.parameters)
 
     def has_gradient(self, piece: Piece, iteration: int) -> bool:
         """Return whether a gradient of a piece has arrived in an iteration, even if no update reads it.
@@ -255,7 +255,7 @@ class UnitState:
             yield self.own(piece), landed
 
     def weight_of(self, parameter: ParameterState, flat: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the current weights of a share, once all updates, uploads and gathers are done; a view.
+        """Return the current weights of a shard, once all updates, uploads and gathers are done; a view.
 
         Args:
             parameter: one of the unit's.
@@ -263,7 +263,7 @@ class UnitState:
         """
         if flat is None:
             flat = self.device_weights if self.on_device else self.served()
-        return flat[parameter.start : parameter.stop].view(parameter.share.shape)
+        return flat[parameter.start : parameter.stop].view(parameter.shard.shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ def bind(
             undo.append(_recompute(_segment_module(model, segment), names[-1], callbacks, offload))
 
 
-def outside(compile_backend: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def no_compile(compile_backend: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return what keeps a function out of what is compiled, if anything is."""
     return (lambda function: function) if compile_backend is None else torch.compiler.disable
 

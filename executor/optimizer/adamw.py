@@ -39,7 +39,7 @@ class AdamWParams:
         check_params(self, not_negative=("lr", "eps", "weight_decay"), fractions=("beta1", "beta2"))
 
 
-def _rest(params: AdamWParams, step: int, grad_scale: float) -> tuple[object, ...]:
+def _kernel_args(params: AdamWParams, step: int, grad_scale: float) -> tuple[object, ...]:
     bias1, bias2 = 1 - params.beta1**step, 1 - params.beta2**step
     factors = float32s(
         grad_scale,
@@ -74,7 +74,7 @@ def _update(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight_out: A
         store_weight(weight_out, grad, i, p)
 
 
-adamw_step: Final = HostStep(_update, ("exp_avg", "exp_avg_sq"), _rest)
+adamw_step: Final = HostStep(_update, ("exp_avg", "exp_avg_sq"), _kernel_args)
 """As ``torch.optim.AdamW`` without amsgrad (Loshchilov and Hutter, arXiv:1711.05101); g = ``grad_scale`` * ``grad``::
 
     m = beta1 * m + (1 - beta1) * g

@@ -29,7 +29,7 @@ class LionParams:
         check_params(self, not_negative=("lr", "weight_decay"), fractions=("beta1", "beta2"))
 
 
-def _rest(params: LionParams, _step: int, grad_scale: float) -> tuple[object, ...]:
+def _kernel_args(params: LionParams, _step: int, grad_scale: float) -> tuple[object, ...]:
     rests = (1 - params.beta1, 1 - params.beta2)
     decay = 1 - params.lr * params.weight_decay
     return (float32s(grad_scale, params.beta1, rests[0], params.beta2, rests[1], decay, params.lr),)
@@ -50,7 +50,7 @@ def _update(master: Any, exp_avg: Any, grad: Any, weight_out: Any, factors: Any)
         store_weight(weight_out, grad, i, p)
 
 
-lion_step: Final = HostStep(_update, ("exp_avg",), _rest)
+lion_step: Final = HostStep(_update, ("exp_avg",), _kernel_args)
 """As algorithm 2 of Chen et al., arXiv:2302.06675, with g = ``grad_scale`` * ``grad``; the same at each step::
 
     c = beta1 * m + (1 - beta1) * g

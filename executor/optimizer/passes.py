@@ -43,7 +43,7 @@ class HostStep(Generic[_Params]):
 
     Args:
         kernel: compiled; called with pieces of the state, of ``grad`` and of ``weight_out`` or :data:`IN_PLACE`, then
-            with what ``rest`` returns.
+            with what ``kernel_args`` returns.
         buffers: names of the state beside the master copy.
         rest: returns flags and factors for ``(params, step, grad_scale)``.
         keeps: whether the buffers are there under some hyper-parameters; where they are not, none is touched.
@@ -53,13 +53,13 @@ class HostStep(Generic[_Params]):
         self,
         kernel: Callable[..., object],
         buffers: tuple[str, ...],
-        rest: Callable[[_Params, int, float], tuple[object, ...]],
-        keeps: Callable[[_Params], bool] = lambda _: True,
+        kernel_args: Callable[[_Params, int, float], tuple[object, ...]],
+        has_buffers: Callable[[_Params], bool] = lambda _: True,
     ) -> None:
         self._kernel = kernel
         self._names = ("master", *buffers)
-        self._rest = rest
-        self._keeps = keeps
+        self._kernel_args = kernel_args
+        self._has_buffers = has_buffers
 
     def __call__(
         self,
@@ -89,14 +89,14 @@ class HostStep(Generic[_Params]):
         if step < 1:
             raise ValueError(f"step is {step}, but steps count from 1; count before the update, not after")
         master, *buffers = state
-        held = (master, *(buffers if self._keeps(params) else [None] * len(buffers)))
+        held = (master, *(buffers if self._has_buffers(params) else [None] * len(buffers)))
         self._check(held, grad, weight_out, params)
         in_place = weight_out is not None and weight_out.ctypes.data == grad.ctypes.data
         arrays = (*held, grad, IN_PLACE if in_place else weight_out)
-        rest = self._rest(params, step, grad_scale)
+        args = self._kernel_args(params, step, grad_scale)
 
         def update(start: int, stop: int) -> None:
-            self._kernel(*(None if array is None else array[start:stop] for array in arrays), *rest)
+            self._kernel(*(None if array is None else array[start:stop] for array in arrays), *args)
 
         if team is None:
             update(0, len(grad))
@@ -110,7 +110,7 @@ class HostStep(Generic[_Params]):
         for name, array in zip(self._names, held, strict=True):
             if array is not None:
                 _check_array(name, array, ("float32",), num_params)
-            elif name == self._names[0] or self._keeps(params):
+            elif name == self._names[0] or self._has_buffers(params):
                 raise ValueError(f"there is no {name} in the state, which {params} needs; pass one")
         _check_array("grad", grad, ("uint16", "float32"), num_params, written=False)
         if weight_out is not None:

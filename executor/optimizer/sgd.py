@@ -35,7 +35,7 @@ class SgdParams:
             raise ValueError(f"dampening is {self.dampening} without momentum, where it does nothing; set it to 0")
 
 
-def _rest(params: SgdParams, step: int, grad_scale: float) -> tuple[object, ...]:
+def _kernel_args(params: SgdParams, step: int, grad_scale: float) -> tuple[object, ...]:
     factors = float32s(grad_scale, params.weight_decay, params.momentum, 1 - params.dampening, params.lr)
     return params.weight_decay > 0, step == 1, params.nesterov, factors
 
@@ -66,7 +66,7 @@ def _update(
         store_weight(weight_out, grad, i, p)
 
 
-sgd_step: Final = HostStep(_update, ("momentum_buffer",), _rest, keeps=lambda params: params.momentum != 0)
+sgd_step: Final = HostStep(_update, ("momentum_buffer",), _kernel_args, has_buffers=lambda params: params.momentum != 0)
 """As ``torch.optim.SGD`` (Sutskever et al., ICML 2013), with g = ``grad_scale`` * ``grad``::
 
     g = g + weight_decay * p

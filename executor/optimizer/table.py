@@ -35,7 +35,7 @@ class OptimizerEntry:
     """One optimizer.
 
     Attributes:
-        stock: the class that users make, and whose format of state is ours.
+        torch_class: the class that users make, and whose format of state is ours.
         planned_as: what a plan calls the state that it has.
         buffers: keys of its float32 tensors beside the master copy, in a parameter's state.
         read: returns hyper-parameters of a parameter group, whenever the updates of an iteration begin.
@@ -46,7 +46,7 @@ class OptimizerEntry:
         refused: flags of a group that kernels do not know.
     """
 
-    stock: type[torch.optim.Optimizer]
+    torch_class: type[torch.optim.Optimizer]
     planned_as: Optimizer
     buffers: tuple[str, ...]
     read: Callable[[Group], Params]
@@ -112,9 +112,9 @@ def _read_lion(group: Group) -> LionParams:
 _SGD_NUMBERS: Final = ("lr", "momentum", "dampening", "weight_decay")
 
 
-def _adam(stock: type[torch.optim.Optimizer], *, decoupled: bool) -> OptimizerEntry:
+def _adam(torch_class: type[torch.optim.Optimizer], *, decoupled: bool) -> OptimizerEntry:
     return OptimizerEntry(
-        stock=stock,
+        torch_class=torch_class,
         planned_as="adamw",
         buffers=("exp_avg", "exp_avg_sq"),
         read=lambda group: _read_adam(group, decoupled=decoupled),
@@ -128,7 +128,7 @@ ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
     _adam(torch.optim.AdamW, decoupled=True),
     _adam(torch.optim.Adam, decoupled=False),
     OptimizerEntry(
-        stock=torch.optim.SGD,
+        torch_class=torch.optim.SGD,
         planned_as="sgd",
         buffers=("momentum_buffer",),
         read=_read_sgd,
@@ -137,7 +137,7 @@ ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         counts_steps=False,
     ),
     OptimizerEntry(
-        stock=torch.optim.Adagrad,
+        torch_class=torch.optim.Adagrad,
         planned_as="adagrad",
         buffers=("sum",),
         read=_read_adagrad,
@@ -146,7 +146,7 @@ ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         starts_at="initial_accumulator_value",
     ),
     OptimizerEntry(
-        stock=Lion,
+        torch_class=Lion,
         planned_as="lion",
         buffers=("exp_avg",),
         read=_read_lion,
@@ -164,15 +164,17 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
         ValueError: there is none, or a subclass does something that no entry knows.
     """
     for entry in ENTRIES:
-        if type(optimizer) is entry.stock:
+        if type(optimizer) is entry.torch_class:
             return entry
-    known = ", ".join(f"{'ullage' if e.stock is Lion else 'torch.optim'}.{e.stock.__name__}" for e in ENTRIES)
+    known = ", ".join(
+        f"{'ullage' if e.torch_class is Lion else 'torch.optim'}.{e.torch_class.__name__}" for e in ENTRIES
+    )
     raise ValueError(f"the optimizer is {type(optimizer).__name__}, but only {known} can be executed; use one of them")
 
 
-def stock_of(planned: Optimizer) -> Callable[..., torch.optim.Optimizer]:
+def torch_class_of(planned: Optimizer) -> Callable[..., torch.optim.Optimizer]:
     """Return the class that a plan for an optimizer is made for."""
-    return next(entry.stock for entry in ENTRIES if entry.planned_as == planned)
+    return next(entry.torch_class for entry in ENTRIES if entry.planned_as == planned)
 
 
 assert all(len(entry.buffers) == OPTIMIZERS[entry.planned_as].num_buffers for entry in ENTRIES)

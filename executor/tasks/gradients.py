@@ -73,8 +73,8 @@ class GradientTasks:
         for unit, parameter in self._state.parameters():
             if parameter.arrived != iteration:
                 continue
-            first.setdefault(parameter.share.name, (unit, parameter))
-            terms = sums.setdefault(parameter.share.name, [])
+            first.setdefault(parameter.shard.name, (unit, parameter))
+            terms = sums.setdefault(parameter.shard.name, [])
             terms += parameter.squares if parameter.flushed == iteration else ()
             for part in parameter.staying:
                 terms.append(self._backend.sum_of_squares(unit.device_gradients[parameter.name, part.piece.index]))

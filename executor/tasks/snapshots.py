@@ -112,13 +112,13 @@ class Snapshots:
             return []
         return [
             Slice(
-                parameter.share.own_name,
-                tuple(parameter.share.shape),
+                parameter.shard.shard_name,
+                tuple(parameter.shard.shape),
                 part.start - parameter.start,
                 part.stop - parameter.start,
                 part.within.start,
             )
             for parameter in unit.parameters
             for part in parameter.parts
-            if part.piece.index == key[1] and (parameter.share.dim is not None or not parameter.share.mesh.tensor)
+            if part.piece.index == key[1] and (parameter.shard.dim is not None or not parameter.shard.mesh.tensor)
         ]

@@ -187,10 +187,10 @@ class UpdateTasks:
         """Yield each parameter of a piece that is updated, with its range: those that got a gradient, as in torch."""
         updates = self._updates[iteration]
         for parameter in unit.parameters:
-            if parameter.arrived != iteration or parameter.share.name not in updates:
+            if parameter.arrived != iteration or parameter.shard.name not in updates:
                 continue
             for part in parameter.parts_in(piece):
-                yield parameter, _Run(part.start, part.stop, updates[parameter.share.name], parameter.step)
+                yield parameter, _Run(part.start, part.stop, updates[parameter.shard.name], parameter.step)
 
     def _runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[_Run]:
         """Yield the ranges of a piece that are updated; neighbours with the same update are one."""
