@@ -16,7 +16,7 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
     """
     if decisions.optimizer != entry.planned_as:
         raise ValueError(
-            f"the plan is for {decisions.optimizer}, but the optimizer is {entry.torch_class.__name__}, which has other "
+            f"the plan is for {decisions.optimizer}, but the optimizer is {entry.torch_class.__name__}, with other "
             f"state; plan with --optimizer {entry.planned_as}"
         )
     if (stages := decisions.pipeline_parallel) > 1:
@@ -64,4 +64,6 @@ def check_groups(entry: OptimizerEntry, groups: list[dict[str, Any]], names: Map
     for group in groups:
         entry.rule(group)  # refuses what kernels do not know
         if any(id(parameter) not in names for parameter in group["params"]):
-            raise ValueError("the optimizer has a parameter that is not one of the model; make it from model.parameters()")
+            raise ValueError(
+                "the optimizer has a parameter that is not one of the model; make it from model.parameters()"
+            )

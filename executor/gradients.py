@@ -21,11 +21,9 @@ class GradientOwner(Protocol):
 
     def gradient_norm(self, name: str) -> torch.Tensor:
         """Return the 2-norm of a parameter's gradient, a float32 scalar on the parameter's device."""
-        ...
 
     def scale_gradient(self, name: str, factor: float) -> None:
         """Multiply a parameter's gradient by a factor, when its update reads it."""
-        ...
 
 
 class OffloadedGradient(torch.Tensor):

@@ -9,15 +9,11 @@ from executor.checkpoint.format.layout import ITEM_BYTES, Box, Entry, boxes
 
 Key = tuple[str, int]
 """A piece: name of its unit, and index within the rank's shard."""
+
 MODEL_FOLDER: Final = "model"
-
-
 OPTIMIZER_FOLDER: Final = "optimizer"
-
-
 MASTER: Final = "master"
 """The first tensor of every piece's state: the weights, in float32."""
-
 
 _VALUE_BYTES: Final = ITEM_BYTES["F32"]
 
@@ -46,24 +42,20 @@ class Source(Protocol):
     @property
     def slices(self) -> Mapping[Key, Sequence[Slice]]:
         """The slices of each of the rank's pieces, in the order in which they are taken."""
-        ...
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Names of the tensors that each piece has, :data:`MASTER` first."""
-        ...
 
     def tensors(self, key: Key) -> Sequence[Any]:
         """Return a piece's tensors between updates: flat, float32, as bytes.
 
         Arrays are leased; slices of other tensors are passed to ``copy``.
         """
-        ...
 
     @property
     def copy(self) -> CopyChunk:
         """Copies such a slice into a buffer, and returns when that is done."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Self, final
 
 from executor.checkpoint.files.flusher import lower_thread_priority
-from executor.devices.backend import Backend, Event, HostBackend
+from executor.devices.backend import Backend, Event
 from executor.distributed.watchdog import LANE_THREAD, RankError
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Task
@@ -54,7 +54,7 @@ class _Ticket:
 
 @final
 class LaneMachine:
-    """Runs a schedule that :class:`planner.schedule.loop.Loop` walks, on any backend (:func:`HostMachine`: the host's).
+    """Runs a schedule that :class:`planner.schedule.loop.Loop` walks, on any backend.
 
     Args:
         schedule: what will be walked on it.
@@ -324,8 +324,3 @@ def _lane_error(ticket: _Ticket | None, lane: Lane, cause: BaseException) -> Lan
     error = LaneError(f"{ticket.name if ticket else f'lane {lane}'} failed: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error
-
-
-def HostMachine(schedule: Schedule, perform: Perform, *, record: bool = False) -> LaneMachine:  # noqa: N802
-    """Return a machine of threads and ordinary memory, which runs everywhere. See :class:`LaneMachine`."""
-    return LaneMachine(schedule, perform, HostBackend(), record=record)

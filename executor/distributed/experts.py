@@ -16,12 +16,12 @@ from typing import final
 import torch
 from torch import nn
 
-from executor.callbacks import ModuleCallbacks, in_backward
+from executor.callbacks import ModuleCallbacks, in_backward, replace_attribute
 from executor.distributed.collectives import all_to_all
 from executor.distributed.groups import Group
 from executor.distributed.products import grouped_product
 from executor.distributed.shards import BindingError, ParameterShard
-from executor.distributed.tensor_parallel import Undo, replace_forward
+from executor.distributed.tensor_parallel import Undo
 from planner.graph import Unit
 
 
@@ -79,7 +79,7 @@ def split_experts(
     for path, of_layer in banks.items():
         module = model.get_submodule(path)
         _check(path, module, of_layer)
-        undo.append(replace_forward(module, _Experts(module, of_layer, before[path], group, callbacks)))
+        undo.append(replace_attribute(module, "forward", _Experts(module, of_layer, before[path], group, callbacks)))
     return undo
 
 

@@ -18,6 +18,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from executor.callbacks import replace_attribute
 from executor.distributed.collectives import copy_to_group, reduce_from_group
 from executor.distributed.groups import Group
 from executor.distributed.products import group_id, summed_product
@@ -61,21 +62,13 @@ def bind_tensor_parallel(
             undo += _bind_column_parallel(model, operator, found, group, no_compile)
         elif operator.kind == "embedding" and operator.pattern is Pattern.ROW:
             module = _owner(model, found[0])
-            undo.append(replace_forward(module, embed(module, found[0], group)))
+            undo.append(replace_attribute(module, "forward", embed(module, found[0], group)))
         elif operator.pattern is Pattern.ROW:
             module = _owner(model, found[0])
-            undo.append(replace_forward(module, no_compile(_row_parallel_forward(module, found[0], group))))
+            undo.append(
+                replace_attribute(module, "forward", no_compile(_row_parallel_forward(module, found[0], group)))
+            )
     return undo + [undone for bank in banks for undone in _bind_experts(bank, group, no_compile)]
-
-
-def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
-    """Have a module run another forward; return what undoes it."""
-    module.forward = forward
-
-    def undo() -> None:
-        del module.forward
-
-    return undo
 
 
 def _owner(model: nn.Module, shard: ParameterShard) -> nn.Module:
@@ -100,15 +93,8 @@ def _bind_column_parallel(
 
 def _divide(module: nn.Module, names: tuple[str, ...], ranks: int) -> list[Undo]:
     there = {name: getattr(module, name) for name in names if hasattr(module, name)}
-    for name, count in there.items():
-        assert count % ranks == 0  # the planner refuses others
-        setattr(module, name, count // ranks)
-
-    def undo() -> None:
-        for name, count in there.items():
-            setattr(module, name, count)
-
-    return [undo]
+    assert all(count % ranks == 0 for count in there.values())  # the planner refuses others
+    return [replace_attribute(module, name, count // ranks) for name, count in there.items()]
 
 
 def _copy_input(modules: list[nn.Module], group: Group, no_compile: NoCompile) -> list[Undo]:

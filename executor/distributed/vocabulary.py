@@ -114,14 +114,11 @@ class Head:
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.reshape(-1).to(logits.device)
         counted = targets != ignore_index
-        losses: torch.Tensor = _cross_entropy(logits.flatten(0, -2), targets, self._weight, self._group)
+        losses: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+            logits.flatten(0, -2), targets, self._weight, self._group
+        )
         total = torch.where(counted, losses, 0.0).sum()
         return total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
-
-
-def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, weight: ParameterShard, group: Group) -> torch.Tensor:
-    losses: torch.Tensor = _CrossEntropy.apply(logits, targets, weight, group)  # type: ignore[no-untyped-call]
-    return losses
 
 
 class _CrossEntropy(torch.autograd.Function):

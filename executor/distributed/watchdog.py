@@ -18,7 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import Final, final
+
+import torch.distributed as dist
 
 _PERIOD_S: Final = 0.2  # between two reads of the store
 SILENCE_S: Final = 30.0
@@ -32,26 +34,6 @@ _FAILED: Final = "failed"
 
 class RankError(ConnectionError):
     """Another rank has failed or ended, and this one cannot go on without it."""
-
-
-class Store(Protocol):
-    """The part of ``torch.distributed.Store`` that the watchdog uses."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set a value."""
-        ...
-
-    def get(self, key: str) -> bytes:
-        """Return a value, once it has been set."""
-        ...
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys have been set."""
-        ...
-
-    def compare_set(self, key: str, expected: str, desired: str) -> Any:
-        """Set a value if it is the expected one, or not there."""
-        ...
 
 
 @final
@@ -68,7 +50,9 @@ class Watchdog:
             grows with every task or collective that ends. Called in the watchdog's thread.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, *, silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self, store: dist.distributed_c10d.Store, rank: int, size: int, *, silence_s: float = SILENCE_S
+    ) -> None:
         self._store = store
         self._rank = rank
         self._silence_s = silence_s

@@ -10,6 +10,7 @@ from typing import final
 
 from torch import nn
 
+from executor.callbacks import replace_attribute
 from planner.schedule.loop import OutOfOrderError
 
 
@@ -39,12 +40,7 @@ class Accumulation:
 
     def bind(self, model: nn.Module) -> Callable[[], None]:
         """Add ``no_sync`` to a model; return what undoes it."""
-        model.no_sync = self.no_sync  # type: ignore[assignment]  # a function, not a module
-
-        def undo() -> None:
-            del model.no_sync
-
-        return undo
+        return replace_attribute(model, "no_sync", self.no_sync)
 
     def begin_forward(self, micro_batch: int) -> None:
         """The forward of a micro-batch begins.

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from executor.callbacks import ModuleCallbacks, hook_target, in_backward
+from executor.callbacks import ModuleCallbacks, hook_target, in_backward, replace_attribute
 from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations, SegmentOffload
 from executor.module.guards import OWN_CHECKPOINTING
@@ -250,21 +250,7 @@ def _recompute(
         with offload.forward(bound.args) as modes:
             return checkpoint(run, *bound.args, use_reentrant=False, context_fn=modes, **bound.kwargs)
 
-    return _replace_forward(module, forward)
-
-
-def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Give a module another forward; return what undoes it, once what has been replaced later is undone."""
-    before = vars(module).get("forward")
-    module.forward = forward
-
-    def undo() -> None:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
-
-    return undo
+    return replace_attribute(module, "forward", forward)
 
 
 def _compile(
@@ -280,7 +266,9 @@ def _compile(
     names = {module: name for name, module in model.named_modules()}
     compiled = compiled_modules(model, units, unit_of)
     undo.append(allow_variants(len(compiled)))
-    undo += [_replace_forward(module, compile_module(module, names[module], backend)) for module in compiled]
+    undo += [
+        replace_attribute(module, "forward", compile_module(module, names[module], backend)) for module in compiled
+    ]
     inside = {inner for module in compiled for inner in module.modules()}
     return {module: unit for module, unit in unit_of.items() if module not in inside} | compiled
 

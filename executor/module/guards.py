@@ -12,6 +12,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from executor.callbacks import replace_attribute
 from executor.module.guarded_parameters import INSTEAD
 
 _ANOTHER: Final = "for another model of the same weights, make one and load_state_dict(model.state_dict())"
@@ -98,8 +99,11 @@ def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> l
     """
     undo = []
     for module in model.modules():
-        undo.append(_shadow(module, "_apply", _keeping_weights(module, dtype, device)))
-        undo += [_shadow(module, "__deepcopy__", _refuse_copy), _shadow(module, "__reduce_ex__", _refuse_pickle)]
+        undo.append(replace_attribute(module, "_apply", _keeping_weights(module, dtype, device)))
+        undo += [
+            replace_attribute(module, "__deepcopy__", _refuse_copy),
+            replace_attribute(module, "__reduce_ex__", _refuse_pickle),
+        ]
         _prepared.add(module)
         undo.append(functools.partial(_prepared.discard, module))
     modules = weakref.WeakSet(model.modules())
@@ -155,18 +159,3 @@ def _keeping_weights(module: nn.Module, dtype: torch.dtype, device: torch.device
 
 def _where(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device, int]:
     return tensor.dtype, tensor.device, 0 if tensor.is_meta else tensor.data_ptr()
-
-
-def _shadow(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
-    """Give a module an attribute of its own, over that of its class; return what undoes it."""
-    own = vars(module)
-    there, before = name in own, own.get(name)
-    own[name] = value
-
-    def undo() -> None:
-        if there:
-            own[name] = before
-        else:
-            own.pop(name, None)
-
-    return undo

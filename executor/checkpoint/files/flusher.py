@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Self, final
+from typing import Final, Self, final
 
 import numpy as np
 import numpy.typing as npt
@@ -36,12 +36,6 @@ NUM_WRITERS: Final = 12
 _LEAST_PRIORITY: Final = 19  # of "nice"
 
 Buffer = npt.NDArray[np.uint8]
-
-
-def checksum(data: Any) -> str:
-    """Return the xxh3 (64 bits) of bytes, in hexadecimal digits."""
-    digits: str = xxhash.xxh3_64_hexdigest(data)
-    return digits
 
 
 def lower_thread_priority() -> None:

@@ -55,7 +55,7 @@ class ShardWriter:
         except OSError as error:
             self.abandon()
             raise self._error(error) from error
-        self._put(np.frombuffer(layout.header, np.uint8), np.copyto)
+        self.append(np.frombuffer(layout.header, np.uint8))
 
     def _open(self) -> int:
         """Make the file, or overwrite that of an old checkpoint, which is then gone ([Note: Spares])."""
@@ -80,7 +80,18 @@ class ShardWriter:
         Raises:
             CheckpointError: some write has failed, or none has ended for too long.
         """
-        self._put(values, copy)
+        while len(values):
+            chunk = self._open_chunk()
+            try:
+                self._flusher.take_buffer(chunk)
+            except OSError as error:
+                raise self._error(error) from error
+            assert chunk.buffer is not None
+            count = min(self._room, len(values))
+            copy(chunk.buffer[chunk.length : chunk.length + count], values[:count])
+            chunk.length += count
+            self._went_on(count)
+            values = values[count:]
 
     def lease(self, values: Buffer) -> list[Lease]:
         """Write the next bytes from where they are if they are aligned, and copies of the rest.
@@ -97,12 +108,12 @@ class ShardWriter:
             begin = min(-self._end % BLOCK_BYTES, len(values))
             end = begin + (min(len(values), self._room) - begin) // BLOCK_BYTES * BLOCK_BYTES
             if end - begin >= least_bytes and values[begin:].ctypes.data % self._alignment_bytes == 0:
-                self._put(values[:begin], np.copyto)
+                self.append(values[:begin])
                 leases.append(self._lease(values[begin:end]))
                 values = values[end:]
             else:
                 count = min(self._room, len(values))
-                self._put(values[:count], np.copyto)
+                self.append(values[:count])
                 values = values[count:]
         return leases
 
@@ -158,20 +169,6 @@ class ShardWriter:
         assert self._fd is not None
         fd, self._fd = self._fd, None
         self._files.close(fd)
-
-    def _put(self, values: Any, copy: CopyChunk) -> None:
-        while len(values):
-            chunk = self._open_chunk()
-            try:
-                self._flusher.take_buffer(chunk)
-            except OSError as error:
-                raise self._error(error) from error
-            assert chunk.buffer is not None
-            count = min(self._room, len(values))
-            copy(chunk.buffer[chunk.length : chunk.length + count], values[:count])
-            chunk.length += count
-            self._went_on(count)
-            values = values[count:]
 
     def _open_chunk(self) -> Chunk:
         """Return the chunk that the next byte belongs to."""

@@ -107,12 +107,11 @@ class Layout:
     num_bytes: int
 
 
-def layout(entries: tuple[Entry, ...], metadata: Mapping[str, str] | None = None) -> Layout:
+def layout(entries: tuple[Entry, ...]) -> Layout:
     """Lay out a file.
 
     Args:
         entries: in the order in which values will be written; names are unique.
-        metadata: what the header says besides.
 
     Raises:
         ValueError: two entries have one name.
@@ -130,7 +129,7 @@ def layout(entries: tuple[Entry, ...], metadata: Mapping[str, str] | None = None
             "data_offsets": [starts[-1], end],
         }
     sharding = {entry.name: {"saved_offsets": list(entry.box.offsets)} for entry in entries}
-    known = {"format": "pt", _SHARDING_KEY: json.dumps(sharding), **(metadata or {})}
+    known = {"format": "pt", _SHARDING_KEY: json.dumps(sharding)}
     text = json.dumps({"__metadata__": known, **fields}, separators=(",", ":")).encode()
     room = in_blocks(8 + len(text))
     header = (room - 8).to_bytes(8, "little") + text.ljust(room - 8)

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from executor.checkpoint.files.flusher import Buffer
-from executor.checkpoint.files.opening import Folder, Opened, fill, open_file, read_whole
+from executor.checkpoint.files.opening import Folder, OpenFile, fill, open_file, read_whole
 from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
 from executor.checkpoint.format.layout import ITEM_BYTES
 from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest
@@ -242,7 +242,7 @@ class _File:
         self._path = folder / record.path
         self._left = num_chunks
         self._lock = threading.Lock()
-        self._file: Opened | None = None
+        self._file: OpenFile | None = None
 
     def load(self, chunk: int, buffer: Buffer, targets: Sequence[_Target]) -> int:
         """Read a chunk, check it, and put its values into place, through ``buffer`` where necessary.
@@ -286,7 +286,7 @@ class _File:
             self._file.close()
             self._file = None
 
-    def _open(self) -> Opened:
+    def _open(self) -> OpenFile:
         with self._lock:
             if self._file is None:
                 try:

@@ -44,7 +44,6 @@ class Copy(Protocol):
     @property
     def folder(self) -> Folder:
         """Where its files go."""
-        ...
 
     def write(self, record: FileRecord, chunks: Iterator[Buffer]) -> None:
         """Write a file and make it durable.
@@ -52,7 +51,6 @@ class Copy(Protocol):
         Raises:
             CheckpointError: it cannot be written, or ``chunks`` cannot be read.
         """
-        ...
 
     def commit(self, manifest: Manifest) -> Folder:
         """Make the checkpoint complete and durable, after all files; return its folder.
@@ -60,11 +58,9 @@ class Copy(Protocol):
         Raises:
             CheckpointError: it cannot be.
         """
-        ...
 
     def abandon(self) -> None:
         """Remove what has been written. Abandoning twice is allowed."""
-        ...
 
 
 class AbstractStore(abc.ABC):

@@ -114,6 +114,25 @@ class Draft:
             self._files.remove(path)
         return parts, extras
 
+    def write(self, record: FileRecord, chunks: Iterator[Buffer]) -> None:
+        """Copy a file, its header last; see :class:`executor.checkpoint.places.retention.Copy`."""
+        with Flusher(self._files, ring_of(_NUM_BUFFERS, record.chunk_bytes)) as flusher:
+            data = next(chunks).tobytes()
+            while len(data) < (header_bytes := 8 + int.from_bytes(data[:8], "little")):
+                data += next(chunks).tobytes()
+            layout = Layout((), data[:header_bytes], (), record.num_bytes)
+            writer = ShardWriter(flusher, self.folder, record.path, layout)
+            try:
+                writer.append(np.frombuffer(data, np.uint8)[header_bytes:])
+                for values in chunks:
+                    writer.append(values)
+                written = writer.finish()
+            except BaseException:
+                writer.abandon()
+                raise
+        if written != record:
+            raise CheckpointError(f"{self.folder / record.path}: what was written is not what was read")
+
     def commit(self, manifest: Manifest) -> Path:
         """Make the checkpoint complete and durable, after all other files; return its folder.
 
@@ -257,10 +276,10 @@ class Store(AbstractStore):
         """
         return Draft(self.files, self.root, step, folders, nonce)
 
-    def begin_copy(self, manifest: Manifest) -> "FolderCopy":
+    def begin_copy(self, manifest: Manifest) -> Draft:
         """See :class:`AbstractStore`."""
         parents = {str(parent) for record in manifest.files for parent in PurePosixPath(record.path).parents}
-        return FolderCopy(self.files, self.begin(manifest.step, sorted(parents - {"."})))
+        return self.begin(manifest.step, sorted(parents - {"."}))
 
     def folder(self, step: int, nonce: int = 0) -> Path:
         """See :class:`AbstractStore`."""
@@ -303,43 +322,6 @@ class Store(AbstractStore):
 
     def _sweep(self, last: int) -> None:  # noqa: ARG002 - of others it is not known whether they died
         self.sweep()
-
-
-@final
-class FolderCopy:
-    """See :class:`executor.checkpoint.places.retention.Copy`."""
-
-    def __init__(self, files: Files, draft: Draft) -> None:
-        self._files = files
-        self._draft = draft
-        self.folder = draft.folder
-
-    def write(self, record: FileRecord, chunks: Iterator[Buffer]) -> None:
-        """Write with the header last; see :class:`executor.checkpoint.places.retention.Copy`."""
-        with Flusher(self._files, ring_of(_NUM_BUFFERS, record.chunk_bytes)) as flusher:
-            data = next(chunks).tobytes()
-            while len(data) < (header_bytes := 8 + int.from_bytes(data[:8], "little")):
-                data += next(chunks).tobytes()
-            layout = Layout((), data[:header_bytes], (), record.num_bytes)
-            writer = ShardWriter(flusher, self.folder, record.path, layout)
-            try:
-                writer.append(np.frombuffer(data, np.uint8)[header_bytes:])
-                for values in chunks:
-                    writer.append(values)
-                written = writer.finish()
-            except BaseException:
-                writer.abandon()
-                raise
-        if written != record:
-            raise CheckpointError(f"{self.folder / record.path}: what was written is not what was read")
-
-    def commit(self, manifest: Manifest) -> Path:
-        """See :class:`executor.checkpoint.places.retention.Copy`."""
-        return self._draft.commit(manifest)
-
-    def abandon(self) -> None:
-        """See :class:`executor.checkpoint.places.retention.Copy`."""
-        self._draft.abandon()
 
 
 def _spares(root: Path) -> list[Path]:
