@@ -31,17 +31,8 @@ from planner.schedule.tasks import Op
 class IterationDriver:
     """Issues the tasks of an iteration as forward, backward and the step reach them.
 
-    It has the methods of :class:`executor.callbacks.ModuleCallbacks`, which hooks on the model call.
-
-    Args:
-        model: the user's.
-        runtime: what executes the schedule.
-        access: weights outside training.
-        units: the model's units in forward order.
-        decisions: what is executed.
-        shards: what this rank has of the model's parameters.
-        entry: the optimizer.
-        groups: its parameter groups, read whenever the updates of an iteration begin.
+    It implements :class:`executor.callbacks.ModuleCallbacks`. Parameter ``groups`` are read whenever the updates of an
+    iteration begin.
 
     Attributes:
         accumulation: checks ``no_sync()`` against the plan.
@@ -69,7 +60,7 @@ class IterationDriver:
         self._groups = groups
         self._names = {id(shard.whole): shard.name for shard in shards.values()}
         self._last_short = -2  # the latest iteration that ended before all micro-batches had run
-        self._model_trains = False  # its forward is under way
+        self._model_trains = False  # a training forward is under way
         self._loop, self._units = runtime.loop, runtime.state.units
         self.accumulation = Accumulation(decisions.num_micro_batches)
         self.gradients = UserGradients(

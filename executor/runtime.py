@@ -34,13 +34,13 @@ class Runtime:
     Args:
         units: the model's units in forward order.
         decisions: what to execute.
-        shards: what this rank has of the model's parameters, by the names that the units use.
+        shards: this rank's shards of the model's parameters, by the names that the units use.
         entry: the optimizer.
         backend: the device.
         ranks: all ranks; ``None`` with one.
         cores: for the threads that update.
         options: how to execute.
-        failing: gets what undoes this, in case the session cannot begin.
+        failing: gets callbacks that undo this, in case the session cannot begin.
 
     Attributes:
         gpu, host: memory, with a ledger.
@@ -51,7 +51,7 @@ class Runtime:
         actions: what tasks do.
         machine, loop: run the tasks, and issue them in order.
         inside_iteration: whether an iteration is under way.
-        doing: what this rank does now, in words. Where ranks meet, all must do the same.
+        doing: the call that this rank is in, in words. Before a collective all ranks must be in the same one.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class Runtime:
             unit.spent.clear()
 
     def check_same_call(self, *, needed: bool = True) -> None:
-        """Check that all ranks do the same, before something that ``needs`` all of them.
+        """Check, if ``needed``, that all ranks are in the same call.
 
         Raises:
-            RankError: they do not, or a rank has failed.
+            RankError: they are not, or a rank has failed.
         """
         if needed and self.ranks is not None:
             self.ranks.check_same_call(self.doing)

@@ -180,7 +180,7 @@ class Session:
             LaneError: a task failed on some lane.
             RankError: another rank has failed.
         """
-        return {name: self.access.weights(name) for name in self.runtime.state.by_share}
+        return {name: self.access.weights(name) for name in self.runtime.state.by_parameter}
 
     def sync_rng_state(self) -> None:
         """Give ranks that share layers the same RNG state: what they drop out must be the same."""
@@ -256,7 +256,7 @@ class Session:
                 runtime.doing = f"close(), after {self.iteration} iterations"
                 runtime.check_same_call()
                 self.access.make_current(runtime.doing)
-                for name, parts in runtime.state.by_share.items() if give_back else ():
+                for name, parts in runtime.state.by_parameter.items() if give_back else ():
                     parts[0][1].shard.whole.data = _with_own_storage(self.access.kept_weights(name))
                 if self._ranks is not None:
                     self._ranks.barrier()

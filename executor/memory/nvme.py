@@ -142,7 +142,7 @@ class SpilledGradients:
     def of(
         cls, units: tuple[Unit, ...], decisions: Decisions, folder: Path | None, rank: int, host: Arena
     ) -> Self | None:
-        """Return room for what decisions spill; ``None`` if that is nothing. Raises as :meth:`StoredState.of`."""
+        """Return room for gradients that decisions spill; ``None`` without any. Raises as :meth:`StoredState.of`."""
         planned = SpillRooms(units, decisions)
         if not planned.room_of:
             return None

@@ -38,7 +38,7 @@ class ModelState:
     Args:
         units: in forward order.
         decisions: where things live.
-        shards: what this rank has of the model's parameters, by the names that the units use.
+        shards: this rank's shards of the model's parameters, by the names that the units use.
         gpu, host: where memory is taken.
         ranks: all ranks, which begin with rank 0's values; ``None`` with one.
         storage_dir: where state on NVMe is kept.
@@ -48,13 +48,13 @@ class ModelState:
         dtype: of weights.
         units: state of each unit that has parameters, by name.
         by_name: every parameter with its unit, by the name that the unit uses.
-        by_share: what this rank has of each of the model's parameters, by the parameter's own name.
+        by_parameter: this rank's shards of each of the model's parameters, by the parameter's own name.
         state_slots: device memory for streamed state.
-        stored: what is on NVMe; ``None`` if nothing is.
+        stored: state on NVMe; ``None`` without any.
 
     Raises:
         ValueError: the plan keeps state on NVMe, and no folder was given.
-        StorageError: it cannot be kept there.
+        StorageError: see :class:`executor.memory.nvme_files.RecordFile`.
         DeviceMemoryError: a tier is too small.
     """
 
@@ -85,7 +85,7 @@ class ModelState:
         self.stored = StoredState.of(units, decisions, assigned.of_unit, storage_dir, ranks.rank if ranks else 0, host)
         self.units: dict[str, UnitState] = {}
         self.by_name: dict[str, tuple[UnitState, ParameterState]] = {}
-        self.by_share: dict[str, list[tuple[UnitState, ParameterState]]] = {}
+        self.by_parameter: dict[str, list[tuple[UnitState, ParameterState]]] = {}
         try:
             self._move_all_in(units, assigned.of_unit, shards)
         except BaseException:
@@ -118,7 +118,7 @@ class ModelState:
             in_iteration: updates of the last step have ended, and none of this iteration has begun.
             lost: the weights are not those of one step, or only all ranks together have them. Parameters are then NaN.
         """
-        for held in self.by_share.values():
+        for held in self.by_parameter.values():
             shard = held[0][1].shard
             if lost or self._ranks is not None:
                 shard.whole.data = without_values(shard.whole_shape, self.dtype)
@@ -172,7 +172,7 @@ class ModelState:
                         assert keep is not None
                         keep(part.piece.index, part.within.start, parameter.values_of(part, values))
                 self.by_name[parameter.name] = unit, parameter
-                self.by_share.setdefault(shard.name, []).append((unit, parameter))
+                self.by_parameter.setdefault(shard.name, []).append((unit, parameter))
                 _move_in(unit, parameter, values)
 
     def _take(self, unit: Unit, slot: int, shards: Mapping[str, ParameterShard]) -> UnitState:
@@ -263,10 +263,11 @@ class ModelState:
 def _shifts(units: Iterable[Unit], written: Iterable[str]) -> Mapping[str, int]:
     """Return how far behind a whole sector each unit's slabs of state on the host begin.
 
-    [Note: Slabs as in files] A checkpoint has the values of one kind of state unit behind unit, from a whole block on.
-    Where a slab begins as far behind a sector as its values do in that file, these can be written from where they are.
-    That is so for one rank; ranges of several lie anywhere in their files ([Note: Boxes] in
-    :mod:`executor.checkpoint.format.layout`). Kernels come first: what is no multiple of a cache line is left out.
+    [Note: Slabs as in files] A checkpoint file has one kind of state, unit after unit, from a whole block on. If a slab
+    has the same offset from a sector as its values have in that file, they can be written straight from the slab. This
+    works with one rank; with several, ranges lie anywhere in their files ([Note: Boxes] in
+    :mod:`executor.checkpoint.format.layout`). Offsets that are no multiple of a cache line are not used, because
+    kernels would be slower.
     """
     num_params = {unit.name: unit.num_params for unit in units}
     shifts, end_bytes = dict.fromkeys(num_params, 0), 0

@@ -71,7 +71,7 @@ class GradientBucket:
     """This rank's gradient of a unit, until the ranks reduce it.
 
     Attributes:
-        values: ``[padded]``, of which only what is ``present`` and the pads are defined.
+        values: ``[padded]``; only parameters that are ``present``, and the padding, are defined.
         present: names of the parameters that are in it.
     """
 
@@ -152,7 +152,7 @@ class UnitState:
         return bool(self.landing)
 
     def unsharded(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return all of what ranks hold shards of, flat, on the host; all ranks call it together."""
+        """Return the whole of a sharded tensor, flat, on the host; all ranks call this together."""
         return self.group.all_gather_on_host(shard) if self.group is not None and self.is_sharded else shard
 
     def master(self, piece: Piece) -> torch.Tensor:
@@ -272,8 +272,8 @@ class StateSlot:
 
     Attributes:
         state: float32: master copy and buffers.
-        weights: the gradient if it comes along, until the update is done; then the new weights, if those go back to
-            the host; empty if no piece needs it.
+        weights: the gradient, if it comes from the host, until the update is done; then the new weights, if they go
+            back to the host; empty if no piece needs it.
     """
 
     state: tuple[torch.Tensor, ...]

@@ -1,7 +1,7 @@
 """``model.no_sync()``: the context that loops of ``DistributedDataParallel`` put around micro-batches without a step.
 
 The plan knows how many micro-batches an iteration has, so a loop without the context trains the same. A loop with it
-says which micro-batch is the last. If the plan disagrees, that is an error.
+shows which micro-batch is the last. If the plan disagrees, that is an error.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ class Accumulation:
         self._inside = False
         self._was_inside = False  # in this iteration
         self._last_was_inside = False
-        self._ended_at = 0  # micro-batches, if a backward outside came before the plan's last one
+        self._ended_at = 0  # micro-batches, if a backward ran outside no_sync() before the plan's last one
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -46,7 +46,8 @@ class Accumulation:
         """The forward of a micro-batch begins.
 
         Raises:
-            OutOfOrderError: it is inside and the last one, or one before it was outside though others were inside.
+            OutOfOrderError: it is the last one but inside no_sync(), or an earlier one was outside though others were
+                inside.
         """
         if micro_batch == 0:
             self._was_inside, self._ended_at = False, 0
@@ -63,7 +64,7 @@ class Accumulation:
         """The backward of a micro-batch begins.
 
         Raises:
-            OutOfOrderError: it is the last and inside.
+            OutOfOrderError: it is the last one, but inside no_sync().
         """
         self._last_was_inside = self._inside
         if self._inside:
@@ -73,10 +74,10 @@ class Accumulation:
             self._ended_at = micro_batch + 1  # of a short group, if a step follows
 
     def check_step(self) -> None:
-        """Check that a step may come here.
+        """Check that ``optimizer.step()`` is allowed now.
 
         Raises:
-            OutOfOrderError: it is inside, or the last micro-batch was.
+            OutOfOrderError: it is inside no_sync(), or the last micro-batch was.
         """
         if self._inside or self._last_was_inside:
             where = "inside no_sync()" if self._inside else "right after a micro-batch inside no_sync()"

@@ -1,4 +1,4 @@
-"""What a prepared model refuses, because it would go wrong later, or without a word."""
+"""Checks and guards: what a prepared model refuses, because it would fail later or give wrong results silently."""
 
 import functools
 import weakref
@@ -21,14 +21,14 @@ OWN_CHECKPOINTING: Final = (
     "switch gradient checkpointing of the model's own off (model.gradient_checkpointing_disable(), no "
     'torch.utils.checkpoint): plans have activations="recompute" of their own'
 )
-"""What to do where forward comes in backward, or without gradients in training, and the plan has none there."""
+"""Remedy if forward runs inside backward, or without gradients in training, where the plan has no such forward."""
 
 LEFT_HALF_WAY: Final = (
     "If an exception left the iteration half way, it cannot be taken up again: close the session "
     "(optimizer.session.close()), which gives the model the weights of the last step, or NaN where these are not to be "
     "had, and prepare() again, or go on from a checkpoint"
 )
-"""What to do in the middle of an iteration whose rest never comes."""
+"""Remedy for an iteration that was left half-way."""
 
 _prepared: Final = weakref.WeakSet[nn.Module]()
 """All modules of all models whose sessions are open."""
@@ -51,7 +51,7 @@ def check_plain(model: nn.Module) -> None:
     """Check that a model keeps all activations by itself.
 
     Raises:
-        ValueError: it says that it checkpoints, as models of transformers do.
+        ValueError: its own gradient checkpointing is on, as models of ``transformers`` report.
     """
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
         raise ValueError(

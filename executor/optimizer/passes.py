@@ -1,4 +1,4 @@
-"""What every optimizer's step on the host has in common: which arrays it takes, and how a team shares them.
+"""The part that all optimizer steps on the host have in common: checked arrays, and a team that divides them.
 
 [Note: Rounding]
 Kernels are compiled without any fast-math flag. Each flag that would change the code lets LLVM round the vectorised
@@ -7,10 +7,9 @@ that pays, ``reassoc`` regroups, ``arcp`` and ``afn`` may take estimates in vect
 every operation is the IEEE float32 one, so that a parameter's new bits do not depend on the piece, thread or machine
 that updates it (the payload of a NaN aside). Memory bounds the loops, so the flags would gain nothing.
 
-[Note: Overwriting]
-New weights may go where the gradient was ([Note: In place] in :mod:`planner.decisions`). Given as two arrays, the code
-that LLVM makes would find at run time that they overlap and take a loop without vectors, three times slower. So it is
-one array, and a kernel of its own, made from the same source.
+[Note: Overwriting] New weights may overwrite the gradient ([Note: In place] in :mod:`planner.decisions`). If a kernel
+got both as two arrays, LLVM's code would notice at run time that they overlap and take a loop without vector
+instructions, three times slower. So it gets one array, for which numba compiles another version of the kernel.
 """
 
 import math
@@ -31,7 +30,7 @@ GradientArray = Bf16Array | Float32Array
 _Params = TypeVar("_Params")
 
 IN_PLACE: Final = ()
-"""What a kernel gets in the place of ``weight_out`` if the weights go where the gradient is [Note: Overwriting]."""
+"""Passed to a kernel as ``weight_out`` if the weights overwrite the gradient [Note: Overwriting]."""
 
 
 @final
@@ -43,10 +42,10 @@ class HostStep(Generic[_Params]):
 
     Args:
         kernel: compiled; called with pieces of the state, of ``grad`` and of ``weight_out`` or :data:`IN_PLACE`, then
-            with what ``kernel_args`` returns.
+            with the result of ``kernel_args``.
         buffers: names of the state beside the master copy.
-        rest: returns flags and factors for ``(params, step, grad_scale)``.
-        keeps: whether the buffers are there under some hyper-parameters; where they are not, none is touched.
+        kernel_args: returns flags and factors for ``(params, step, grad_scale)``.
+        has_buffers: whether an optimizer with these hyper-parameters has the buffers.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class HostStep(Generic[_Params]):
             if array is not None:
                 _check_array(name, array, ("float32",), num_params)
             elif name == self._names[0] or self._has_buffers(params):
-                raise ValueError(f"there is no {name} in the state, which {params} needs; pass one")
+                raise ValueError(f"the state has no {name}, but {params} needs one; pass it")
         _check_array("grad", grad, ("uint16", "float32"), num_params, written=False)
         if weight_out is not None:
             _check_array("weight_out", weight_out, ("uint16",), num_params)
@@ -146,7 +145,7 @@ def check_params(params: object, *, not_negative: tuple[str, ...], fractions: tu
 
 
 def float32s(*factors: float) -> tuple[np.float32, ...]:
-    """Return factors of a whole step, worked out in double precision, each rounded once."""
+    """Return a step's factors, computed in double precision, each rounded to float32 once."""
     return tuple(np.float32(factor) for factor in factors)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers that torch has none of, as plain ``torch.optim`` classes: to use without a plan, and to be held to."""
+"""Optimizers that torch does not have, as plain ``torch.optim`` classes: for use without a plan, and as references."""
 
 from collections.abc import Callable
 from typing import Any, final
@@ -12,8 +12,8 @@ from executor.optimizer.lion import LionParams
 class Lion(torch.optim.Optimizer):
     """Evolved sign momentum (Chen et al., *Symbolic discovery of optimization algorithms*, arXiv:2302.06675).
 
-    Every weight moves by ``lr`` or not at all, in the direction of the sign of an average of gradients, so ``lr`` is
-    some tenth of what AdamW takes. Where that average is not finite the weight becomes NaN: a plain sign would hide it.
+    Every weight moves by ``lr``, in the direction of the sign of an average of gradients, so ``lr`` is about a tenth of
+    AdamW's. If that average is not finite, the weight becomes NaN: a plain sign would hide the error.
 
     Args:
         params: parameters, or groups of them.
@@ -37,7 +37,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step; return what ``closure`` does, which computes gradients anew."""
+        """Take one step; return the result of ``closure``, which computes gradients again."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

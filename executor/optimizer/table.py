@@ -1,7 +1,7 @@
-"""The optimizers that can be executed: one entry each, and nothing about any of them elsewhere.
+"""The optimizers that can be executed: everything about each of them is in one entry.
 
-A new one needs a kernel like those beside this file, an entry here, and, if it keeps other state than those that are
-planned for, a row in :mod:`planner.optimizers`.
+A new one needs a kernel like those beside this file, an entry here, and, if its state is of a new kind, a row in
+:mod:`planner.optimizers`.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,15 +35,16 @@ class OptimizerEntry:
     """One optimizer.
 
     Attributes:
-        torch_class: the class that users make, and whose format of state is ours.
-        planned_as: what a plan calls the state that it has.
+        torch_class: the user's class; our saved state has its format.
+        planned_as: its name in plans.
         buffers: keys of its float32 tensors beside the master copy, in a parameter's state.
         read: returns hyper-parameters of a parameter group, whenever the updates of an iteration begin.
         host: takes a step in host memory: ``host((master, *buffers), grad, weight_out, params, step, scale, team)``.
-        device: takes one on a device; see :mod:`executor.optimizer.device`.
+        device: takes a step on a device; see :mod:`executor.optimizer.device`.
         counts_steps: whether a parameter's state has a ``step``.
-        starts_at: key in a group of what buffers hold before the first step, which state then tells; ``None`` for 0.
-        refused: flags of a group that kernels do not know.
+        starts_at: the group's key for the initial value of buffers, which are then saved before the first step too;
+            ``None`` if they begin at 0.
+        refused: flags of a group that kernels do not support.
     """
 
     torch_class: type[torch.optim.Optimizer]
@@ -57,23 +58,25 @@ class OptimizerEntry:
     refused: tuple[str, ...] = ("maximize", "differentiable", "capturable")
 
     def rule(self, group: Group) -> "Rule":
-        """Return how a group's parameters are updated as it is now.
+        """Return the present update rule of a group's parameters.
 
         Raises:
-            ValueError: a flag or a hyper-parameter that kernels do not know.
+            ValueError: a flag or a hyper-parameter that kernels do not support.
         """
         for flag in self.refused:
             if group.get(flag):
-                raise ValueError(f"the optimizer has {flag} set, which updates on the host do not know; leave it off")
+                raise ValueError(
+                    f"the optimizer has {flag} set, which updates on the host do not support; leave it off"
+                )
         return Rule(self, self.read(group))
 
     def warm_up(self, grad_dtype: npt.DTypeLike, group: Group, *, writes_bf16: bool) -> None:
-        """Compile what a group's updates run on the host, or load it from numba's cache, so that no timed step has to.
+        """Compile a group's kernels, or load them from numba's cache, so that the first step does not have to.
 
         Args:
             grad_dtype: of the gradients to come: ``uint16`` (bf16 bits) or ``float32``.
             group: hyper-parameters.
-            writes_bf16: whether steps will write bf16 weights, apart or where bf16 gradients were.
+            writes_bf16: whether steps will write bf16 weights, to memory of their own or over bf16 gradients.
         """
         state = np.zeros((1 + len(self.buffers), 1), np.float32)
         grad = np.zeros(1, grad_dtype)
@@ -161,7 +164,7 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
     """Return the entry of a user's optimizer.
 
     Raises:
-        ValueError: there is none, or a subclass does something that no entry knows.
+        ValueError: no entry has exactly this class.
     """
     for entry in ENTRIES:
         if type(optimizer) is entry.torch_class:
@@ -173,7 +176,7 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
 
 
 def torch_class_of(planned: Optimizer) -> Callable[..., torch.optim.Optimizer]:
-    """Return the class that a plan for an optimizer is made for."""
+    """Return the class of a plan's optimizer."""
     return next(entry.torch_class for entry in ENTRIES if entry.planned_as == planned)
 
 

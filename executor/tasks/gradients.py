@@ -17,15 +17,7 @@ from planner.schedule.tasks import Task
 
 @final
 class GradientTasks:
-    """Collects, flushes and spills gradients, and computes their norms.
-
-    Args:
-        state: the model's memory.
-        decisions: where things live.
-        backend: the device.
-        team: threads that compute norms on the host.
-        collectives: collectives of the schedule; ``None`` with one rank.
-    """
+    """Collects, flushes and spills gradients, and computes their norms. With one rank, ``collectives`` is ``None``."""
 
     def __init__(
         self,

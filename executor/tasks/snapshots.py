@@ -21,9 +21,9 @@ from planner.schedule.tasks import Lane, MemoryClass, Op
 
 @final
 class Snapshots:
-    """The state that the schedule's snapshots take, and the buffers that it goes through.
+    """The state that the schedule's snapshots copy to checkpoints, and the buffers that it passes through.
 
-    A share of a parameter, or rows of it that are a unit of their own, is saved as a tensor with a name of its own.
+    A tensor-parallel shard of a parameter, or its rows in one of several units, is saved under a name of its own.
 
     Args:
         state: of the session.

@@ -382,7 +382,7 @@ def test_wrong_arrays_and_steps_are_named(name):
 
 def test_momentum_needs_a_buffer():
     state = random_state(10, 0, 1)
-    with pytest.raises(ValueError, match=r"there is no momentum_buffer in the state, which SgdParams\(.*momentum=0\.9"):
+    with pytest.raises(ValueError, match=r"the state has no momentum_buffer, but SgdParams\(.*momentum=0\.9"):
         sgd_step((state[0], None), state[2], None, SgdParams(momentum=0.9), 1)
 
 
