@@ -1,4 +1,4 @@
-"""A lock on a folder of checkpoints: one run writes there at a time.
+"""A lock on a folder of checkpoints: only one run at a time writes there.
 
 [Note: One run] Two runs in one folder would remove each other's checkpoints, and notice only at the same step. So rank
 0 of a run locks a file in the folder, from before its first iteration until it closes its checkpoints. The kernel
@@ -87,7 +87,7 @@ class RunLock:
 
 
 def _holder(path: Path) -> str:
-    """Return who holds a lock, in words, if known."""
+    """Return the process that holds a lock, in words, if known."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         words = file.read(_MOST_BYTES).decode(errors="replace").strip()
         return f" ({words})" if words.isprintable() and words else ""

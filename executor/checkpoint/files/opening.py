@@ -81,7 +81,7 @@ OpenFile = LocalFile | UrlFile
 
 
 def fill(file: OpenFile, parts: Sequence[memoryview], offset: int, num_bytes: int) -> None:
-    """Read ``num_bytes`` into ``parts``, one after another, which have room for the rest of the last block.
+    """Read ``num_bytes`` into ``parts``, one after another. They have room for whole blocks.
 
     ``O_DIRECT`` needs whole blocks, so a read that was cut short continues at a block.
 
@@ -138,7 +138,7 @@ def read_whole(folder: Folder, path: str, most_bytes: int) -> bytes:
     try:
         if file.num_bytes > most_bytes:
             raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} B")
-        content = mmap.mmap(-1, in_blocks(file.num_bytes + 1))  # whole blocks, and not nothing
+        content = mmap.mmap(-1, in_blocks(file.num_bytes + 1))  # whole blocks, at least one
         fill(file, [memoryview(content)], 0, file.num_bytes)
         return content[: file.num_bytes]
     finally:

@@ -9,7 +9,7 @@ from typing import Final, TypeVar, final
 from executor.checkpoint.files.system_calls import CheckpointError
 
 SLOWEST_BYTES_PER_S: Final = 10e6
-"""A drive that is slower than this counts as one that does not answer."""
+"""A slower drive counts as one that does not answer."""
 
 _T = TypeVar("_T")
 
@@ -34,7 +34,7 @@ class TimeLimited:
 
         Args:
             do: the function.
-            undo: called with the result if it comes too late.
+            undo: called with a result that is too late, in the other thread.
             patience_s: longest wait.
 
         Raises:
