@@ -51,12 +51,7 @@ def check_units(decisions: Decisions, units: tuple[Unit, ...]) -> None:
 
 
 def check_groups(entry: OptimizerEntry, groups: list[dict[str, Any]], names: Mapping[int, str]) -> None:
-    """Check that an optimizer's groups can be updated by us.
-
-    Args:
-        entry: the optimizer.
-        groups: as ``torch.optim`` has them.
-        names: of the model's parameters, by identity.
+    """Check that an optimizer's groups can be updated by us; ``names`` are those of parameters, by identity.
 
     Raises:
         ValueError: a flag that our updates do not support, or a parameter of another model.

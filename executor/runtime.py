@@ -32,14 +32,7 @@ class Runtime:
     Making it moves the model's parameters into its memory, and starts the threads.
 
     Args:
-        units: the model's units in forward order.
-        decisions: what to execute.
-        shards: this rank's shards of the model's parameters, by the names that the units use.
-        entry: the optimizer.
-        backend: the device.
         ranks: all ranks; ``None`` with one.
-        cores: for the threads that update.
-        options: how to execute.
         failing: gets callbacks that undo this, in case the session cannot begin.
 
     Attributes:

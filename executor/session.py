@@ -43,12 +43,7 @@ class Session:
     """Executes decisions on a model. Made by :func:`executor.prepare_session`.
 
     Args:
-        model: the user's; its parameters move into the session's memory.
-        entry: the optimizer.
         groups: its parameter groups, read whenever the updates of an iteration begin.
-        units: the model's units in forward order, for the decided micro-batch.
-        decisions: what to execute.
-        options: how.
 
     Attributes:
         decisions, schedule: what is executed.

@@ -78,11 +78,7 @@ class CheckpointEngine:
     """Takes and writes checkpoints.
 
     Args:
-        source: of state.
-        store: where checkpoints go.
-        flusher: writes them.
         keep: number of checkpoints that stay, see [Note: Read again] in :mod:`executor.checkpoint.retention_thread`.
-        rank_info: of this rank.
         patience_s: longest wait of rank 0 for the other ranks, and of these for rank 0.
         on_outcome: called with each outcome, in the thread that made the checkpoint durable.
     """

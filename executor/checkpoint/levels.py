@@ -132,9 +132,6 @@ class Levels:
     def check_room(self, num_bytes: int) -> None:
         """Check that every folder has room: for those that stay, new ones, and one that the level below still reads.
 
-        Args:
-            num_bytes: of a checkpoint.
-
         Raises:
             CheckpointError: a folder has too little room.
         """

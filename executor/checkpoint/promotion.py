@@ -99,8 +99,6 @@ class Promoter:
     """Copies checkpoints to one level, in a thread of lowest priority. See [Note: Promotion].
 
     Args:
-        level: index of the level.
-        store: its place.
         keep: how many checkpoints stay there, see :meth:`AbstractStore.prune`.
         on_outcome: called with each outcome, in any thread.
         forward: called with the request for the level below. Its source is the copy here, or, if that failed, the

@@ -30,7 +30,6 @@ class RetentionThread:
     """Keeps the newest checkpoints of a place, and removes older ones.
 
     Args:
-        store: the place.
         keep: number of checkpoints that stay, see [Note: Read again]; at least
             :data:`executor.checkpoint.places.retention.LEAST_KEPT`.
     """

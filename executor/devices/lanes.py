@@ -57,9 +57,7 @@ class LaneMachine:
     """Runs a schedule that :class:`planner.schedule.loop.Loop` walks, on any backend.
 
     Args:
-        schedule: what will be walked on it.
         perform: does the work of every task that is not on one of the caller's lanes.
-        backend: the device.
         record: whether to keep times for :meth:`timeline`. May be changed between iterations. The latest
             :data:`NUM_RECORDED` iterations that were recorded are kept.
         on_caller: called in the caller's thread when a task of its lanes begins, with the task's index. May be changed.

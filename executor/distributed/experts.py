@@ -52,12 +52,7 @@ def split_experts(
 ) -> list[Undo]:
     """Make experts compute unit by unit, each on its rank; return what undoes it.
 
-    Args:
-        model: the user's.
-        units: its units.
-        shards: by the names that the units use.
-        group: expert-parallel group; ``None`` without one.
-        callbacks: told which unit computes.
+    Shards are named as in the units. Without expert parallelism ``group`` is ``None``.
 
     Raises:
         BindingError: the experts are not like those of ``transformers``.

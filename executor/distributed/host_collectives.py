@@ -13,11 +13,7 @@ from executor.distributed.shards import ParameterShard, unshard
 
 @final
 class HostCollectives:
-    """All ranks call each method at the same point. With one rank, each returns that rank's value.
-
-    Args:
-        ranks: all of them; ``None`` with one.
-    """
+    """All ranks call each method at the same point. With one rank (``ranks=None``), each returns that rank's value."""
 
     def __init__(self, ranks: Ranks | None) -> None:
         self._ranks = ranks

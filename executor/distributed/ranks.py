@@ -48,7 +48,6 @@ class Ranks:
     process ends, because a launcher's rendezvous serves once.
 
     Args:
-        degrees: degrees of parallelism.
         device: of the schedule's collectives: NCCL on CUDA, gloo elsewhere.
         silence_s: see :data:`executor.distributed.watchdog.SILENCE_S`.
 
@@ -97,12 +96,7 @@ class Ranks:
         atexit.register(self._at_exit)
 
     def watch(self, on_failure: Callable[[RankError], None], waits_for: Callable[[], tuple[str, int]]) -> None:
-        """Register a callback, called in another thread, for when another rank fails or does something else.
-
-        Args:
-            on_failure: called with the failure.
-            waits_for: see :class:`executor.distributed.watchdog.Watchdog`.
-        """
+        """Register a callback, called in another thread, for when another rank fails or does something else."""
         self._on_failure = on_failure
         self._watchdog.waits_for = waits_for
         self._watchdog.check()  # it may have been too early for that

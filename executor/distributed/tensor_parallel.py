@@ -38,12 +38,7 @@ def bind_tensor_parallel(
 ) -> list[Undo]:
     """Make modules compute this rank's shard of every layer, with the collectives for that; return what undoes it.
 
-    Args:
-        model: whose weights are shards.
-        units: its units.
-        shards: by the names that the units use.
-        group: the tensor-parallel ranks.
-        no_compile: keeps functions with collectives out of compiled graphs.
+    Shards are named as in the units. ``no_compile`` keeps functions with collectives out of compiled graphs.
 
     Raises:
         BindingError: tensor-parallel ranks cannot share a module.

@@ -42,7 +42,6 @@ class Watchdog:
 
     Args:
         store: shared by the ranks; nothing else uses its keys.
-        rank, size: this rank, and how many there are.
         silence_s: see :data:`SILENCE_S`.
 
     Attributes:
@@ -203,11 +202,7 @@ class Watchdog:
 
 
 def describe_mismatch(doing: Mapping[int, str]) -> str:
-    """Return, in words, that ranks do different things, to follow the word "rank"; empty if they do not.
-
-    Args:
-        doing: what each rank does.
-    """
+    """Return, in words, that ranks do different things, to follow the word "rank"; empty if they do not."""
     ranks_of: dict[str, list[int]] = {}
     for rank, words in sorted(doing.items()):
         ranks_of.setdefault(words, []).append(rank)

@@ -39,12 +39,7 @@ class OffloadedActivations:
     """All activations of a model that are offloaded.
 
     Args:
-        units: in forward order.
-        decisions: which of them offload.
         folder: for activations on NVMe; each ``rank`` has a file of its own there.
-        rank: this one.
-        host: their memory is taken from it.
-        backend: the device.
 
     Attributes:
         file: activations on NVMe, a record for each unit; ``None`` without any.
@@ -204,7 +199,6 @@ class SegmentOffload:
     """Offloads one segment, in the contexts of :func:`torch.utils.checkpoint.checkpoint`.
 
     Args:
-        activations: of the model.
         names: of the segment's units, in forward order.
         callbacks: know which unit computes. They are called when recomputation begins, before it uses reloaded tensors.
     """

@@ -54,9 +54,7 @@ class Arena:
     """Named blocks of one tier, each allocated once at exactly the size asked for, with a ledger.
 
     Args:
-        tier: of the memory.
         capacity_bytes: most that may be taken in all; ``None`` leaves the limit to the machine.
-        backend: allocates it.
     """
 
     def __init__(self, tier: Tier, capacity_bytes: int | None, backend: Backend) -> None:

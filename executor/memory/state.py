@@ -36,10 +36,7 @@ class ModelState:
     in memory twice.
 
     Args:
-        units: in forward order.
-        decisions: where things live.
         shards: this rank's shards of the model's parameters, by the names that the units use.
-        gpu, host: where memory is taken.
         ranks: all ranks, which begin with rank 0's values; ``None`` with one.
         storage_dir: where state on NVMe is kept.
         written: names of the units in the order in which checkpoints are written, see [Note: Slabs as in files].

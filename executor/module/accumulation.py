@@ -16,11 +16,7 @@ from planner.schedule.loop import OutOfOrderError
 
 @final
 class Accumulation:
-    """Compares a loop's use of ``no_sync()`` with the plan's number of micro-batches.
-
-    Args:
-        num_micro_batches: forward and backward passes of an iteration.
-    """
+    """Compares a loop's use of ``no_sync()`` with the plan's number of micro-batches."""
 
     def __init__(self, num_micro_batches: int) -> None:
         self._count = num_micro_batches

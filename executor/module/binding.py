@@ -87,12 +87,7 @@ class Marker(NamedTuple):
 
 
 def markers(unit_of: Mapping[nn.Module, str], units: tuple[Unit, ...]) -> Iterator[Marker]:
-    """Yield the modules whose hooks report progress; see [Note: Module boundaries].
-
-    Args:
-        unit_of: the modules that :func:`unit_modules` found, or the compiled modules that contain them.
-        units: in forward order.
-    """
+    """Yield the modules of ``unit_of`` whose hooks report progress; see [Note: Module boundaries]."""
     order = [unit.name for unit in units]
     for module, unit in unit_of.items():
         # A module that has other units inside it begins with its own, if that is the first, and does not end with it.

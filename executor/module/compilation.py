@@ -37,11 +37,6 @@ def compiled_modules(
     """Return the modules to compile, each with its unit, see [Note: Compiled modules].
 
     Modules of ``torch.nn`` alone are left as they are: each is one kernel already.
-
-    Args:
-        model: the user's.
-        units: its units in forward order.
-        unit_of: the modules that own parameters, with their units.
     """
     repeated = {unit.name for unit in units if unit.segment != unit.name}
     found: dict[nn.Module, str] = {}

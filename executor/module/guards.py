@@ -91,11 +91,6 @@ def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> l
 
     That is to be copied, to be prepared again, to get other modules or parameters, and to change the type or the place
     of weights.
-
-    Args:
-        model: the bound model.
-        dtype: the type of its weights.
-        device: their place.
     """
     undo = []
     for module in model.modules():

@@ -19,8 +19,6 @@ class UserGradients:
     """All gradients between backward and step, as the user sees them.
 
     Args:
-        decisions: what is executed.
-        parameters: this rank's parts of all of them.
         norms: waits for all gradients of the iteration, and returns their norms by names of whole parameters.
         complete: ends the iteration's micro-batches, because gradients are read or scaled now.
     """

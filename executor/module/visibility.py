@@ -20,9 +20,7 @@ class WeightVisibility:
     :mod:`executor.module.guarded_parameters`.
 
     Args:
-        state: where weights are.
         shared: units whose weights a unit uses besides its own, by its name.
-        shards: this rank's shares of the user's parameters.
     """
 
     def __init__(

@@ -26,10 +26,6 @@ class Snapshots:
     A tensor-parallel shard of a parameter, or its rows in one of several units, is saved under a name of its own.
 
     Args:
-        state: of the session.
-        schedule: gives the order.
-        entry: the optimizer.
-        backend: copies.
         host: memory for the buffers.
         options: the size of the buffers.
         rank: of this process. If several ranks hold the same unit, one of them saves it; they take turns.

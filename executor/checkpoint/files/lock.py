@@ -25,10 +25,7 @@ _MOST_BYTES: Final = 300
 
 @final
 class RunLock:
-    """Holds a folder for this run until it is closed or the process ends; see [Note: One run].
-
-    Args:
-        folder: an existing one.
+    """Holds an existing folder for this run until it is closed or the process ends; see [Note: One run].
 
     Raises:
         CheckpointError: another run holds it, or nothing can be written there.

@@ -27,12 +27,6 @@ class ShardWriter:
     Values come in the order of the layout. Appended values are copied, and may change at once. Leased values may change
     when the lease has ended ([Note: Leases] in :mod:`executor.checkpoint.files.flusher`).
 
-    Args:
-        flusher: writes.
-        folder: of the checkpoint, existing.
-        path: of the file, within it.
-        layout: of the file.
-
     Raises:
         CheckpointError: there is no room, or no permission.
     """

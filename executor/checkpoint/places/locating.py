@@ -43,10 +43,6 @@ def located(place: str | Path) -> Folder:
 def store_at(place: str | Path, files: Files | None = None) -> AbstractStore:
     """Return the store of a place; a folder is made if needed.
 
-    Args:
-        place: a folder, or a URL that ``fsspec`` knows.
-        files: system calls that write into a folder.
-
     Raises:
         CheckpointError: the folder cannot be made, or nothing here can reach the URL.
     """

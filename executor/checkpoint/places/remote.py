@@ -25,11 +25,7 @@ _MOST_PARTS: Final = 9_000  # of a file; S3 takes 10,000
 
 @final
 class RemoteStore(AbstractStore):
-    """Checkpoints at a URL, see [Note: Manifest last].
-
-    Args:
-        root: their folder.
-    """
+    """Checkpoints at a URL, see [Note: Manifest last]."""
 
     def __init__(self, root: UrlPath) -> None:
         super().__init__(root.url)

@@ -243,11 +243,7 @@ def draft_folder(root: Path, step: int, nonce: str) -> Path:
 
 @final
 class Store(AbstractStore):
-    """A folder of checkpoints.
-
-    Args:
-        root: the folder; made if needed.
-        files: system calls that write.
+    """A folder of checkpoints, which is made if needed.
 
     Raises:
         CheckpointError: it cannot be made.
