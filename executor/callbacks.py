@@ -1,8 +1,10 @@
-"""Callbacks on module boundaries: how a model tells the session where it is."""
+"""Hooks on a model's modules: callbacks on their boundaries, and attributes that replace their own."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 
 class ModuleCallbacks(Protocol):
@@ -10,33 +12,26 @@ class ModuleCallbacks(Protocol):
 
     def on_forward(self, unit: str) -> None:
         """Forward, or recomputation, has reached a unit."""
-        ...
 
     def on_backward(self, unit: str) -> None:
         """Backward has reached a unit."""
-        ...
 
     def on_recomputed(self, unit: str) -> None:
         """Recomputation of the segment that ends with this unit has ended."""
-        ...
 
     def on_model_begin(self) -> None:
         """The model's own forward begins."""
-        ...
 
     def on_model_end(self) -> None:
         """The model's own forward has ended, or failed."""
-        ...
 
     @property
     def unit(self) -> str:
         """The unit that computes now; empty if none does."""
-        ...
 
     @property
     def trains(self) -> bool:
         """Whether a forward that begins now is one of the plan's."""
-        ...
 
 
 def in_backward() -> bool:
@@ -52,3 +47,18 @@ def hook_target(tensor: torch.Tensor) -> torch.Tensor:
     """
     base = tensor._base
     return tensor if base is None or base.grad_fn is None else base
+
+
+def replace_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
+    """Give a module its own value of an attribute, in place of its class's or an earlier one; return what undoes it."""
+    own = vars(module)
+    was_there, before = name in own, own.get(name)
+    own[name] = value
+
+    def undo() -> None:
+        if was_there:
+            own[name] = before
+        else:
+            own.pop(name, None)
+
+    return undo

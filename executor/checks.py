@@ -16,7 +16,7 @@ def check_decisions(decisions: Decisions, entry: OptimizerEntry) -> None:
     """
     if decisions.optimizer != entry.planned_as:
         raise ValueError(
-            f"the plan is for {decisions.optimizer}, but the optimizer is {entry.stock.__name__}, which keeps other "
+            f"the plan is for {decisions.optimizer}, but the optimizer is {entry.torch_class.__name__}, with other "
             f"state; plan with --optimizer {entry.planned_as}"
         )
     if (stages := decisions.pipeline_parallel) > 1:
@@ -51,12 +51,7 @@ def check_units(decisions: Decisions, units: tuple[Unit, ...]) -> None:
 
 
 def check_groups(entry: OptimizerEntry, groups: list[dict[str, Any]], names: Mapping[int, str]) -> None:
-    """Check that an optimizer's groups can be updated by us.
-
-    Args:
-        entry: the optimizer.
-        groups: as ``torch.optim`` has them.
-        names: of the model's parameters, by identity.
+    """Check that an optimizer's groups can be updated by us; ``names`` are those of parameters, by identity.
 
     Raises:
         ValueError: a flag that our updates do not support, or a parameter of another model.
@@ -64,4 +59,6 @@ def check_groups(entry: OptimizerEntry, groups: list[dict[str, Any]], names: Map
     for group in groups:
         entry.rule(group)  # refuses what kernels do not know
         if any(id(parameter) not in names for parameter in group["params"]):
-            raise ValueError("the optimizer has a parameter that the model has not; make it from model.parameters()")
+            raise ValueError(
+                "the optimizer has a parameter that is not one of the model; make it from model.parameters()"
+            )

@@ -21,11 +21,9 @@ class GradientOwner(Protocol):
 
     def gradient_norm(self, name: str) -> torch.Tensor:
         """Return the 2-norm of a parameter's gradient, a float32 scalar on the parameter's device."""
-        ...
 
     def scale_gradient(self, name: str, factor: float) -> None:
         """Multiply a parameter's gradient by a factor, when its update reads it."""
-        ...
 
 
 class OffloadedGradient(torch.Tensor):
@@ -34,11 +32,6 @@ class OffloadedGradient(torch.Tensor):
     ``torch.nn.utils.clip_grad_norm_`` works on it as it is, and lazily: the norm is that of the recorded sums of
     squares, and the factor goes into the update. The norm is float32 also where the gradient is bf16. Division is by
     way of the inverse, which has the same bits for powers of two; else the last one may differ.
-
-    Args:
-        like: the parameter.
-        name: the parameter's name.
-        owner: whoever has the gradient.
     """
 
     def __new__(cls, like: torch.Tensor, name: str, owner: GradientOwner) -> Self:  # noqa: ARG004

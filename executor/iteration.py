@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from executor.callbacks import in_backward
-from executor.distributed.shards import Share
+from executor.distributed.shards import ParameterShard
 from executor.gradients import GradientError
 from executor.memory.units import ParameterState, UnitState
 from executor.module.accumulation import Accumulation
@@ -31,17 +31,8 @@ from planner.schedule.tasks import Op
 class IterationDriver:
     """Issues the tasks of an iteration as forward, backward and the step reach them.
 
-    It has the methods of :class:`executor.callbacks.ModuleCallbacks`, which hooks on the model call.
-
-    Args:
-        model: the user's.
-        runtime: what executes the schedule.
-        access: weights outside training.
-        units: the model's units in forward order.
-        decisions: what is executed.
-        shares: what this rank has of the model's parameters.
-        entry: the optimizer.
-        groups: its parameter groups, read whenever the updates of an iteration begin.
+    It implements :class:`executor.callbacks.ModuleCallbacks`. Parameter ``groups`` are read whenever the updates of an
+    iteration begin.
 
     Attributes:
         accumulation: checks ``no_sync()`` against the plan.
@@ -57,7 +48,7 @@ class IterationDriver:
         access: StateAccess,
         units: tuple[Unit, ...],
         decisions: Decisions,
-        shares: Mapping[str, Share],
+        shards: Mapping[str, ParameterShard],
         entry: OptimizerEntry,
         groups: list[dict[str, Any]],
     ) -> None:
@@ -67,9 +58,9 @@ class IterationDriver:
         self._decisions = decisions
         self._entry = entry
         self._groups = groups
-        self._names = {id(share.whole): share.name for share in shares.values()}
+        self._names = {id(shard.whole): shard.name for shard in shards.values()}
         self._last_short = -2  # the latest iteration that ended before all micro-batches had run
-        self._model_trains = False  # its forward is under way
+        self._model_trains = False  # a training forward is under way
         self._loop, self._units = runtime.loop, runtime.state.units
         self.accumulation = Accumulation(decisions.num_micro_batches)
         self.gradients = UserGradients(
@@ -84,7 +75,7 @@ class IterationDriver:
             backward_ended=self._backward_ended,
         )
         shared = {unit.name: unit.shared_units for unit in units}
-        self.visibility = WeightVisibility(runtime.state, shared, shares.values())
+        self.visibility = WeightVisibility(runtime.state, shared, shards.values())
 
     @property
     def last_was_short(self) -> bool:
@@ -196,7 +187,7 @@ class IterationDriver:
     def hook_parameters(self) -> Iterator[Callable[[], None]]:
         """Have autograd give every gradient away as soon as it is there; yield what undoes it."""
         for unit, parameter in self._runtime.state.parameters():
-            leaf = parameter.share.leaf
+            leaf = parameter.shard.leaf
             leaf.grad, trains = None, leaf.requires_grad
             leaf.requires_grad_(True)  # what is frozen now may be thawed later, and takes no hook while it is frozen
             handle = leaf.register_post_accumulate_grad_hook(self._collector(unit, parameter))  # type: ignore[no-untyped-call]

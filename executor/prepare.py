@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from executor.checks import check_decisions
-from executor.distributed.shards import Share
+from executor.distributed.shards import ParameterShard
 from executor.memory.pieces import Part
 from executor.memory.state import write_weights
 from executor.memory.transfer_file import TransferFile
@@ -51,7 +51,7 @@ def prepare_session(
 
     Every rank passes the whole model and optimizer, also with tensor or expert parallelism. Tensor-parallel ranks
     (ranks 0 and 1, 2 and 3, ... if ``tensor_parallel`` is 2) get the same batches and draw the same random numbers.
-    While the model trains with ``labels``, the logits in its output are the rank's share. Expert-parallel ranks have
+    While the model trains with ``labels``, the logits in its output are the rank's shard. Expert-parallel ranks have
     their own part of every batch. Parameters of experts that are divided over several units have a shape but no values
     until the session is closed.
 
@@ -245,9 +245,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"the other plan has {different} {then[different]}, but training is under way with {now[different]}; "
                 "plan with that, or save a checkpoint and resume from it under the other plan"
             )
-        steps = {entry.share.name: entry.step for _, entry in self.session.access.parameter_states().values()}
+        steps = {entry.shard.name: entry.step for _, entry in self.session.access.parameter_states().values()}
         self._wholes = {
-            entry.share.name: entry.share.whole for _, entry in self.session.access.parameter_states().values()
+            entry.shard.name: entry.shard.whole for _, entry in self.session.access.parameter_states().values()
         }
         transfer = self._write_transfer_file(folder)
         failure = self._start_session(config, transfer, steps)
@@ -267,23 +267,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _write_transfer_file(self, folder: Path) -> TransferFile:
         """Write all weights and state into a file, and close the session."""
-        shares = {
-            parameter.share.name: parameter.share for _, parameter in self.session.access.parameter_states().values()
+        shards = {
+            parameter.shard.name: parameter.shard for _, parameter in self.session.access.parameter_states().values()
         }
         in_float32 = [*self.entry.buffers, *(["master"] if self._keeps_master else [])]
         likes = {
-            name: torch.empty(share.whole_shape, dtype=share.whole.dtype, device="meta")
-            for name, share in shares.items()
+            name: torch.empty(shard.whole_shape, dtype=shard.whole.dtype, device="meta")
+            for name, shard in shards.items()
         }
-        likes |= {f"{name}/{key}": likes[name].float() for name in shares for key in in_float32}
+        likes |= {f"{name}/{key}": likes[name].float() for name in shards for key in in_float32}
         transfer = TransferFile(folder, likes, self.session.runtime.ranks)
         for name, _, state in self._states():
             transfer.write(name, self.session.access.weights(name))
             for key, values in state.items():
                 transfer.write(f"{name}/{key}", values)
         self.session.close(give_back=False)
-        for name, share in shares.items():
-            share.whole.data = transfer[name]
+        for name, shard in shards.items():
+            shard.whole.data = transfer[name]
         return transfer
 
     def _start_session(
@@ -308,7 +308,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             entries[name] = ({key: transfer[f"{name}/{key}"] for key in keys}, groups.get(name, self.defaults))
         self.write_states(entries)
         for _, entry in self.session.access.parameter_states().values():
-            entry.step = steps[entry.share.name]
+            entry.step = steps[entry.shard.name]
         return None
 
     @property
@@ -322,8 +322,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Tensors may be views of memory that the next unit reuses. All ranks call this together.
         """
         units = {unit.name: unit for unit, _ in self.session.access.parameter_states().values()}
-        names = collections.Counter(p.share.name for _, p in self.session.access.parameter_states().values())
-        found: dict[str, dict[str, list[tuple[Share, torch.Tensor]]]] = {}
+        names = collections.Counter(p.shard.name for _, p in self.session.access.parameter_states().values())
+        found: dict[str, dict[str, list[tuple[ParameterShard, torch.Tensor]]]] = {}
         for unit in units.values():
             keys = ("master", *self.entry.buffers)
             own = _own(self.session, unit, len(keys))
@@ -331,16 +331,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if not self._keeps_master:
                 del flat["master"]
             for entry in unit.parameters:
-                share = entry.share
-                of_whole = found.setdefault(share.name, {key: [] for key in flat})
+                shard = entry.shard
+                of_whole = found.setdefault(shard.name, {key: [] for key in flat})
                 for key, values in flat.items():
-                    mine = values[entry.start : entry.stop].view(share.shape)
-                    of_whole[key].append((share, mine if share.is_whole else mine.clone()))
-                names[share.name] -= 1
-                if not names[share.name]:  # others may have rows of the same
-                    parts = found.pop(share.name)
+                    mine = values[entry.start : entry.stop].view(shard.shape)
+                    of_whole[key].append((shard, mine if shard.is_whole else mine.clone()))
+                names[shard.name] -= 1
+                if not names[shard.name]:  # others may have rows of the same
+                    parts = found.pop(shard.name)
                     wholes = {key: self.session.collectives.unshard(held) for key, held in parts.items()}
-                    yield share.name, entry.step, wholes
+                    yield shard.name, entry.step, wholes
 
     def _read_states(self) -> dict[str, dict[str, Any]]:
         states: dict[str, dict[str, Any]] = {}
@@ -354,12 +354,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Set the state of parameters, by name. Each piece is read and written once."""
         if not entries:
             return
-        found = [(u, p) for u, p in self.session.access.parameter_states().values() if p.share.name in entries]
+        found = [(u, p) for u, p in self.session.access.parameter_states().values() if p.shard.name in entries]
         if self.session.runtime.snapshots is not None:
             self.session.runtime.snapshots.take_remaining()  # checkpoints that have begun need the old state
         for _, parameter in found:
             # An optimizer without step counts has taken a step if it has state.
-            entry, _ = entries[parameter.share.name]
+            entry, _ = entries[parameter.shard.name]
             there = any(entry.get(key) is not None for key in self.entry.buffers)
             parameter.step = int(entry.get("step", there))
         with self.session.access.changing():
@@ -367,7 +367,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self._write_unit(unit, entries)
 
     def _write_unit(self, unit: UnitState, entries: Mapping[str, _Entry]) -> None:
-        mine = {p.name: _of_share(p, entries[p.share.name]) for p in unit.parameters if p.share.name in entries}
+        mine = {p.name: _of_share(p, entries[p.shard.name]) for p in unit.parameters if p.shard.name in entries}
         parts = [(p, part) for p in unit.parameters if p.name in mine for part in p.parts]
         for piece in {part.piece.index: part.piece for _, part in parts}.values():
             with self.session.runtime.state.state_of(unit, piece, writes=True) as state:
@@ -409,7 +409,7 @@ def _own(session: Session, unit: UnitState, count: int) -> tuple[torch.Tensor, .
 
 
 def _of_share(parameter: ParameterState, entry: _Entry) -> _Entry:
-    """Return this rank's share of a parameter's saved state, flat."""
+    """Return this rank's shard of a parameter's saved state, flat."""
     values_of, group = entry
     tensors = {key: values for key, values in values_of.items() if key != "step" and values is not None}
-    return {key: parameter.share.part(values).reshape(-1) for key, values in tensors.items()}, group
+    return {key: parameter.shard.part(values).reshape(-1) for key, values in tensors.items()}, group

@@ -22,10 +22,6 @@ class Progress:
     """Follows the caller through forward and backward.
 
     Args:
-        loop: issues the schedule's tasks up to each compute task.
-        machine: runs them.
-        units: in forward order.
-        decisions: which units run again in backward.
         backward_begins: called when the backward of a micro-batch begins, before anything of it is issued.
         backward_ended: called with the micro-batch when its backward has ended.
 

@@ -46,14 +46,14 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
     of_ranks = checkpoint.manifest.extra["ranks"]
     collectives = session.collectives
     extra: dict[str, Any] = of_ranks[collectives.rank if collectives.rank < len(of_ranks) else 0]
-    stock = optimizer.entry.stock.__name__
-    if extra["optimizer"] != stock or len(extra["groups"]) != len(optimizer.param_groups):
+    class_name = optimizer.entry.torch_class.__name__
+    if extra["optimizer"] != class_name or len(extra["groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
             f"{checkpoint.folder} has the state of {extra['optimizer']} with {len(extra['groups'])} group(s), but the "
-            f"optimizer is {stock} with {len(optimizer.param_groups)}; make it as it was when it was saved"
+            f"optimizer is {class_name} with {len(optimizer.param_groups)}; make it as it was when it was saved"
         )
     held = list(session.access.parameter_states().values())
-    if missing := {entry.share.name for _, entry in held} - extra["steps"].keys():
+    if missing := {entry.shard.name for _, entry in held} - extra["steps"].keys():
         raise CheckpointError(f"{checkpoint.folder} has no {min(missing)}; the checkpoint is of another model")
     if session.runtime.snapshots is not None:
         session.runtime.snapshots.take_remaining()  # of checkpoints of the state that was
@@ -64,7 +64,7 @@ def restore(optimizer: OffloadedOptimizer, checkpoint: Checkpoint) -> dict[str, 
         _read_shares(optimizer, checkpoint, alike, keys)
         _read_wholes(optimizer, checkpoint, [unit for unit in units if unit not in alike], keys, extra["steps"])
     for _, entry in held:
-        entry.step = int(extra["steps"][entry.share.name])
+        entry.step = int(extra["steps"][entry.shard.name])
     for group, saved in zip(optimizer.param_groups, extra["groups"], strict=True):
         for key, value in saved.items():
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
@@ -79,16 +79,16 @@ def _tensor(name: str, key: str) -> str:
 
 
 def _is_there(checkpoint: Checkpoint, parameter: ParameterState, keys: Sequence[str]) -> bool:
-    """Return whether the checkpoint has exactly this share of a parameter."""
-    share, tensors = parameter.share, checkpoint.manifest.tensors
-    found = [tensors.get(_tensor(share.own_name, key)) for key in keys]
-    return all(record is not None and record.shape == tuple(share.shape) for record in found)
+    """Return whether the checkpoint has exactly this shard of a parameter."""
+    shard, tensors = parameter.shard, checkpoint.manifest.tensors
+    found = [tensors.get(_tensor(shard.shard_name, key)) for key in keys]
+    return all(record is not None and record.shape == tuple(shard.shape) for record in found)
 
 
 def _read_shares(
     optimizer: OffloadedOptimizer, checkpoint: Checkpoint, units: Sequence[UnitState], keys: Sequence[str]
 ) -> None:
-    """Read the state of units whose exact shares are in the checkpoint, see [Note: Restoring]."""
+    """Read the state of units whose exact shards are in the checkpoint, see [Note: Restoring]."""
     at_once: list[_Held] = []
     passing: list[_Held] = []
     by_itself: list[_Held] = []
@@ -146,7 +146,7 @@ def _of_piece(unit: UnitState, piece: Piece, key: str, values: torch.Tensor) -> 
     for parameter in unit.parameters:
         for part in parameter.parts_in(piece):
             out = _bytes_of(values[part.within])
-            yield ReadRequest(_tensor(parameter.share.own_name, key), part.start - parameter.start, out)
+            yield ReadRequest(_tensor(parameter.shard.shard_name, key), part.start - parameter.start, out)
 
 
 def _write_weights(unit: UnitState, piece: Piece, master: torch.Tensor) -> None:
@@ -162,7 +162,7 @@ def _read_resident(checkpoint: Checkpoint, unit: UnitState) -> None:
     """Read all resident weights of a unit of which the rank has state of one shard only."""
     flat = torch.empty(unit.parameters[-1].stop)
     checkpoint.read(
-        ReadRequest(parameter.share.own_name, 0, _bytes_of(flat[parameter.start : parameter.stop]))
+        ReadRequest(parameter.shard.shard_name, 0, _bytes_of(flat[parameter.start : parameter.stop]))
         for parameter in unit.parameters
     )
     unit.device_weights[: len(flat)].copy_(flat)
@@ -175,24 +175,24 @@ def _read_wholes(
     keys: Sequence[str],
     steps: Mapping[str, int],
 ) -> None:
-    """Read the state of units that were saved with other shares, through whole parameters."""
+    """Read the state of units that were saved with other shards, through whole parameters."""
     groups = {
         optimizer.session.name_of(parameter): group for group in optimizer.param_groups for parameter in group["params"]
     }
     done: set[str] = set()
     for unit in units:
-        shares = [parameter.share for parameter in unit.parameters if parameter.share.name not in done]
-        done.update(share.name for share in shares)  # other units may have rows of the same
+        shards = [parameter.shard for parameter in unit.parameters if parameter.shard.name not in done]
+        done.update(shard.name for shard in shards)  # other units may have rows of the same
         entries = {}
-        for share in shares:
-            values = {key: _whole(checkpoint, _tensor(share.name, key), share.whole_shape) for key in keys}
-            step = torch.tensor(float(steps[share.name]))
-            entries[share.name] = ({"step": step, **values}, groups.get(share.name, {}))
+        for shard in shards:
+            values = {key: _whole(checkpoint, _tensor(shard.name, key), shard.whole_shape) for key in keys}
+            step = torch.tensor(float(steps[shard.name]))
+            entries[shard.name] = ({"step": step, **values}, groups.get(shard.name, {}))
         optimizer.write_states(entries)
 
 
 def _whole(checkpoint: Checkpoint, tensor: str, shape: torch.Size) -> torch.Tensor:
-    """Return a whole tensor, assembled from the shares that were saved."""
+    """Return a whole tensor, assembled from the shards that were saved."""
     parts = {}
     for own, record in checkpoint.manifest.tensors.items():
         if whole_name(own) == tensor:

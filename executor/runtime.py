@@ -8,7 +8,7 @@ from executor.devices.backend import Backend
 from executor.devices.cores import Cores
 from executor.devices.lanes import LaneMachine
 from executor.distributed.ranks import Ranks
-from executor.distributed.shards import Share
+from executor.distributed.shards import ParameterShard
 from executor.memory.activations import OffloadedActivations
 from executor.memory.arenas import Arena
 from executor.memory.state import ModelState
@@ -32,15 +32,8 @@ class Runtime:
     Making it moves the model's parameters into its memory, and starts the threads.
 
     Args:
-        units: the model's units in forward order.
-        decisions: what to execute.
-        shares: what this rank has of the model's parameters, by the names that the units use.
-        entry: the optimizer.
-        backend: the device.
         ranks: all ranks; ``None`` with one.
-        cores: for the threads that update.
-        options: how to execute.
-        failing: gets what undoes this, in case the session cannot begin.
+        failing: gets callbacks that undo this, in case the session cannot begin.
 
     Attributes:
         gpu, host: memory, with a ledger.
@@ -51,14 +44,14 @@ class Runtime:
         actions: what tasks do.
         machine, loop: run the tasks, and issue them in order.
         inside_iteration: whether an iteration is under way.
-        doing: what this rank does now, in words. Where ranks meet, all must do the same.
+        doing: the call that this rank is in, in words. Before a collective all ranks must be in the same one.
     """
 
     def __init__(
         self,
         units: tuple[Unit, ...],
         decisions: Decisions,
-        shares: Mapping[str, Share],
+        shards: Mapping[str, ParameterShard],
         entry: OptimizerEntry,
         *,
         backend: Backend,
@@ -76,11 +69,11 @@ class Runtime:
         self.gpu = Arena(Tier.GPU, options.gpu_capacity_bytes, backend)
         self.host = Arena(Tier.HOST, options.host_capacity_bytes, backend)
         if ranks is not None:
-            ranks.check_same("plan or model", schedule.to_json() + "".join(shares))
+            ranks.check_same("plan or model", schedule.to_json() + "".join(shards))
         rank = 0 if ranks is None else ranks.rank
         written = (task.unit for task in schedule.tasks if task.op is Op.SNAPSHOT)
         self.state = state = ModelState(
-            units, decisions, shares, self.gpu, self.host, ranks, options.storage_dir, written
+            units, decisions, shards, self.gpu, self.host, ranks, options.storage_dir, written
         )
         if state.stored is not None:
             failing.callback(state.stored.close)
@@ -114,10 +107,10 @@ class Runtime:
             unit.spent.clear()
 
     def check_same_call(self, *, needed: bool = True) -> None:
-        """Check that all ranks do the same, before something that ``needs`` all of them.
+        """Check, if ``needed``, that all ranks are in the same call.
 
         Raises:
-            RankError: they do not, or a rank has failed.
+            RankError: they are not, or a rank has failed.
         """
         if needed and self.ranks is not None:
             self.ranks.check_same_call(self.doing)

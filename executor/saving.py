@@ -1,4 +1,4 @@
-"""Checkpoints of training under a plan: everything needed to resume as if it had not stopped."""
+"""Checkpoints of training under a plan. Resumed training continues bit for bit."""
 
 import contextlib
 import dataclasses
@@ -53,7 +53,7 @@ class Checkpoints:
         optimizer: that ``prepare`` returned, for a session with buffers for checkpoints.
         levels: where they go, fastest first. Training writes to the first, a folder that all ranks share. Each further
             level gets copies from the one above, of the steps that are multiples of its interval.
-        tell: called in another thread with the outcome of each checkpoint on each level.
+        on_outcome: called in another thread with the outcome of each checkpoint on each level.
         files: system calls that write into folders.
 
     Raises:
@@ -65,19 +65,19 @@ class Checkpoints:
         self,
         optimizer: OffloadedOptimizer,
         *levels: Level,
-        tell: Callable[[Outcome], None] = lambda _outcome: None,
+        on_outcome: Callable[[Outcome], None] = lambda _outcome: None,
         files: Files | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._session = session = optimizer.session
         if session.runtime.snapshots is None:
-            raise ValueError("the session has no room for checkpoints; give it checkpoint_buffer_bytes")
+            raise ValueError("the session has no buffers for checkpoints; give it checkpoint_buffer_bytes")
         rank, size = session.collectives.rank, session.collectives.size
         nonce = session.collectives.broadcast(secrets.randbits(32))  # the same on all ranks
         rank_info = RankInfo(rank, size, f"{nonce:08x}" if size > 1 else "")
         self._rank = rank
         several_nodes = size > int(os.environ.get("LOCAL_WORLD_SIZE") or size)
-        self.levels = Levels(levels, tell, files=files, is_first=rank == 0, several_nodes=several_nodes)
+        self.levels = Levels(levels, on_outcome, files=files, is_first=rank == 0, several_nodes=several_nodes)
         store = self.levels.fastest
         self._flusher = Flusher(store.files, session.runtime.snapshots.ring, patience_s=_PATIENCE_S)
         self._engine = CheckpointEngine(
@@ -86,7 +86,7 @@ class Checkpoints:
             self._flusher,
             keep=levels[0].keep,
             rank_info=rank_info,
-            tell=self.levels.made,
+            on_outcome=self.levels.report,
         )
         session.runtime.snapshots.engine = self._engine
         num_bytes = round(session.collectives.mean(self._engine.num_bytes) * size)
@@ -104,7 +104,7 @@ class Checkpoints:
 
         Args:
             step: iterations of training that the present state contains.
-            extra: anything else to save, as plain JSON (an LR scheduler's ``state_dict()``, the position in the data).
+            extra: other state to save, as plain JSON (an LR scheduler's ``state_dict()``, the position in the data).
 
         Raises:
             OutOfOrderError: in the middle of an iteration.
@@ -113,10 +113,10 @@ class Checkpoints:
         self._session.access.check_idle()
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         parameters = [parameter for _, parameter in self._session.runtime.state.parameters()]
-        steps = {parameter.share.name: parameter.step for parameter in parameters}
-        shared = {p.share.name: list(p.share.whole_shape) for p in parameters if not p.share.is_whole}
+        steps = {parameter.shard.name: parameter.step for parameter in parameters}
+        shared = {p.shard.name: list(p.shard.whole_shape) for p in parameters if not p.shard.is_whole}
         own = {
-            "optimizer": self._optimizer.entry.stock.__name__,
+            "optimizer": self._optimizer.entry.torch_class.__name__,
             "groups": groups,
             "steps": steps,
             "shapes": shared,
@@ -140,12 +140,12 @@ class Checkpoints:
         self._session.synchronize()
         self._engine.take_remaining()
 
-    def bring_down(self, patience_s: float) -> None:
+    def promote_newest(self, patience_s: float) -> None:
         """Copy the newest checkpoint to all levels, and wait at most ``patience_s``; call :meth:`finish` first.
 
         A copy that is not done by then, or at Ctrl-C, is given up and reported.
         """
-        self.levels.bring_down(patience_s)
+        self.levels.promote_newest(patience_s)
 
     def resume(self) -> Resumed:
         """Restore the newest checkpoint that is whole, see :func:`restore`; all ranks call this together.
@@ -176,8 +176,8 @@ class Checkpoints:
             refused.append(failure)
         if path is not None:
             raise CheckpointError(
-                f"no checkpoint is whole: {'; '.join(refused)}; bring one back from elsewhere, or begin again in "
-                "another place"
+                f"no checkpoint is whole: {'; '.join(refused)}; restore one from a backup, or begin again in another "
+                "place"
             )
         return Resumed(refused=tuple(refused))
 
@@ -191,7 +191,7 @@ class Checkpoints:
             yield self.levels.stores[level].folder(step, nonce)
 
     def close(self) -> None:
-        """Give up what has not been taken or copied to other levels yet, wait for the rest, and end the threads.
+        """Give up unfinished snapshots and copies to other levels, wait for files that are being written.
 
         Closing twice is allowed.
         """

@@ -21,12 +21,12 @@ from executor.distributed.experts import split_experts
 from executor.distributed.host_collectives import HostCollectives
 from executor.distributed.mesh import Mesh
 from executor.distributed.ranks import Ranks
-from executor.distributed.shards import shares_of
-from executor.distributed.tensor_parallel import share_layers
+from executor.distributed.shards import shards_of
+from executor.distributed.tensor_parallel import bind_tensor_parallel
 from executor.iteration import IterationDriver
 from executor.memory.arenas import MeasuredMemory
 from executor.module.batches import bind_batches
-from executor.module.binding import bind, bind_state_dict, outside
+from executor.module.binding import bind, bind_state_dict, no_compile
 from executor.module.guards import bind_guards
 from executor.optimizer.table import OptimizerEntry
 from executor.options import SessionOptions, backend_of
@@ -43,12 +43,7 @@ class Session:
     """Executes decisions on a model. Made by :func:`executor.prepare_session`.
 
     Args:
-        model: the user's; its parameters move into the session's memory.
-        entry: the optimizer.
         groups: its parameter groups, read whenever the updates of an iteration begin.
-        units: the model's units in forward order, for the decided micro-batch.
-        decisions: what to execute.
-        options: how.
 
     Attributes:
         decisions, schedule: what is executed.
@@ -84,8 +79,8 @@ class Session:
             contextlib.ExitStack() as failing,
             contextlib.nullcontext() if ranks is None else ranks.reporting_failures(),
         ):
-            shares = shares_of(model, units, Mesh(decisions.degrees, ranks.rank if ranks else 0))
-            self._names = {id(share.whole): share.name for share in shares.values()}
+            shards = shards_of(model, units, Mesh(decisions.degrees, ranks.rank if ranks else 0))
+            self._names = {id(shard.whole): shard.name for shard in shards.values()}
             check_groups(entry, groups, self._names)
             # First, so that memory is near the cores that touch it.
             self.cores, self._give_cores_back = take_cores(
@@ -96,7 +91,7 @@ class Session:
             self.runtime = Runtime(
                 units,
                 decisions,
-                shares,
+                shards,
                 entry,
                 backend=backend,
                 ranks=ranks,
@@ -110,14 +105,16 @@ class Session:
                 entry.warm_up(np.uint16 if bf16 else np.float32, group, writes_bf16=bf16)
             self.access = StateAccess(model, self.runtime, units)
             self.driver = driver = IterationDriver(
-                model, self.runtime, self.access, units, decisions, shares, entry, groups
+                model, self.runtime, self.access, units, decisions, shards, entry, groups
             )
             failing.callback(driver.visibility.release)
             self._undo += driver.hook_parameters()
             bind(model, units, decisions, self.runtime.offloaded, driver, self._undo, options.compile_backend)
-            self._undo += split_experts(model, units, shares, ranks and ranks.experts, driver)
+            self._undo += split_experts(model, units, shards, ranks and ranks.experts, driver)
             if ranks is not None and decisions.tensor_parallel > 1:
-                self._undo += share_layers(model, units, shares, ranks.tensor, outside(options.compile_backend))
+                self._undo += bind_tensor_parallel(
+                    model, units, shards, ranks.tensor, no_compile(options.compile_backend)
+                )
                 self.sync_rng_state()
             self._undo += bind_state_dict(model, self._names, self.access.weights)
             self._undo.append(driver.accumulation.bind(model))
@@ -171,14 +168,14 @@ class Session:
         """Return all weights as they are after the last step, wherever the plan keeps them; all ranks do so together.
 
         Tensors are views of the session's memory, on the host or the device: clone what must outlast the next step.
-        Weights of which ranks hold shards or shares, or that are on NVMe, are brought to new host memory.
+        Weights of which ranks hold shards or shards, or that are on NVMe, are brought to new host memory.
 
         Raises:
             OutOfOrderError: in the middle of an iteration.
             LaneError: a task failed on some lane.
             RankError: another rank has failed.
         """
-        return {name: self.access.weights(name) for name in self.runtime.state.by_share}
+        return {name: self.access.weights(name) for name in self.runtime.state.by_parameter}
 
     def sync_rng_state(self) -> None:
         """Give ranks that share layers the same RNG state: what they drop out must be the same."""
@@ -254,8 +251,8 @@ class Session:
                 runtime.doing = f"close(), after {self.iteration} iterations"
                 runtime.check_same_call()
                 self.access.make_current(runtime.doing)
-                for name, parts in runtime.state.by_share.items() if give_back else ():
-                    parts[0][1].share.whole.data = _with_own_storage(self.access.kept_weights(name))
+                for name, parts in runtime.state.by_parameter.items() if give_back else ():
+                    parts[0][1].shard.whole.data = _with_own_storage(self.access.kept_weights(name))
                 if self._ranks is not None:
                     self._ranks.barrier()
                 together = found = True

@@ -21,12 +21,7 @@ _NEVER = -1
 class StateAccess:
     """Brings weights and state to where they can be read, used or changed while no iteration is under way.
 
-    Where ranks hold shards it gathers them, so all ranks must call the same at the same point.
-
-    Args:
-        model: the user's.
-        runtime: what executes the schedule.
-        units: the model's units.
+    It gathers shards, so all ranks must make the same calls at the same point.
 
     Attributes:
         is_evaluating: whether an evaluation has begun since the last iteration.
@@ -38,7 +33,7 @@ class StateAccess:
         self._state = state = runtime.state
         self._shared = {unit.name: unit.shared_units for unit in units}
         self._gather_resident = any(unit.slot < 0 and unit.is_sharded for unit in state.units.values())
-        # Whether ranks exchange something whenever a model is evaluated, or its weights are read.
+        # Whether each evaluation and each reading of weights needs collectives.
         self._gather_at_each_use = any(unit.slot >= 0 and unit.is_sharded for unit in state.units.values()) or (
             runtime.ranks is not None and runtime.ranks.size > runtime.ranks.mesh.degrees.data_parallel
         )
@@ -72,7 +67,7 @@ class StateAccess:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Enter to change weights and state. Whoever reads or evaluates afterwards gets the new values.
+        """Enter to change weights and state. Later evaluations and reads get the new values.
 
         Ranks enter together. May be nested. Raises as :meth:`parameter_states`.
         """
@@ -83,10 +78,10 @@ class StateAccess:
         self._is_changing = True
         try:
             yield
-        finally:  # some may have been changed
+        finally:  # even after an error some values may have changed
             self._is_changing = False
             self._current_in = _NEVER
-            self.is_evaluating = False  # what was issued for it has been waited for
+            self.is_evaluating = False  # make_current() has waited for its tasks
 
     def weights(self, name: str) -> torch.Tensor:
         """Return one parameter's current weights. See :meth:`executor.session.Session.full_parameters`."""
@@ -98,8 +93,8 @@ class StateAccess:
 
         If they are kept in shards or shares, or on NVMe, it is new host memory.
         """
-        parts = self._state.by_share[name]
-        return unshard([(p.share, self._share(unit, p)) for unit, p in parts], self._runtime.ranks)
+        parts = self._state.by_parameter[name]
+        return unshard([(p.shard, self._share(unit, p)) for unit, p in parts], self._runtime.ranks)
 
     def make_current(self, doing: str, *, uses: bool = False) -> None:
         """Wait for all updates, and bring to the device what the next iteration would.

@@ -137,7 +137,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         outcomes: list[Any] = []
-        checkpoints = ullage.Checkpoints(training.optimizer, ullage.Level(folder / "ours"), tell=outcomes.append)
+        checkpoints = ullage.Checkpoints(training.optimizer, ullage.Level(folder / "ours"), on_outcome=outcomes.append)
         for _ in range(3):
             training.iterate()
         state = training.state()

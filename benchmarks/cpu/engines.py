@@ -113,7 +113,7 @@ class Ours:
         self._step = 0
         self._outcomes: list[Any] = []
         self._checkpoints = ullage.Checkpoints(
-            training.optimizer, ullage.Level(folder / "ours"), tell=self._outcomes.append
+            training.optimizer, ullage.Level(folder / "ours"), on_outcome=self._outcomes.append
         )
 
     def save(self, folder: Path, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: files whose layout is known beforehand, written past the page cache, acknowledged only when durable."""
+"""Checkpoints: files with a layout that is known beforehand, written with direct I/O, valid only once durable."""
 
 from executor.checkpoint.engine import CheckpointEngine, Outcome
 from executor.checkpoint.files.flusher import Flusher, ring_of

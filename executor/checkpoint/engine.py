@@ -1,12 +1,12 @@
-"""Checkpoints beside training: pieces of state are taken between their updates, and written by other threads.
+"""Asynchronous checkpoints: the schedule copies pieces of state before their updates, and other threads write them.
 
-[Note: Lazy] A checkpoint begins between two iterations. Only numbers are copied then, so the training loop does not
-wait. Tasks of the schedule take the tensors during the next iteration ([Note: Snapshots] in
-:mod:`planner.lowering.snapshots`): those of a device are copied, in chunks, into buffers that
-are hashed and written by threads of the flusher, and those in host memory are leased to these threads. An update waits
-until its own piece is copied, or written, so nothing is torn; a copy waits for a free buffer, so memory is bounded.
-When the last piece has been taken another thread makes the files durable and the checkpoint known. Whatever fails costs
-the checkpoint, never the training.
+[Note: Lazy] A checkpoint begins between two iterations. Only numbers (step counts, RNG state) are copied then, so the
+training loop does not wait. Tasks of the schedule take the tensors during the next iteration ([Note: Snapshots] in
+:mod:`planner.lowering.snapshots`). Tensors on a device are copied, in chunks, into buffers that the flusher's threads
+hash and write. Tensors in host memory are leased to these threads. An update waits until its own piece is copied or
+written, so all pieces are of the same step. A copy waits for a free buffer, so memory is bounded. After the last piece,
+another thread makes the files durable and gives the checkpoint its name. A failure costs the checkpoint, never the
+training.
 
 [Note: Parts] Every rank writes its own files into one folder, and lists them in a file ``part-<rank>.json``, which
 appears at once, by a rename. Rank 0 waits for all of these lists. So the background threads need no collectives, which
@@ -49,7 +49,7 @@ from executor.checkpoint.source import (
     files_of,
 )
 
-_END_S: Final = 10.0  # wait for threads to end; one that hangs is left behind
+_END_S: Final = 10.0  # longest wait for threads to end
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class Outcome:
     Attributes:
         step: of the checkpoint.
         path: its folder; ``None`` if it failed, or on ranks other than 0.
-        error: why it failed, or why older ones could not be removed; ``None`` if all is well.
+        error: why it failed, or why older ones could not be removed; ``None`` without an error.
         blocked_s: how long copies waited for buffers, and updates for leases.
-        latency_s: from its begin until it was durable.
+        latency_s: from its beginning until it was durable.
         level: index of its level, fastest first.
     """
 
@@ -78,13 +78,9 @@ class CheckpointEngine:
     """Takes and writes checkpoints.
 
     Args:
-        source: of state.
-        store: where checkpoints go.
-        flusher: writes them.
-        keep: how many checkpoints stay, see [Note: Read again] in :mod:`executor.checkpoint.retention_thread`.
-        rank_info: of this rank.
+        keep: number of checkpoints that stay, see [Note: Read again] in :mod:`executor.checkpoint.retention_thread`.
         patience_s: longest wait of rank 0 for the other ranks, and of these for rank 0.
-        tell: called with each outcome, in the thread that made the checkpoint durable.
+        on_outcome: called with each outcome, in the thread that made the checkpoint durable.
     """
 
     def __init__(
@@ -96,7 +92,7 @@ class CheckpointEngine:
         keep: int = 2,
         rank_info: RankInfo | None = None,
         patience_s: float = 120.0,
-        tell: Callable[[Outcome], None] = lambda _outcome: None,
+        on_outcome: Callable[[Outcome], None] = lambda _outcome: None,
     ) -> None:
         self._source = source
         self._store = store
@@ -104,13 +100,13 @@ class CheckpointEngine:
         self._rank_info = rank_info or RankInfo()
         self._retention = RetentionThread(store, keep) if self._rank_info.rank == 0 else None
         self._patience_s = patience_s
-        self._tell = tell
+        self._on_outcome = on_outcome
         self._in_time = TimeLimited()
         self._boxes = _boxes_of(source)
         self._runs = {key: _runs(slices, self._boxes) for key, slices in source.slices.items()}
         entries = files_of(source, self._rank_info.rank)
         self._layouts = {path: layout(tuple(of_file)) for path, of_file in entries.items()}
-        self._captures: dict[int, _Capture] = {}  # being taken, by turn
+        self._captures: dict[int, _Capture] = {}  # those that the schedule is taking, by turn
         self._leases: dict[Key, tuple[_Capture, list[Lease]]] = {}  # of pieces that have not been released
         self._lock = threading.Condition()  # guards what follows
         self._open_ones: list[_Capture] = []
@@ -129,7 +125,7 @@ class CheckpointEngine:
         Args:
             step: iterations of training that it contains.
             turn: number of the next iteration, which takes its pieces.
-            extra: anything else to save of this rank, as plain JSON.
+            extra: other state of this rank, as plain JSON.
 
         Raises:
             CheckpointError: one was begun for this turn already.
@@ -137,15 +133,14 @@ class CheckpointEngine:
         """
         if turn in self._captures:
             raise CheckpointError(
-                f"the checkpoint of step {self._captures[turn].step} was begun here already; begin one after each "
-                "iteration at most"
+                f"the checkpoint of step {self._captures[turn].step} was begun here already; begin at most one after "
+                "each iteration"
             )
         try:
             text = json.dumps(extra, allow_nan=False)  # by value, now
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"what goes into a checkpoint beside tensors has to be plain JSON (finite numbers, text, lists, "
-                f"dictionaries): {error}"
+                f"a checkpoint's extra values must be plain JSON (finite numbers, text, lists, dictionaries): {error}"
             ) from error
         capture = _Capture(step, text, list(self._source.slices), time.monotonic())
         with self._lock:
@@ -153,14 +148,14 @@ class CheckpointEngine:
             if not hangs:
                 self._open_ones.append(capture)
                 self._captures[turn] = capture
-        if hangs:  # it could not be committed either, and would fill the drive
+        if hangs:  # this one could not be committed either, and would fill the drive
             capture.error = timeout_error(self._longest_s)
-            self._tell(self._outcome(capture, None))
+            self._on_outcome(self._outcome(capture, None))
 
     def take(self, key: Key, turn: int) -> None:
         """Take a piece, if this turn makes a checkpoint; :meth:`release` it before it changes.
 
-        Pieces come in the order of the source. It raises nothing: a failure ends the checkpoint.
+        Pieces come in the order of the source. This never raises: a failure ends the checkpoint.
         """
         capture = self._captures.get(turn)
         if capture is None:
@@ -181,9 +176,9 @@ class CheckpointEngine:
             self._work.put(capture)
 
     def release(self, key: Key, *, may_copy: bool = True) -> None:
-        """Wait until a piece may change. It raises nothing: a failure ends the checkpoint.
+        """Wait until a piece may change. This never raises: a failure ends the checkpoint.
 
-        If it ``may_copy``, data that is not written yet is copied into free buffers.
+        With ``may_copy``, data that is not written yet is copied into free buffers.
         """
         if key not in self._leases:
             return
@@ -192,10 +187,10 @@ class CheckpointEngine:
         with contextlib.suppress(CheckpointError):  # its files have failed with it
             self._flusher.end_leases(leases, may_copy=may_copy)
         capture.blocked_s += time.monotonic() - begin_s
-        self._leases.pop(key, None)  # now, as another thread may wait for the same piece
+        self._leases.pop(key, None)  # not before: another thread may wait for the same piece
 
     def take_remaining(self) -> None:
-        """Take all remaining pieces between iterations, and release all. It raises nothing."""
+        """Take all remaining pieces between iterations, and release all. This never raises."""
         for turn, capture in sorted(self._captures.items()):
             while capture.left:
                 self.take(capture.left[0], turn)
@@ -214,7 +209,7 @@ class CheckpointEngine:
                 return
         for capture in lost:
             capture.error = timeout_error(self._longest_s)
-            self._tell(self._outcome(capture, None))
+            self._on_outcome(self._outcome(capture, None))
 
     def settle(self) -> None:
         """Wait as :meth:`wait` does, and until retention has verified the newest one and removed old ones."""
@@ -224,7 +219,7 @@ class CheckpointEngine:
 
     @property
     def _longest_s(self) -> float:
-        """Longest time without progress: for the other ranks' parts, or to write back all of the page cache."""
+        """Longest time without progress: while other ranks write their parts, or the page cache is written back."""
         return self._patience_s + self._flusher.patience_s + self.num_bytes / SLOWEST_BYTES_PER_S
 
     def close(self) -> None:
@@ -245,7 +240,7 @@ class CheckpointEngine:
             self.release(key, may_copy=False)  # waits for all together
 
     def _open(self, capture: "_Capture") -> None:
-        """Make the files when the first piece is taken, so that the training loop does not wait for it."""
+        """Make the files when the first piece is taken; in :meth:`begin` the training loop would wait for it."""
         if capture.draft is not None:
             return
         patience_s = self._flusher.patience_s + (self._patience_s if self._rank_info.rank else 0.0)
@@ -266,13 +261,13 @@ class CheckpointEngine:
         except OSError as error:
             _abandon((draft, writers))
             if isinstance(draft, JoinedDraft):
-                draft.refuse(rank, str(error))
+                draft.send_error(rank, str(error))
             raise
         return draft, writers
 
     def _append(self, capture: "_Capture", key: Key) -> None:
         leases: list[Lease] = []
-        self._leases[key] = capture, leases  # first, so that leases before a failure are known
+        self._leases[key] = capture, leases  # first, so that it has the leases from before a failure
         for state, values in zip(self._source.keys, self._source.tensors(key), strict=True):
             for index, start, stop in self._runs[key]:
                 held = values[_VALUE_BYTES * start : _VALUE_BYTES * stop]
@@ -306,9 +301,9 @@ class CheckpointEngine:
             if capture not in self._open_ones:
                 return  # it has been given up and reported
         outcome = self._outcome(capture, path)
-        self._tell(outcome)
+        self._on_outcome(outcome)
         if path is not None and self._retention is not None:
-            self._retention.made(path, lambda error: self._tell(dataclasses.replace(outcome, error=error)))
+            self._retention.submit(path, lambda error: self._on_outcome(dataclasses.replace(outcome, error=error)))
 
     def _outcome(self, capture: "_Capture", path: Path | None) -> Outcome:
         reason = None if capture.error is None else str(capture.error)
@@ -319,7 +314,7 @@ class CheckpointEngine:
         part = Part(files=tuple(writer.finish() for writer in capture.writers.values()), tensors=self._tensors)
         extra = json.loads(capture.extra)
         if isinstance(capture.draft, JoinedDraft):
-            capture.draft.hand_in(self._rank_info.rank, part, extra)
+            capture.draft.send_part(self._rank_info.rank, part, extra)
             return None
         parts, extras = capture.draft.collect(self._rank_info.size, part, extra, self._patience_s)
         return capture.draft.commit(Manifest.of(capture.step, parts, {"ranks": extras}))
@@ -332,7 +327,7 @@ class CheckpointEngine:
         if capture.draft is not None:
             _abandon((capture.draft, capture.writers))
         if isinstance(capture.draft, JoinedDraft):
-            capture.draft.refuse(self._rank_info.rank, str(capture.error))
+            capture.draft.send_error(self._rank_info.rank, str(capture.error))
 
 
 _Opened = tuple[Draft | JoinedDraft, dict[str, ShardWriter]]
@@ -352,7 +347,7 @@ class _Capture:
     extra: str
     left: list[Key]
     begin_s: float
-    taken_s: float = math.inf  # when the last piece was
+    taken_s: float = math.inf  # when the last piece was taken
     draft: Draft | JoinedDraft | None = None
     writers: dict[str, ShardWriter] = dataclasses.field(default_factory=dict)
     error: OSError | None = None

@@ -27,7 +27,8 @@ class Level:
 
     Attributes:
         place: a folder, or a URL that ``fsspec`` knows.
-        every: iterations between checkpoints, a multiple of the level above's. The last checkpoint of a run comes too.
+        every: iterations between checkpoints, a multiple of the level above's. The last checkpoint of a run is copied
+            too.
         keep: number of newest checkpoints that stay, at least two.
     """
 
@@ -40,15 +41,15 @@ def check_levels(levels: Sequence[Level]) -> None:
     """Check that levels fit together.
 
     Raises:
-        ValueError: there are none, the first is no folder, a place is there twice, or an interval is less than one
-            iteration, or no multiple of the one above.
+        ValueError: there are none, the first is no folder, a place is there twice, or an interval is less than 1 or no
+            multiple of the interval above.
     """
     if not levels:
         raise ValueError("there is no place for checkpoints; give at least one level")
     if is_remote(levels[0].place):
         raise ValueError(
-            f"{levels[0].place} is no folder, and training writes into folders only; give one before it, of which it "
-            "gets its checkpoints"
+            f"{levels[0].place} is no folder, but training writes into folders only; give a folder as the level before "
+            "it, from which its checkpoints are copied"
         )
     for level in levels:
         if level.every < 1:
@@ -71,13 +72,13 @@ class Levels:
 
     Args:
         levels: fastest first; the first is a folder.
-        tell: called with the outcome of each checkpoint on each level, in some thread.
+        on_outcome: called with the outcome of each checkpoint on each level, in any thread.
         files: system calls that write into folders.
         is_first: whether this is rank 0, which copies; the others only read.
         several_nodes: whether the ranks are on several nodes.
 
     Attributes:
-        levels: the same.
+        levels: as given.
         stores: their places, in the same order.
 
     Raises:
@@ -88,7 +89,7 @@ class Levels:
     def __init__(
         self,
         levels: Sequence[Level],
-        tell: Callable[[Outcome], None],
+        on_outcome: Callable[[Outcome], None],
         *,
         files: Files | None = None,
         is_first: bool = True,
@@ -99,16 +100,16 @@ class Levels:
         self.stores: tuple[AbstractStore, ...] = tuple(store_at(level.place, files) for level in levels)
         for store in self.stores if several_nodes else ():
             check_reachable(store)
-        self._locks = contextlib.ExitStack()  # held until closed; see [Note: One run]
+        self._locks = contextlib.ExitStack()  # locked until closed; see [Note: One run]
         with contextlib.ExitStack() as failing:
             for store in self.stores if is_first else ():
                 if isinstance(store, Store):
                     failing.callback(RunLock(store.root).close)
             self._locks = failing.pop_all()
-        self._tell = tell
+        self._on_outcome = on_outcome
         self._newest: PromotionRequest | None = None
         self._promoters = [
-            Promoter(index, self.stores[index], levels[index].keep, tell, self._forwarder(index + 1))
+            Promoter(index, self.stores[index], levels[index].keep, on_outcome, self._forwarder(index + 1))
             for index in (range(1, len(levels)) if is_first else ())
         ]
 
@@ -119,9 +120,9 @@ class Levels:
         assert isinstance(store, Store)
         return store
 
-    def made(self, outcome: Outcome) -> None:
-        """Say how a checkpoint of training ended, and offer it to the levels below."""
-        self._tell(outcome)
+    def report(self, outcome: Outcome) -> None:
+        """Report the outcome of a checkpoint of training, and submit it to the levels below."""
+        self._on_outcome(outcome)
         if outcome.path is not None and outcome.error is None:
             self._newest = PromotionRequest(
                 outcome.step, outcome.path, self.fastest, always=False, begin_s=time.monotonic()
@@ -129,37 +130,34 @@ class Levels:
             self._submit(1, self._newest)
 
     def check_room(self, num_bytes: int) -> None:
-        """Check that every folder has room: for what stays, what is new, and what the level below still reads.
-
-        Args:
-            num_bytes: of a checkpoint.
+        """Check that every folder has room: for those that stay, new ones, and one that the level below still reads.
 
         Raises:
-            CheckpointError: one has not.
+            CheckpointError: a folder has too little room.
         """
         for index, (level, store) in enumerate(zip(self.levels, self.stores, strict=True)):
             is_read = index + 1 < len(self.levels)
             check_room(store, max(level.keep, LEAST_KEPT) + MORE_THAN_KEPT + is_read, num_bytes)
 
-    def bring_down(self, patience_s: float) -> None:
-        """Bring the newest checkpoint to all levels, and wait for that, but not for long.
+    def promote_newest(self, patience_s: float) -> None:
+        """Copy the newest checkpoint to all levels, and wait at most ``patience_s``.
 
-        What did not come there in time, or until Ctrl-C, is given up and told.
+        Copies that have not ended by then, or at Ctrl-C, are given up and reported.
         """
         if self._newest is None or not self._promoters:
             return
         deadline_s = time.monotonic() + patience_s
         self._submit(1, dataclasses.replace(self._newest, always=True))
         try:
-            came = all(promoter.wait(deadline_s) for promoter in self._promoters)
+            done = all(promoter.wait(deadline_s) for promoter in self._promoters)
             why = f"not within {patience_s:g} s after training"
         except KeyboardInterrupt:
-            came, why = False, "given up when training was interrupted again"
-        if not came:
+            done, why = False, "given up when training was interrupted again"
+        if not done:
             self.close(why)
 
     def close(self, why: str = "still on its way when checkpoints were closed") -> None:
-        """Give up what is on its way, for a reason. Closing twice is allowed."""
+        """Give up copies that have not ended, with this reason. Closing twice is allowed."""
         for promoter in self._promoters:
             promoter.close(why)
         self._locks.close()
@@ -168,6 +166,6 @@ class Levels:
         return lambda request: self._submit(index, request)
 
     def _submit(self, index: int, request: PromotionRequest) -> None:
-        """Submit a checkpoint to a level, if its interval has come; levels below then get it from there."""
+        """Submit a checkpoint to a level, if its interval is due; that level passes it on to the next."""
         if index <= len(self._promoters) and (request.always or request.step % self.levels[index].every == 0):
             self._promoters[index - 1].submit(request)

@@ -34,7 +34,7 @@ def promote(source: Checkpoint, store: AbstractStore, check: Callable[[], None] 
 
     Raises:
         CheckpointError: the source is damaged, the place cannot be written, or it has another checkpoint of that step.
-            Nothing of it is left there then.
+            No file of the copy is left then.
     """
     manifest = source.manifest
     for folder in store.folders():
@@ -55,7 +55,7 @@ def _is_there(folder: Folder, source: Checkpoint, check: Callable[[], None]) -> 
     try:
         there = Checkpoint(folder)
         _verify(there, check)
-    except CheckpointError:  # damaged, or that of ``check``, which then comes again
+    except CheckpointError:  # damaged; or raised by ``check``, which then raises again
         check()
         return False
     if there.manifest.digest != source.manifest.digest:
@@ -83,7 +83,7 @@ class PromotionRequest:
         step: of the checkpoint.
         folder: where it is.
         store: that has it.
-        always: whether levels copy it even if their interval has not come.
+        always: whether levels copy it even if their interval is not due.
         begin_s: when it was first submitted.
     """
 
@@ -99,11 +99,10 @@ class Promoter:
     """Copies checkpoints to one level, in a thread of lowest priority. See [Note: Promotion].
 
     Args:
-        level: index of the level.
-        store: its place.
         keep: how many checkpoints stay there, see :meth:`AbstractStore.prune`.
-        tell: called with each outcome, in some thread.
-        forward: called with the request for the level below: from here, or, if the copy failed, from its source.
+        on_outcome: called with each outcome, in any thread.
+        forward: called with the request for the level below. Its source is the copy here, or, if that failed, the
+            original.
     """
 
     def __init__(
@@ -111,13 +110,13 @@ class Promoter:
         level: int,
         store: AbstractStore,
         keep: int,
-        tell: Callable[[Outcome], None],
+        on_outcome: Callable[[Outcome], None],
         forward: Callable[[PromotionRequest], None],
     ) -> None:
         self._level = level
         self._store = store
         self._keep = keep
-        self._tell = tell
+        self._on_outcome = on_outcome
         self._forward = forward
         self._last: PromotionRequest | None = None  # that was copied here
         self._changed = threading.Condition()  # guards what follows
@@ -128,14 +127,14 @@ class Promoter:
         self._thread.start()
 
     def submit(self, request: PromotionRequest) -> None:
-        """Copy a checkpoint after the present one, unless a newer one is submitted before."""
+        """Copy a checkpoint after the present one, unless a newer one is submitted first."""
         with self._changed:
             overtaken, self._waiting = self._waiting, request
             self._changed.notify_all()
         if overtaken is not None and overtaken.step != request.step:
             self._fail(
                 overtaken,
-                f"step {request.step} came before it was its turn: the level does not keep up; give it a longer "
+                f"step {request.step} replaced it before it was copied: the level does not keep up; give it a longer "
                 "interval",
             )
             self._forward(overtaken)
@@ -165,22 +164,22 @@ class Promoter:
                 with self._changed:
                     self._under_way = None
                     self._changed.notify_all()
-        with contextlib.suppress(OSError):  # else the next run takes them
-            self._store.tidy()
+        with contextlib.suppress(OSError):  # the next run would remove them
+            self._store.remove_spares()
 
     def _process(self, request: PromotionRequest) -> PromotionRequest:
         """Copy a checkpoint and report the outcome; return the request for the level below."""
         try:
             folder = self._copy(request)
-        except Exception as error:  # noqa: BLE001 - of a driver, too: nothing else may end for it
+        except Exception as error:  # noqa: BLE001 - drivers raise anything, and only this copy may fail
             self._fail(request, str(error) or type(error).__name__)
             return request
         outcome = Outcome(request.step, folder, None, 0.0, time.monotonic() - request.begin_s, self._level)
-        self._tell(outcome)
+        self._on_outcome(outcome)
         try:
             self._store.prune(self._keep)
         except OSError as error:
-            self._tell(dataclasses.replace(outcome, error=f"older ones could not be removed: {error}"))
+            self._on_outcome(dataclasses.replace(outcome, error=f"older ones could not be removed: {error}"))
         self._last = dataclasses.replace(request, folder=folder, store=self._store)
         return self._last
 
@@ -194,15 +193,15 @@ class Promoter:
         if self._last is not None and self._last.step == request.step:
             return self._last.folder
         self._check()
-        with request.store.held(request.folder):
+        with request.store.reading(request.folder):
             if request.folder not in request.store.folders():
                 raise CheckpointError(
-                    f"{request.folder} made room for newer ones before it was its turn: keep more there, or give this "
+                    f"{request.folder} was removed for newer ones before it was copied: keep more there, or give this "
                     "level a longer interval"
                 )
             with Checkpoint(request.folder) as source:
                 folder = promote(source, self._store, self._check)
-        self._store.trust(folder)
+        self._store.mark_whole(folder)
         return folder
 
     def _check(self) -> None:
@@ -211,4 +210,4 @@ class Promoter:
 
     def _fail(self, request: PromotionRequest, why: str) -> None:
         latency_s = time.monotonic() - request.begin_s
-        self._tell(Outcome(request.step, None, f"not in {self._store.place}: {why}", 0.0, latency_s, self._level))
+        self._on_outcome(Outcome(request.step, None, f"not in {self._store.place}: {why}", 0.0, latency_s, self._level))

@@ -1,10 +1,10 @@
 """Verifies new checkpoints beside training, and removes old ones.
 
-[Note: Read again] Retention removes old checkpoints only if enough newer ones were read again and found whole. But
-reading takes bandwidth from writes that training may wait for. So one thread reads one checkpoint at a time, always the
-newest. Others that came meanwhile are removed unread, once enough are known to be whole. If checkpoints are far apart,
-all are read. At most :data:`READING_SHARE` of the time goes into reading. Otherwise, with a checkpoint at every
-iteration, the next one would wait for the drive.
+[Note: Read again] Retention removes old checkpoints only if enough newer ones were read again and verified. But reading
+takes bandwidth from writes that training may wait for. So one thread reads one checkpoint at a time, always the newest.
+Others are removed unread, once enough are verified. With long intervals all are read. The thread reads at most for
+:data:`READING_SHARE` of the time. Otherwise, with a checkpoint at every iteration, the next one would wait for the
+drive.
 """
 
 import contextlib
@@ -30,16 +30,15 @@ class RetentionThread:
     """Keeps the newest checkpoints of a place, and removes older ones.
 
     Args:
-        store: the place.
-        keep: how many checkpoints stay, see [Note: Read again]; :data:`executor.checkpoint.places.retention.LEAST_KEPT`
-            at least.
+        keep: number of checkpoints that stay, see [Note: Read again]; at least
+            :data:`executor.checkpoint.places.retention.LEAST_KEPT`.
     """
 
     def __init__(self, store: AbstractStore, keep: int) -> None:
         self._store = store
         self._keep = keep
         self._changed = threading.Condition()  # guards what follows
-        self._made: tuple[Folder, Callable[[str], None]] | None = None  # the newest, not read yet
+        self._waiting: tuple[Folder, Callable[[str], None]] | None = None  # the newest checkpoint, not read yet
         self._is_reading = False
         self._is_closed = False
         self._num_waiting = 0  # callers that want everything read now
@@ -47,24 +46,19 @@ class RetentionThread:
         self._thread = threading.Thread(target=self._run, name="checkpoint retention", daemon=True)
         self._thread.start()
 
-    def made(self, folder: Folder, tell: Callable[[str], None]) -> None:
-        """Queue a new checkpoint to be read, in place of one that still waits; then remove old ones.
-
-        Args:
-            folder: of the checkpoint, the newest.
-            tell: called with an error, if there is one.
-        """
+    def submit(self, folder: Folder, on_error: Callable[[str], None]) -> None:
+        """Queue the newest checkpoint to be read, in place of one that still waits; then remove old ones."""
         with self._changed:
-            self._made = folder, tell
+            self._waiting = folder, on_error
             self._changed.notify_all()
-        self._thin(tell)
+        self._remove_old(on_error)
 
     def wait(self, patience_s: float = PATIENCE_S) -> None:
-        """Wait until the newest one has been read and old ones removed, at most ``patience_s``."""
+        """Wait, at most ``patience_s``, until the newest one has been read and old ones removed."""
         with self._changed:
             self._num_waiting += 1
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._made is None and not self._is_reading, patience_s)
+            self._changed.wait_for(lambda: self._waiting is None and not self._is_reading, patience_s)
             self._num_waiting -= 1
             self._idle_until_s = 0.0
 
@@ -75,22 +69,22 @@ class RetentionThread:
             self._changed.notify_all()
         self._thread.join(patience_s)
 
-    def _thin(self, tell: Callable[[str], None]) -> None:
+    def _remove_old(self, on_error: Callable[[str], None]) -> None:
         try:
-            self._store.thin(self._keep)
+            self._store.remove_old(self._keep)
         except CheckpointError as error:
-            tell(f"older ones could not be removed: {error}")
+            on_error(f"older ones could not be removed: {error}")
 
     def _run(self) -> None:
         lower_thread_priority()
         num_whole = 0
-        while (made := self._next()) is not None:
-            folder, tell = made
+        while (waiting := self._next()) is not None:
+            folder, on_error = waiting
             begin_s = time.monotonic()
             try:
-                with self._store.held(folder):
+                with self._store.reading(folder):
                     num_whole += self._store.read_again(folder)
-                self._thin(tell)
+                self._remove_old(on_error)
             finally:
                 with self._changed:
                     if num_whole >= max(self._keep, LEAST_KEPT):  # before that nothing can be removed
@@ -98,15 +92,15 @@ class RetentionThread:
                     self._is_reading = False
                     self._changed.notify_all()
         with contextlib.suppress(OSError):  # the next run reuses spares
-            self._store.tidy()
+            self._store.remove_spares()
 
     def _next(self) -> tuple[Folder, Callable[[str], None]] | None:
         with self._changed:
             self._changed.wait_for(self._is_hurried, max(self._idle_until_s - time.monotonic(), 0.0))
-            self._changed.wait_for(lambda: self._made is not None or self._is_closed)
-            made, self._made = self._made, None
-            self._is_reading = made is not None
-            return made
+            self._changed.wait_for(lambda: self._waiting is not None or self._is_closed)
+            waiting, self._waiting = self._waiting, None
+            self._is_reading = waiting is not None
+            return waiting
 
     def _is_hurried(self) -> bool:
         return self._is_closed or bool(self._num_waiting) or not self._idle_until_s

@@ -9,15 +9,11 @@ from executor.checkpoint.format.layout import ITEM_BYTES, Box, Entry, boxes
 
 Key = tuple[str, int]
 """A piece: name of its unit, and index within the rank's shard."""
+
 MODEL_FOLDER: Final = "model"
-
-
 OPTIMIZER_FOLDER: Final = "optimizer"
-
-
 MASTER: Final = "master"
 """The first tensor of every piece's state: the weights, in float32."""
-
 
 _VALUE_BYTES: Final = ITEM_BYTES["F32"]
 
@@ -46,24 +42,20 @@ class Source(Protocol):
     @property
     def slices(self) -> Mapping[Key, Sequence[Slice]]:
         """The slices of each of the rank's pieces, in the order in which they are taken."""
-        ...
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Names of the tensors that each piece has, :data:`MASTER` first."""
-        ...
 
     def tensors(self, key: Key) -> Sequence[Any]:
         """Return a piece's tensors between updates: flat, float32, as bytes.
 
-        Arrays are leased; slices of other tensors are passed to ``copy``.
+        Numpy arrays are leased. Slices of other tensors are passed to ``copy``.
         """
-        ...
 
     @property
     def copy(self) -> CopyChunk:
-        """Copies such a slice into a buffer, and returns when that is done."""
-        ...
+        """Copies such a slice into a buffer; returns when the copy has ended."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +73,7 @@ class RankInfo:
 
 
 def _path(state: str, rank: int, index: int) -> str:
-    """Return the file of a rank's boxes with this index among their parameter's boxes."""
+    """Return the path of the file for the boxes with this index, see [Note: Boxes]."""
     more = f"-{index}" if index else ""
     if state == MASTER:
         return f"{MODEL_FOLDER}/model-{rank:05d}{more}.safetensors"
@@ -89,7 +81,7 @@ def _path(state: str, rank: int, index: int) -> str:
 
 
 def files_of(source: Source, rank: int) -> dict[str, list[Entry]]:
-    """Return the entries of each of a rank's files. Each file needs a buffer of its own, and one more is needed."""
+    """Return the entries of each of a rank's files. The flusher needs a buffer for each file, and one more."""
     found: dict[str, list[Entry]] = {}
     shapes = {piece.name: piece.shape for pieces in source.slices.values() for piece in pieces}
     for state in source.keys:
@@ -106,7 +98,7 @@ def _boxes_of(source: Source) -> dict[str, tuple[Box, ...]]:
     for pieces in source.slices.values():
         for piece in pieces:
             shape, start, stop = ranges.get(piece.name, (piece.shape, piece.start, piece.start))
-            assert stop == piece.start, f"what is taken of {piece.name} comes in order"
+            assert stop == piece.start, f"slices of {piece.name} come in order"
             ranges[piece.name] = shape, start, piece.stop
     return {name: tuple(boxes(*held)) for name, held in ranges.items()}
 

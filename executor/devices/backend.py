@@ -14,6 +14,7 @@ from executor.devices.meter import MemoryMeter
 from executor.direct_io import pages
 from executor.optimizer import WorkerTeam
 from executor.optimizer.bf16 import bf16_to_float32, float32_to_bf16
+from executor.optimizer.passes import as_float32
 from executor.optimizer.table import Rule
 from planner.schedule.tasks import Lane
 
@@ -29,16 +30,13 @@ class Meter(Protocol):
     @property
     def peak_bytes(self) -> int:
         """Most bytes held at one time."""
-        ...
 
     @property
     def peak_bytes_of(self) -> Mapping[int, int]:
         """Most bytes held during each task of the caller's lanes, by the task's index."""
-        ...
 
     def set_task(self, task: int | None) -> None:
         """Set the task that runs from now on; ``None`` for none."""
-        ...
 
 
 class Backend(Protocol):
@@ -48,43 +46,33 @@ class Backend(Protocol):
 
     def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
         """Enter a lane: until the calling thread leaves, its work goes to the lane's stream, if there is one."""
-        ...
 
     def record_event(self, lane: Lane) -> Event:
         """Record an event after all work that this thread has given to the lane so far."""
-        ...
 
     def wait_event(self, lane: Lane, event: Event) -> None:
         """Make what this thread gives to the lane from now on wait for an event."""
-        ...
 
     def event_time_s(self, event: Event) -> float:
         """Wait for an event; return when it was, in seconds on the host's clock."""
-        ...
 
     def empty(self, num_bytes: int, *, on_device: bool) -> torch.Tensor:
         """Return uint8 ``[num_bytes]`` on the device, or in pinned host memory."""
-        ...
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between contiguous tensors of one type and shape, on the thread's lane."""
-        ...
 
     def accumulate(self, destination: torch.Tensor, source: torch.Tensor, *, first: bool) -> None:
         """Add a tensor to one in host memory, in their type, or copy it if it is the ``first``; done on return."""
-        ...
 
     def scale(self, values: torch.Tensor, factor: float) -> None:
         """Multiply a flat tensor on the device, in its own type, on the thread's lane."""
-        ...
 
     def scratch(self, num_items: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate device memory on a lane, for a short time; meters count it as the caller's."""
-        ...
 
     def record_stream(self, tensor: torch.Tensor) -> None:
         """Keep the allocator from reusing a tensor's memory before the lane has used it."""
-        ...
 
     def update(
         self, state: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], rule: Rule, step: int, scale: float
@@ -98,19 +86,15 @@ class Backend(Protocol):
             step: which step this is, from 1.
             scale: multiplies the gradient.
         """
-        ...
 
     def meter(self) -> contextlib.AbstractContextManager["Meter"]:
         """Measure, inside it, all device memory except that of :meth:`empty`."""
-        ...
 
     def sum_of_squares_on_host(self, tensor: torch.Tensor, team: WorkerTeam) -> torch.Tensor:
         """Return :meth:`sum_of_squares` of a tensor in host memory, as a scalar on the device; done on return."""
-        ...
 
     def sum_of_squares(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of squares of a flat tensor, on the host or the device, as a float64 scalar beside it."""
-        ...
 
 
 class HostBackend:
@@ -236,19 +220,10 @@ def as_array(tensor: torch.Tensor) -> Array:
 
 
 @nb.njit(nogil=True, cache=True, fastmath={"reassoc", "nsz"})
-def _sum_squares_f32(values: Any) -> float:
+def _sum_squares(values: Any) -> float:
     total = 0.0
     for i in range(values.size):  # an iterator over values would not be vectorised, which is six times slower
-        wide = np.float64(values[i])
-        total += wide * wide
-    return total
-
-
-@nb.njit(nogil=True, cache=True, fastmath={"reassoc", "nsz"})
-def _sum_squares_bf16(bits: Any) -> float:
-    total = 0.0
-    for i in range(bits.size):
-        wide = np.float64(bf16_to_float32(bits[i]))
+        wide = np.float64(as_float32(values[i]))
         total += wide * wide
     return total
 
@@ -272,4 +247,4 @@ def _scale(values: Array, factor: np.float32) -> None:
 
 def sum_of_squares(values: Array) -> float:
     """Return the sum of squares of a flat array, added up in float64; uint16 holds the bits of bf16."""
-    return float(_sum_squares_bf16(values) if values.dtype == np.uint16 else _sum_squares_f32(values))
+    return float(_sum_squares(values))

@@ -1,4 +1,4 @@
-"""Runs a schedule on real lanes: one thread per lane, and the caller's thread for what it computes itself.
+"""Runs a schedule on real lanes: one thread per lane, and the caller's thread for forward and backward.
 
 [Note: Caller lanes] Forward, backward and the norm run in the thread that calls the model. Issuing such a task means
 that the caller has reached it. The caller waits for the task's dependencies, starts the task, and leaves it *open*. The
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Self, final
 
 from executor.checkpoint.files.flusher import lower_thread_priority
-from executor.devices.backend import Backend, Event, HostBackend
+from executor.devices.backend import Backend, Event
 from executor.distributed.watchdog import LANE_THREAD, RankError
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Task
@@ -25,7 +25,7 @@ from planner.schedule.timeline import Span, Timeline
 CALLER_LANES: Final = frozenset({Lane.COMPUTE, Lane.LAUNCH})
 NUM_RECORDED: Final = 200
 """Number of latest iterations whose times are kept, so that memory does not grow with the run."""
-_END_S: Final = 30.0  # wait for tasks that have begun when all stops; one that hangs, on a drive say, is left behind
+_END_S: Final = 30.0  # longest wait for tasks that have begun when the machine stops
 
 Perform = Callable[[Task, int], None]
 """Does the work of one task of an iteration; called in the thread of the task's lane."""
@@ -54,12 +54,10 @@ class _Ticket:
 
 @final
 class LaneMachine:
-    """Runs a schedule that :class:`planner.schedule.loop.Loop` walks, on any backend (:func:`HostMachine`: the host's).
+    """Runs a schedule that :class:`planner.schedule.loop.Loop` walks, on any backend.
 
     Args:
-        schedule: what will be walked on it.
         perform: does the work of every task that is not on one of the caller's lanes.
-        backend: the device.
         record: whether to keep times for :meth:`timeline`. May be changed between iterations. The latest
             :data:`NUM_RECORDED` iterations that were recorded are kept.
         on_caller: called in the caller's thread when a task of its lanes begins, with the task's index. May be changed.
@@ -87,7 +85,7 @@ class LaneMachine:
         self._schedule = schedule
         self._perform = perform
         self._backend = backend
-        # Guards all below; notified when nothing is pending, and to the caller who waits for a ticket when that ends.
+        # Guards all below; notified when nothing is pending, and when a ticket ends for which the caller waits.
         self._changed = threading.Condition(lock := threading.RLock())
         self._stopped = False
         self._failure: BaseException | None = None
@@ -189,7 +187,7 @@ class LaneMachine:
         self._left_out = {i for i in self._left_out if i in self._recorded} | {iteration}
 
     def fail(self, error: BaseException) -> None:
-        """Stop because of a failure elsewhere; whoever waits or issues next raises it."""
+        """Stop because of a failure elsewhere; the next call that waits or issues raises it."""
         self._stop(error)
 
     def close(self) -> None:
@@ -210,8 +208,8 @@ class LaneMachine:
         atexit.unregister(self.close)
         if hung:
             warnings.warn(
-                f"{', '.join(hung)}: what runs there has not ended within {_END_S:g} s, and is left to itself; see "
-                "whether the drive or device still answers",
+                f"{', '.join(hung)}: the task there has not ended within {_END_S:g} s, and its thread is left behind; "
+                "check whether the drive or device still answers",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -245,7 +243,7 @@ class LaneMachine:
                 while (ticket := self._queues[lane].get()) is not None and self._begin(ticket):
                     self._perform(ticket.task, ticket.iteration)
                     self._end([ticket])
-        except BaseException as error:  # noqa: BLE001 - the end of the thread: kept for whoever waits or issues next
+        except BaseException as error:  # noqa: BLE001 - the next call that waits or issues raises it
             self._stop(error if isinstance(error, RankError) else _lane_error(ticket, lane, error))
 
     def _begin(self, ticket: _Ticket) -> bool:
@@ -254,7 +252,7 @@ class LaneMachine:
         if self._open and lane in CALLER_LANES:  # the caller cannot wait for itself: its tickets run in order anyway
             after = [t for t in after if t not in self._open]
         for dependency in after:
-            if dependency.end is None:  # else there is nothing to wait for, and no lock to take
+            if dependency.end is None:  # else take no lock
                 self._wait_for(dependency, self._turns[lane])
             if self._stopped:
                 return False
@@ -324,8 +322,3 @@ def _lane_error(ticket: _Ticket | None, lane: Lane, cause: BaseException) -> Lan
     error = LaneError(f"{ticket.name if ticket else f'lane {lane}'} failed: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error
-
-
-def HostMachine(schedule: Schedule, perform: Perform, *, record: bool = False) -> LaneMachine:  # noqa: N802
-    """Return a machine of threads and ordinary memory, which runs everywhere. See :class:`LaneMachine`."""
-    return LaneMachine(schedule, perform, HostBackend(), record=record)

@@ -1,11 +1,11 @@
-"""Banks of experts that are divided over several units or ranks.
+"""Experts that are divided over several units or ranks.
 
 [Note: Experts apart] ``transformers`` keeps all experts of a layer in two parameters, and computes all of them in one
 module. If these experts are divided over units or ranks, this module's forward is replaced, with the same arithmetic
 (``grouped_mm``). Tokens are sorted by expert, and the units' experts compute one after another, each as a task of the
 schedule. Expert-parallel ranks first exchange the number of tokens for each other's experts, then the tokens, and
-finally the experts' outputs. An expert without tokens computes zero rows, so its gradient is zero, as in one joint
-parameter.
+finally the experts' outputs. An expert without tokens computes zero rows, so its gradient is zero, as if all experts
+were one parameter.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ from typing import final
 import torch
 from torch import nn
 
-from executor.callbacks import ModuleCallbacks, in_backward
+from executor.callbacks import ModuleCallbacks, in_backward, replace_attribute
 from executor.distributed.collectives import all_to_all
 from executor.distributed.groups import Group
 from executor.distributed.products import grouped_product
-from executor.distributed.shards import BindingError, Share
-from executor.distributed.tensor_parallel import Undo, replace_forward
+from executor.distributed.shards import BindingError, ParameterShard
+from executor.distributed.tensor_parallel import Undo
 from planner.graph import Unit
 
 
@@ -31,7 +31,7 @@ class _Bank:
 
     Attributes:
         unit: name of the unit.
-        first, stop: range among the rank's own experts.
+        first, stop: range among this rank's experts.
         gate_up: ``[stop - first, 2 * ffn, hidden]``.
         down: ``[stop - first, hidden, ffn]``.
     """
@@ -39,62 +39,57 @@ class _Bank:
     unit: str
     first: int
     stop: int
-    gate_up: Share
-    down: Share
+    gate_up: ParameterShard
+    down: ParameterShard
 
 
 def split_experts(
     model: nn.Module,
     units: tuple[Unit, ...],
-    shares: Mapping[str, Share],
+    shards: Mapping[str, ParameterShard],
     group: Group | None,
     callbacks: ModuleCallbacks,
 ) -> list[Undo]:
-    """Make experts compute unit by unit, each on its rank; return a function that undoes it.
+    """Make experts compute unit by unit, each on its rank; return what undoes it.
 
-    Args:
-        model: the user's.
-        units: its units.
-        shares: by the names that the units use.
-        group: expert-parallel group; ``None`` without one.
-        callbacks: of the model's modules.
+    Shards are named as in the units. Without expert parallelism ``group`` is ``None``.
 
     Raises:
         BindingError: the experts are not like those of ``transformers``.
     """
     banks: dict[str, list[_Bank]] = {}
-    before: dict[str, str] = {}  # the unit that sends tokens to experts
+    before: dict[str, str] = {}  # the unit that dispatches tokens to the experts of a layer
     sender = ""
     for unit, operator in ((u, operator) for u in units for operator in u.operators):
         if operator.kind == "dispatch":
             sender = unit.name
-        found = [shares[spec.name] for spec in operator.parameters]
+        found = [shards[spec.name] for spec in operator.parameters]
         if operator.kind != "experts" or found[0].rows is None:
             continue
         path = found[0].name.rpartition(".")[0]
-        of = {share.name.rpartition(".")[2]: share for share in found}
+        of = {shard.name.rpartition(".")[2]: shard for shard in found}
         banks.setdefault(path, []).append(_Bank(unit.name, *found[0].rows, of["gate_up_proj"], of["down_proj"]))
         before[path] = sender
     undo = []
     for path, of_layer in banks.items():
         module = model.get_submodule(path)
         _check(path, module, of_layer)
-        undo.append(replace_forward(module, _Experts(module, of_layer, before[path], group, callbacks)))
+        undo.append(replace_attribute(module, "forward", _Experts(module, of_layer, before[path], group, callbacks)))
     return undo
 
 
 def _check(path: str, module: nn.Module, banks: Sequence[_Bank]) -> None:
-    for share in (share for bank in banks for share in (bank.gate_up, bank.down)):
-        if share.whole._backward_hooks:
+    for shard in (shard for bank in banks for shard in (bank.gate_up, bank.down)):
+        if shard.whole._backward_hooks:
             raise BindingError(
-                f"{share.name} has a hook, which would never run, as its experts are units of their own; remove it, or "
+                f"{shard.name} has a hook, which would never run, as its experts are units of their own; remove it, or "
                 "plan with --expert-units 1 --expert-parallel 1"
             )
     strange = [name for name in ("has_bias", "is_transposed", "has_post_expert_norm") if getattr(module, name, False)]
     if strange or not getattr(module, "has_gate", True) or not hasattr(module, "act_fn"):
         raise BindingError(
-            f"{path} ({type(module).__name__}) has other experts than two products with a gate, which cannot be units "
-            "of their own; plan with --expert-units 1 --expert-parallel 1"
+            f"{path} ({type(module).__name__}) has experts that are not two products with a gate, so they cannot be "
+            "units of their own; plan with --expert-units 1 --expert-parallel 1"
         )
 
 
@@ -164,8 +159,8 @@ class _Experts:
             values.register_hook(lambda _gradient: self._callbacks.on_backward(unit))  # type: ignore[no-untyped-call]
 
 
-def _trained(share: Share) -> torch.Tensor:
-    return share.leaf if share.trains else share.leaf.detach()
+def _trained(shard: ParameterShard) -> torch.Tensor:
+    return shard.leaf if shard.trains else shard.leaf.detach()
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:

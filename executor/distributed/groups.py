@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -12,16 +12,11 @@ _all_gather: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", None
 _reduce_scatter: Final[Callable[..., Any]] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Wait(Protocol):
-    """Begins a collective and waits for it; [Note: Failed ranks] in :mod:`executor.distributed.watchdog`."""
+Wait = Callable[[dist.ProcessGroup, Callable[[], Any]], None]
+"""Begins a collective of a group and waits for it; [Note: Failed ranks] in :mod:`executor.distributed.watchdog`.
 
-    def __call__(self, group: dist.ProcessGroup, begin: Callable[[], Any]) -> None:
-        """Begin a collective of a group, and wait for it.
-
-        Raises:
-            RankError: a rank has failed. So do all methods of :class:`Group`.
-        """
-        ...
+It raises ``RankError`` if a rank has failed. So do all methods of :class:`Group`.
+"""
 
 
 @final

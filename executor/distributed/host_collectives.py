@@ -1,4 +1,4 @@
-"""Collectives on the host between iterations: ranks exchange values, and join what each holds a part of."""
+"""Collectives over host memory, between iterations."""
 
 from collections.abc import Callable, Sequence
 from typing import final
@@ -8,16 +8,12 @@ import numpy.typing as npt
 import torch
 
 from executor.distributed.ranks import Ranks
-from executor.distributed.shards import Share, unshard
+from executor.distributed.shards import ParameterShard, unshard
 
 
 @final
 class HostCollectives:
-    """All ranks call each method at the same point. With one rank, each returns that rank's value.
-
-    Args:
-        ranks: all of them; ``None`` with one.
-    """
+    """All ranks call each method at the same point. With one rank (``ranks=None``), each returns that rank's value."""
 
     def __init__(self, ranks: Ranks | None) -> None:
         self._ranks = ranks
@@ -50,6 +46,6 @@ class HostCollectives:
             return values
         return np.array(self._ranks.all_reduce(values.ravel().tolist())).reshape(values.shape) / self.size
 
-    def unshard(self, parts: Sequence[tuple[Share, torch.Tensor]]) -> torch.Tensor:
-        """Return a whole tensor of which ranks have shares. See :func:`executor.distributed.shards.unshard`."""
+    def unshard(self, parts: Sequence[tuple[ParameterShard, torch.Tensor]]) -> torch.Tensor:
+        """Return a whole tensor from the ranks' shards. See :func:`executor.distributed.shards.unshard`."""
         return unshard(parts, self._ranks)

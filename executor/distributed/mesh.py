@@ -1,7 +1,6 @@
 """A rank's position among all: its tensor-, expert- and data-parallel groups."""
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -61,5 +60,4 @@ class Mesh:
 
 
 def _groups(rows: npt.NDArray[np.int64]) -> Groups:
-    found: Sequence[Sequence[int]] = rows.tolist()
-    return tuple(tuple(row) for row in found)
+    return tuple(map(tuple, rows.tolist()))

@@ -1,9 +1,8 @@
-"""Products that no operator of torch is, as operators: one to all that look at what a model runs.
+"""Matrix products that torch has no operator for, as custom operators.
 
-What a product makes may leave the device and come back ([Note: Saved products] in
-:mod:`executor.memory.recompute_cache`), which goes by operators. Inside of these nobody looks: of a product whose parts
-ranks add up only the sum is kept, so that nothing is added up again in backward, and of products of experts the one
-block that holds them all.
+Offloading saves the output of each operator that is a matrix product ([Note: Saved products] in
+:mod:`executor.memory.recompute_cache`). As one custom operator, a row-parallel product saves only the all-reduced sum,
+so backward needs no second all-reduce. The products of all experts save one block.
 """
 
 import itertools
@@ -16,36 +15,36 @@ from torch.nn import functional
 
 from executor.distributed.groups import Group
 
-_GROUPS: Final = weakref.WeakValueDictionary[int, Group]()  # operators take numbers and tensors alone
-_NUMBERS: Final = itertools.count()
+_GROUPS: Final = weakref.WeakValueDictionary[int, Group]()  # custom operators take only numbers and tensors
+_IDS: Final = itertools.count()
 
 
-def number_of(group: Group) -> int:
-    """Return a number by which operators find a group as long as it is there."""
+def group_id(group: Group) -> int:
+    """Return a number by which custom operators find a group, while the group exists."""
     number = next((number for number, known in _GROUPS.items() if known is group), None)
     if number is None:
-        number = next(_NUMBERS)
+        number = next(_IDS)
         _GROUPS[number] = group
     return number
 
 
 def summed_product(values: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, group: int) -> torch.Tensor:
-    """Return ``values @ matrix``, added up over the ranks of a group, and then the bias: ``[..., outputs]``.
+    """Return ``values @ matrix``, all-reduced over a group, plus the bias: ``[..., outputs]``.
 
-    [Note: Factors first] Recomputation ends with the last tensor that backward needs. Autograd keeps the factors of its
-    own products before it multiplies them, but what a function keeps only when it has ended: the last product of a
-    layer, and its sum over ranks, would be made again for nothing. So the factors are kept by a function before.
+    [Note: Factors first] Recomputation stops at the last tensor that backward needs. Autograd's own products save their
+    factors before they run, but an ``autograd.Function`` saves tensors when its forward has ended. So the last product
+    of a layer, and its all-reduce, would be recomputed for nothing. Therefore an earlier function saves the factors.
 
     Args:
-        values: ``[..., inputs]``: the rank's share of them.
-        matrix: ``[inputs, outputs]``, in whatever order of memory.
+        values: ``[..., inputs]``: this rank's shard.
+        matrix: ``[inputs, outputs]``, with any strides.
         bias: ``[outputs]``, the same on all ranks.
-        group: :func:`number_of` it.
+        group: its :func:`group_id`.
 
     Raises:
         RankError: a rank has failed.
     """
-    result: torch.Tensor = _SummedProduct.apply(*_Factors.apply(values, matrix), bias, group)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _SummedProduct.apply(*_SaveFactors.apply(values, matrix), bias, group)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -61,8 +60,8 @@ def summed_product_operator(
     return result
 
 
-class _Factors(torch.autograd.Function):
-    """Keeps what it is given; see [Note: Factors first]."""
+class _SaveFactors(torch.autograd.Function):
+    """Saves its inputs for backward; see [Note: Factors first]."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,7 +93,7 @@ class _SummedProduct(torch.autograd.Function):
             rows = values.reshape(-1, values.shape[-1])
         if ctx.needs_input_grad[0]:
             of_values = (given @ matrix.t()).view(values.shape)
-        if ctx.needs_input_grad[1]:  # in the weight's own order of memory, or it would be copied
+        if ctx.needs_input_grad[1]:  # with the weight's own strides, or autograd would copy it
             of_matrix = rows.t() @ given if matrix.is_contiguous() else (given.t() @ rows).t()
         if ctx.needs_input_grad[2]:
             of_bias = given.sum(0)
@@ -121,12 +120,12 @@ def _(rows: torch.Tensor, matrices: torch.Tensor, sizes: Sequence[int]) -> torch
     return rows.new_empty(len(rows), matrices.shape[1])
 
 
-def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001 - as torch calls it
+def _save_for_grouped_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001 - as torch calls it
     rows, matrices, ctx.sizes = inputs
     ctx.save_for_backward(rows, matrices)
 
 
-def _of_grouped(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _grouped_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     rows, matrices = ctx.saved_tensors
     of_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
     of_matrices = torch.empty_like(matrices) if ctx.needs_input_grad[1] else None
@@ -139,7 +138,7 @@ def _of_grouped(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, 
     return of_rows, of_matrices, None
 
 
-grouped_product.register_autograd(_of_grouped, setup_context=_keep_rows)
+grouped_product.register_autograd(_grouped_backward, setup_context=_save_for_grouped_backward)
 
 
 def _ranges(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

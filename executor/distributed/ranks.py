@@ -1,4 +1,4 @@
-"""All ranks of a plan: their collectives, and how all of them end if one fails.
+"""All ranks of a plan: their process groups, and how all ranks stop if one fails.
 
 [Note: Groups] All ranks must call the collectives of one process group in the same order. Three kinds of groups ensure
 that. Collectives of the schedule have groups that only the thread of the collective lane uses. That lane is first-in
@@ -26,13 +26,13 @@ from executor.distributed.mesh import Groups, Mesh
 from executor.distributed.watchdog import LANE_THREAD, SILENCE_S, RankError, Watchdog, describe_mismatch
 from planner.graph import Degrees, Unit
 
-_POLL_S: Final = 0.1  # between two looks of a waiting thread for another rank's failure
-_GRACE_S: Final = 5.0  # for a collective that was under way when a rank failed to end
-# A limit on honest waiting (a checkpoint on one rank, say); failures end waiting much earlier.
+_POLL_S: Final = 0.1  # a thread that waits for a collective checks so often whether another rank has failed
+_GRACE_S: Final = 5.0  # longest wait, after a failure, for a collective that is under way
+# Limits waiting for ranks that are only slow (one writes a checkpoint, say); failures end waiting much earlier.
 _TIMEOUT: Final = dt.timedelta(minutes=30)
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")  # the same for all processes on one machine, and for no others
 _TEXT_BYTES: Final = 256
-_MARKS: Final = 1 << 20  # squares of smaller numbers are added up exactly, over thousands of ranks
+_HASH_RANGE: Final = 1 << 20  # float64 sums squares of smaller numbers exactly, over thousands of ranks
 
 
 def this_machine() -> str:
@@ -48,7 +48,6 @@ class Ranks:
     process ends, because a launcher's rendezvous serves once.
 
     Args:
-        degrees: degrees of parallelism.
         device: of the schedule's collectives: NCCL on CUDA, gloo elsewhere.
         silence_s: see :data:`executor.distributed.watchdog.SILENCE_S`.
 
@@ -97,12 +96,7 @@ class Ranks:
         atexit.register(self._at_exit)
 
     def watch(self, on_failure: Callable[[RankError], None], waits_for: Callable[[], tuple[str, int]]) -> None:
-        """Register a callback, called in another thread, for when another rank fails or does something else.
-
-        Args:
-            on_failure: called with the failure.
-            waits_for: see :class:`executor.distributed.watchdog.Watchdog`.
-        """
+        """Register a callback, called in another thread, for when another rank fails or does something else."""
         self._on_failure = on_failure
         self._watchdog.waits_for = waits_for
         self._watchdog.check()  # it may have been too early for that
@@ -124,7 +118,7 @@ class Ranks:
         """
         return self._replicas[unit.parts(self.mesh.degrees)]
 
-    # What the caller's thread needs, over the hosts.
+    # Collectives of the caller's thread, over host memory.
 
     def all_reduce(self, values: Sequence[float]) -> list[float]:
         """Return the sums over ranks, element by element, in float64; the same bits on all ranks.
@@ -148,19 +142,19 @@ class Ranks:
             doing: what this rank does, in words.
             values: :attr:`num_values` numbers; zeros if left out.
         """
-        given = zlib.crc32(doing.encode()) % _MARKS, self.decision_hash % _MARKS
-        head = [float(number) for mark in given for number in (mark, mark * mark)]
+        hashes = zlib.crc32(doing.encode()) % _HASH_RANGE, self.decision_hash % _HASH_RANGE
+        head = [float(number) for value in hashes for number in (value, value * value)]
         total = self.all_reduce([*head, *(values or (0.0,) * self.num_values)])
-        for sum_, squares, is_place in ((*total[0:2], True), (*total[2:4], False)):
+        for sum_, squares, is_call in ((*total[0:2], True), (*total[2:4], False)):
             if self.size * int(squares) == int(sum_) ** 2:  # then they are equal (Cauchy and Schwarz)
                 continue
-            told = self.all_gather_text(f"{doing if is_place else self.decision_hash}"[:_TEXT_BYTES])
-            if is_place:
-                raise RankError(f"rank {describe_mismatch(dict(enumerate(told)))}")
-            different = next(rank for rank, mark in enumerate(told) if mark != told[0])
+            texts = self.all_gather_text(f"{doing if is_call else self.decision_hash}"[:_TEXT_BYTES])
+            if is_call:
+                raise RankError(f"rank {describe_mismatch(dict(enumerate(texts)))}")
+            different = next(rank for rank, text in enumerate(texts) if text != texts[0])
             raise RankError(
-                f"rank {different} has updated otherwise than rank 0 before {doing}: let all ranks skip steps, clip "
-                "and set rates alike, by what all of them know"
+                f"rank {different} has updated differently from rank 0 before {doing}: make all ranks skip steps, clip "
+                "and set learning rates in the same way, from values that all ranks have"
             )
         return total[4:]
 
@@ -194,7 +188,7 @@ class Ranks:
         """Return the ranks with the same value as this one, in order, this one included."""
         return self._all.ranks_with_same(value.encode())
 
-    # The end.
+    # Failing and closing.
 
     def report_failure(self, error: BaseException) -> None:
         """Report that this rank has failed: the others raise :class:`RankError`."""
@@ -233,10 +227,10 @@ class Ranks:
 
     def _at_exit(self) -> None:
         """Close when the process ends without having closed: no collective may be under way at interpreter exit."""
-        if (error := getattr(sys, "last_value", None)) is not None:  # nobody has caught it
+        if (error := getattr(sys, "last_value", None)) is not None:  # an uncaught exception
             self.report_failure(error)
         self.close(together=False)
-        if self._groups:  # the process would crash, and has said why it ends
+        if self._groups:  # interpreter exit would crash; the traceback has been printed
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)

@@ -1,7 +1,7 @@
-"""Embedding, head and loss of a vocabulary that tensor-parallel ranks share.
+"""Vocabulary-parallel embedding, head and cross-entropy.
 
-The loss takes each rank's logits as they are (Shoeybi et al., Megatron-LM, 2019, section 3): the ranks exchange three
-numbers per token, instead of a logit per token of the vocabulary.
+The loss is computed on sharded logits (Shoeybi et al., Megatron-LM, 2019, section 3). For each token the ranks
+exchange three numbers, instead of one logit for each entry of the vocabulary.
 """
 
 import inspect
@@ -14,28 +14,28 @@ from torch.nn import functional
 
 from executor.distributed.collectives import gather_last_dim, reduce_from_group
 from executor.distributed.groups import Group
-from executor.distributed.shards import BindingError, Share
+from executor.distributed.shards import BindingError, ParameterShard
 
-_STOCK_LOSS: Final = "ForCausalLMLoss"
-_NEVER: Final = -1e30  # the logit of a pad; finite, as a rank may have nothing but pads
+_HF_LOSS: Final = "ForCausalLMLoss"
+_MASKED_LOGIT: Final = -1e30  # of padding; finite, because a rank may have nothing but padding
 
 
-def embed(module: nn.Module, share: Share, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the forward of an embedding of whose rows each rank has a share.
+def embed(module: nn.Module, shard: ParameterShard, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the forward of an embedding whose rows are sharded over the ranks.
 
-    At first use it compares the ranks' batches: with other ones they would train on nonsense, without a sign of it, as
-    all sums are the same on all.
+    The first call checks that all ranks have the same batch. With different batches training would silently be wrong,
+    because all-reduced sums are the same on all ranks.
 
     Raises:
-        BindingError: it is another kind of module.
+        BindingError: the module is not a plain ``torch.nn.Embedding``.
     """
     if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.scale_grad_by_freq:
         raise BindingError(
-            f"{share.name} belongs to a {type(module).__name__} that tensor-parallel ranks cannot share, but only a "
+            f"{shard.name} belongs to a {type(module).__name__}, but tensor-parallel ranks can only share a "
             "plain torch.nn.Embedding; plan with --tensor-parallel 1"
         )
-    count = share.shape[0]
-    first = share.mesh.tensor * count
+    count = shard.shape[0]
+    first = shard.mesh.tensor * count
     padding = module.padding_idx - first if module.padding_idx is not None else -1
     own_padding = padding if 0 <= padding < count else None
 
@@ -56,44 +56,43 @@ def embed(module: nn.Module, share: Share, group: Group) -> Callable[[torch.Tens
 
 @final
 class Head:
-    """The head and the loss of a model whose vocabulary is shared.
+    """The head and the loss of a model whose vocabulary is sharded.
 
-    In training with labels, where the model has the loss function of ``transformers`` for causal models, the ranks'
-    logits stay apart, also in what the model returns (float32 ones of pads are then as low as no word's). Otherwise
-    they are gathered, and everything is as ever.
-
-    Args:
-        model: whose head it is.
-        weight: of the head.
-        group: who shares it.
+    If the model trains with labels and has the loss function of ``transformers`` for causal models, each rank keeps its
+    shard of the logits, and the model returns that shard (with float32 logits, those of padding are then
+    :data:`_MASKED_LOGIT`). Otherwise the logits are all-gathered.
     """
 
-    def __init__(self, model: nn.Module, weight: Share, group: Group) -> None:
+    def __init__(self, model: nn.Module, weight: ParameterShard, group: Group) -> None:
         self._weight = weight
         self._group = group
-        self._stock: Callable[..., torch.Tensor] | None = getattr(model, "loss_function", None)
-        self._has_stock_loss = getattr(self._stock, "__name__", "") == _STOCK_LOSS
+        self._model_loss: Callable[..., torch.Tensor] | None = getattr(model, "loss_function", None)
+        self._has_hf_loss = getattr(self._model_loss, "__name__", "") == _HF_LOSS
         self._signature = inspect.signature(model.forward)
-        self._apart = False
+        self._logits_stay_sharded = False
 
     def bind(self, model: Any, head: nn.Module) -> list[Callable[[], None]]:
-        """Take the loss over, and gather logits where they are wanted whole; return what undoes it."""
+        """Replace the loss, and all-gather logits where the whole is needed; return what undoes it."""
         handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             head.register_forward_hook(self._after),
         ]
         undo: list[Callable[[], None]] = [handle.remove for handle in handles]
-        if self._has_stock_loss:
+        if self._has_hf_loss:
             model.loss_function = self._loss
-            undo.append(lambda: setattr(model, "loss_function", self._stock))
+            undo.append(lambda: setattr(model, "loss_function", self._model_loss))
         return undo
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         labels = self._signature.bind_partial(*args, **kwargs).arguments.get("labels")
-        self._apart = self._has_stock_loss and model.training and torch.is_grad_enabled() and labels is not None
+        self._logits_stay_sharded = (
+            self._has_hf_loss and model.training and torch.is_grad_enabled() and labels is not None
+        )
 
     def _after(self, _head: nn.Module, _args: Any, logits: torch.Tensor) -> torch.Tensor:
-        return logits if self._apart else gather_last_dim(logits, self._group, self._weight.whole_shape[0])
+        return (
+            logits if self._logits_stay_sharded else gather_last_dim(logits, self._group, self._weight.whole_shape[0])
+        )
 
     def _loss(
         self,
@@ -105,34 +104,35 @@ class Head:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the cross-entropy of the next token, as the function of ``transformers`` that it stands for."""
-        if not self._apart:
-            assert self._stock is not None
-            return self._stock(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+        """Return the cross-entropy of the next token. It replaces ``ForCausalLMLoss`` of ``transformers``."""
+        if not self._logits_stay_sharded:
+            assert self._model_loss is not None
+            return self._model_loss(
+                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+            )
         if shift_labels is None:
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.reshape(-1).to(logits.device)
         counted = targets != ignore_index
-        losses: torch.Tensor = _cross_entropy(logits.flatten(0, -2), targets, self._weight, self._group)
+        losses: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+            logits.flatten(0, -2), targets, self._weight, self._group
+        )
         total = torch.where(counted, losses, 0.0).sum()
         return total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
-
-
-def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, weight: Share, group: Group) -> torch.Tensor:
-    losses: torch.Tensor = _CrossEntropy.apply(logits, targets, weight, group)  # type: ignore[no-untyped-call]
-    return losses
 
 
 class _CrossEntropy(torch.autograd.Function):
     """Minus the logarithm of each target's probability, ``[rows]``, in float32."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, weight: Share, group: Group) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, weight: ParameterShard, group: Group
+    ) -> torch.Tensor:
         scores = logits.float()
-        scores[:, weight.num_divided :] = _NEVER  # float32 logits are their own scores: pads among them are no words
+        scores[:, weight.num_unpadded :] = _MASKED_LOGIT  # in place where logits are float32
         result = torch.log_softmax(scores, -1)
         most, at = scores.max(-1)
-        own = most - result.gather(-1, at.unsqueeze(-1)).squeeze(-1)  # the logarithm of the sum of exponentials
+        own = most - result.gather(-1, at.unsqueeze(-1)).squeeze(-1)  # log-sum-exp of this rank's shard
         whole = own.clone()
         group.all_reduce_max(whole)
         sums = (own - whole).exp_()
@@ -140,7 +140,7 @@ class _CrossEntropy(torch.autograd.Function):
         whole += sums.log_()
         result -= (whole - own).unsqueeze(-1)
         columns = targets - weight.mesh.tensor * logits.shape[-1]
-        mine = (columns >= 0) & (columns < weight.num_divided)
+        mine = (columns >= 0) & (columns < weight.num_unpadded)
         columns.masked_fill_(~mine, 0)
         found = result.gather(-1, columns.unsqueeze(-1)).squeeze(-1).masked_fill_(~mine, 0.0)
         group.all_reduce(found)

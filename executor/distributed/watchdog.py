@@ -1,14 +1,14 @@
-"""A watchdog that notices when another rank has failed, so that nobody waits for it for ever.
+"""A watchdog that notices when another rank has failed, so that no rank waits for it for ever.
 
 [Note: Failed ranks] A rank that raises reports so in the store that joined the ranks. The others read the store several
 times a second. A rank that is killed reports nothing. If it runs on this machine, in one process namespace, the
-operating system tells at once that its process has ended. Elsewhere, its heartbeat in the store stops changing. Whoever
-waits for a collective then raises an error that names the failed rank, with its reason if known. If a collective fails
-first, it waits for that reason, because a closed connection names no rank.
+operating system reports at once that its process has ended. Elsewhere, its heartbeat in the store stops changing. Every
+thread that waits for a collective then raises an error that names the failed rank, with its reason if known. If a
+collective fails first, it waits for that reason, because a closed connection names no rank.
 
 [Note: Ranks apart] A rank that does something else than the others (evaluates alone, or has one batch less) waits for a
-collective that never comes, and so do the others, though none has failed. So each heartbeat says what its rank waits
-for (:attr:`Watchdog.waits_for`). If all ranks wait, for different things, and nothing ends on any, that is an error.
+collective that never comes, and so do the others, though none has failed. So each heartbeat names the call in which its
+rank waits (:attr:`Watchdog.waits_for`). If all ranks wait in different calls and no task ends on any, that is an error.
 """
 
 import contextlib
@@ -18,7 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import Final, final
+
+import torch.distributed as dist
 
 _PERIOD_S: Final = 0.2  # between two reads of the store
 SILENCE_S: Final = 30.0
@@ -34,47 +36,28 @@ class RankError(ConnectionError):
     """Another rank has failed or ended, and this one cannot go on without it."""
 
 
-class Store(Protocol):
-    """The part of ``torch.distributed.Store`` that the watchdog uses."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set a value."""
-        ...
-
-    def get(self, key: str) -> bytes:
-        """Return a value, once it has been set."""
-        ...
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys have been set."""
-        ...
-
-    def compare_set(self, key: str, expected: str, desired: str) -> Any:
-        """Set a value if it is the expected one, or not there."""
-        ...
-
-
 @final
 class Watchdog:
     """Watches the other ranks in a thread, and reports to them if this one fails.
 
     Args:
         store: shared by the ranks; nothing else uses its keys.
-        rank, size: this rank, and how many there are.
         silence_s: see :data:`SILENCE_S`.
 
     Attributes:
-        waits_for: returns what this rank waits for, empty if it does not wait, and a number that grows with every task
-            or collective that ends. Called in the watchdog's thread.
+        waits_for: returns the call in which this rank waits, in words (empty if it does not wait), and a number that
+            grows with every task or collective that ends. Called in the watchdog's thread.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, *, silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self, store: dist.distributed_c10d.Store, rank: int, size: int, *, silence_s: float = SILENCE_S
+    ) -> None:
         self._store = store
         self._rank = rank
         self._silence_s = silence_s
-        self._heartbeat_period_s = min(silence_s / 5, 2.0)  # between two heartbeats of life
+        self._heartbeat_period_s = min(silence_s / 5, 2.0)
         self.waits_for: Callable[[], tuple[str, int]] = lambda: ("", 0)
-        self._waits: Mapping[int, str] = {}  # what each rank waits for, and since when
+        self._waits: Mapping[int, str] = {}  # where each rank waits, and since when
         self._still_since_s = time.monotonic()
         self._failure: RankError | None = None
         self._failed = threading.Event()
@@ -89,7 +72,7 @@ class Watchdog:
             *place, process = store.get(f"process {other}").decode().split()
             self._process[other] = int(process)
             if here and " ".join(place) == here:
-                with contextlib.suppress(OSError):  # it may be gone already: then its silence will tell
+                with contextlib.suppress(OSError):  # it may have ended already: then its heartbeat is missed
                     self._handles[os.pidfd_open(int(process))] = other
         self._thread = threading.Thread(target=self._run, name="rank watchdog", daemon=True)
 
@@ -111,7 +94,7 @@ class Watchdog:
         """Report that this rank has failed; only the first report of all ranks counts."""
         if isinstance(error, RankError) or self._leaving.is_set():
             return
-        with contextlib.suppress(Exception):  # without the store there is nobody to tell
+        with contextlib.suppress(Exception):  # without the store it cannot be reported
             self._store.compare_set(_FAILED, "", f"{self._rank} failed: {type(error).__name__}: {error}")
 
     def explain(self, error: Exception) -> RankError:
@@ -125,7 +108,7 @@ class Watchdog:
         """Stop watching; ``together`` tells the others that it is no failure. Stopping twice is allowed."""
         if not self._leaving.is_set():
             self._leaving.set()
-            with contextlib.suppress(Exception):  # whoever served the store may have left before
+            with contextlib.suppress(Exception):  # the process that serves the store may have ended before
                 if together:
                     self._store.set(f"left {self._rank}", "")
             if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -144,9 +127,8 @@ class Watchdog:
                     return
                 if time.monotonic() - heartbeat_s < self._heartbeat_period_s:
                     continue
-                late = (
-                    number > 0 and time.monotonic() - heartbeat_s > self._silence_s / 2
-                )  # this process slept, not the others
+                since_s = time.monotonic() - heartbeat_s
+                late = number > 0 and since_s > self._silence_s / 2  # this process slept, not the others
                 heartbeat_s, number = time.monotonic(), number + 1
                 doing, num_ended = self.waits_for()
                 own = f"{num_ended} {doing}" if doing else ""
@@ -156,14 +138,16 @@ class Watchdog:
                     if late or found[other] != heartbeats[other]:
                         heartbeats[other], heard_s[other] = b"" if late else found[other], heartbeat_s
                     elif heartbeat_s - heard_s[other] > self._silence_s and not self._has_left(other):
-                        self._fail(f"{other} has given no sign of life for {self._silence_s:g} s")
+                        self._fail(f"{other} has sent no heartbeat for {self._silence_s:g} s")
                         return
                 if reason := self._deadlock(own, {} if late else found, heartbeat_s):
                     self._fail(reason)
                     return
-            except Exception as error:  # noqa: BLE001 - whatever the store raises, it is no more
+            except Exception as error:  # noqa: BLE001 - whatever it raises, the store is gone
                 if not self._leaving.is_set():
-                    self._fail(self._dead_process() or f"0 is gone, or whoever served the store of the ranks: {error}")
+                    self._fail(
+                        self._dead_process() or f"0, or the process that served the ranks' store, has ended: {error}"
+                    )
                 return
 
     def _deadlock(self, own: str, heartbeats: Mapping[int, bytes], now_s: float) -> str:
@@ -199,9 +183,11 @@ class Watchdog:
             os.close(handle)
             if not self._has_left(other):
                 with contextlib.suppress(Exception):  # its report, if it made one
-                    if said := self._reported_failure():
-                        return said
-                return f"{other} (process {self._process[other]}) has ended without a word: it was killed, or crashed"
+                    if reported := self._reported_failure():
+                        return reported
+                return (
+                    f"{other} (process {self._process[other]}) ended without reporting why: it was killed, or crashed"
+                )
         return None
 
     def _heartbeat(self, other: int) -> bytes:
@@ -216,11 +202,7 @@ class Watchdog:
 
 
 def describe_mismatch(doing: Mapping[int, str]) -> str:
-    """Return, in words, that ranks do different things, to follow the word "rank"; empty if they do not.
-
-    Args:
-        doing: what each rank does.
-    """
+    """Return, in words, that ranks do different things, to follow the word "rank"; empty if they do not."""
     ranks_of: dict[str, list[int]] = {}
     for rank, words in sorted(doing.items()):
         ranks_of.setdefault(words, []).append(rank)
@@ -228,8 +210,9 @@ def describe_mismatch(doing: Mapping[int, str]) -> str:
         return ""
     (first, *_), (other, *_) = list(ranks_of.values())[:2]
     return (
-        f"{first} is in {doing[first]}, and rank {other} in {doing[other]}, where each waits for all ranks: let them "
-        "iterate, clip, evaluate, save and close together, with as many batches each; what comes of it may be for one"
+        f"{first} is in {doing[first]}, and rank {other} in {doing[other]}, where each waits for all ranks: make all "
+        "ranks iterate, clip, evaluate, save and close together, with equally many batches; only what follows these "
+        "calls may run on one rank alone"
     )
 
 

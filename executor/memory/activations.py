@@ -1,11 +1,11 @@
 """Saved activations that are offloaded between forward and backward: to the host, or through it to NVMe.
 
-[Note: Saved products] in :mod:`executor.memory.recompute_cache` says what is offloaded, and how backward uses it.
+[Note: Saved products] in :mod:`executor.memory.recompute_cache` describes what is offloaded, and how backward uses it.
 
-[Note: Room] A unit has exactly the host memory that the plan counts. Its products may make more than that: without
-fused attention, for example, all scores. Then some products are not offloaded but computed again: as few bytes as
-possible, and the latest of equals, which recomputation may not reach. The bits of the result do not depend on this
-choice, only the time of backward.
+[Note: Room] A unit has exactly the host memory that the plan counts. The outputs of its products may be larger: without
+fused attention, for example, they include all scores. Then some outputs are not offloaded but recomputed: as few bytes
+as possible, and among equals the latest, which recomputation may not reach. This choice affects the time of backward,
+never the bits of the result.
 """
 
 import contextlib
@@ -39,15 +39,10 @@ class OffloadedActivations:
     """All activations of a model that are offloaded.
 
     Args:
-        units: in forward order.
-        decisions: which of them offload.
-        folder: for those that go on to NVMe.
-        rank: this one, which has a file of its own there.
-        host: where their memory is taken.
-        backend: the device.
+        folder: for activations on NVMe; each ``rank`` has a file of its own there.
 
     Attributes:
-        file: what is on NVMe, a record for each unit; ``None`` if nothing is.
+        file: activations on NVMe, a record for each unit; ``None`` without any.
 
     Raises:
         ValueError: some go to NVMe, and no folder was given.
@@ -83,7 +78,7 @@ class OffloadedActivations:
 
     @property
     def by_class(self) -> dict[MemoryClass, int]:
-        """Bytes on NVMe by what they are for, without what rounds them up to blocks."""
+        """Bytes on NVMe by class, without rounding up to blocks."""
         return {MemoryClass.ACTIVATIONS: self._num_bytes} if self._num_bytes else {}
 
     def begin(self, names: Sequence[str]) -> SegmentActivations:
@@ -135,7 +130,7 @@ class OffloadedActivations:
             tensor.version = tensor.tensor._version
 
     def drop(self, unit: str) -> None:
-        """Free what was reloaded for a unit's segment and not used."""
+        """Free the reloaded tensors of a unit's segment that were not used."""
         self._segments[unit].drop()
 
     def drop_all(self) -> None:
@@ -169,7 +164,7 @@ def _in_blocks(room: torch.Tensor) -> torch.Tensor:
 
 
 def _assign(segment: SegmentActivations, unit: str, room_bytes: int) -> None:
-    """Choose what of a unit is offloaded, and where it goes; see [Note: Room]."""
+    """Choose which tensors of a unit are offloaded, and their places in its host memory; see [Note: Room]."""
     end = 0
     for tensor in segment.inputs if unit == next(iter(segment.products_of)) else ():
         if tensor.is_dense and end + tensor.num_bytes <= room_bytes:  # else it stays: an input cannot be recomputed
@@ -201,13 +196,11 @@ def _offloadable_inputs(args: Sequence[Any]) -> list[torch.Tensor]:
 
 
 class SegmentOffload:
-    """What :func:`torch.utils.checkpoint.checkpoint` needs to offload one segment.
+    """Offloads one segment, in the contexts of :func:`torch.utils.checkpoint.checkpoint`.
 
     Args:
-        activations: of the model.
         names: of the segment's units, in forward order.
-        callbacks: know which unit computes. They are called when recomputation begins, before it uses what was
-            reloaded.
+        callbacks: know which unit computes. They are called when recomputation begins, before it uses reloaded tensors.
     """
 
     def __init__(self, activations: OffloadedActivations, names: Sequence[str], callbacks: ModuleCallbacks) -> None:
@@ -243,10 +236,10 @@ class SegmentOffload:
         self._callbacks.on_forward(self._names[0])
 
     def end_recompute(self) -> None:
-        """Free what the recomputation did not need."""
+        """Free the tensors that the recomputation did not need."""
         self._activations.drop(self._names[0])
 
     def _unit(self) -> str:
-        """Return the unit that computes; what runs before the segment's first unit belongs to that one."""
+        """Return the unit that computes; operators before the segment's first unit belong to that unit."""
         unit = self._callbacks.unit
         return unit if unit in self._names else self._names[0]

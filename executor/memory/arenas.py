@@ -22,7 +22,7 @@ class MemoryShortage:
         tier: of the memory.
         name, asked_bytes: the block that was asked for.
         capacity_bytes: most that may be taken in all; ``None`` without a limit of its own.
-        held_bytes: what had been taken before, by class.
+        held_bytes: bytes taken before, by class.
     """
 
     tier: Tier
@@ -43,7 +43,7 @@ class MemoryShortage:
 
 
 class DeviceMemoryError(MemoryError):
-    """A plan asks for more memory than a tier has; the message shows what is held.
+    """A plan asks for more memory than a tier has; the message lists the bytes in use.
 
     Its one argument is the :class:`MemoryShortage`.
     """
@@ -54,9 +54,7 @@ class Arena:
     """Named blocks of one tier, each allocated once at exactly the size asked for, with a ledger.
 
     Args:
-        tier: of the memory.
         capacity_bytes: most that may be taken in all; ``None`` leaves the limit to the machine.
-        backend: allocates it.
     """
 
     def __init__(self, tier: Tier, capacity_bytes: int | None, backend: Backend) -> None:

@@ -88,13 +88,7 @@ class _Held:
 
 @final
 class StoredValues:
-    """A range of a record, as bytes: sliced like a tensor, and read only when copied.
-
-    Args:
-        file: it is in.
-        record: of the file.
-        start, stop: the stretch.
-    """
+    """A range of a record, as bytes: sliced like a tensor, and read only when copied."""
 
     def __init__(self, file: RecordFile, record: int, start: int, stop: int) -> None:
         self._file = file
@@ -142,7 +136,7 @@ class SpilledGradients:
     def of(
         cls, units: tuple[Unit, ...], decisions: Decisions, folder: Path | None, rank: int, host: Arena
     ) -> Self | None:
-        """Return room for what decisions spill; ``None`` if that is nothing. Raises as :meth:`StoredState.of`."""
+        """Return room for gradients that decisions spill; ``None`` without any. Raises as :meth:`StoredState.of`."""
         planned = SpillRooms(units, decisions)
         if not planned.room_of:
             return None
@@ -189,8 +183,6 @@ class StoredState:
     iterations all buffers are free.
 
     Args:
-        layouts: of every piece.
-        dtype: of weights and gradients.
         ring: uint8, whole blocks each.
         landing: for every unit whose parameters are on NVMe, a buffer for the weights of each piece, uint8, whole
             blocks; units of one slot share it.

@@ -24,15 +24,15 @@ class Piece:
 
     Attributes:
         index: number within the unit's shard.
-        place: where its state lives and who updates it.
+        place: the tier of its state, and where it is updated.
         start, stop: range within the unit; the last piece of the last rank may go beyond, see [Note: Shards].
         offset: its beginning in the host's or the device's slabs of optimizer state; -1 on NVMe.
         served: its beginning in the host's slab of master copies, see [Note: Layout].
-        staging: its beginning among the weights that the host keeps for the device (of what it updates).
+        staging: its beginning among the weights that the host updates and copies to the device.
         leaves: whether its gradient goes to the host.
-        in_place: whether it takes the place of the host's weights there [Note: In place].
-        spilled: whether it goes on to NVMe.
-        arrival: where it begins otherwise, among those that have room of their own.
+        in_place: whether the gradient overwrites the host's weights there [Note: In place].
+        spilled: whether the gradient goes on to NVMe.
+        arrival: otherwise, where the gradient begins in the host's memory for gradients.
     """
 
     index: int
@@ -54,13 +54,13 @@ class Piece:
 
     @property
     def by_host(self) -> bool:
-        """Whether the host updates it, wherever its state lives."""
+        """Whether the host updates it."""
         return self.place in {Place.CPU, Place.NVME}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """What a parameter and a piece have in common: ``[start, stop)`` of the unit's flat range."""
+    """The overlap of a parameter and a piece: ``[start, stop)`` of the unit's flat range."""
 
     piece: Piece
     start: int

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from executor.devices.backend import Backend
 from executor.distributed.products import grouped_product, summed_product_operator
 
-# torch counts the FLOP of all products but these, of which not every version has all, and ours.
+# Products for which torch has no FLOP formula, as far as this version has them, and ours.
 _UNCOUNTED: Final = ("_grouped_mm", "linalg_solve_triangular", "_scaled_dot_product_flash_attention_for_cpu")
 _PRODUCTS: Final = (
     frozenset(flop_registry)
@@ -150,7 +150,7 @@ class SegmentActivations:
         yield from (tensor for product in self.products_of[unit] if product.is_offloaded for tensor in product.tensors)
 
     def drop(self) -> None:
-        """Free what was not restored."""
+        """Free the tensors that were not restored."""
         for product in self.products:
             for tensor in product.tensors:
                 tensor.tensor = None

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from executor.distributed.ranks import Ranks
-from executor.distributed.shards import Share, unshard
+from executor.distributed.shards import ParameterShard, unshard
 from executor.memory.arenas import ALIGNMENT_BYTES, Arena
 from executor.memory.nvme import StoredState
 from executor.memory.pieces import Part, Piece, pieces_of
@@ -36,10 +36,7 @@ class ModelState:
     in memory twice.
 
     Args:
-        units: in forward order.
-        decisions: where things live.
-        shares: what this rank has of the model's parameters, by the names that the units use.
-        gpu, host: where memory is taken.
+        shards: this rank's shards of the model's parameters, by the names that the units use.
         ranks: all ranks, which begin with rank 0's values; ``None`` with one.
         storage_dir: where state on NVMe is kept.
         written: names of the units in the order in which checkpoints are written, see [Note: Slabs as in files].
@@ -48,13 +45,13 @@ class ModelState:
         dtype: of weights.
         units: state of each unit that has parameters, by name.
         by_name: every parameter with its unit, by the name that the unit uses.
-        by_share: what this rank has of each of the model's parameters, by the parameter's own name.
+        by_parameter: this rank's shards of each of the model's parameters, by the parameter's own name.
         state_slots: device memory for streamed state.
-        stored: what is on NVMe; ``None`` if nothing is.
+        stored: state on NVMe; ``None`` without any.
 
     Raises:
         ValueError: the plan keeps state on NVMe, and no folder was given.
-        StorageError: it cannot be kept there.
+        StorageError: see :class:`executor.memory.nvme_files.RecordFile`.
         DeviceMemoryError: a tier is too small.
     """
 
@@ -62,7 +59,7 @@ class ModelState:
         self,
         units: tuple[Unit, ...],
         decisions: Decisions,
-        shares: Mapping[str, Share],
+        shards: Mapping[str, ParameterShard],
         gpu: Arena,
         host: Arena,
         ranks: Ranks | None = None,
@@ -85,25 +82,27 @@ class ModelState:
         self.stored = StoredState.of(units, decisions, assigned.of_unit, storage_dir, ranks.rank if ranks else 0, host)
         self.units: dict[str, UnitState] = {}
         self.by_name: dict[str, tuple[UnitState, ParameterState]] = {}
-        self.by_share: dict[str, list[tuple[UnitState, ParameterState]]] = {}
+        self.by_parameter: dict[str, list[tuple[UnitState, ParameterState]]] = {}
         try:
-            self._move_all_in(units, assigned.of_unit, shares)
+            self._move_all_in(units, assigned.of_unit, shards)
         except BaseException:
             self.give_back()
             raise
 
-    def _move_all_in(self, units: tuple[Unit, ...], slot_of: Mapping[str, int], shares: Mapping[str, Share]) -> None:
-        left = Counter(share.name for share in shares.values())
+    def _move_all_in(
+        self, units: tuple[Unit, ...], slot_of: Mapping[str, int], shards: Mapping[str, ParameterShard]
+    ) -> None:
+        left = Counter(shard.name for shard in shards.values())
         for unit in units:
             if unit.num_params:
-                state = self._take(unit, slot_of.get(unit.name, -1), shares)
+                state = self._take(unit, slot_of.get(unit.name, -1), shards)
                 self.units[unit.name] = state
                 _clear_pads(state, unit.num_params)
                 self._move_in(state)
-                left.subtract(parameter.share.name for parameter in state.parameters)
-                for share in (parameter.share for parameter in state.parameters):
-                    if share.leaf is not share.whole and not left[share.name]:
-                        share.whole.data = without_values(share.whole_shape, self.dtype)
+                left.subtract(parameter.shard.name for parameter in state.parameters)
+                for shard in (parameter.shard for parameter in state.parameters):
+                    if shard.leaf is not shard.whole and not left[shard.name]:
+                        shard.whole.data = without_values(shard.whole_shape, self.dtype)
 
     def give_back(self, *, in_iteration: bool = False, lost: bool = False) -> None:
         """Give the model the weights of the last step, if a session cannot begin or ends in the middle of an iteration.
@@ -116,13 +115,13 @@ class ModelState:
             in_iteration: updates of the last step have ended, and none of this iteration has begun.
             lost: the weights are not those of one step, or only all ranks together have them. Parameters are then NaN.
         """
-        for held in self.by_share.values():
-            share = held[0][1].share
+        for held in self.by_parameter.values():
+            shard = held[0][1].shard
             if lost or self._ranks is not None:
-                share.whole.data = without_values(share.whole_shape, self.dtype)
-            elif share.leaf is share.whole or not share.whole.is_contiguous():  # else it still has its values
-                share.whole.data = unshard(
-                    [(p.share, self._weights(unit, p, from_masters=in_iteration)) for unit, p in held], None
+                shard.whole.data = without_values(shard.whole_shape, self.dtype)
+            elif shard.leaf is shard.whole or not shard.whole.is_contiguous():  # else it still has its values
+                shard.whole.data = unshard(
+                    [(p.shard, self._weights(unit, p, from_masters=in_iteration)) for unit, p in held], None
                 )
 
     def _weights(self, unit: UnitState, parameter: ParameterState, *, from_masters: bool) -> torch.Tensor:
@@ -132,7 +131,7 @@ class ModelState:
         for part in parameter.parts:
             with self.state_of(unit, part.piece) as (master, *_):
                 parameter.values_of(part, values).copy_(master[part.within])
-        return values.view(parameter.share.shape)
+        return values.view(parameter.shard.shape)
 
     @property
     def nvme(self) -> StoredState:
@@ -162,18 +161,18 @@ class ModelState:
     def _move_in(self, unit: UnitState) -> None:
         with self.stored.begin(unit.name) if self.stored else contextlib.nullcontext() as keep:
             for parameter in unit.parameters:
-                share = parameter.share
-                of_all = share.of_all(share.whole.detach())
-                values = share.own_part(self._ranks.broadcast(of_all) if self._ranks else of_all).reshape(-1)
+                shard = parameter.shard
+                of_all = shard.on_all_ranks(shard.whole.detach())
+                values = shard.on_this_rank(self._ranks.broadcast(of_all) if self._ranks else of_all).reshape(-1)
                 for part in parameter.parts:
                     if part.piece.place is Place.NVME:
                         assert keep is not None
                         keep(part.piece.index, part.within.start, parameter.values_of(part, values))
                 self.by_name[parameter.name] = unit, parameter
-                self.by_share.setdefault(share.name, []).append((unit, parameter))
+                self.by_parameter.setdefault(shard.name, []).append((unit, parameter))
                 _move_in(unit, parameter, values)
 
-    def _take(self, unit: Unit, slot: int, shares: Mapping[str, Share]) -> UnitState:
+    def _take(self, unit: Unit, slot: int, shards: Mapping[str, ParameterShard]) -> UnitState:
         name, dtype = unit.name, self.dtype
         on_device = self._decisions.units[name].params == "gpu"
         shard, padded = self._decisions.shard_params(unit), self._decisions.padded_params(unit)
@@ -200,7 +199,7 @@ class ModelState:
         spilled = self.stored.spilled if self.stored else None
         return UnitState(
             name=name,
-            parameters=_parameters(unit, pieces, shares),
+            parameters=_parameters(unit, pieces, shards),
             pieces=pieces,
             group=group,
             start=start,
@@ -261,10 +260,11 @@ class ModelState:
 def _shifts(units: Iterable[Unit], written: Iterable[str]) -> Mapping[str, int]:
     """Return how far behind a whole sector each unit's slabs of state on the host begin.
 
-    [Note: Slabs as in files] A checkpoint has the values of one kind of state unit behind unit, from a whole block on.
-    Where a slab begins as far behind a sector as its values do in that file, these can be written from where they are.
-    That is so for one rank; ranges of several lie anywhere in their files ([Note: Boxes] in
-    :mod:`executor.checkpoint.format.layout`). Kernels come first: what is no multiple of a cache line is left out.
+    [Note: Slabs as in files] A checkpoint file has one kind of state, unit after unit, from a whole block on. If a slab
+    has the same offset from a sector as its values have in that file, they can be written straight from the slab. This
+    works with one rank; with several, ranges lie anywhere in their files ([Note: Boxes] in
+    :mod:`executor.checkpoint.format.layout`). Offsets that are no multiple of a cache line are not used, because
+    kernels would be slower.
     """
     num_params = {unit.name: unit.num_params for unit in units}
     shifts, end_bytes = dict.fromkeys(num_params, 0), 0
@@ -275,7 +275,9 @@ def _shifts(units: Iterable[Unit], written: Iterable[str]) -> Mapping[str, int]:
     return shifts
 
 
-def _parameters(unit: Unit, pieces: tuple[Piece, ...], shares: Mapping[str, Share]) -> tuple[ParameterState, ...]:
+def _parameters(
+    unit: Unit, pieces: tuple[Piece, ...], shards: Mapping[str, ParameterShard]
+) -> tuple[ParameterState, ...]:
     result, start = [], 0
     for spec in unit.parameters:
         stop = start + spec.num_params
@@ -284,7 +286,7 @@ def _parameters(unit: Unit, pieces: tuple[Piece, ...], shares: Mapping[str, Shar
             for piece in pieces
             if max(piece.start, start) < min(piece.stop, stop)
         )
-        result.append(ParameterState(spec.name, shares[spec.name], start, stop, parts))
+        result.append(ParameterState(spec.name, shards[spec.name], start, stop, parts))
         start = stop
     assert start == unit.num_params
     return tuple(result)
@@ -305,10 +307,10 @@ def _clear_pads(unit: UnitState, num_params: int) -> None:
 
 
 def _move_in(unit: UnitState, parameter: ParameterState, values: torch.Tensor) -> None:
-    """Copy a share into the unit's memory, and make its parameter a view of the slot or block."""
+    """Copy a shard into the unit's memory, and make its parameter a view of the slot or block."""
     write_weights(unit, parameter, values)
-    share = parameter.share
-    share.leaf.data = unit.device_weights[parameter.start : parameter.stop].view(share.shape)
+    shard = parameter.shard
+    shard.leaf.data = unit.device_weights[parameter.start : parameter.stop].view(shard.shape)
 
 
 def without_values(shape: torch.Size, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
@@ -317,9 +319,9 @@ def without_values(shape: torch.Size, dtype: torch.dtype, device: torch.device |
 
 
 def write_weights(unit: UnitState, parameter: ParameterState, values: torch.Tensor) -> None:
-    """Set the weights of a share, and this rank's part of its master copy, except on NVMe.
+    """Set the weights of a shard, and this rank's part of its master copy, except on NVMe.
 
-    ``values`` are the share's, flat.
+    ``values`` are the shard's, flat.
     """
     if unit.slot < 0:
         unit.device_weights[parameter.start : parameter.stop].copy_(values)

@@ -38,7 +38,7 @@ class TransferFile:
         num_bytes: of the file.
 
     Raises:
-        StorageError: there is no room, or no permission; on all ranks if on one.
+        StorageError: there is no room, or no permission. If one rank fails, all raise.
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks | None = None) -> None:
@@ -60,7 +60,7 @@ class TransferFile:
                     flat = torch.frombuffer(mmap.mmap(file.fileno(), self.num_bytes), dtype=torch.uint8)
                 return ""
 
-            self._step(ranks, folder, map_it)  # before whoever has made it closes it
+            self._step(ranks, folder, map_it)  # before the rank that made it closes it
         starts = itertools.accumulate(sizes, initial=0)
         self._tensors = {
             name: flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

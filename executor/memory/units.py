@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from executor.distributed.groups import Group
-from executor.distributed.shards import Share
+from executor.distributed.shards import ParameterShard
 from executor.memory.pieces import Part, Piece
 from planner.decisions import Place
 
@@ -20,7 +20,7 @@ class ParameterState:
 
     Attributes:
         name: that its unit uses; for rows of a parameter, it includes the rows.
-        share: which of the model's parameters it belongs to.
+        shard: which of the model's parameters it belongs to.
         start, stop: its range within the unit.
         parts: its parts, one for each of the rank's pieces that it lies in.
         step: number of its updates; counts the next one as soon as its gradient has arrived.
@@ -31,7 +31,7 @@ class ParameterState:
     """
 
     name: str
-    share: Share
+    shard: ParameterShard
     start: int
     stop: int
     parts: tuple[Part, ...]
@@ -51,7 +51,7 @@ class ParameterState:
         return (part for part in self.parts if part.piece.index == piece.index)
 
     def values_of(self, part: Part, values: torch.Tensor) -> torch.Tensor:
-        """Return the values of a part, from the share's flat ``values``."""
+        """Return the values of a part, from the shard's flat ``values``."""
         return values[part.start - self.start : part.stop - self.start]
 
 
@@ -71,7 +71,7 @@ class GradientBucket:
     """This rank's gradient of a unit, until the ranks reduce it.
 
     Attributes:
-        values: ``[padded]``, of which only what is ``present`` and the pads are defined.
+        values: ``[padded]``; only parameters that are ``present``, and the padding, are defined.
         present: names of the parameters that are in it.
     """
 
@@ -152,7 +152,7 @@ class UnitState:
         return bool(self.landing)
 
     def unsharded(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return all of what ranks hold shards of, flat, on the host; all ranks call it together."""
+        """Return the whole of a sharded tensor, flat, on the host; all ranks call this together."""
         return self.group.all_gather_on_host(shard) if self.group is not None and self.is_sharded else shard
 
     def master(self, piece: Piece) -> torch.Tensor:
@@ -174,7 +174,7 @@ class UnitState:
 
     def is_trained(self, piece: Piece) -> bool:
         """Return whether any parameter in a piece is trained."""
-        return any(parameter.share.trains and any(parameter.parts_in(piece)) for parameter in self.parameters)
+        return any(parameter.shard.trains and any(parameter.parts_in(piece)) for parameter in self.parameters)
 
     def has_gradient(self, piece: Piece, iteration: int) -> bool:
         """Return whether a gradient of a piece has arrived in an iteration, even if no update reads it.
@@ -255,7 +255,7 @@ class UnitState:
             yield self.own(piece), landed
 
     def weight_of(self, parameter: ParameterState, flat: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the current weights of a share, once all updates, uploads and gathers are done; a view.
+        """Return the current weights of a shard, once all updates, uploads and gathers are done; a view.
 
         Args:
             parameter: one of the unit's.
@@ -263,7 +263,7 @@ class UnitState:
         """
         if flat is None:
             flat = self.device_weights if self.on_device else self.served()
-        return flat[parameter.start : parameter.stop].view(parameter.share.shape)
+        return flat[parameter.start : parameter.stop].view(parameter.shard.shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -272,8 +272,8 @@ class StateSlot:
 
     Attributes:
         state: float32: master copy and buffers.
-        weights: the gradient if it comes along, until the update is done; then the new weights, if those go back to
-            the host; empty if no piece needs it.
+        weights: the gradient, if it comes from the host, until the update is done; then the new weights, if they go
+            back to the host; empty if no piece needs it.
     """
 
     state: tuple[torch.Tensor, ...]

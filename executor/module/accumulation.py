@@ -1,7 +1,7 @@
 """``model.no_sync()``: the context that loops of ``DistributedDataParallel`` put around micro-batches without a step.
 
 The plan knows how many micro-batches an iteration has, so a loop without the context trains the same. A loop with it
-says which micro-batch is the last. If the plan disagrees, that is an error.
+shows which micro-batch is the last. If the plan disagrees, that is an error.
 """
 
 import contextlib
@@ -10,23 +10,20 @@ from typing import final
 
 from torch import nn
 
+from executor.callbacks import replace_attribute
 from planner.schedule.loop import OutOfOrderError
 
 
 @final
 class Accumulation:
-    """Compares a loop's use of ``no_sync()`` with the plan's number of micro-batches.
-
-    Args:
-        num_micro_batches: forward and backward passes of an iteration.
-    """
+    """Compares a loop's use of ``no_sync()`` with the plan's number of micro-batches."""
 
     def __init__(self, num_micro_batches: int) -> None:
         self._count = num_micro_batches
         self._inside = False
         self._was_inside = False  # in this iteration
         self._last_was_inside = False
-        self._ended_at = 0  # micro-batches, if a backward outside came before the plan's last one
+        self._ended_at = 0  # micro-batches, if a backward ran outside no_sync() before the plan's last one
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -39,18 +36,14 @@ class Accumulation:
 
     def bind(self, model: nn.Module) -> Callable[[], None]:
         """Add ``no_sync`` to a model; return what undoes it."""
-        model.no_sync = self.no_sync  # type: ignore[assignment]  # a function, not a module
-
-        def undo() -> None:
-            del model.no_sync
-
-        return undo
+        return replace_attribute(model, "no_sync", self.no_sync)
 
     def begin_forward(self, micro_batch: int) -> None:
         """The forward of a micro-batch begins.
 
         Raises:
-            OutOfOrderError: it is inside and the last one, or one before it was outside though others were inside.
+            OutOfOrderError: it is the last one but inside no_sync(), or an earlier one was outside though others were
+                inside.
         """
         if micro_batch == 0:
             self._was_inside, self._ended_at = False, 0
@@ -67,7 +60,7 @@ class Accumulation:
         """The backward of a micro-batch begins.
 
         Raises:
-            OutOfOrderError: it is the last and inside.
+            OutOfOrderError: it is the last one, but inside no_sync().
         """
         self._last_was_inside = self._inside
         if self._inside:
@@ -77,10 +70,10 @@ class Accumulation:
             self._ended_at = micro_batch + 1  # of a short group, if a step follows
 
     def check_step(self) -> None:
-        """Check that a step may come here.
+        """Check that ``optimizer.step()`` is allowed now.
 
         Raises:
-            OutOfOrderError: it is inside, or the last micro-batch was.
+            OutOfOrderError: it is inside no_sync(), or the last micro-batch was.
         """
         if self._inside or self._last_was_inside:
             where = "inside no_sync()" if self._inside else "right after a micro-batch inside no_sync()"

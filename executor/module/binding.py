@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from executor.callbacks import ModuleCallbacks, hook_target, in_backward
+from executor.callbacks import ModuleCallbacks, hook_target, in_backward, replace_attribute
 from executor.distributed.shards import BindingError
 from executor.memory.activations import OffloadedActivations, SegmentOffload
 from executor.module.guards import OWN_CHECKPOINTING
@@ -78,7 +78,7 @@ def unit_modules(model: nn.Module, units: tuple[Unit, ...]) -> dict[nn.Module, s
 
 
 class Marker(NamedTuple):
-    """What a module says: that forward has come to a unit as it begins, and backward with gradients of its results."""
+    """A module that reports when forward reaches its unit, and when backward reaches gradients of its outputs."""
 
     module: nn.Module
     unit: str
@@ -87,12 +87,7 @@ class Marker(NamedTuple):
 
 
 def markers(unit_of: Mapping[nn.Module, str], units: tuple[Unit, ...]) -> Iterator[Marker]:
-    """Yield the modules that say where the model is; see [Note: Module boundaries].
-
-    Args:
-        unit_of: the modules that :func:`unit_modules` found, or what is compiled of them.
-        units: in forward order.
-    """
+    """Yield the modules of ``unit_of`` whose hooks report progress; see [Note: Module boundaries]."""
     order = [unit.name for unit in units]
     for module, unit in unit_of.items():
         # A module that has other units inside it begins with its own, if that is the first, and does not end with it.
@@ -109,10 +104,10 @@ def bind(
     undo: list[Callable[[], None]],
     compile_backend: str | None = None,
 ) -> None:
-    """Make a model tell where it is, and recompute and offload what was decided; ``undo`` gets what undoes it.
+    """Add the hooks that report progress, recompute and offload to a model; ``undo`` gets what undoes them.
 
-    With a backend of ``torch.compile``, what :func:`executor.module.compilation.compiled_modules` finds is compiled by
-    it; not so where activations leave: products of a compiled graph cannot be told apart.
+    With a backend of ``torch.compile``, the modules that :func:`executor.module.compilation.compiled_modules` finds are
+    compiled. Units whose activations are offloaded are not: a compiled graph has no separate matrix products.
     """
     unit_of = unit_modules(model, units)
     undo.append(model.register_forward_pre_hook(lambda *_: callbacks.on_model_begin()).remove)
@@ -133,15 +128,15 @@ def bind(
             undo.append(_recompute(_segment_module(model, segment), names[-1], callbacks, offload))
 
 
-def outside(compile_backend: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return what keeps a function out of what is compiled, if anything is."""
+def no_compile(compile_backend: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that keeps a function out of compiled graphs; it does nothing without compilation."""
     return (lambda function: function) if compile_backend is None else torch.compiler.disable
 
 
 def bind_state_dict(
     model: nn.Module, names: Mapping[int, str], weight: Callable[[str], torch.Tensor]
 ) -> list[Callable[[], None]]:
-    """Make ``state_dict`` give current weights, which no view of a slot shows; return what undoes it.
+    """Make ``state_dict`` return current weights, which views of slots do not show; return what undoes it.
 
     Args:
         model: the bound model.
@@ -166,7 +161,7 @@ def bind_state_dict(
 
 
 def _hooks(unit: str, callbacks: ModuleCallbacks) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return what to do before and after the forward of a module, so that both of its passes are marked."""
+    """Return the hooks to run before and after a module's forward, which report its forward and its backward."""
     begun = 0  # autograd's next number when the forward began
 
     def before(_module: nn.Module, _args: Any) -> None:
@@ -186,13 +181,13 @@ def _hooks(unit: str, callbacks: ModuleCallbacks) -> tuple[Callable[..., None], 
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 made = hook_target(leaf)
                 if made.grad_fn is None or made.grad_fn._sequence_nr() >= begun:
-                    _hook_gradient(made, arrive)  # else it was handed through: backward does not come here with it
+                    _hook_gradient(made, arrive)  # else it only passed through this module
 
     return before, after
 
 
 def _hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Do as ``register_hook``, in half the time: nobody takes this hook away, so that it needs no handle."""
+    """Do the same as ``register_hook`` in half the time, without a handle: this hook is never removed."""
     if type(tensor) is not torch.Tensor or tensor.grad_fn is None or tensor._backward_hooks is not None:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     else:
@@ -201,7 +196,7 @@ def _hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -
 
 
 def _segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
-    """Return the module that a segment is.
+    """Return the module of a segment.
 
     A captured segment is named by the path of its block. A preset's (``layers.3``) has another path in each
     ``transformers`` family, but is the deepest module that contains all its parameters, as a decoder layer has several
@@ -221,7 +216,7 @@ def _segment_module(model: nn.Module, segment: list[Unit]) -> nn.Module:
 def _recompute(
     module: nn.Module, last_unit: str, callbacks: ModuleCallbacks, offload: SegmentOffload | None
 ) -> Callable[[], None]:
-    """Checkpoint a module's forward, and offload some of what it makes; return what undoes it."""
+    """Apply activation checkpointing to a module, and offload some of its activations; return what undoes it."""
     original = module.forward
     signature = inspect.signature(original)
 
@@ -250,21 +245,7 @@ def _recompute(
         with offload.forward(bound.args) as modes:
             return checkpoint(run, *bound.args, use_reentrant=False, context_fn=modes, **bound.kwargs)
 
-    return _replace_forward(module, forward)
-
-
-def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Give a module another forward; return what undoes it, once what has been replaced later is undone."""
-    before = vars(module).get("forward")
-    module.forward = forward
-
-    def undo() -> None:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
-
-    return undo
+    return replace_attribute(module, "forward", forward)
 
 
 def _compile(
@@ -274,13 +255,15 @@ def _compile(
     backend: str,
     undo: list[Callable[[], None]],
 ) -> dict[nn.Module, str]:
-    """Compile what can be; return the modules that are to be marked then: none is inside one that is compiled."""
+    """Compile modules; return the modules that report progress then, none of which is inside a compiled one."""
     from executor.module.compilation import allow_variants, compile_module, compiled_modules  # noqa: PLC0415 - takes a second
 
     names = {module: name for name, module in model.named_modules()}
     compiled = compiled_modules(model, units, unit_of)
     undo.append(allow_variants(len(compiled)))
-    undo += [_replace_forward(module, compile_module(module, names[module], backend)) for module in compiled]
+    undo += [
+        replace_attribute(module, "forward", compile_module(module, names[module], backend)) for module in compiled
+    ]
     inside = {inner for module in compiled for inner in module.modules()}
     return {module: unit for module, unit in unit_of.items() if module not in inside} | compiled
 

@@ -24,7 +24,7 @@ from torch._dynamo.exc import TorchDynamoException
 from planner.graph import Unit
 
 _SPARE_VARIANTS: Final = 8
-"""Compilations that modules of one code may need beside one for each of them: training or evaluating, other shapes."""
+"""Compilations of the same code beside one for each module: for training, for evaluating, for other shapes."""
 
 
 class CompileError(ValueError):
@@ -37,18 +37,13 @@ def compiled_modules(
     """Return the modules to compile, each with its unit, see [Note: Compiled modules].
 
     Modules of ``torch.nn`` alone are left as they are: each is one kernel already.
-
-    Args:
-        model: the user's.
-        units: its units in forward order.
-        unit_of: the modules that own parameters, with their units.
     """
     repeated = {unit.name for unit in units if unit.segment != unit.name}
     found: dict[nn.Module, str] = {}
     inside: set[nn.Module] = set()
     for module in model.modules():  # from the outside to the inside
         owners = (inner for inner in module.modules() if next(inner.parameters(recurse=False), None) is not None)
-        inner = {unit_of.get(owner, "") for owner in owners}  # experts apart say themselves whose they are
+        inner = {unit_of.get(owner, "") for owner in owners}  # experts in several units are in no unit here
         if module in inside or len(inner) != 1 or not inner <= repeated or not _is_called(module):
             continue
         inside.update(module.modules())
@@ -78,7 +73,7 @@ def compile_module(module: nn.Module, name: str, backend: str) -> Callable[..., 
 
 
 def allow_variants(num_modules: int) -> Callable[[], None]:
-    """Let so many modules have a graph of their own where they share code; return what undoes it."""
+    """Raise torch's limit of compilations per function, for modules with the same code; return what undoes it."""
     before = config.recompile_limit
     config.recompile_limit = max(before, num_modules + _SPARE_VARIANTS)
 

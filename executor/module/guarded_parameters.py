@@ -34,15 +34,15 @@ _ATTRIBUTES: Final = frozenset({"data", "real", "imag"})
 _HARMLESS: Final = frozenset({"requires_grad_", "retain_grad_"})
 _NAME: Final = "name_in_model"
 _CLASS: Final = "class_in_model"
-# Writes nothing, and what it returns has memory of its own.
+# Reads only, and the gradient has memory of its own.
 _READ_GRADIENT: Final = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class Guarded(torch.Tensor):
     """A parameter that cannot be written to, or a view of one. None is made: parameters become some in :func:`guard`.
 
-    It is not a subclass of ``Parameter``: those are told from views of theirs by ``_is_param``, which torch looks at
-    where it asks whether something is a parameter.
+    It is not a subclass of ``Parameter``. The attribute ``_is_param``, by which torch recognises parameters, tells
+    parameters from views of them.
     """
 
     @classmethod
@@ -66,7 +66,7 @@ class Guarded(torch.Tensor):
             return _guarded(result, [t for t in tree_leaves((args, dict(kwargs))) if isinstance(t, Guarded)])
 
     def set_(self, *_args: object, **_kwargs: object) -> NoReturn:
-        """Refuse other memory; of this operation alone torch does not tell ``__torch_function__``.
+        """Refuse to be given other memory. Only for this method torch does not call ``__torch_function__``.
 
         Raises:
             ValueError: always.
@@ -74,7 +74,7 @@ class Guarded(torch.Tensor):
         raise ValueError(refusal(getattr(self, _NAME, "what is written to")))
 
     def __deepcopy__(self, _memo: object) -> NoReturn:
-        """Refuse to be copied, since weights are elsewhere. See :meth:`__reduce_ex__`."""
+        """Refuse to be copied. See :meth:`__reduce_ex__`."""
         self.__reduce_ex__(2)
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
@@ -90,7 +90,7 @@ class Guarded(torch.Tensor):
 
 
 unguarded: Final = torch._C.DisableTorchFunctionSubclass
-"""Context in which guards do not look at calls, for code that touches only gradients or memory of parameters."""
+"""Context that switches guards off, for code that touches only gradients or the memory of parameters."""
 
 
 def guard(parameter: nn.Parameter, name: str) -> None:
@@ -114,7 +114,7 @@ def unguard(parameter: nn.Parameter) -> None:
 
 
 def refusal(name: str) -> str:
-    """Return why a parameter is not written to, and what to do instead."""
+    """Return the error text for writing to a parameter, with a remedy."""
     return f"{name} is a parameter of a prepared model, and what is written to it would be lost; {INSTEAD}"
 
 
@@ -131,7 +131,7 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def _guarded(result: Any, given: list[Guarded]) -> Any:
-    """Return a result, guarded as far as it is in the memory of what was given."""
+    """Return a result in which all views of guarded tensors are guarded."""
     if isinstance(result, np.ndarray):
         result.flags.writeable = False
         return result

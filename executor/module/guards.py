@@ -1,4 +1,4 @@
-"""What a prepared model refuses, because it would go wrong later, or without a word."""
+"""Checks and guards: what a prepared model refuses, because it would fail later or give wrong results silently."""
 
 import functools
 import weakref
@@ -12,6 +12,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from executor.callbacks import replace_attribute
 from executor.module.guarded_parameters import INSTEAD
 
 _ANOTHER: Final = "for another model of the same weights, make one and load_state_dict(model.state_dict())"
@@ -20,14 +21,14 @@ OWN_CHECKPOINTING: Final = (
     "switch gradient checkpointing of the model's own off (model.gradient_checkpointing_disable(), no "
     'torch.utils.checkpoint): plans have activations="recompute" of their own'
 )
-"""What to do where forward comes in backward, or without gradients in training, and the plan has none there."""
+"""Remedy if forward runs inside backward, or without gradients in training, where the plan has no such forward."""
 
 LEFT_HALF_WAY: Final = (
     "If an exception left the iteration half way, it cannot be taken up again: close the session "
     "(optimizer.session.close()), which gives the model the weights of the last step, or NaN where these are not to be "
     "had, and prepare() again, or go on from a checkpoint"
 )
-"""What to do in the middle of an iteration whose rest never comes."""
+"""Remedy for an iteration that was left half-way."""
 
 _prepared: Final = weakref.WeakSet[nn.Module]()
 """All modules of all models whose sessions are open."""
@@ -50,7 +51,7 @@ def check_plain(model: nn.Module) -> None:
     """Check that a model keeps all activations by itself.
 
     Raises:
-        ValueError: it says that it checkpoints, as models of transformers do.
+        ValueError: its own gradient checkpointing is on, as models of ``transformers`` report.
     """
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
         raise ValueError(
@@ -90,16 +91,14 @@ def bind_guards(model: nn.Module, dtype: torch.dtype, device: torch.device) -> l
 
     That is to be copied, to be prepared again, to get other modules or parameters, and to change the type or the place
     of weights.
-
-    Args:
-        model: the bound model.
-        dtype: the type of its weights.
-        device: their place.
     """
     undo = []
     for module in model.modules():
-        undo.append(_shadow(module, "_apply", _keeping_weights(module, dtype, device)))
-        undo += [_shadow(module, "__deepcopy__", _refuse_copy), _shadow(module, "__reduce_ex__", _refuse_pickle)]
+        undo.append(replace_attribute(module, "_apply", _keeping_weights(module, dtype, device)))
+        undo += [
+            replace_attribute(module, "__deepcopy__", _refuse_copy),
+            replace_attribute(module, "__reduce_ex__", _refuse_pickle),
+        ]
         _prepared.add(module)
         undo.append(functools.partial(_prepared.discard, module))
     modules = weakref.WeakSet(model.modules())
@@ -155,18 +154,3 @@ def _keeping_weights(module: nn.Module, dtype: torch.dtype, device: torch.device
 
 def _where(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device, int]:
     return tensor.dtype, tensor.device, 0 if tensor.is_meta else tensor.data_ptr()
-
-
-def _shadow(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
-    """Give a module an attribute of its own, over that of its class; return what undoes it."""
-    own = vars(module)
-    there, before = name in own, own.get(name)
-    own[name] = value
-
-    def undo() -> None:
-        if there:
-            own[name] = before
-        else:
-            own.pop(name, None)
-
-    return undo

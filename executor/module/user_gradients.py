@@ -19,8 +19,6 @@ class UserGradients:
     """All gradients between backward and step, as the user sees them.
 
     Args:
-        decisions: what is executed.
-        parameters: this rank's parts of all of them.
         norms: waits for all gradients of the iteration, and returns their norms by names of whole parameters.
         complete: ends the iteration's micro-batches, because gradients are read or scaled now.
     """
@@ -36,7 +34,7 @@ class UserGradients:
         self._waits = decisions.update_start == "step"
         self._parts: dict[str, list[ParameterState]] = {}
         for parameter in parameters:
-            self._parts.setdefault(parameter.share.name, []).append(parameter)
+            self._parts.setdefault(parameter.shard.name, []).append(parameter)
         self._find_norms = norms
         self._complete = complete
         self._num_micro_batches = decisions.num_micro_batches
@@ -58,7 +56,7 @@ class UserGradients:
             self._num_added = micro_batch + 1
             for name, parts in self._parts.items():
                 if any(part.arrived == iteration for part in parts):
-                    whole = parts[0].share.whole
+                    whole = parts[0].shard.whole
                     if name not in self._stand_ins:
                         self._stand_ins[name] = OffloadedGradient(whole, name, self)
                     whole.grad = self._stand_ins[name]
@@ -98,7 +96,7 @@ class UserGradients:
             if not self._num_added:
                 return
             for name, parts in self._parts.items():
-                gradient = parts[0].share.whole.grad
+                gradient = parts[0].shard.whole.grad
                 arrived = any(part.arrived == iteration for part in parts)
                 if arrived and not isinstance(gradient, OffloadedGradient):
                     raise GradientError(
@@ -113,7 +111,7 @@ class UserGradients:
         with unguarded():
             self._num_added = 0
             for parts in self._parts.values():
-                whole = parts[0].share.whole
+                whole = parts[0].shard.whole
                 if isinstance(whole.grad, OffloadedGradient):
                     whole.grad = None
 
@@ -125,7 +123,7 @@ class UserGradients:
         """
         with unguarded():
             for name, parts in self._parts.items():
-                whole = parts[0].share.whole
+                whole = parts[0].shard.whole
                 gradient = whole.grad
                 for part in parts:
                     if part.arrived == iteration and gradient is None:

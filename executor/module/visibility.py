@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import final
 
-from executor.distributed.shards import Share
+from executor.distributed.shards import ParameterShard
 from executor.memory.state import ModelState, without_values
 from executor.module.guarded_parameters import guard, lift_guard, refusal, unguard, unguarded
 
@@ -20,14 +20,14 @@ class WeightVisibility:
     :mod:`executor.module.guarded_parameters`.
 
     Args:
-        state: where weights are.
         shared: units whose weights a unit uses besides its own, by its name.
-        shares: this rank's shares of the user's parameters.
     """
 
-    def __init__(self, state: ModelState, shared: Mapping[str, tuple[str, ...]], shares: Iterable[Share]) -> None:
+    def __init__(
+        self, state: ModelState, shared: Mapping[str, tuple[str, ...]], shards: Iterable[ParameterShard]
+    ) -> None:
         self._leaves = {
-            unit.name: [(parameter.share.leaf, parameter.share.name) for parameter in unit.parameters]
+            unit.name: [(parameter.shard.leaf, parameter.shard.name) for parameter in unit.parameters]
             for unit in state.units.values()
         }
         self._views = {
@@ -45,10 +45,10 @@ class WeightVisibility:
         self._shown: frozenset[str] = frozenset(self._leaves)
         self._shown_for: str | None = None
         self._all = {id(leaf): (leaf, name) for leaves in self._leaves.values() for leaf, name in leaves}
-        for share in shares:  # a parameter whose rows are leaves has no values at all
-            if id(share.whole) not in self._all:
-                self._all[id(share.whole)] = share.whole, share.name
-                guard(share.whole, share.name)
+        for shard in shards:  # a parameter whose rows are leaves has no values at all
+            if id(shard.whole) not in self._all:
+                self._all[id(shard.whole)] = shard.whole, shard.name
+                guard(shard.whole, shard.name)
         self._versions = self._versions_now()
 
     def show(self, unit: str) -> None:

@@ -26,7 +26,7 @@ class AdagradParams:
         check_params(self, not_negative=("lr", "lr_decay", "weight_decay", "eps"))
 
 
-def _rest(params: AdagradParams, step: int, grad_scale: float) -> tuple[object, ...]:
+def _kernel_args(params: AdagradParams, step: int, grad_scale: float) -> tuple[object, ...]:
     rate = params.lr / (1 + (step - 1) * params.lr_decay)
     return params.weight_decay > 0, float32s(grad_scale, params.weight_decay, rate, params.eps)
 
@@ -46,7 +46,7 @@ def _update(master: Any, sum_of_squares: Any, grad: Any, weight_out: Any, decays
         store_weight(weight_out, grad, i, p)
 
 
-adagrad_step: Final = HostStep(_update, ("sum",), _rest)
+adagrad_step: Final = HostStep(_update, ("sum",), _kernel_args)
 """As ``torch.optim.Adagrad`` (Duchi et al., JMLR 12, 2011), with g = ``grad_scale`` * ``grad``::
 
     g = g + weight_decay * p

@@ -1,7 +1,8 @@
 """AdamW, and Adam, on a CPU in one pass over memory.
 
-A step that casts the gradient, updates, and casts the weight back walks memory three times, some 54 bytes a parameter.
-This one reads gradient (2), master weight, m and v (12) and writes the last three and the bf16 weight (14) once: 28.
+A step that casts the gradient, updates, and casts the weight back passes over memory three times: about 54 bytes a
+parameter. This step needs 28: it reads the gradient (2), the master weight, m and v (12), and writes the last three and
+the bf16 weight (14).
 """
 
 import math
@@ -22,7 +23,7 @@ class AdamWParams:
     """Hyper-parameters, as ``torch.optim.AdamW`` names and bounds them.
 
     Attributes:
-        decoupled_weight_decay: weights decay by themselves (AdamW), not through the gradient (Adam).
+        decoupled_weight_decay: weight decay is applied to the weight (AdamW), not added to the gradient (Adam).
 
     Raises:
         ValueError: a negative ``lr``, ``eps`` or ``weight_decay``, or a beta outside [0, 1).
@@ -39,7 +40,7 @@ class AdamWParams:
         check_params(self, not_negative=("lr", "eps", "weight_decay"), fractions=("beta1", "beta2"))
 
 
-def _rest(params: AdamWParams, step: int, grad_scale: float) -> tuple[object, ...]:
+def _kernel_args(params: AdamWParams, step: int, grad_scale: float) -> tuple[object, ...]:
     bias1, bias2 = 1 - params.beta1**step, 1 - params.beta2**step
     factors = float32s(
         grad_scale,
@@ -52,12 +53,12 @@ def _rest(params: AdamWParams, step: int, grad_scale: float) -> tuple[object, ..
         1 / math.sqrt(bias2),
         params.eps,
     )
-    # The factor of the weight in the gradient. Without weight decay a kernel is compiled that leaves it out.
+    # Weight decay in the gradient; for ``None`` numba compiles a kernel without it.
     in_gradient = params.weight_decay and not params.decoupled_weight_decay
     return np.float32(params.weight_decay) if in_gradient else None, factors
 
 
-# error_model: Python's own raises on a division by zero, and that branch would keep the loop from being vectorised.
+# error_model: Python's model raises on a division by zero, and that branch would prevent vectorisation.
 @njit(nogil=True, cache=True, error_model="numpy")
 def _update(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight_out: Any, l2: Any, factors: Any) -> None:
     grad_scale, beta1, rest1, beta2, rest2, decay, step_size, root_bias2_inverse, eps = factors
@@ -74,12 +75,12 @@ def _update(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight_out: A
         store_weight(weight_out, grad, i, p)
 
 
-adamw_step: Final = HostStep(_update, ("exp_avg", "exp_avg_sq"), _rest)
+adamw_step: Final = HostStep(_update, ("exp_avg", "exp_avg_sq"), _kernel_args)
 """As ``torch.optim.AdamW`` without amsgrad (Loshchilov and Hutter, arXiv:1711.05101); g = ``grad_scale`` * ``grad``::
 
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g * g
     p = p * (1 - lr * weight_decay) - lr / (1 - beta1**step) * m / (sqrt(v) / sqrt(1 - beta2**step) + eps)
 
-Where weight decay is not decoupled it is ``g = g + weight_decay * p`` before all else, as ``torch.optim.Adam``.
+If weight decay is not decoupled, ``g = g + weight_decay * p`` comes first, as in ``torch.optim.Adam``.
 """

@@ -1,10 +1,10 @@
 """bfloat16 inside numba kernels.
 
-numpy has no bfloat16, so its arrays are ``uint16`` here and hold the bits: the upper half of the float32 of the same
-value. A torch tensor lends its bits, without a copy, as ``tensor.view(torch.uint16).numpy()``.
+numpy has no bfloat16, so arrays are ``uint16`` here and hold the bits: the upper half of the equal float32. Without a
+copy, a torch tensor gives its bits by ``tensor.view(torch.uint16).numpy()``.
 
-numba's cache of a kernel watches the kernel's own file only: after an edit here, delete the ``__pycache__`` of kernels
-that call these functions.
+numba recompiles a cached kernel only if the kernel's own file changes. After an edit here, delete the ``__pycache__``
+of kernels that call these functions.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def _bit_cast(source: types.Type, target: types.Type) -> Callable[..., Any]:
 
 
 float32_of_bits: Final = _bit_cast(types.uint32, types.float32)
-"""In kernels only: the float32 that a uint32 holds the bits of."""
+"""In kernels only: the float32 with the bits of a uint32."""
 
 bits_of_float32: Final = _bit_cast(types.float32, types.uint32)
 """In kernels only: the bits of a float32 as a uint32."""
@@ -50,12 +50,12 @@ def bf16_to_float32(bits: Any) -> Any:
 def float32_to_bf16(value: Any) -> Any:
     """Return the bits (uint16) of the bfloat16 nearest to a float32, ties to even.
 
-    What lies beyond the largest bfloat16 by half a unit in the last place or more becomes infinite; denormals are
-    kept. Every NaN becomes the quiet 0x7FC0: rounding its bits could carry into an infinity, or lose it to one.
+    Values beyond the largest bfloat16 by at least half a unit in the last place become infinite. Denormals are kept.
+    Every NaN becomes the quiet 0x7FC0, because rounding the bits of a NaN could give an infinity.
     """
     if np.isnan(value):
         return _QUIET_NAN_BITS
     bits = bits_of_float32(value)
-    # Half a unit, less one where the kept part is even: a tie carries upwards only from an odd one.
+    # Half a unit, or one less if the upper half is even: then a tie does not round up.
     bias = np.uint32(0x7FFF) + (np.uint32(bits >> np.uint32(16)) & np.uint32(1))
     return np.uint16(np.uint32(bits + bias) >> np.uint32(16))

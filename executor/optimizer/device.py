@@ -1,7 +1,7 @@
-"""The optimizer step on a device, by torch: its fused kernels where it has them for every device, else its operators.
+"""The optimizer step on a device: torch's fused kernels if torch has them for every device, else its operators.
 
-Each works on float32 tensors of one shape: the master copy, the buffers in the order of the optimizer's entry in
-:mod:`executor.optimizer.table`, and a scaled gradient that may be overwritten.
+Each function takes float32 tensors of one shape: the master copy, the buffers in the order of the optimizer's entry in
+:mod:`executor.optimizer.table`, and a scaled gradient, which it may overwrite.
 """
 
 import torch

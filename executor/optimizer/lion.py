@@ -29,7 +29,7 @@ class LionParams:
         check_params(self, not_negative=("lr", "weight_decay"), fractions=("beta1", "beta2"))
 
 
-def _rest(params: LionParams, _step: int, grad_scale: float) -> tuple[object, ...]:
+def _kernel_args(params: LionParams, _step: int, grad_scale: float) -> tuple[object, ...]:
     rests = (1 - params.beta1, 1 - params.beta2)
     decay = 1 - params.lr * params.weight_decay
     return (float32s(grad_scale, params.beta1, rests[0], params.beta2, rests[1], decay, params.lr),)
@@ -42,7 +42,7 @@ def _update(master: Any, exp_avg: Any, grad: Any, weight_out: Any, factors: Any)
         g = as_float32(grad[i]) * grad_scale
         m = exp_avg[i]
         c = beta1 * m + rest1 * g
-        # A choice of constants becomes a mask; a conversion of the comparison would keep the loop from vectors.
+        # Selecting between constants is vectorised; converting the comparison to a number is not.
         sign = (_ONE if c > _ZERO else _ZERO) - (_ONE if c < _ZERO else _ZERO) + (c - c)
         p = master[i] * decay - lr * sign
         exp_avg[i] = beta2 * m + rest2 * g
@@ -50,12 +50,12 @@ def _update(master: Any, exp_avg: Any, grad: Any, weight_out: Any, factors: Any)
         store_weight(weight_out, grad, i, p)
 
 
-lion_step: Final = HostStep(_update, ("exp_avg",), _rest)
+lion_step: Final = HostStep(_update, ("exp_avg",), _kernel_args)
 """As algorithm 2 of Chen et al., arXiv:2302.06675, with g = ``grad_scale`` * ``grad``; the same at each step::
 
     c = beta1 * m + (1 - beta1) * g
     p = p * (1 - lr * weight_decay) - lr * sign(c)
     m = beta2 * m + (1 - beta2) * g
 
-Where c is not finite p becomes NaN. A plain sign would hide that: of a NaN it is 0, of infinity 1 for ever.
+If c is not finite, p becomes NaN. A plain sign would hide that: sign(NaN) is 0, sign(infinity) is 1.
 """

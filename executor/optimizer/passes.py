@@ -1,4 +1,4 @@
-"""The frame of every optimizer step on the host: its arrays, and how a team of threads divides them.
+"""The part that all optimizer steps on the host have in common: checked arrays, and a team that divides them.
 
 [Note: Rounding]
 Kernels are compiled without any fast-math flag. Each flag that would change the code lets LLVM round the vectorised
@@ -7,10 +7,9 @@ that pays, ``reassoc`` regroups, ``arcp`` and ``afn`` may take estimates in vect
 every operation is the IEEE float32 one, so that a parameter's new bits do not depend on the piece, thread or machine
 that updates it (the payload of a NaN aside). Memory bounds the loops, so the flags would gain nothing.
 
-[Note: Overwriting]
-New weights may go where the gradient was ([Note: In place] in :mod:`planner.decisions`). Given as two arrays, the code
-that LLVM makes would find at run time that they overlap and take a loop without vectors, three times slower. So it is
-one array, and a kernel of its own, made from the same source.
+[Note: Overwriting] New weights may overwrite the gradient ([Note: In place] in :mod:`planner.decisions`). If a kernel
+got both as two arrays, LLVM's code would notice at run time that they overlap and take a loop without vector
+instructions, three times slower. So it gets one array, for which numba compiles another version of the kernel.
 """
 
 import math
@@ -31,7 +30,7 @@ GradientArray = Bf16Array | Float32Array
 _Params = TypeVar("_Params")
 
 IN_PLACE: Final = ()
-"""What a kernel gets in the place of ``weight_out`` if the weights go where the gradient is [Note: Overwriting]."""
+"""Passed to a kernel as ``weight_out`` if the weights overwrite the gradient [Note: Overwriting]."""
 
 
 @final
@@ -43,23 +42,23 @@ class HostStep(Generic[_Params]):
 
     Args:
         kernel: compiled; called with pieces of the state, of ``grad`` and of ``weight_out`` or :data:`IN_PLACE`, then
-            with what ``rest`` returns.
+            with the result of ``kernel_args``.
         buffers: names of the state beside the master copy.
-        rest: returns flags and factors for ``(params, step, grad_scale)``.
-        keeps: whether some hyper-parameters need the buffers; if not, they are not touched.
+        kernel_args: returns flags and factors for ``(params, step, grad_scale)``.
+        has_buffers: whether an optimizer with these hyper-parameters has the buffers.
     """
 
     def __init__(
         self,
         kernel: Callable[..., object],
         buffers: tuple[str, ...],
-        rest: Callable[[_Params, int, float], tuple[object, ...]],
-        keeps: Callable[[_Params], bool] = lambda _: True,
+        kernel_args: Callable[[_Params, int, float], tuple[object, ...]],
+        has_buffers: Callable[[_Params], bool] = lambda _: True,
     ) -> None:
         self._kernel = kernel
         self._names = ("master", *buffers)
-        self._rest = rest
-        self._keeps = keeps
+        self._kernel_args = kernel_args
+        self._has_buffers = has_buffers
 
     def __call__(
         self,
@@ -71,15 +70,15 @@ class HostStep(Generic[_Params]):
         grad_scale: float = 1.0,
         team: WorkerTeam | None = None,
     ) -> None:
-        """Take the step. The result does not depend on how ``team`` divides the range: see [Note: Rounding].
+        """Take the step. The bits do not depend on how ``team`` cuts the range: see [Note: Rounding].
 
         Args:
             state: weights and then buffers, each float32 ``[num_params]``, updated; no other arrays may overlap.
             grad: gradient, float32 or bf16 bits (uint16), ``[num_params]``; only read, unless it is ``weight_out`` too.
-            weight_out: gets the new weights as bf16 bits (uint16), ``[num_params]``; ``None`` in float32 training, in
-                which the master copy is the weight.
+            weight_out: where the new weights go as bf16 bits (uint16), ``[num_params]``; ``None`` in float32 training,
+                where the master copy is the weight.
             params: hyper-parameters.
-            step: number of this step, from 1.
+            step: which step this is, from 1.
             grad_scale: multiplies the gradient in float32: the clip factor, one over a loss scale, or their product.
             team: threads to run on; ``None`` means the calling thread.
 
@@ -89,14 +88,14 @@ class HostStep(Generic[_Params]):
         if step < 1:
             raise ValueError(f"step is {step}, but steps count from 1; count before the update, not after")
         master, *buffers = state
-        held = (master, *(buffers if self._keeps(params) else [None] * len(buffers)))
+        held = (master, *(buffers if self._has_buffers(params) else [None] * len(buffers)))
         self._check(held, grad, weight_out, params)
         in_place = weight_out is not None and weight_out.ctypes.data == grad.ctypes.data
         arrays = (*held, grad, IN_PLACE if in_place else weight_out)
-        rest = self._rest(params, step, grad_scale)
+        args = self._kernel_args(params, step, grad_scale)
 
         def update(start: int, stop: int) -> None:
-            self._kernel(*(None if array is None else array[start:stop] for array in arrays), *rest)
+            self._kernel(*(None if array is None else array[start:stop] for array in arrays), *args)
 
         if team is None:
             update(0, len(grad))
@@ -110,8 +109,8 @@ class HostStep(Generic[_Params]):
         for name, array in zip(self._names, held, strict=True):
             if array is not None:
                 _check_array(name, array, ("float32",), num_params)
-            elif name == self._names[0] or self._keeps(params):
-                raise ValueError(f"there is no {name} in the state, which {params} needs; pass one")
+            elif name == self._names[0] or self._has_buffers(params):
+                raise ValueError(f"the state has no {name}, but {params} needs one; pass it")
         _check_array("grad", grad, ("uint16", "float32"), num_params, written=False)
         if weight_out is not None:
             _check_array("weight_out", weight_out, ("uint16",), num_params)
@@ -146,7 +145,7 @@ def check_params(params: object, *, not_negative: tuple[str, ...], fractions: tu
 
 
 def float32s(*factors: float) -> tuple[np.float32, ...]:
-    """Return factors that were computed in double precision, each rounded to float32 once."""
+    """Return a step's factors, computed in double precision, each rounded to float32 once."""
     return tuple(np.float32(factor) for factor in factors)
 
 
@@ -156,7 +155,7 @@ def as_float32(bits: Any) -> Any:
 
 
 def store_weight(weight_out: Any, grad: Any, i: int, weight: Any) -> None:
-    """Write a new weight as bf16 bits to ``weight_out``, over the gradient (:data:`IN_PLACE`), or not at all.
+    """Write a new weight as bf16 bits: to ``weight_out``, over the gradient if that is :data:`IN_PLACE`, or skip.
 
     Kernels only, as above.
     """

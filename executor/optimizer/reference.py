@@ -1,4 +1,4 @@
-"""Optimizers that torch lacks, as plain ``torch.optim`` classes: for use without a plan, and as reference in tests."""
+"""Optimizers that torch does not have, as plain ``torch.optim`` classes: for use without a plan, and as references."""
 
 from collections.abc import Callable
 from typing import Any, final
@@ -12,13 +12,13 @@ from executor.optimizer.lion import LionParams
 class Lion(torch.optim.Optimizer):
     """Evolved sign momentum (Chen et al., *Symbolic discovery of optimization algorithms*, arXiv:2302.06675).
 
-    Every weight moves by ``lr`` or not at all, in the direction of the sign of an average of gradients. So ``lr`` is
-    about a tenth of AdamW's. If the average is not finite the weight becomes NaN, because its sign would hide that.
+    Every weight moves by ``lr``, in the direction of the sign of an average of gradients, so ``lr`` is about a tenth of
+    AdamW's. If that average is not finite, the weight becomes NaN: a plain sign would hide the error.
 
     Args:
         params: parameters, or groups of them.
-        lr: distance that a weight moves.
-        betas: weight of past gradients in the direction, and in the momentum.
+        lr: how far a weight moves.
+        betas: weight of the past in the direction, and in the momentum that is kept.
         weight_decay: decoupled, as AdamW's.
 
     Raises:

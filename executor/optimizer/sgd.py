@@ -31,11 +31,11 @@ class SgdParams:
                 "dampening"
             )
         if self.dampening and not self.momentum:
-            # torch does not store it: the first step with momentum would have no past, however late it comes.
+            # With torch, the first step after momentum is switched on would have no dampening, whenever it comes.
             raise ValueError(f"dampening is {self.dampening} without momentum, where it does nothing; set it to 0")
 
 
-def _rest(params: SgdParams, step: int, grad_scale: float) -> tuple[object, ...]:
+def _kernel_args(params: SgdParams, step: int, grad_scale: float) -> tuple[object, ...]:
     factors = float32s(grad_scale, params.weight_decay, params.momentum, 1 - params.dampening, params.lr)
     return params.weight_decay > 0, step == 1, params.nesterov, factors
 
@@ -55,7 +55,7 @@ def _update(
     for i in range(master.size):
         p = master[i]
         g = as_float32(grad[i]) * grad_scale
-        if decays:  # by 0 it would make a NaN of an infinite weight's gradient; loops are split by these flags
+        if decays:  # 0 * an infinite weight would be NaN; the compiler makes a loop for each value of the flag
             g = g + weight_decay * p
         if momentum_buffer is not None:
             m = g if first else momentum * momentum_buffer[i] + rest * g
@@ -66,12 +66,12 @@ def _update(
         store_weight(weight_out, grad, i, p)
 
 
-sgd_step: Final = HostStep(_update, ("momentum_buffer",), _rest, keeps=lambda params: params.momentum != 0)
+sgd_step: Final = HostStep(_update, ("momentum_buffer",), _kernel_args, has_buffers=lambda params: params.momentum != 0)
 """As ``torch.optim.SGD`` (Sutskever et al., ICML 2013), with g = ``grad_scale`` * ``grad``::
 
     g = g + weight_decay * p
     m = g at the first step, then momentum * m + (1 - dampening) * g
     p = p - lr * (g + momentum * m with Nesterov's momentum, else m)
 
-At step 1 there is no momentum yet. Without momentum m is not touched and may be ``None``.
+Step 1 has no momentum yet. Without momentum m is not used, and may be ``None``.
 """

@@ -1,7 +1,7 @@
-"""The optimizers that can be executed. An entry holds everything that the executor knows of one.
+"""The optimizers that can be executed: everything about each of them is in one entry.
 
-A new optimizer needs a kernel like those beside this file, an entry here, and a row in :mod:`planner.optimizers` if its
-state differs from those.
+A new one needs a kernel like those beside this file, an entry here, and, if its state is of a new kind, a row in
+:mod:`planner.optimizers`.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,18 +35,19 @@ class OptimizerEntry:
     """One optimizer.
 
     Attributes:
-        stock: the class that users construct; our state has its format.
+        torch_class: the user's class; our saved state has its format.
         planned_as: its name in plans.
         buffers: keys of its float32 tensors beside the master copy, in a parameter's state.
-        read: returns hyper-parameters of a parameter group; called when the updates of an iteration begin.
+        read: returns hyper-parameters of a parameter group, whenever the updates of an iteration begin.
         host: takes a step in host memory: ``host((master, *buffers), grad, weight_out, params, step, scale, team)``.
-        device: takes one on a device; see :mod:`executor.optimizer.device`.
+        device: takes a step on a device; see :mod:`executor.optimizer.device`.
         counts_steps: whether a parameter's state has a ``step``.
-        starts_at: key in a group of the initial value of buffers; ``None`` for 0.
+        starts_at: the group's key for the initial value of buffers, which are then saved before the first step too;
+            ``None`` if they begin at 0.
         refused: flags of a group that kernels do not support.
     """
 
-    stock: type[torch.optim.Optimizer]
+    torch_class: type[torch.optim.Optimizer]
     planned_as: Optimizer
     buffers: tuple[str, ...]
     read: Callable[[Group], Params]
@@ -57,23 +58,25 @@ class OptimizerEntry:
     refused: tuple[str, ...] = ("maximize", "differentiable", "capturable")
 
     def rule(self, group: Group) -> "Rule":
-        """Return the update rule of a group with its present options.
+        """Return the present update rule of a group's parameters.
 
         Raises:
-            ValueError: kernels do not support a flag or a hyper-parameter.
+            ValueError: a flag or a hyper-parameter that kernels do not support.
         """
         for flag in self.refused:
             if group.get(flag):
-                raise ValueError(f"the optimizer has {flag} set, which updates on the host do not know; leave it off")
+                raise ValueError(
+                    f"the optimizer has {flag} set, which updates on the host do not support; leave it off"
+                )
         return Rule(self, self.read(group))
 
     def warm_up(self, grad_dtype: npt.DTypeLike, group: Group, *, writes_bf16: bool) -> None:
-        """Compile what a group's updates run on the host, or load it from numba's cache, so that no timed step has to.
+        """Compile a group's kernels, or load them from numba's cache, so that the first step does not have to.
 
         Args:
             grad_dtype: of the gradients to come: ``uint16`` (bf16 bits) or ``float32``.
             group: hyper-parameters.
-            writes_bf16: whether steps will write bf16 weights, apart or where bf16 gradients were.
+            writes_bf16: whether steps will write bf16 weights, to memory of their own or over bf16 gradients.
         """
         state = np.zeros((1 + len(self.buffers), 1), np.float32)
         grad = np.zeros(1, grad_dtype)
@@ -112,9 +115,9 @@ def _read_lion(group: Group) -> LionParams:
 _SGD_NUMBERS: Final = ("lr", "momentum", "dampening", "weight_decay")
 
 
-def _adam(stock: type[torch.optim.Optimizer], *, decoupled: bool) -> OptimizerEntry:
+def _adam(torch_class: type[torch.optim.Optimizer], *, decoupled: bool) -> OptimizerEntry:
     return OptimizerEntry(
-        stock=stock,
+        torch_class=torch_class,
         planned_as="adamw",
         buffers=("exp_avg", "exp_avg_sq"),
         read=lambda group: _read_adam(group, decoupled=decoupled),
@@ -128,7 +131,7 @@ ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
     _adam(torch.optim.AdamW, decoupled=True),
     _adam(torch.optim.Adam, decoupled=False),
     OptimizerEntry(
-        stock=torch.optim.SGD,
+        torch_class=torch.optim.SGD,
         planned_as="sgd",
         buffers=("momentum_buffer",),
         read=_read_sgd,
@@ -137,7 +140,7 @@ ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         counts_steps=False,
     ),
     OptimizerEntry(
-        stock=torch.optim.Adagrad,
+        torch_class=torch.optim.Adagrad,
         planned_as="adagrad",
         buffers=("sum",),
         read=_read_adagrad,
@@ -146,7 +149,7 @@ ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         starts_at="initial_accumulator_value",
     ),
     OptimizerEntry(
-        stock=Lion,
+        torch_class=Lion,
         planned_as="lion",
         buffers=("exp_avg",),
         read=_read_lion,
@@ -161,18 +164,20 @@ def entry_of(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
     """Return the entry of a user's optimizer.
 
     Raises:
-        ValueError: there is none, or it is a subclass with behaviour of its own.
+        ValueError: no entry has exactly this class.
     """
     for entry in ENTRIES:
-        if type(optimizer) is entry.stock:
+        if type(optimizer) is entry.torch_class:
             return entry
-    known = ", ".join(f"{'ullage' if e.stock is Lion else 'torch.optim'}.{e.stock.__name__}" for e in ENTRIES)
+    known = ", ".join(
+        f"{'ullage' if e.torch_class is Lion else 'torch.optim'}.{e.torch_class.__name__}" for e in ENTRIES
+    )
     raise ValueError(f"the optimizer is {type(optimizer).__name__}, but only {known} can be executed; use one of them")
 
 
-def stock_of(planned: Optimizer) -> Callable[..., torch.optim.Optimizer]:
-    """Return the optimizer class for which a plan is made."""
-    return next(entry.stock for entry in ENTRIES if entry.planned_as == planned)
+def torch_class_of(planned: Optimizer) -> Callable[..., torch.optim.Optimizer]:
+    """Return the class of a plan's optimizer."""
+    return next(entry.torch_class for entry in ENTRIES if entry.planned_as == planned)
 
 
 assert all(len(entry.buffers) == OPTIMIZERS[entry.planned_as].num_buffers for entry in ENTRIES)

@@ -1,7 +1,7 @@
 """Threads that run kernels on pieces of a range.
 
 numba's own threading layers are not used: ``workqueue`` aborts the process when two threads enter parallel kernels at
-once, and ``omp`` and ``tbb`` need libraries that a machine may lack. Kernels that release the GIL need neither.
+once, and ``omp`` and ``tbb`` need libraries that a machine may not have. Kernels that release the GIL need neither.
 """
 
 import os
@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Final, Self
 
 GRAIN_ITEMS: Final = 64
-"""Pieces begin at multiples of this: 64 bf16 or 64 float32 are whole cache lines, so no two threads share one."""
+"""Pieces are cut at multiples of this: 64 bf16 or 64 float32 are whole cache lines, which no two threads then share."""
 
 PieceFunction = Callable[[int, int], object]
 """Called as ``function(start, stop)``; its result is ignored."""
@@ -32,13 +32,12 @@ class WorkerTeam:
     """A team of threads; any number of threads may :meth:`run` work on it at the same time.
 
     Args:
-        num_threads: number of pieces that run at once. A team of one without ``cores`` has no thread of its own: it
-            works in the caller's.
-        cores: a core number per thread, to bind it to; left out, the operating system places the threads. Only where
-            it can bind threads (Linux); elsewhere ``cores`` has no effect.
+        num_threads: number of pieces that run at once. A team of one without ``cores`` works in the caller's thread.
+        cores: a core number per thread, to which it is bound; left out, the operating system places the threads. It has
+            an effect on Linux only.
 
     Raises:
-        ValueError: no thread, not one core per thread, or a core this process may not use.
+        ValueError: no thread, another number of cores than threads, or a core that this process may not use.
     """
 
     def __init__(self, num_threads: int, cores: Sequence[int] | None = None) -> None:
@@ -65,8 +64,8 @@ class WorkerTeam:
         Called from inside a piece, it works in that thread: waiting there for a free thread could wait for ever.
 
         Raises:
-            Exception: that of the first failed piece in the order of the range. It is raised after every piece has
-                ended, so that the caller may reuse their memory.
+            Exception: the first failure in the order of the range, after every piece has ended, so that the caller may
+                reuse the memory.
             RuntimeError: the team is closed.
         """
         if self._closed:
@@ -100,5 +99,5 @@ def _check_cores(cores: Sequence[int], num_threads: int) -> None:
         allowed = os.sched_getaffinity(0)
         if not allowed.issuperset(cores):
             raise ValueError(
-                f"cores {sorted(set(cores) - allowed)} are not open to this process; choose from {sorted(allowed)}"
+                f"this process may not use cores {sorted(set(cores) - allowed)}; choose from {sorted(allowed)}"
             )

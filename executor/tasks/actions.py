@@ -31,14 +31,7 @@ class _Short(NamedTuple):
 class Actions:
     """Performs tasks on a model's state. Each method runs in the thread of the task's lane.
 
-    Args:
-        state: the model's memory.
-        decisions: where things live.
-        backend: the device.
-        team: threads for updates on the host.
-        collectives: collectives of the schedule; ``None`` with one rank.
-        offloaded: activations that leave the device.
-        snapshots: takes state for checkpoints; ``None`` without checkpoints.
+    With one rank, ``collectives`` is ``None``. Without checkpoints, ``snapshots`` is ``None``.
 
     Attributes:
         gradients: collects, flushes and spills gradients.
@@ -143,12 +136,12 @@ class Actions:
 
     def _upload(self, task: Task, _iteration: int) -> None:
         unit = self._state.units[task.unit]
-        if task.piece in unit.changed:  # what is frozen is there already
+        if task.piece in unit.changed:  # frozen weights are on the device already
             unit.changed.remove(task.piece)
             self.upload(unit, unit.pieces[task.piece])
 
     def _swap_in(self, task: Task, _iteration: int) -> None:
-        """Read state into a host buffer, unless nothing of it is trained; gradients may still be on their way."""
+        """Give a piece a host buffer, and read its state if any of it is trained. Gradients may arrive later."""
         unit = self._state.units[task.unit]
         reads = unit.is_trained(unit.pieces[task.piece])
         self._state.nvme.swap_in((unit.name, task.piece), task.slot, reads=reads)

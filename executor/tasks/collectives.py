@@ -25,14 +25,7 @@ from planner.schedule.tasks import Op, Task
 
 @final
 class ScheduleCollectives:
-    """Performs the tasks of the collective lane.
-
-    Args:
-        state: what is worked on.
-        decisions: where things live.
-        schedule: what is executed; the same on all ranks.
-        backend: the device.
-        ranks: all ranks.
+    """Performs the tasks of the collective lane. The schedule is the same on all ranks.
 
     Attributes:
         mean_factor: multiplies gradients, so that their sum over data-parallel ranks is the mean.
@@ -47,7 +40,7 @@ class ScheduleCollectives:
         self._shards = decisions.zero_stage >= 1
         self.mean_factor = 1 / decisions.data_parallel
         self._waits = decisions.update_start == "step"
-        self._scattered: dict[str, list[int]] = {}  # in which micro-batches a unit's gradient is added up
+        self._scattered: dict[str, list[int]] = {}  # micro-batches after which a unit's gradient is reduced
         for task in schedule.tasks:
             if task.op is Op.SCATTER:
                 self._scattered.setdefault(task.unit, []).append(task.micro_batch)
@@ -58,7 +51,7 @@ class ScheduleCollectives:
         unit.group.all_gather(unit.device_weights, unit.own_weights)
 
     def collect(self, unit: UnitState, parameter: ParameterState, flat: torch.Tensor, micro_batch: int) -> None:
-        """Put a gradient into its unit's bucket, in the thread that runs backward."""
+        """Add a gradient to its unit's bucket, in the thread that runs backward."""
         due = next(m for m in self._scattered[unit.name] if m >= micro_batch)
         if (bucket := unit.buckets.get(due)) is None:
             bucket = unit.buckets[due] = _empty_bucket(unit)
@@ -124,13 +117,13 @@ class ScheduleCollectives:
     def sum_squares(
         self, parameters: Sequence[tuple[UnitState, ParameterState]], squares: Sequence[float]
     ) -> list[float]:
-        """Return sums of squares of whole gradients, given those of this rank's parts.
+        """All-reduce the sums of squares of this rank's parts of gradients; return those of whole gradients.
 
-        A part that several ranks hold counts once. If a parameter is not divided over tensor-parallel ranks, all of
+        A part that several ranks hold counts once. If a parameter is not sharded over tensor-parallel ranks, all of
         them must have the same bits, because their arithmetic is the same; all NaN count as equal.
 
         Raises:
-            GradientError: they have not, so these ranks no longer train one model.
+            GradientError: the bits differ, so these ranks no longer train one model.
         """
         mesh = self._ranks.mesh
         if self._ranks.size == mesh.degrees.data_parallel and not self._shards and mesh.degrees.expert_parallel == 1:
@@ -145,10 +138,10 @@ class ScheduleCollectives:
         totals = []
         for i, (_, parameter) in enumerate(parameters):
             of_ranks = rows[i::count]
-            divided = parameter.share.dim is not None
+            divided = parameter.shard.dim is not None
             if not divided and not np.array_equal(of_ranks, [of_ranks[0]] * size, equal_nan=True):
                 raise GradientError(
-                    f"tensor-parallel ranks have different gradients of {parameter.share.name}, of which each has all; "
+                    f"tensor-parallel ranks have different gradients of {parameter.shard.name}, of which each has all; "
                     "give these ranks the same batches, and the same random numbers (torch.manual_seed)"
                 )
             totals.append(sum(of_ranks) if divided else of_ranks[0])

@@ -17,15 +17,7 @@ from planner.schedule.tasks import Task
 
 @final
 class GradientTasks:
-    """Collects, flushes and spills gradients, and computes their norms.
-
-    Args:
-        state: the model's memory.
-        decisions: where things live.
-        backend: the device.
-        team: threads that compute norms on the host.
-        collectives: collectives of the schedule; ``None`` with one rank.
-    """
+    """Collects, flushes and spills gradients, and computes their norms. With one rank, ``collectives`` is ``None``."""
 
     def __init__(
         self,
@@ -73,8 +65,8 @@ class GradientTasks:
         for unit, parameter in self._state.parameters():
             if parameter.arrived != iteration:
                 continue
-            first.setdefault(parameter.share.name, (unit, parameter))
-            terms = sums.setdefault(parameter.share.name, [])
+            first.setdefault(parameter.shard.name, (unit, parameter))
+            terms = sums.setdefault(parameter.shard.name, [])
             terms += parameter.squares if parameter.flushed == iteration else ()
             for part in parameter.staying:
                 terms.append(self._backend.sum_of_squares(unit.device_gradients[parameter.name, part.piece.index]))

@@ -21,15 +21,11 @@ from planner.schedule.tasks import Lane, MemoryClass, Op
 
 @final
 class Snapshots:
-    """The state that the schedule's snapshots take, and the buffers that it goes through.
+    """The state that the schedule's snapshots copy to checkpoints, and the buffers that it passes through.
 
-    A share of a parameter, or rows of it that are a unit of their own, is saved as a tensor with a name of its own.
+    A tensor-parallel shard of a parameter, or its rows in one of several units, is saved under a name of its own.
 
     Args:
-        state: of the session.
-        schedule: gives the order.
-        entry: the optimizer.
-        backend: copies.
         host: memory for the buffers.
         options: the size of the buffers.
         rank: of this process. If several ranks hold the same unit, one of them saves it; they take turns.
@@ -112,13 +108,13 @@ class Snapshots:
             return []
         return [
             Slice(
-                parameter.share.own_name,
-                tuple(parameter.share.shape),
+                parameter.shard.shard_name,
+                tuple(parameter.shard.shape),
                 part.start - parameter.start,
                 part.stop - parameter.start,
                 part.within.start,
             )
             for parameter in unit.parameters
             for part in parameter.parts
-            if part.piece.index == key[1] and (parameter.share.dim is not None or not parameter.share.mesh.tensor)
+            if part.piece.index == key[1] and (parameter.shard.dim is not None or not parameter.shard.mesh.tensor)
         ]

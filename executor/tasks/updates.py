@@ -37,14 +37,7 @@ class _Run(NamedTuple):
 
 @final
 class UpdateTasks:
-    """Performs updates, and copies the state of streamed pieces to the device and back.
-
-    Args:
-        state: the model's memory.
-        decisions: where things live.
-        backend: the device.
-        team: threads that update on the host.
-    """
+    """Performs updates, and copies the state of streamed pieces to the device and back."""
 
     def __init__(self, state: ModelState, decisions: Decisions, backend: Backend, team: WorkerTeam) -> None:
         self._state = state
@@ -59,7 +52,7 @@ class UpdateTasks:
         self._updates = {i: known for i, known in self._updates.items() if i == iteration - 1} | {iteration: updates}
 
     def update(self, task: Task, iteration: int) -> None:
-        """Update a piece where the plan says."""
+        """Update a piece on the lane that the plan chose."""
         unit = self._state.units[task.unit]
         piece = unit.pieces[task.piece]
         if task.lane is Lane.CPU:
@@ -152,7 +145,7 @@ class UpdateTasks:
             unit.device_gradients.pop((parameter.name, piece.index), None)
 
     def _spend(self, unit: UnitState, gradients: Sequence[torch.Tensor]) -> None:
-        """Let go of gradients that an update has read.
+        """Release gradients that an update has read.
 
         [Note: Spent] On a GPU the caller runs ahead of the updates. If a gradient were freed here, the allocator could
         not reuse its memory before the update has ended. The next forward would then get other memory: up to all
@@ -177,7 +170,7 @@ class UpdateTasks:
                 self._backend.update(cut, [weights], run.update.rule, run.step, run.update.scale)
         else:
             self._update_on_device(unit, piece, slot.state, iteration)
-        # All of it, also what was not updated: rounding the same master copy again gives the same weight.
+        # The whole piece, also parameters without an update: the same master copy rounds to the same weight.
         if unit.on_device:
             unit.own(piece).copy_(slot.state[0])
         elif unit.host_weights is not None:
@@ -187,10 +180,10 @@ class UpdateTasks:
         """Yield each parameter of a piece that is updated, with its range: those that got a gradient, as in torch."""
         updates = self._updates[iteration]
         for parameter in unit.parameters:
-            if parameter.arrived != iteration or parameter.share.name not in updates:
+            if parameter.arrived != iteration or parameter.shard.name not in updates:
                 continue
             for part in parameter.parts_in(piece):
-                yield parameter, _Run(part.start, part.stop, updates[parameter.share.name], parameter.step)
+                yield parameter, _Run(part.start, part.stop, updates[parameter.shard.name], parameter.step)
 
     def _runs(self, unit: UnitState, piece: Piece, iteration: int) -> Iterator[_Run]:
         """Yield the ranges of a piece that are updated; neighbours with the same update are one."""

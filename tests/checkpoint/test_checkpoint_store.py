@@ -42,11 +42,11 @@ def test_none_goes_before_as_many_as_are_kept_are_known_to_be_whole(tmp_path):
     store = Store(tmp_path / "store")  # which knows nothing yet
     newest = store.folders()
     for folder in newest[:3]:
-        store.trust(folder)
-    assert store.thin(4) == []
+        store.mark_whole(folder)
+    assert store.remove_old(4) == []
     assert steps(store) == [5, 4, 3, 2, 1]
-    store.trust(newest[3])
-    assert store.thin(4) == [newest[4]]
+    store.mark_whole(newest[3])
+    assert store.remove_old(4) == [newest[4]]
 
 
 def test_the_same_step_twice_is_refused_unless_the_first_is_damaged(tmp_path):

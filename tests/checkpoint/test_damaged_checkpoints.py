@@ -108,14 +108,14 @@ def test_a_flipped_bit_in_what_another_rank_hands_in_is_found(tmp_path):
     draft = store.begin(1)
     other = JoinedDraft(store.root, 1, (), draft.folder.name.rpartition("-")[2], 1.0)
     part = Part(files=(), tensors={})
-    other.hand_in(1, part, {"rng": 7})
+    other.send_part(1, part, {"rng": 7})
     path = draft.folder / "part-1.json"
     whole = path.read_bytes()
     for position in range(len(whole)):
         damaged = bytearray(whole)
         damaged[position] ^= 1 << (position % 8)
         path.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=r"part-1.json is not what its rank has written"):
+        with pytest.raises(CheckpointError, match=r"part-1.json differs from what its rank has written"):
             draft.collect(2, part, {}, 1.0)
     path.write_bytes(whole)
     assert draft.collect(2, part, {}, 1.0) == ([part, part], [{}, {"rng": 7}])

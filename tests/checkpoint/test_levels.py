@@ -41,7 +41,7 @@ class Run:
     def make(self, *steps):
         for step in steps:
             path = save(self.levels.fastest, step)
-            self.levels.made(Outcome(step, path, None, 0, 0))
+            self.levels.report(Outcome(step, path, None, 0, 0))
             self.levels.fastest.prune(self.levels.levels[0].keep)
 
     def wait(self):
@@ -72,7 +72,7 @@ def test_each_level_has_its_own_interval_and_keeps_its_own(tmp_path, url):
     assert not run.failures()
     assert [step_of(store) for store in run.levels.stores] == [18, 18, 16]
     assert [o.step for o in run.outcomes if o.level == 2] == [4, 8, 12, 16]
-    run.levels.bring_down(S)
+    run.levels.promote_newest(S)
     run.levels.close()
     assert run.steps() == [[18, 17], [18, 16, 14], [18, 16]], "the last one comes to all"
     assert step_of(run.levels.stores[2]) == 18
@@ -163,7 +163,7 @@ def test_what_was_removed_before_its_turn_is_told(tmp_path):
     gate.opened.set()
     run.wait()
     assert run.steps() == [[7, 5, 2], [2]]
-    assert "step-00000004 made room for newer ones before it was its turn" in run.failures()[0][2]
+    assert "step-00000004 was removed for newer ones before it was copied" in run.failures()[0][2]
     run.levels.close()
 
 
@@ -175,7 +175,7 @@ def test_the_end_is_waited_for_no_longer_than_was_said(tmp_path, monkeypatch, in
     if interrupted:
         monkeypatch.setattr(type(run.levels._promoters[0]), "wait", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     threading.Timer(0.3, gate.opened.set).start()
-    run.levels.bring_down(0.1)
+    run.levels.promote_newest(0.1)
     assert run.steps() == [[1], []]
     assert not list((tmp_path / "b").glob("*-*"))
     why = "training was interrupted again" if interrupted else "not within 0.1 s after training"
@@ -187,7 +187,7 @@ def test_a_place_that_does_not_answer_is_told_and_not_waited_for(tmp_path, monke
     gate = Gate(tmp_path / "b")
     run = Run(Level(tmp_path / "a", 1), Level(tmp_path / "b", 1), files=gate)
     run.make(1)
-    run.levels.bring_down(0.1)
+    run.levels.promote_newest(0.1)
     assert "not within 0.1 s after training; the place has not answered for 0.2 s" in run.failures()[0][2]
     gate.opened.set()
 
@@ -222,7 +222,7 @@ def test_levels_that_do_not_fit_are_refused(url):
         ([Level("a", 10), Level("b", 5)], "multiple, such as 10"),
         ([Level("a", 0)], "a has a checkpoint every 0 iterations; give 1 or more"),
         ([Level("a", 10), Level("a/", 10)], "a place is there twice"),
-        ([Level(url)], "is no folder, and training writes into folders only; give one before"),
+        ([Level(url)], "is no folder, but training writes into folders only; give a folder as the level before"),
     ):
         with pytest.raises(ValueError, match=message):
             check_levels(levels)

@@ -272,7 +272,7 @@ def test_what_changes_in_memory_between_reading_and_writing_is_found(tmp_path):
             yield chunk
 
     copy = Store(tmp_path / "lower").begin_copy(source.manifest)
-    with pytest.raises(CheckpointError, match="what was written is not what was read"):
+    with pytest.raises(CheckpointError, match="the copy differs from the source"):
         copy.write(record, chunks())
     copy.abandon()
 
@@ -321,7 +321,7 @@ def test_promotion_retention_and_readers_at_once(tmp_path):
         step = 1
         while not stop.is_set():
             path = save(levels.fastest, step)
-            levels.made(Outcome(step, path, None, 0, 0))
+            levels.report(Outcome(step, path, None, 0, 0))
             levels.fastest.prune()
             step += 1
 
@@ -344,7 +344,7 @@ def test_promotion_retention_and_readers_at_once(tmp_path):
         maker.join()
         other.kill()
         other.join()
-    levels.bring_down(10)
+    levels.promote_newest(10)
     levels.close()
     assert num_reads > 5
     newest = {step_of(store) for store in levels.stores}

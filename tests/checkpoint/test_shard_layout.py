@@ -145,6 +145,6 @@ def test_one_name_twice_in_a_file_is_refused():
 def test_values_that_nobody_wrote_are_missed(tmp_path):
     shards = cut(3)
     del shards[1]
-    with pytest.raises(CheckpointError, match="w has 91 values, of which 54 are there"):
+    with pytest.raises(CheckpointError, match="w has 91 values, but only 54 are present"):
         write(Store(tmp_path / "store"), 1, shards)
     assert not Store(tmp_path / "store").folders()

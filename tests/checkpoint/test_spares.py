@@ -87,7 +87,7 @@ def test_they_go_in_the_end_and_those_of_a_dead_process_are_used(tmp_path):
     save(Store(store.root), 4)
     assert not any(path.name.startswith("spare-") for path in store.root.iterdir())
     store.prune()
-    store.tidy()
+    store.remove_spares()
     assert {path.name for path in store.root.iterdir()} == {"step-00000003", "step-00000004"}
 
 

@@ -137,7 +137,10 @@ def with_shape(data, shape, **more):
 
 HOSTILE = {
     "a tensor of more bytes than its file": (lambda d: with_shape(d, [2**40]), "overlap in .*, or go beyond its end"),
-    "a tensor of no bytes and endless shape": (lambda d: with_shape(d, [0, 2**62, 2**62]), "which no tensor has"),
+    "a tensor of no bytes and endless shape": (
+        lambda d: with_shape(d, [0, 2**62, 2**62]),
+        "which is too large for a tensor",
+    ),
     "more dimensions than tensors have": (lambda d: with_shape(d, [1] * 1000), "at most 32 items"),
     "two tensors of the same bytes": (
         lambda d: d["tensors"].__setitem__("again", d["tensors"]["w"]),
@@ -151,7 +154,7 @@ HOSTILE = {
     "chunks of a byte": (lambda d: d["files"][0].update(chunk_bytes=1), "at files.0.chunk_bytes"),
     "fewer checksums than chunks": (
         lambda d: d["files"][0].update(checksums=d["files"][0]["checksums"][:-1]),
-        "has checksums of another length",
+        "has another number of checksums than chunks",
     ),
     "a fragment that runs backwards": (
         lambda d: d["tensors"]["b"].update(
@@ -160,11 +163,11 @@ HOSTILE = {
                 d["tensors"]["b"]["fragments"][0] | {"start": 61},
             ]
         ),
-        "are missing, or there twice|overlap",
+        "are missing, or present twice|overlap",
     ),
     "a file that is not there": (
         lambda d: [f.update(file=99) for f in d["tensors"]["w"]["fragments"]],
-        "are missing, or there twice",
+        "are missing, or present twice",
     ),
     "a type that is none": (lambda d: d["tensors"]["w"].update(dtype="O"), "at tensors.w.dtype"),
     "a way out of the folder": (lambda d: d["files"][0].update(path="../x"), "at files.0.path"),

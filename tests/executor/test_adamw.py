@@ -320,7 +320,7 @@ def test_after_warm_up_nothing_is_compiled():
         import numpy as np, torch
         from executor.optimizer import AdamWParams, WorkerTeam, adamw_step, adamw
         from executor.optimizer.table import ENTRIES
-        entry = next(entry for entry in ENTRIES if entry.stock is torch.optim.AdamW)
+        entry = next(entry for entry in ENTRIES if entry.torch_class is torch.optim.AdamW)
         group = torch.optim.AdamW([torch.ones(1)]).param_groups[0]
         grads = {kind: np.ones(200, kind) for kind in (np.uint16, np.float32)}
         halves, singles = grads.values()

@@ -203,7 +203,7 @@ def test_gradients_end_to_end_are_one_however_it_is_cut(lengths, chunk, dtype):
         fresh = [values.clone(), torch.zeros(total), torch.zeros(total), torch.zeros(total, dtype=torch.bfloat16)]
         return [tensor.to(device) for tensor in fresh]
 
-    rule = Rule(next(entry for entry in ENTRIES if entry.stock is torch.optim.AdamW), AdamWParams(lr=0.1))
+    rule = Rule(next(entry for entry in ENTRIES if entry.torch_class is torch.optim.AdamW), AdamWParams(lr=0.1))
     whole, cut = state(), state()
     update_on_device(whole, [gradient.to(device)], rule, 1, 0.5)
     with pytest.MonkeyPatch.context() as patch:

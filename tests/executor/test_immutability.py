@@ -165,7 +165,7 @@ def looked_at(task, decisions, folder, seed, late=frozenset(), most_s=MOST_S):
     with poisoned(rng, most_s):
         model, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=4 * 4096)
         level, files = Level(folder, keep=100), SlowFiles(rng, MOST_S)
-        with optimizer.session, Checkpoints(optimizer, level, tell=outcomes.append, files=files) as saved:
+        with optimizer.session, Checkpoints(optimizer, level, on_outcome=outcomes.append, files=files) as saved:
             oracle = Oracle(optimizer.session)
             delay(optimizer.session, seed)
             come_late(optimizer.session, late)

@@ -314,7 +314,7 @@ def test_without_momentum_its_buffer_is_not_touched():
     assert np.array_equal(master, without[0])
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.stock.__name__)
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.torch_class.__name__)
 @pytest.mark.parametrize("step", [1, 2, 7])
 def test_updates_on_a_device_are_those_on_the_host_but_for_rounding(entry, step):
     """torch's kernels may fuse and regroup: some units of 2**-24 of the sizes involved, which are of order 1 here."""
@@ -323,8 +323,8 @@ def test_updates_on_a_device_are_those_on_the_host_but_for_rounding(entry, step)
     state[1:] = [np.abs(buffer) for buffer in state[1:]]
     grad = rng.standard_normal(1001).astype(np.float32)
     of_its_own = {torch.optim.SGD: {"momentum": 0.9}, torch.optim.Adagrad: {"lr_decay": 0.2}}
-    options = {"weight_decay": 0.1, **of_its_own.get(entry.stock, {})}
-    (group,) = entry.stock([torch.nn.Parameter(torch.zeros(1))], lr=0.1, **options).param_groups
+    options = {"weight_decay": 0.1, **of_its_own.get(entry.torch_class, {})}
+    (group,) = entry.torch_class([torch.nn.Parameter(torch.zeros(1))], lr=0.1, **options).param_groups
     params = entry.read(group)
     tensors = [torch.from_numpy(array.copy()) for array in state]
     entry.device(tensors[0], tuple(tensors[1:]), torch.from_numpy(grad.copy()), params, step)
@@ -382,7 +382,7 @@ def test_wrong_arrays_and_steps_are_named(name):
 
 def test_momentum_needs_a_buffer():
     state = random_state(10, 0, 1)
-    with pytest.raises(ValueError, match=r"there is no momentum_buffer in the state, which SgdParams\(.*momentum=0\.9"):
+    with pytest.raises(ValueError, match=r"the state has no momentum_buffer, but SgdParams\(.*momentum=0\.9"):
         sgd_step((state[0], None), state[2], None, SgdParams(momentum=0.9), 1)
 
 

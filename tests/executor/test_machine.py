@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import executor.devices.lanes
 from executor.devices.backend import HostBackend
-from executor.devices.lanes import CALLER_LANES, NUM_RECORDED, HostMachine, LaneError, LaneMachine
+from executor.devices.lanes import CALLER_LANES, NUM_RECORDED, LaneError, LaneMachine
 from planner.decisions import Place
 from planner.lowering import lower
 from planner.schedule.loop import Loop
@@ -47,6 +47,10 @@ def schedules(draw):
     return Schedule(tuple(tasks))
 
 
+def on_host(schedule, perform, *, record=False):
+    return LaneMachine(schedule, perform, HostBackend(), record=record)
+
+
 def walk(machine, schedule, iterations):
     loop = Loop(schedule, machine)
     for _ in range(iterations):
@@ -65,7 +69,7 @@ def test_a_task_starts_when_its_lane_is_free_and_what_it_comes_after_has_ended(s
         time.sleep(durations_ms[task.index] / 1e3)
 
     iterations = 3
-    with HostMachine(schedule, perform, record=True) as machine:
+    with on_host(schedule, perform, record=True) as machine:
         walk(machine, schedule, iterations)
         timeline = machine.timeline()
     assert not lane_threads()
@@ -86,9 +90,7 @@ def test_a_task_starts_when_its_lane_is_free_and_what_it_comes_after_has_ended(s
 
 def test_start_is_measured_when_a_task_becomes_ready_not_when_it_is_issued():
     schedule = Schedule((work(0, Lane.CPU), work(1, Lane.H2D), work(2, Lane.D2H, after=[0])))
-    with HostMachine(
-        schedule, lambda task, _: time.sleep(0.05 if task.lane is Lane.CPU else 0), record=True
-    ) as machine:
+    with on_host(schedule, lambda task, _: time.sleep(0.05 if task.lane is Lane.CPU else 0), record=True) as machine:
         walk(machine, schedule, 1)
         spans = list(machine.timeline().spans)
     assert spans[1].start_s < 0.05 <= spans[2].start_s < 0.05 + LATE_S
@@ -98,14 +100,14 @@ def test_start_is_measured_when_a_task_becomes_ready_not_when_it_is_issued():
 def test_lanes_run_at_the_same_time():
     both = threading.Barrier(2, timeout=10)
     schedule = Schedule((work(0, Lane.CPU), work(1, Lane.H2D)))
-    with HostMachine(schedule, lambda *_: both.wait()) as machine:
+    with on_host(schedule, lambda *_: both.wait()) as machine:
         walk(machine, schedule, 3)
 
 
 def test_a_callers_task_lasts_until_its_next_one():
     schedule = Schedule((work(0, Lane.COMPUTE, op=Op.FORWARD), work(1, Lane.CPU, after=[0]), work(2, Lane.COMPUTE)))
     done = []
-    with HostMachine(schedule, lambda task, _: done.append(task.index), record=True) as machine:
+    with on_host(schedule, lambda task, _: done.append(task.index), record=True) as machine:
         loop = Loop(schedule, machine)
         loop.reach(Op.FORWARD)
         machine.issue(schedule.tasks[1], 0)
@@ -120,7 +122,7 @@ def test_a_callers_task_lasts_until_its_next_one():
 
 def test_the_caller_waits_for_what_its_task_comes_after():
     schedule = Schedule((work(0, Lane.CPU), work(1, Lane.COMPUTE, after=[0])))
-    with HostMachine(schedule, lambda *_: time.sleep(0.05)) as machine:
+    with on_host(schedule, lambda *_: time.sleep(0.05)) as machine:
         begin_s = time.perf_counter()
         Loop(schedule, machine).finish()
         assert time.perf_counter() - begin_s >= 0.05
@@ -128,7 +130,7 @@ def test_the_caller_waits_for_what_its_task_comes_after():
 
 def test_only_the_last_two_iterations_are_kept():
     schedule = Schedule((work(0, Lane.CPU), work(1, Lane.H2D, after=[0], after_previous=[1])))
-    with HostMachine(schedule, lambda *_: None) as machine:
+    with on_host(schedule, lambda *_: None) as machine:
         walk(machine, schedule, 50)
         assert sum(map(len, machine._tickets.values())) <= 2 * len(schedule.tasks)
         assert all(not t.after for tickets in machine._tickets.values() for t in tickets.values())
@@ -137,7 +139,7 @@ def test_only_the_last_two_iterations_are_kept():
 
 def test_recording_can_be_switched_on_later():
     schedule = Schedule((work(0, Lane.CPU), work(1, Lane.COMPUTE, after=[0])))
-    with HostMachine(schedule, lambda *_: None) as machine:
+    with on_host(schedule, lambda *_: None) as machine:
         loop = Loop(schedule, machine)
         for _ in range(6):
             machine.record = loop.iteration >= 2
@@ -154,7 +156,7 @@ def test_memory_of_times_is_bounded():
     schedule = Schedule((work(0, Lane.CPU), work(1, Lane.COMPUTE, after=[0], after_previous=[1])))
     gc.collect()
     before = num_tickets()  # what other tests have left
-    with HostMachine(schedule, lambda *_: None, record=True) as machine:
+    with on_host(schedule, lambda *_: None, record=True) as machine:
         loop = Loop(schedule, machine)
         for _ in range(NUM_RECORDED + 50):
             loop.finish()
@@ -198,7 +200,7 @@ def bounded(function, limit_s=30.0):
 @pytest.mark.parametrize("waiting", [Lane.H2D, Lane.COMPUTE])
 def test_a_failure_reaches_the_caller_and_everything_stops(waiting):
     schedule = Schedule((work(0, Lane.CPU), work(1, waiting, after=[0], after_previous=[0])))
-    machine = HostMachine(schedule, failing)
+    machine = on_host(schedule, failing)
     error = bounded(lambda: walk(machine, schedule, 5))
     assert isinstance(error, LaneError)
     assert "lane cpu" in str(error)
@@ -213,7 +215,7 @@ def test_a_failure_reaches_the_caller_and_everything_stops(waiting):
 
 def test_closing_with_an_open_task_that_others_wait_for_does_not_hang():
     schedule = Schedule((work(0, Lane.COMPUTE, op=Op.FORWARD), work(1, Lane.CPU, after=[0])))
-    machine = HostMachine(schedule, lambda *_: None)
+    machine = on_host(schedule, lambda *_: None)
     machine.issue(schedule.tasks[0], 0)
     machine.issue(schedule.tasks[1], 0)
     assert bounded(machine.close) is None
@@ -231,11 +233,11 @@ def test_closing_does_not_wait_for_a_task_that_hangs(monkeypatch):
         over.wait(60)
 
     schedule = Schedule((work(0, Lane.CPU), work(1, Lane.H2D, after=[0])))
-    machine = HostMachine(schedule, hanging)
+    machine = on_host(schedule, hanging)
     try:
         Loop(schedule, machine).finish()
         assert begun.wait(60)
-        with pytest.warns(RuntimeWarning, match=r"^lane cpu\b.*: what runs there has not ended within 0\.5 s"):
+        with pytest.warns(RuntimeWarning, match=r"^lane cpu\b.*: the task there has not ended within 0\.5 s"):
             assert bounded(machine.close) is None
         monkeypatch.setattr(executor.devices.lanes, "_END_S", 60)
         assert bounded(machine.close) is None, "it waits once"
@@ -261,7 +263,8 @@ def test_an_interrupt_while_waiting_leaves_no_thread():
 def test_a_program_that_forgets_to_close_ends_all_the_same():
     program = """
 import time
-from executor.devices.lanes import HostMachine
+from executor.devices.backend import HostBackend
+from executor.devices.lanes import LaneMachine
 from planner.schedule.schedule import Schedule
 from planner.schedule.tasks import Lane, Op, Phase, Task
 tasks = (
@@ -274,7 +277,7 @@ def perform(task, iteration):
     time.sleep(0.3)
     print("ended", task.index, flush=True)
 
-machine = HostMachine(Schedule(tasks), perform)
+machine = LaneMachine(Schedule(tasks), perform, HostBackend())
 for task in tasks:
     machine.issue(task, 0)
 time.sleep(0.1)
@@ -294,7 +297,7 @@ def drive(schedule, seed, iterations=4):
     def perform(task, _iteration):
         time.sleep(durations_s[task.index])
 
-    with HostMachine(schedule, perform, record=True) as machine:
+    with on_host(schedule, perform, record=True) as machine:
         loop = Loop(schedule, machine)
         for _ in range(iterations):
             while (task := loop.expected()) is not None:

@@ -95,7 +95,7 @@ def test_a_slot_that_is_refilled_between_forward_and_backward_gives_the_right_gr
         assert len(addresses) == num_slots, "layers share slots"
         seen = {}
         for name, (_, entry) in session.access.parameter_states().items():
-            entry.share.leaf.register_hook(lambda gradient, name=name: seen.update({name: gradient.clone()}))
+            entry.shard.leaf.register_hook(lambda gradient, name=name: seen.update({name: gradient.clone()}))
         tokens = batches(task)[0, 0]
         for m in (model, plain):
             m(input_ids=tokens, labels=tokens).loss.backward()

@@ -26,7 +26,7 @@ from training import (
     uniform,
 )
 
-from executor.optimizer.table import ENTRIES, entry_of, stock_of
+from executor.optimizer.table import ENTRIES, entry_of, torch_class_of
 from executor.prepare import prepare_session
 from planner.optimizers import OPTIMIZERS as PLANNED
 from planner.schedule.tasks import MemoryClass, Tier
@@ -197,7 +197,7 @@ def test_every_planned_optimizer_has_an_entry_and_every_entry_is_planned():
     assert {entry.planned_as for entry in ENTRIES} == set(PLANNED)
     for name, planned_state in PLANNED.items():
         entry = next(e for e in ENTRIES if e.planned_as == name)
-        assert stock_of(name) is entry.stock
+        assert torch_class_of(name) is entry.torch_class
         assert len(entry.buffers) == planned_state.num_buffers
 
 
@@ -205,9 +205,9 @@ def test_every_planned_optimizer_has_an_entry_and_every_entry_is_planned():
 def test_flags_that_kernels_do_not_know_are_refused(flag):
     parameter = torch.nn.Parameter(torch.zeros(3))
     for entry in ENTRIES:
-        if flag not in entry.stock([parameter], lr=0.1).defaults:
+        if flag not in entry.torch_class([parameter], lr=0.1).defaults:
             continue
-        optimizer = entry.stock([parameter], lr=0.1, **{flag: True})
+        optimizer = entry.torch_class([parameter], lr=0.1, **{flag: True})
         with pytest.raises(ValueError, match=f"the optimizer has {flag} set, .* leave it off"):
             entry_of(optimizer).rule(optimizer.param_groups[0])
 

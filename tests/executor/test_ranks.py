@@ -285,7 +285,7 @@ def test_a_killed_rank_ends_all(processes):
     assert isinstance(second, EOFError)
     for error in (first, third):
         assert isinstance(error, RankError)
-        assert re.search(r"rank 1 \(process \d+\) has ended without a word", str(error)), error
+        assert re.search(r"rank 1 \(process \d+\) has ended without reporting why", str(error)), error
 
 
 @pytest.mark.part(2)
@@ -313,7 +313,7 @@ def test_any_number_of_ranks_goes_on_from_what_any_number_has_saved(processes, s
         assert [(seen, last) for _, seen, last in halfway] == [(seen[2:], last) for _, seen, last in results]
 
 
-TOGETHER = "let them iterate, clip, evaluate, save and close together, with as many batches each"
+TOGETHER = "make all ranks iterate, clip, evaluate, save and close together, with equally many batches"
 APART = {
     "state": ("state_dict()", "iteration 3"),
     "evaluation": ("an evaluation", "iteration 3"),
@@ -353,7 +353,7 @@ def test_what_one_rank_decides_alone_is_told(processes, deed, zero_stage):
     noticed = {"rate": "iteration 4", "skip": "iteration 3"}[deed]
     for error in processes.results(2):
         assert isinstance(error, RankError), error
-        assert f"rank 1 has updated otherwise than rank 0 before {noticed}: " in str(error)
+        assert f"rank 1 has updated differently from rank 0 before {noticed}: " in str(error)
 
 
 def test_buffers_are_those_of_the_first(processes):

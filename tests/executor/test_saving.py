@@ -43,7 +43,10 @@ def run(task, decisions, folder, *, start=0, stop=None, every=1, delays=None, fi
     model, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=ROOM, **(options or {}))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.iterations)
     torch.manual_seed(11)
-    with optimizer.session, Checkpoints(optimizer, Level(folder, keep=100), tell=outcomes.append, files=files) as saved:
+    with (
+        optimizer.session,
+        Checkpoints(optimizer, Level(folder, keep=100), on_outcome=outcomes.append, files=files) as saved,
+    ):
         if delays is not None:
             delay(optimizer.session, delays)
         if start:
@@ -327,7 +330,7 @@ def test_a_drive_without_room_for_what_is_kept_is_told_before_training(tmp_path,
 def test_a_session_without_room_is_told(tmp_path):
     task = Task("gpt2")
     _, optimizer = prepare(task, decide(task, mixed))
-    with optimizer.session, pytest.raises(ValueError, match="no room for checkpoints"):
+    with optimizer.session, pytest.raises(ValueError, match="no buffers for checkpoints"):
         Checkpoints(optimizer, Level(tmp_path / "saved"))
 
 

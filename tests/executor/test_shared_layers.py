@@ -28,7 +28,7 @@ from together import (
 from training import CONFIGS, Task, decide, make_model, uniform, weights
 
 from executor.distributed.mesh import Mesh
-from executor.distributed.shards import BindingError, assemble, shares_of
+from executor.distributed.shards import BindingError, assemble, shards_of
 from executor.distributed.watchdog import RankError
 from executor.gradients import GradientError
 from hwprofiles.registry import load_profile
@@ -224,7 +224,7 @@ def test_shares_are_of_the_planned_model():
     other = from_hf_config(make_model(task).config.to_dict() | {"intermediate_size": 96}, "llama")
     planned = units(build_graph(other, Batch(2, 8, tensor_parallel=2)))
     with pytest.raises(BindingError, match=r"gate_proj.weight has shape \(64, 32\), but \(48, 32\) .* one of 2 ranks"):
-        shares_of(make_model(task), planned, Mesh(Degrees(1, 2), 0))
+        shards_of(make_model(task), planned, Mesh(Degrees(1, 2), 0))
 
 
 @given(
@@ -232,7 +232,7 @@ def test_shares_are_of_the_planned_model():
     st.sampled_from([2, 4]),
     st.sampled_from([64, 128, 200, 256, 300]),
 )
-def test_shares_join_to_the_whole(family, ranks, vocab_size):
+def test_shards_join_to_the_whole(family, ranks, vocab_size):
     if family == "llama-shared":
         ranks = 2  # its keys and values have two heads
     config = CONFIGS[family]()
@@ -240,21 +240,21 @@ def test_shares_join_to_the_whole(family, ranks, vocab_size):
     model = transformers.AutoModelForCausalLM.from_config(config)
     config = from_hf_config(config.to_dict(), family)
     planned = units(build_graph(config, Batch(2, 8, tensor_parallel=ranks)))
-    of_ranks = [shares_of(model, planned, Mesh(Degrees(1, ranks), rank)) for rank in range(ranks)]
-    for name, share in of_ranks[0].items():
-        whole = share.whole.detach()
+    of_ranks = [shards_of(model, planned, Mesh(Degrees(1, ranks), rank)) for rank in range(ranks)]
+    for name, shard in of_ranks[0].items():
+        whole = shard.whole.detach()
         parts = [of_rank[name].part(whole) for of_rank in of_ranks]
-        assert {part.shape for part in parts} == {share.shape}
+        assert {part.shape for part in parts} == {shard.shape}
         joined = torch.empty_like(whole)
-        share.join(parts, joined)
+        shard.join(parts, joined)
         assert torch.equal(joined, whole), name
-        own = {of_rank[name].own_name: part for of_rank, part in zip(of_ranks, parts, strict=True)}
-        assert len(own) == (1 if share.dim is None else ranks)
+        own = {of_rank[name].shard_name: part for of_rank, part in zip(of_ranks, parts, strict=True)}
+        assert len(own) == (1 if shard.dim is None else ranks)
         joined.fill_(torch.nan)
-        assemble(share.name, own, joined)
+        assemble(shard.name, own, joined)
         assert torch.equal(joined, whole), name
         assert (
-            share.dim is not None
+            shard.dim is not None
             or "norm" in name
             or "ln_" in name
             or "wpe" in name
@@ -267,7 +267,7 @@ def test_shares_join_to_the_whole(family, ranks, vocab_size):
     ("moment", "kind", "message"),
     [
         ("forward", ZeroDivisionError, "rank 1 failed: ZeroDivisionError: in the loop"),
-        ("kill in the loop", EOFError, r"rank 1 \(process \d+\) has ended without a word"),
+        ("kill in the loop", EOFError, r"rank 1 \(process \d+\) has ended without reporting why"),
     ],
 )
 def test_a_rank_that_fails_ends_those_that_share_layers_with_it(processes, moment, kind, message):

@@ -68,7 +68,7 @@ def test_training_does_without_a_drive_that_hangs(files, tmp_path, monkeypatch):
     begin_s = time.monotonic()
     model, optimizer = prepare(task, decide(task, mixed), checkpoint_buffer_bytes=4 * 4096)
     level = Level(tmp_path / "saved", keep=2)
-    with optimizer.session, Checkpoints(optimizer, level, tell=outcomes.append, files=files) as saved:
+    with optimizer.session, Checkpoints(optimizer, level, on_outcome=outcomes.append, files=files) as saved:
         for step in iterations(task, model, optimizer, seen):
             saved.save(step)
             if step == 1:

@@ -106,7 +106,7 @@ def test_between_steps_everything_has_ended(place, update_start, tmp_path, monke
     with watched() as races:
         model, optimizer = prepare(task, decisions, device="cuda", checkpoint_buffer_bytes=6 * 4096)
         with optimizer.session as session:
-            with Checkpoints(optimizer, Level(tmp_path, keep=9), tell=outcomes.append) as saved:
+            with Checkpoints(optimizer, Level(tmp_path, keep=9), on_outcome=outcomes.append) as saved:
                 for number, (tokens,) in enumerate(batches(task).to("cuda"), 1):
                     step(tokens)
                     saved.save(number)

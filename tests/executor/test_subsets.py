@@ -199,7 +199,7 @@ def test_frozen_parameters_move_neither_gradients_nor_state(params, place):
             (unit.name, part.piece.index): part.piece.num_params
             for unit, parameter in session.access.parameter_states().values()
             for part in parameter.parts
-            if parameter.share.trains
+            if parameter.shard.trains
         }
         moved = count_bytes(session)
         tokens = batches(task)[0, 0]

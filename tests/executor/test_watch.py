@@ -63,7 +63,7 @@ def test_what_a_rank_says_reaches_the_others(pair):
 
 def test_silence_is_noticed(pair):
     _, _, told, _ = pair
-    assert wait_for(told) == "rank 1 has given no sign of life for 0.6 s"
+    assert wait_for(told) == "rank 1 has sent no heartbeat for 0.6 s"
 
 
 def test_who_gives_signs_or_has_left_is_not_missed(pair):
@@ -80,7 +80,7 @@ def test_a_lost_store_is_a_lost_rank(pair):
     _, second, told, lost = pair
     second.start(lambda _error: None)
     lost.is_lost = True
-    assert "rank 0 is gone, or whoever served the store of the ranks" in wait_for(told)
+    assert "rank 0, or the process that served the ranks' store, has ended" in wait_for(told)
 
 
 def test_a_failure_of_others_is_not_told_as_ones_own(pair):

@@ -110,7 +110,7 @@ def test_wrong_arguments_say_what_is_wrong():
     with pytest.raises(ValueError, match="one core per thread"):
         WorkerTeam(2, [0])
     if sys.platform == "linux":
-        with pytest.raises(ValueError, match=r"cores \[100000\] are not open to this process; choose from"):
+        with pytest.raises(ValueError, match=r"this process may not use cores \[100000\]; choose from"):
             WorkerTeam(1, [100_000])
 
 

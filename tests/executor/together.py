@@ -182,7 +182,7 @@ def saved(rank: int, _size: int, task: Task, decisions: Decisions, folder, start
     """
     model, optimizer = prepare(task, decisions, checkpoint_buffer_bytes=1)
     outcomes = []
-    with optimizer.session, Checkpoints(optimizer, Level(folder, keep=100), tell=outcomes.append) as checkpoints:
+    with optimizer.session, Checkpoints(optimizer, Level(folder, keep=100), on_outcome=outcomes.append) as checkpoints:
         if start:
             with Checkpoint((source or folder) / f"step-{start:08d}") as checkpoint:
                 restore(optimizer, checkpoint)

@@ -315,7 +315,7 @@ def test_the_command_lists_verifies_exports_and_prunes(
             ["execute", "PLAN", "--checkpoint-dir", "a", "--checkpoint-dir", "nonsense://x"],
             "nonsense://x: Protocol not known: nonsense",
         ),
-        (["execute", "PLAN", "--checkpoint-dir", "memory://x"], "memory://x is no folder, and training writes into"),
+        (["execute", "PLAN", "--checkpoint-dir", "memory://x"], "memory://x is no folder, but training writes into"),
     ],
 )
 def test_bad_input_is_told_in_one_line(

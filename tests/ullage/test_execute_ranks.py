@@ -173,7 +173,7 @@ def test_a_killed_process_ends_the_other(plan: Path, tmp_path: Path) -> None:
     second.send_signal(signal.SIGKILL)
     _, err = first.communicate()
     assert first.returncode == 2
-    assert f"rank 1 (process {second.pid}) has ended without a word" in err
+    assert f"rank 1 (process {second.pid}) has ended without reporting why" in err
 
 
 def test_without_torchrun_the_line_that_works_is_named(

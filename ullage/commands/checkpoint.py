@@ -153,7 +153,7 @@ def _export(args: argparse.Namespace) -> int:
 def _prune(args: argparse.Namespace) -> int:
     store = store_at(args.place)
     removed = [str(path) for path in store.prune(args.keep)]
-    store.tidy()
+    store.remove_spares()
     if args.json:
         write_json({"removed": removed})
     else:

@@ -88,7 +88,7 @@ class CheckpointSaver:
 
     def open(self, optimizer: OffloadedOptimizer) -> None:
         """Begin to save what an optimizer trains. Raises as :class:`executor.saving.Checkpoints`."""
-        self._checkpoints = Checkpoints(optimizer, *self.levels, tell=self._outcomes.append)
+        self._checkpoints = Checkpoints(optimizer, *self.levels, on_outcome=self._outcomes.append)
 
     @property
     def is_open(self) -> bool:
@@ -143,7 +143,7 @@ class CheckpointSaver:
         if waits:
             self._checkpoints.finish()
         if brings_down:
-            self._checkpoints.bring_down(self._options.patience_s)
+            self._checkpoints.promote_newest(self._options.patience_s)
         self._checkpoints.close()
         self._checkpoints = None
 

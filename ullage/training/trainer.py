@@ -19,7 +19,7 @@ from executor.checkpoint import Outcome
 from executor.checkpoint.levels import check_levels
 from executor.devices.cores import CoreChoice
 from executor.module.guards import check_kinds
-from executor.optimizer.table import stock_of
+from executor.optimizer.table import torch_class_of
 from executor.options import SessionOptions
 from executor.prepare import ExecutionConfig, OffloadedOptimizer, prepare_session
 from executor.saving import Resumed
@@ -446,5 +446,5 @@ def _make(
     model = (batches.model() if model is None else model).train()
     if optimizer is None:
         name = plan.decisions.optimizer
-        optimizer = stock_of(name)(model.parameters(), lr=lr, **_HYPER_PARAMETERS[name])
+        optimizer = torch_class_of(name)(model.parameters(), lr=lr, **_HYPER_PARAMETERS[name])
     return model, optimizer

@@ -1,13 +1,13 @@
 """Threads that hash and write checkpoint data, from a bounded number of buffers or from leased memory.
 
-Most of their time is in xxh3 and ``pwrite``, which release Python's interpreter lock. So they do not hold up training,
-which launches kernels from Python.
+They spend most of their time in xxh3 and ``pwrite``, which release Python's interpreter lock. So they hardly delay
+training, which launches kernels from Python.
 
-[Note: Leases] State in host memory is not copied. Its owner leases it to the threads, goes on, and ends the lease
-before it changes the memory. Usually it has been written by then. What no thread has begun to write is copied if there
-is a free buffer, the last part first, while the threads write the first parts. For the rest the owner waits. Only whole
-blocks of the file can be written from leased memory. The bytes before and after them go into a buffer of the same
-chunk, with a gap where the leased bytes belong.
+[Note: Leases] State in host memory is usually not copied. Its owner leases it to the threads, goes on, and ends the
+lease before it changes the memory. Usually the data has been written by then. Data that no thread has begun to write is
+copied into free buffers, the last part first, while the threads write the first parts. The owner waits for the rest.
+Only whole blocks of the file can be written from leased memory. The bytes before and after them go into a buffer of the
+same chunk, with a gap where the leased bytes belong.
 """
 
 import collections
@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Self, final
+from typing import Final, Self, final
 
 import numpy as np
 import numpy.typing as npt
@@ -36,12 +36,6 @@ NUM_WRITERS: Final = 12
 _LEAST_PRIORITY: Final = 19  # of "nice"
 
 Buffer = npt.NDArray[np.uint8]
-
-
-def checksum(data: Any) -> str:
-    """Return the xxh3 (64 bits) of bytes, in hexadecimal digits."""
-    digits: str = xxhash.xxh3_64_hexdigest(data)
-    return digits
 
 
 def lower_thread_priority() -> None:
@@ -72,10 +66,10 @@ class Chunk:
     """Bytes of a file that are hashed and written together; parts are in a buffer of the ring, or leased.
 
     Attributes:
-        done: state of the file.
+        pending: state of the file.
         fd: descriptor of the file.
         offset: of the first byte in the file.
-        keep: called with the checksum, in the writing thread.
+        on_checksum: called with the checksum, in the writing thread.
         skip: bytes at the beginning that are hashed but not written, whole blocks.
         length: number of bytes. Writes are padded with zeros to whole blocks.
         buffer: all bytes that are not leased, each at its own position; ``None`` while all are leased.
@@ -84,10 +78,10 @@ class Chunk:
         has_begun: whether a thread has begun to write it; leases are not copied then.
     """
 
-    done: Pending
+    pending: Pending
     fd: int
     offset: int
-    keep: Callable[[str], None]
+    on_checksum: Callable[[str], None]
     skip: int = 0
     length: int = 0
     buffer: Buffer | None = None
@@ -166,7 +160,7 @@ class Flusher:
         self._free = list(ring)
         self._queue: collections.deque[Chunk] = collections.deque()
         self._num_ended = 0
-        self._hung_at = -1  # what it was when nothing had ended for too long
+        self._hung_at = -1  # the number at the last timeout
         self._is_closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"checkpoint {i}", daemon=True) for i in range(num_threads)
@@ -176,7 +170,7 @@ class Flusher:
 
     @property
     def num_ended(self) -> int:
-        """Number of writes that have ended: while it grows, the drive answers."""
+        """Number of writes that have ended; it grows while the drive answers."""
         return self._num_ended
 
     def take_buffer(self, chunk: Chunk) -> None:
@@ -186,15 +180,15 @@ class Flusher:
             CheckpointError: a write of the same file has failed, or none has ended for too long.
         """
         with self._changed:
-            self._wait(lambda: bool(chunk.buffer is not None or self._free or chunk.done.failure))
-            if chunk.done.failure is not None:
-                raise chunk.done.failure
+            self._wait(lambda: bool(chunk.buffer is not None or self._free or chunk.pending.failure))
+            if chunk.pending.failure is not None:
+                raise chunk.pending.failure
             self._take_buffer(chunk)
 
     def submit(self, chunk: Chunk) -> None:
         """Queue a chunk to be hashed and written; its buffer is freed then."""
         with self._changed:
-            chunk.done.num_open += 1
+            chunk.pending.num_open += 1
             chunk.is_submitted = True
             if not _is_copying(chunk):
                 self._queue.append(chunk)
@@ -211,11 +205,10 @@ class Flusher:
 
         Args:
             leases: to end.
-            may_copy: whether to copy what can be copied, so that the owner waits less.
+            may_copy: whether to copy data into free buffers, so that the owner waits less.
 
         Raises:
-            CheckpointError: nothing has ended for too long; their files have failed then, and what is leased may
-                change.
+            CheckpointError: no write has ended for too long. Then the files have failed, and leased memory may change.
         """
 
         def copyable() -> Lease | None:
@@ -229,7 +222,7 @@ class Flusher:
                         self._copy_lease(lease)
             except CheckpointError as error:
                 for lease in leases:
-                    lease.chunk.done.failure = lease.chunk.done.failure or error
+                    lease.chunk.pending.failure = lease.chunk.pending.failure or error
                 raise
 
     def _can_copy(self, lease: Lease) -> bool:
@@ -268,16 +261,16 @@ class Flusher:
             lease.is_leased = False
         self._changed.notify_all()
 
-    def wait(self, done: Pending) -> None:
-        """Wait until all that was submitted for a file is written.
+    def wait(self, pending: Pending) -> None:
+        """Wait until all submitted chunks of a file are written.
 
         Raises:
-            CheckpointError: some of it could not be, or none has ended for too long.
+            CheckpointError: a write has failed, or none has ended for too long.
         """
         with self._changed:
-            self._wait(lambda: not done.num_open)
-            if done.failure is not None:
-                raise done.failure
+            self._wait(lambda: not pending.num_open)
+            if pending.failure is not None:
+                raise pending.failure
 
     def close(self) -> None:
         """End the threads after all queued writes. Closing twice is allowed."""
@@ -295,7 +288,7 @@ class Flusher:
         self.close()
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        """Wait until ``ready``, while writes end in time; fail at once if none has ended since the last timeout."""
+        """Wait until ``ready`` while writes end in time; raise at once if none has ended since the last timeout."""
         num_ended = -1
 
         def goes_on() -> bool:
@@ -313,13 +306,13 @@ class Flusher:
         while (chunk := self._next()) is not None:
             failure: OSError | None = None
             try:
-                if chunk.done.failure is None:
+                if chunk.pending.failure is None:
                     self._flush(chunk)
             except OSError as error:
                 failure = error
             with self._changed:
-                chunk.done.failure = chunk.done.failure or failure
-                chunk.done.num_open -= 1
+                chunk.pending.failure = chunk.pending.failure or failure
+                chunk.pending.num_open -= 1
                 self._num_ended += 1
                 self._free_memory(chunk)
 
@@ -340,7 +333,7 @@ class Flusher:
         digest = xxhash.xxh3_64()
         for begin, data in chunk.parts():
             digest.update(data[: chunk.length - begin].data)
-        chunk.keep(digest.hexdigest())
+        chunk.on_checksum(digest.hexdigest())
         for begin, data in chunk.parts():
             if (skip := max(chunk.skip - begin, 0)) < len(data):
                 write_all(self.files, chunk.fd, data[skip:].data, chunk.offset + begin + skip)

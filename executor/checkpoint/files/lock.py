@@ -1,4 +1,4 @@
-"""A lock on a folder of checkpoints: one run writes there at a time.
+"""A lock on a folder of checkpoints: only one run at a time writes there.
 
 [Note: One run] Two runs in one folder would remove each other's checkpoints, and notice only at the same step. So rank
 0 of a run locks a file in the folder, from before its first iteration until it closes its checkpoints. The kernel
@@ -25,10 +25,7 @@ _MOST_BYTES: Final = 300
 
 @final
 class RunLock:
-    """Holds a folder for this run until it is closed or the process ends; see [Note: One run].
-
-    Args:
-        folder: an existing one.
+    """Holds an existing folder for this run until it is closed or the process ends; see [Note: One run].
 
     Raises:
         CheckpointError: another run holds it, or nothing can be written there.
@@ -87,7 +84,7 @@ class RunLock:
 
 
 def _holder(path: Path) -> str:
-    """Return who holds a lock, in words, if known."""
+    """Return the process that holds a lock, in words, if known."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         words = file.read(_MOST_BYTES).decode(errors="replace").strip()
         return f" ({words})" if words.isprintable() and words else ""

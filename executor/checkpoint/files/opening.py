@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol, final
+from typing import final
 
 from executor.checkpoint.files.system_calls import CheckpointError
 from executor.checkpoint.files.urls import UrlFile, UrlPath
@@ -18,32 +18,6 @@ Folder = Path | UrlPath
 """Where a checkpoint is: in a folder, or at a URL."""
 
 
-class Opened(Protocol):
-    """A file that is open for reading."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Its length."""
-        ...
-
-    @property
-    def alignment_bytes(self) -> int:
-        """Alignment that memory for reads needs."""
-        ...
-
-    def read(self, parts: Sequence[memoryview], offset: int) -> int:
-        """Read from ``offset`` on into ``parts``, one after another; return the number of bytes, which may be fewer.
-
-        Raises:
-            OSError: it cannot be read.
-        """
-        ...
-
-    def close(self) -> None:
-        """Close it."""
-        ...
-
-
 @final
 class LocalFile:
     """A plain file within a folder, read with ``O_DIRECT`` if possible.
@@ -51,11 +25,15 @@ class LocalFile:
     It follows no links and opens no devices, so untrusted files can neither lead elsewhere nor block the reader.
 
     Args:
-        folder: whose path may be anything.
+        folder: its path may contain links.
         path: of the file within it.
 
+    Attributes:
+        num_bytes: length of the file.
+        alignment_bytes: addresses of memory for :meth:`read` must be multiples of this.
+
     Raises:
-        OSError: there is none.
+        OSError: there is no such file.
     """
 
     def __init__(self, folder: Path, path: str) -> None:
@@ -76,7 +54,11 @@ class LocalFile:
         self.alignment_bytes = alignment_bytes(self._fd, writes=False)
 
     def read(self, parts: Sequence[memoryview], offset: int) -> int:
-        """See :class:`Opened`; whole blocks are asked for."""
+        """Read whole blocks from ``offset`` on into ``parts``, one after another.
+
+        Returns:
+            The number of bytes read, which may be fewer.
+        """
         try:
             return os.preadv(self._fd, parts, offset)
         except OSError as error:
@@ -95,8 +77,11 @@ class LocalFile:
         return bool(flags & os.O_DIRECT)
 
 
-def fill(file: Opened, parts: Sequence[memoryview], offset: int, num_bytes: int) -> None:
-    """Read ``num_bytes`` into ``parts``, one after another, which have room for the rest of the last block.
+OpenFile = LocalFile | UrlFile
+
+
+def fill(file: OpenFile, parts: Sequence[memoryview], offset: int, num_bytes: int) -> None:
+    """Read ``num_bytes`` into ``parts``, one after another. They have room for whole blocks.
 
     ``O_DIRECT`` needs whole blocks, so a read that was cut short continues at a block.
 
@@ -134,7 +119,7 @@ def modified(path: Folder) -> datetime | None:
         raise CheckpointError(f"{path}: {error.strerror}") from error
 
 
-def open_file(folder: Folder, path: str) -> Opened:
+def open_file(folder: Folder, path: str) -> OpenFile:
     """Open a file within a folder.
 
     Raises:
@@ -153,7 +138,7 @@ def read_whole(folder: Folder, path: str, most_bytes: int) -> bytes:
     try:
         if file.num_bytes > most_bytes:
             raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} B")
-        content = mmap.mmap(-1, in_blocks(file.num_bytes + 1))  # whole blocks, and not nothing
+        content = mmap.mmap(-1, in_blocks(file.num_bytes + 1))  # whole blocks, at least one
         fill(file, [memoryview(content)], 0, file.num_bytes)
         return content[: file.num_bytes]
     finally:

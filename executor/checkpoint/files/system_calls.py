@@ -17,7 +17,7 @@ _LARGEST_WRITE_BYTES: Final = 1 << 30  # Linux cuts off what is beyond 2 GiB
 
 
 class CheckpointError(OSError):
-    """A checkpoint cannot be written, or none can be read; the message says where, why, and what to do."""
+    """A checkpoint cannot be written, or none can be read."""
 
 
 class DamagedError(CheckpointError):

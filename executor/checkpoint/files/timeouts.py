@@ -1,13 +1,15 @@
 """Time limits for drives that may hang."""
 
+import contextlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError, wait
 from typing import Final, TypeVar, final
 
 from executor.checkpoint.files.system_calls import CheckpointError
 
 SLOWEST_BYTES_PER_S: Final = 10e6
-"""A drive that is slower than this counts as one that does not answer."""
+"""A slower drive counts as one that does not answer."""
 
 _T = TypeVar("_T")
 
@@ -32,7 +34,7 @@ class TimeLimited:
 
         Args:
             do: the function.
-            undo: called with the result if it comes too late.
+            undo: called with a result that is too late, in the other thread.
             patience_s: longest wait.
 
         Raises:
@@ -41,29 +43,23 @@ class TimeLimited:
         """
         if self._thread is not None and self._thread.is_alive():
             raise timeout_error(patience_s)
-        found: list[_T | OSError] = []
-        lock = threading.Lock()  # guards found and too_late
-        too_late = False
+        future = Future[_T]()
 
         def work() -> None:
             try:
-                result: _T | OSError = do()
-            except OSError as error:
-                result = error
-            with lock:
-                if not too_late:
-                    found.append(result)
-                    return
-            if not isinstance(result, OSError):
+                result = do()
+            except BaseException as error:  # noqa: BLE001 - raised in the calling thread
+                with contextlib.suppress(InvalidStateError):
+                    future.set_exception(error)
+                return
+            try:
+                future.set_result(result)
+            except InvalidStateError:  # cancelled: too late
                 undo(result)
 
         self._thread = threading.Thread(target=work, name="checkpoint open", daemon=True)
         self._thread.start()
-        self._thread.join(patience_s)
-        with lock:
-            if not found:
-                too_late = True
-                raise timeout_error(patience_s)
-        if isinstance(found[0], OSError):
-            raise found[0]
-        return found[0]
+        wait([future], patience_s)
+        if future.cancel():
+            raise timeout_error(patience_s)
+        return future.result()

@@ -1,6 +1,6 @@
-"""Files at a URL: whatever ``fsspec`` reaches, an object store in particular.
+"""Files at a URL, such as in an object store, by ``fsspec``.
 
-What ``fsspec`` and its drivers raise becomes a :class:`CheckpointError` of one line.
+Errors of ``fsspec`` and its drivers become a :class:`CheckpointError` with one line.
 """
 
 import contextlib
@@ -16,17 +16,17 @@ from executor.checkpoint.files.system_calls import CheckpointError
 
 @contextlib.contextmanager
 def reaching(what: object) -> Iterator[None]:
-    """Turn whatever a driver raises into an error that names what was to be reached."""
+    """Turn any error of a driver into a :class:`CheckpointError` that names ``what`` was accessed."""
     try:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # drivers raise what the libraries raise that they are made of
+    except Exception as error:  # drivers raise errors of their libraries
         raise CheckpointError(f"{what}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):  # some say the path only
+    if isinstance(error, FileNotFoundError):  # the message of some drivers is only the path
         return os.strerror(errno.ENOENT)
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
@@ -34,11 +34,11 @@ def _reason(error: Exception) -> str:
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class UrlPath:
-    """A file or folder at a URL, with what is needed of :class:`pathlib.Path`.
+    """A file or folder at a URL, with some methods of :class:`pathlib.Path`.
 
     Attributes:
         url: with its protocol, as in ``s3://bucket/folder``.
-        system: the ``fsspec`` file system that it is on.
+        system: its ``fsspec`` file system.
         path: within that.
     """
 
@@ -78,7 +78,7 @@ class UrlPath:
         return self.url
 
     def read_bytes(self) -> bytes:
-        """Return all of a file. Raises :class:`CheckpointError`, as everything here does."""
+        """Return the whole file. Raises :class:`CheckpointError`, as all methods do."""
         with reaching(self):
             content: bytes = self.system.cat_file(self.path)
             return content
@@ -102,10 +102,10 @@ class UrlPath:
         return None
 
     def abort_uploads(self, is_dead: Callable[[str], bool]) -> None:
-        """Give up files below that were begun and never ended, where a driver shows them: S3 keeps their parts.
+        """Abort unfinished multipart uploads below, if the driver lists them: S3 keeps their parts.
 
         Args:
-            is_dead: whether nobody writes a file any more, by its path.
+            is_dead: returns, for a file's path, whether no process writes it any more.
         """
         if not hasattr(self.system, "list_multipart_uploads"):
             return
@@ -128,7 +128,7 @@ class UrlFile:
 
     Attributes:
         num_bytes: its length.
-        alignment_bytes: values are copied to anywhere.
+        alignment_bytes: 1, because values are copied.
     """
 
     alignment_bytes: Final = 1
@@ -140,7 +140,7 @@ class UrlFile:
             self.num_bytes = int(path.system.size(path.path))
 
     def read(self, parts: Sequence[memoryview], offset: int) -> int:
-        """Read from a byte on into ``parts``, one behind the other, and return how many there were."""
+        """See :class:`executor.checkpoint.files.opening.LocalFile`."""
         end = min(offset + sum(map(len, parts)), self.num_bytes)
         with reaching(self._path):
             found = memoryview(self._path.system.cat_file(self._path.path, start=offset, end=end))
@@ -152,4 +152,4 @@ class UrlFile:
         return done
 
     def close(self) -> None:
-        """Do nothing: ranges are requests of their own."""
+        """Do nothing: every range is a request of its own."""

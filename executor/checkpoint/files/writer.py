@@ -17,7 +17,7 @@ from executor.direct_io import BLOCK_BYTES, DISK_FULL_ERRNOS, alignment_bytes, i
 CopyChunk = Callable[[Buffer, Any], None]
 """Copies bytes into a part of a buffer."""
 
-_LEAST_LEASED: Final = 1 / 64  # of a chunk: a transfer of its own costs more than the copy of fewer bytes
+_LEAST_LEASED: Final = 1 / 64  # of a chunk; copying fewer bytes takes less time than a write of their own
 
 
 @final
@@ -26,12 +26,6 @@ class ShardWriter:
 
     Values come in the order of the layout. Appended values are copied, and may change at once. Leased values may change
     when the lease has ended ([Note: Leases] in :mod:`executor.checkpoint.files.flusher`).
-
-    Args:
-        flusher: writes.
-        folder: of the checkpoint, existing.
-        path: of the file, within it.
-        layout: of the file.
 
     Raises:
         CheckpointError: there is no room, or no permission.
@@ -43,10 +37,10 @@ class ShardWriter:
         self._full_path = folder / path
         self._flusher = flusher
         self._files = flusher.files
-        self._done = Pending()
+        self._pending = Pending()
         self._checksums: dict[int, str] = {}
         self._fd: int | None = None
-        self._chunk: Chunk | None = None  # that is not full
+        self._chunk: Chunk | None = None  # the one that is being filled
         self._end = 0  # position of the next byte
         try:
             self._fd = self._open()
@@ -55,10 +49,10 @@ class ShardWriter:
         except OSError as error:
             self.abandon()
             raise self._error(error) from error
-        self._put(np.frombuffer(layout.header, np.uint8), np.copyto)
+        self.append(np.frombuffer(layout.header, np.uint8))
 
     def _open(self) -> int:
-        """Make the file, or overwrite that of an old checkpoint, which is then gone ([Note: Spares])."""
+        """Make the file, or overwrite a file of an old checkpoint ([Note: Spares])."""
         try:
             return self._files.create(self._full_path)
         except FileExistsError:
@@ -80,10 +74,21 @@ class ShardWriter:
         Raises:
             CheckpointError: some write has failed, or none has ended for too long.
         """
-        self._put(values, copy)
+        while len(values):
+            chunk = self._open_chunk()
+            try:
+                self._flusher.take_buffer(chunk)
+            except OSError as error:
+                raise self._error(error) from error
+            assert chunk.buffer is not None
+            count = min(self._room, len(values))
+            copy(chunk.buffer[chunk.length : chunk.length + count], values[:count])
+            chunk.length += count
+            self._advance(count)
+            values = values[count:]
 
     def lease(self, values: Buffer) -> list[Lease]:
-        """Write the next bytes from where they are if they are aligned, and copies of the rest.
+        """Write the next bytes straight from their memory where it is aligned, and copies of the rest.
 
         Returns:
             The leases: call :meth:`Flusher.end_leases` before values change.
@@ -97,12 +102,12 @@ class ShardWriter:
             begin = min(-self._end % BLOCK_BYTES, len(values))
             end = begin + (min(len(values), self._room) - begin) // BLOCK_BYTES * BLOCK_BYTES
             if end - begin >= least_bytes and values[begin:].ctypes.data % self._alignment_bytes == 0:
-                self._put(values[:begin], np.copyto)
+                self.append(values[:begin])
                 leases.append(self._lease(values[begin:end]))
                 values = values[end:]
             else:
                 count = min(self._room, len(values))
-                self._put(values[:count], np.copyto)
+                self.append(values[:count])
                 values = values[count:]
         return leases
 
@@ -112,10 +117,10 @@ class ShardWriter:
         return self._flusher.chunk_bytes - self._end % self._flusher.chunk_bytes
 
     def _lease(self, values: Buffer) -> Lease:
-        if self._done.failure is not None:
-            raise self._error(self._done.failure)
+        if self._pending.failure is not None:
+            raise self._error(self._pending.failure)
         lease = self._open_chunk().lease(values)
-        self._went_on(len(values))
+        self._advance(len(values))
         return lease
 
     def finish(self) -> FileRecord:
@@ -127,7 +132,7 @@ class ShardWriter:
         assert self._end == self.layout.num_bytes, f"{self.path}: {self._end} of {self.layout.num_bytes} bytes came"
         self._submit_chunk()
         try:
-            self._flusher.wait(self._done)
+            self._flusher.wait(self._pending)
             self._write_header()
             assert self._fd is not None
             self._files.truncate(self._fd, self.layout.num_bytes)
@@ -149,29 +154,15 @@ class ShardWriter:
             self._flusher.drop(self._chunk)
             self._chunk = None
         if self._fd is not None:
-            with contextlib.suppress(OSError):  # which may be why it is abandoned
-                self._flusher.wait(self._done)
-            if not self._done.num_open:  # else a write hangs, and its descriptor must not be reused
+            with contextlib.suppress(OSError):  # the write that failed may be the reason to abandon the file
+                self._flusher.wait(self._pending)
+            if not self._pending.num_open:  # else a write hangs, and its descriptor must not be reused
                 self._close()
 
     def _close(self) -> None:
         assert self._fd is not None
         fd, self._fd = self._fd, None
         self._files.close(fd)
-
-    def _put(self, values: Any, copy: CopyChunk) -> None:
-        while len(values):
-            chunk = self._open_chunk()
-            try:
-                self._flusher.take_buffer(chunk)
-            except OSError as error:
-                raise self._error(error) from error
-            assert chunk.buffer is not None
-            count = min(self._room, len(values))
-            copy(chunk.buffer[chunk.length : chunk.length + count], values[:count])
-            chunk.length += count
-            self._went_on(count)
-            values = values[count:]
 
     def _open_chunk(self) -> Chunk:
         """Return the chunk that the next byte belongs to."""
@@ -181,7 +172,7 @@ class ShardWriter:
             number = self._end // chunk_bytes
             offset = number * chunk_bytes
             self._chunk = Chunk(
-                self._done,
+                self._pending,
                 self._fd,
                 offset,
                 lambda digits: keep(number, digits),
@@ -189,7 +180,7 @@ class ShardWriter:
             )
         return self._chunk
 
-    def _went_on(self, count: int) -> None:
+    def _advance(self, count: int) -> None:
         self._end += count
         if self._end % self._flusher.chunk_bytes == 0:
             self._submit_chunk()
@@ -201,7 +192,7 @@ class ShardWriter:
             self._chunk = None
 
     def _write_header(self) -> None:
-        """Write the header from memory of its own: waiting for a buffer here could block those that free buffers."""
+        """Write the header from memory of its own: waiting here for a buffer could be a deadlock."""
         assert self._fd is not None
         memory = mmap.mmap(-1, len(self.layout.header))
         memory[:] = self.layout.header

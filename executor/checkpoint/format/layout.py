@@ -1,14 +1,14 @@
-"""Where every byte of a safetensors file is, worked out before the first one is written.
+"""The layout of a safetensors file, computed before its first byte is written.
 
-A file is eight bytes that say how long its header is, the header (JSON, padded with spaces), and the values, tensor
-behind tensor without gaps (https://huggingface.co/docs/safetensors). Here values begin at a whole block, so that they
-can be written past the page cache, in any order and from the first on; the header is written last. A file whose first
-bytes are still zero is refused by every reader.
+A file begins with the length of its header (eight bytes), then the header (JSON, padded with spaces), then the values,
+tensor after tensor without gaps (https://huggingface.co/docs/safetensors). Here the values begin at a whole block, so
+that they can be written with direct I/O, in any order. The header is written last: every reader refuses a file that
+begins with zeros.
 
-[Note: Boxes] A rank has a contiguous range of a unit's parameters, flat. Stock readers know boxes: so many rows and
-columns from a place on. A range of a matrix is up to three: the rest of a row, whole rows, and the start of a row. The
-name of a tensor is unique in a file, so the first box of every tensor is in one file, the second in another, and so on.
-With one rank every range is whole, and there is one file.
+[Note: Boxes] A rank has a contiguous, flat range of a unit's parameters. Readers of ``torch.distributed.checkpoint``
+know only boxes: an offset and an extent in each dimension. A range of a matrix is up to three boxes: the rest of a row,
+whole rows, and the start of a row. A tensor's name is unique in a file, so the first box of every tensor is in one
+file, the second in another, and so on. With one rank every range is the whole tensor, and there is one file.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ from executor.direct_io import in_blocks
 Dtype = Literal["F64", "F32", "BF16", "F16", "I64", "U8"]
 
 ITEM_BYTES: Final[Mapping[Dtype, int]] = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "U8": 1}
-"""Bytes of one value, by the format's names of types."""
+"""Bytes of one value, by safetensors' names of types."""
 
-_SHARDING_KEY: Final = "DCP_SHARDING_INFO"  # what torch.distributed.checkpoint reads
+_SHARDING_KEY: Final = "DCP_SHARDING_INFO"  # read by torch.distributed.checkpoint
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Box:
-    """A contiguous range of a tensor that is so many rows, columns and so on of it.
+    """A contiguous range of a tensor that has an offset and an extent in each dimension.
 
     Attributes:
         start, stop: the range, in values of the flat tensor.
@@ -70,13 +70,13 @@ def _within(shape: tuple[int, ...], row: int, inner: int, start: int, stop: int)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """What a file has of a tensor.
+    """A box of a tensor in a file.
 
     Attributes:
         name: of the tensor.
         dtype: see :data:`ITEM_BYTES`.
         shape: of the whole tensor.
-        box: what is here of it.
+        box: the part in this file.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Layout:
     """The bytes of a file.
 
     Attributes:
-        entries: what it has, in the order of their values.
+        entries: its tensors, in the order of their values.
         header: the first bytes, whole blocks.
         starts: where the values of each entry begin, in bytes from the start of the file.
         num_bytes: of the whole file.
@@ -107,12 +107,11 @@ class Layout:
     num_bytes: int
 
 
-def layout(entries: tuple[Entry, ...], metadata: Mapping[str, str] | None = None) -> Layout:
+def layout(entries: tuple[Entry, ...]) -> Layout:
     """Lay out a file.
 
     Args:
         entries: in the order in which values will be written; names are unique.
-        metadata: what the header says besides.
 
     Raises:
         ValueError: two entries have one name.
@@ -130,7 +129,7 @@ def layout(entries: tuple[Entry, ...], metadata: Mapping[str, str] | None = None
             "data_offsets": [starts[-1], end],
         }
     sharding = {entry.name: {"saved_offsets": list(entry.box.offsets)} for entry in entries}
-    known = {"format": "pt", _SHARDING_KEY: json.dumps(sharding), **(metadata or {})}
+    known = {"format": "pt", _SHARDING_KEY: json.dumps(sharding)}
     text = json.dumps({"__metadata__": known, **fields}, separators=(",", ":")).encode()
     room = in_blocks(8 + len(text))
     header = (room - 8).to_bytes(8, "little") + text.ljust(room - 8)

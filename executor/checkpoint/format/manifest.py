@@ -1,4 +1,4 @@
-"""The one file that says what a checkpoint is: plain JSON, with a checksum of every byte of all others."""
+"""The manifest of a checkpoint: plain JSON, with the files, their tensors, and checksums of every byte."""
 
 import functools
 import hashlib
@@ -16,7 +16,7 @@ from executor.direct_io import BLOCK_BYTES
 
 MANIFEST_NAME: Final = "manifest.json"
 VERSION: Final = 1
-MAX_CHUNK_BYTES: Final = 64 << 20  # who reads has room for some
+MAX_CHUNK_BYTES: Final = 64 << 20  # each reading thread has a buffer of one chunk
 MAX_DIMENSIONS: Final = 32
 MAX_VALUES: Final = 1 << 62
 
@@ -34,7 +34,7 @@ class FileRecord(_Frozen):
     Attributes:
         path: within the checkpoint's folder.
         num_bytes: its length.
-        chunk_bytes: its bytes, header and all, are checked in chunks of this; the last one may be shorter.
+        chunk_bytes: the file, header included, is checked in chunks of this size; the last one may be shorter.
         checksums: xxh3 (64 bits) of every chunk, in hexadecimal digits.
     """
 
@@ -45,12 +45,12 @@ class FileRecord(_Frozen):
 
     @property
     def buffer_bytes(self) -> int:
-        """Most bytes of a chunk."""
+        """Size of its largest chunk."""
         return min(self.chunk_bytes, self.num_bytes)
 
 
 class Fragment(_Frozen):
-    """Where a range of a tensor is.
+    """The place of a range of a tensor.
 
     Attributes:
         file: index of the file.
@@ -65,12 +65,12 @@ class Fragment(_Frozen):
 
 
 class TensorRecord(_Frozen):
-    """A tensor, all of it.
+    """A whole tensor.
 
     Attributes:
-        dtype: as safetensors names it.
+        dtype: safetensors' name of its type.
         shape: of the whole.
-        fragments: in order; together they are all values, each once.
+        fragments: in order; together they have each value once.
     """
 
     dtype: Dtype
@@ -79,19 +79,19 @@ class TensorRecord(_Frozen):
 
     @property
     def num_values(self) -> int:
-        """Values of all of it."""
+        """Number of its values."""
         return math.prod(self.shape)
 
 
 class Part(_Frozen):
-    """What one rank has written."""
+    """The files and tensors that one rank has written."""
 
     files: tuple[FileRecord, ...]
     tensors: dict[str, TensorRecord]
 
 
 def tensors_of(layouts: Sequence[Layout]) -> dict[str, TensorRecord]:
-    """Return the tensors that files have, by their layouts; a file's place in the list is its number."""
+    """Return the tensors of files with these layouts; a file's number is its index in the list."""
     tensors: dict[str, TensorRecord] = {}
     for index, layout in enumerate(layouts):
         for entry, offset in zip(layout.entries, layout.starts, strict=True):
@@ -116,8 +116,8 @@ class Manifest(_Frozen):
         step: iterations of training that it has.
         files: all files of values.
         tensors: by name.
-        extra: whatever else training needs, as plain JSON.
-        digest: SHA-256 of all the rest.
+        extra: other state of training, as plain JSON.
+        digest: SHA-256 of all other fields.
     """
 
     version: Literal[1] = VERSION
@@ -129,17 +129,17 @@ class Manifest(_Frozen):
 
     @classmethod
     def of(cls, step: int, parts: list[Part], extra: dict[str, Any]) -> Self:
-        """Join what all ranks have written.
+        """Join the parts of all ranks.
 
         Raises:
-            CheckpointError: a value is missing, or there twice.
+            CheckpointError: a value is missing, or present twice.
         """
         files: list[FileRecord] = []
         tensors: dict[str, TensorRecord] = {}
         for part in parts:
             for name, record in part.tensors.items():
                 if (known := tensors.get(name)) is None and not files:
-                    tensors[name] = record  # all there is to do for one rank, where the drive waits for it
+                    tensors[name] = record  # the fast way for one rank: the drive idles meanwhile
                     continue
                 if known is not None and (known.dtype, known.shape) != (record.dtype, record.shape):
                     raise CheckpointError(f"{name} is {known.dtype}{list(known.shape)} and {record.dtype} elsewhere")
@@ -149,14 +149,14 @@ class Manifest(_Frozen):
             files += part.files
         made = cls(step=step, files=tuple(files), tensors=tensors, extra=extra)
         made._check_whole()
-        return made.model_copy(update={"digest": made._digest()})  # with the text that is needed again
+        return made.model_copy(update={"digest": made._digest()})  # keeps the cached text
 
     @classmethod
     def read(cls, text: bytes) -> Self:
-        """Read one, which may be anything.
+        """Read an untrusted manifest.
 
-        Whatever it says can be followed: values are within their files, and no two tensors have the same bytes, so that
-        what it asks for is no more than what is there.
+        The result is safe to use: values are within their files, and no two tensors have bytes in common, so the memory
+        for all tensors is no more than the size of the files.
 
         Raises:
             DamagedError: it is damaged, or of another version.
@@ -167,7 +167,7 @@ class Manifest(_Frozen):
         except ValidationError as error:
             first = error.errors()[0]
             raise DamagedError(f"{MANIFEST_NAME}: {first['msg']} at {'.'.join(map(str, first['loc']))}") from None
-        except ValueError as error:  # what JSON has no word for
+        except ValueError as error:  # NaN or infinity
             raise DamagedError(f"{MANIFEST_NAME}: {error}") from None
         if made.digest != digest:
             raise DamagedError(f"{MANIFEST_NAME} does not match its own digest")
@@ -193,10 +193,10 @@ class Manifest(_Frozen):
             end = 0
             for fragment in record.fragments:
                 if not fragment.start == end <= fragment.stop or fragment.file >= len(self.files):
-                    raise DamagedError(f"{name}: values {end} to {fragment.start} are missing, or there twice")
+                    raise DamagedError(f"{name}: values {end} to {fragment.start} are missing, or present twice")
                 end = fragment.stop
             if end != record.num_values:
-                raise DamagedError(f"{name} has {record.num_values:,} values, of which {end:,} are there")
+                raise DamagedError(f"{name} has {record.num_values:,} values, but only {end:,} are present")
 
     def _check_within(self) -> None:
         if len({file.path for file in self.files}) < len(self.files):
@@ -204,7 +204,7 @@ class Manifest(_Frozen):
         held: list[list[tuple[int, int]]] = [[] for _ in self.files]
         for name, record in self.tensors.items():
             if math.prod(max(extent, 1) for extent in record.shape) > MAX_VALUES:
-                raise DamagedError(f"{MANIFEST_NAME}: {name} has shape {record.shape}, which no tensor has")
+                raise DamagedError(f"{MANIFEST_NAME}: {name} has shape {record.shape}, which is too large for a tensor")
             for fragment in record.fragments:
                 num_bytes = (fragment.stop - fragment.start) * ITEM_BYTES[record.dtype]
                 held[fragment.file].append((fragment.offset, fragment.offset + num_bytes))
@@ -213,4 +213,4 @@ class Manifest(_Frozen):
             if any(begin < end for (_, end), (begin, _) in itertools.pairwise(ordered)):
                 raise DamagedError(f"{MANIFEST_NAME}: values overlap in {file.path}, or go beyond its end")
             if len(file.checksums) != -(-file.num_bytes // file.chunk_bytes):
-                raise DamagedError(f"{MANIFEST_NAME}: {file.path} has checksums of another length")
+                raise DamagedError(f"{MANIFEST_NAME}: {file.path} has another number of checksums than chunks")

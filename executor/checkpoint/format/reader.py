@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from executor.checkpoint.files.flusher import Buffer
-from executor.checkpoint.files.opening import Folder, Opened, fill, open_file, read_whole
+from executor.checkpoint.files.opening import Folder, OpenFile, fill, open_file, read_whole
 from executor.checkpoint.files.system_calls import CheckpointError, DamagedError
 from executor.checkpoint.format.layout import ITEM_BYTES
 from executor.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest
@@ -29,7 +29,7 @@ from executor.direct_io import BLOCK_BYTES, in_blocks, pages
 NUM_READERS: Final = 12
 """Number of reading threads, each with a buffer of one chunk. While some hash, the others keep the drive busy."""
 
-MAX_MANIFEST_BYTES: Final = 1 << 30  # a thousand ranks' manifest has a tenth of that
+MAX_MANIFEST_BYTES: Final = 1 << 30  # a manifest of a thousand ranks has a tenth of that
 
 _WORTH_A_THREAD_BYTES: Final = 1 << 20
 _LEAST_DIRECT_BYTES: Final = 64 << 10  # shorter ranges are copied, because a call takes at most 1,024
@@ -56,7 +56,7 @@ class Checkpoint:
 
     Args:
         folder: of the checkpoint.
-        manifest: that it must match; left out, its own is read.
+        manifest: its files must match it; left out, the folder's own is read.
 
     Raises:
         DamagedError: there is none, or its manifest is damaged.
@@ -76,7 +76,7 @@ class Checkpoint:
         """Read and check every byte, with at most ``num_readers`` threads.
 
         Raises:
-            DamagedError: a file is missing, of another length, or damaged; says which, and where.
+            DamagedError: a file is missing, of another length, or damaged.
         """
         chunks: dict[int, dict[int, list[_Target]]] = {
             file: {chunk: [] for chunk in range(len(record.checksums))}
@@ -100,7 +100,7 @@ class Checkpoint:
 
         Raises:
             DamagedError: a needed part of a file is missing or damaged.
-            CheckpointError: there is no such tensor, or it is shorter; nothing has been read.
+            CheckpointError: there is no such tensor, or it has fewer values; nothing has been read.
         """
         chunks: dict[int, dict[int, list[_Target]]] = {}
         for one in wanted:
@@ -136,7 +136,7 @@ class Checkpoint:
         start, stop = wanted.start, wanted.start + len(wanted.out) // item_bytes
         if stop > record.num_values:
             raise CheckpointError(
-                f"{self.folder}: {wanted.name} has {record.num_values:,} values, but {stop:,} are wanted; the "
+                f"{self.folder}: {wanted.name} has {record.num_values:,} values, but the model needs {stop:,}; the "
                 "checkpoint is of another model"
             )
         for fragment in record.fragments:
@@ -234,7 +234,7 @@ class _Readers:
 
 
 class _File:
-    """A file that is open from its first chunk that is read to the last."""
+    """A file that is opened for its first chunk and closed after its last."""
 
     def __init__(self, folder: Folder, record: FileRecord, num_chunks: int) -> None:
         self.record = record
@@ -242,7 +242,7 @@ class _File:
         self._path = folder / record.path
         self._left = num_chunks
         self._lock = threading.Lock()
-        self._file: Opened | None = None
+        self._file: OpenFile | None = None
 
     def load(self, chunk: int, buffer: Buffer, targets: Sequence[_Target]) -> int:
         """Read a chunk, check it, and put its values into place, through ``buffer`` where necessary.
@@ -251,7 +251,7 @@ class _File:
             Its length.
 
         Raises:
-            DamagedError: it is not what was written.
+            DamagedError: its checksum does not match.
         """
         start = chunk * self.record.chunk_bytes
         length = min(self.record.chunk_bytes, self.record.num_bytes - start)
@@ -286,7 +286,7 @@ class _File:
             self._file.close()
             self._file = None
 
-    def _open(self) -> Opened:
+    def _open(self) -> OpenFile:
         with self._lock:
             if self._file is None:
                 try:
@@ -331,6 +331,6 @@ def _manifest(folder: Folder) -> Manifest:
 
 def _damaged(what: object, error: OSError, where: str = "") -> DamagedError:
     """Return the error for something that cannot be read."""
-    if isinstance(error, CheckpointError):  # of a driver, and says all
+    if isinstance(error, CheckpointError):  # of a driver, with the path in its message
         return DamagedError(str(error))
     return DamagedError(f"{what}: {error.strerror}{where}")

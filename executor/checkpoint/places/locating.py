@@ -43,10 +43,6 @@ def located(place: str | Path) -> Folder:
 def store_at(place: str | Path, files: Files | None = None) -> AbstractStore:
     """Return the store of a place; a folder is made if needed.
 
-    Args:
-        place: a folder, or a URL that ``fsspec`` knows.
-        files: system calls that write into a folder.
-
     Raises:
         CheckpointError: the folder cannot be made, or nothing here can reach the URL.
     """
@@ -70,10 +66,10 @@ def file_system(folder: Path) -> str:
 
 
 def check_reachable(store: AbstractStore) -> None:
-    """Check that all nodes can reach a place, as far as its file system tells.
+    """Check that a place is not on a file system of this node alone.
 
     Raises:
-        CheckpointError: it is memory, or a drive, of this node.
+        CheckpointError: it is in memory or on a drive of this node.
     """
     if isinstance(store, Store) and (kind := file_system(store.root)) in _OF_ONE_NODE:
         what = "memory" if kind in _MEMORY else f"a drive ({kind})"
@@ -84,7 +80,7 @@ def check_reachable(store: AbstractStore) -> None:
 
 
 def check_room(store: AbstractStore, num_checkpoints: int, num_bytes: int) -> None:
-    """Check that a folder has room for checkpoints, those that it has included; remove dead writers' files first.
+    """Check that a folder has room for checkpoints, including those there; remove dead writers' files first.
 
     Args:
         store: the place; URLs are not checked.
@@ -92,12 +88,12 @@ def check_room(store: AbstractStore, num_checkpoints: int, num_bytes: int) -> No
         num_bytes: of each.
 
     Raises:
-        CheckpointError: it has not.
+        CheckpointError: it has too little room.
     """
     if not isinstance(store, Store):
         return
-    with contextlib.suppress(OSError):  # told when it is written to
-        store.sweep()
+    with contextlib.suppress(OSError):  # the first write will report it
+        store.remove_dead_drafts()
     free_bytes = shutil.disk_usage(store.root).free
     is_memory = file_system(store.root) in _MEMORY
     if is_memory:

@@ -25,11 +25,7 @@ _MOST_PARTS: Final = 9_000  # of a file; S3 takes 10,000
 
 @final
 class RemoteStore(AbstractStore):
-    """Checkpoints at a URL, see [Note: Manifest last].
-
-    Args:
-        root: their folder.
-    """
+    """Checkpoints at a URL, see [Note: Manifest last]."""
 
     def __init__(self, root: UrlPath) -> None:
         super().__init__(root.url)
@@ -48,15 +44,15 @@ class RemoteStore(AbstractStore):
         found = [(parse_name(name), name) for name, files in self._files().items() if MANIFEST_NAME in files]
         return [self.root / name for _, name in sorted(found, reverse=True)]
 
-    def tidy(self) -> None:
-        """See :class:`AbstractStore`: nothing is kept."""
+    def remove_spares(self) -> None:
+        """See :class:`AbstractStore`: there are no spares."""
 
     def _remove(self, folder: Folder) -> None:
         files = self._files().get(folder.name, ())
         for path in sorted(files, key=lambda path: path != MANIFEST_NAME):
             (self.root / folder.name / path).remove()
 
-    def _sweep(self, last: int) -> None:
+    def _remove_dead_drafts(self, last: int) -> None:
         def is_dead(path: str) -> bool:
             parsed = parse_name(path.partition("/")[0])
             return parsed is not None and parsed[0] <= last
@@ -64,7 +60,7 @@ class RemoteStore(AbstractStore):
         for name, files in self._files().items():
             if MANIFEST_NAME not in files and is_dead(name):
                 self._remove(self.root / name)
-        with contextlib.suppress(CheckpointError):  # it takes a right of its own, and costs little
+        with contextlib.suppress(CheckpointError):  # not all users may do that, and leftover parts cost little
             self.root.abort_uploads(is_dead)
 
     def _files(self) -> dict[str, list[str]]:
@@ -107,7 +103,7 @@ class RemoteCopy:
         with reaching(path):
             path.system.pipe_file(path.path, manifest.to_json())
         if Manifest.read(path.read_bytes()).digest != manifest.digest:
-            raise CheckpointError(f"{path}: what was written is not what is read")
+            raise CheckpointError(f"{path}: the manifest that was read back differs from what was written")
         return self.folder
 
     def abandon(self) -> None:

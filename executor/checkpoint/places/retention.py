@@ -1,4 +1,4 @@
-"""Checkpoints in one place: which one to resume from, and which ones to remove."""
+"""Checkpoints in one place: finds the one to resume from, and removes old ones."""
 
 import abc
 import collections
@@ -16,9 +16,9 @@ from executor.checkpoint.format.manifest import FileRecord, Manifest
 from executor.checkpoint.format.reader import Checkpoint
 
 LEAST_KEPT: Final = 2
-"""Least number of checkpoints that retention leaves, each verified."""
+"""Retention leaves at least this many verified checkpoints."""
 
-_BESIDE_TRAINING: Final = 1  # reading threads; training may need the drive too
+_NUM_READERS: Final = 1  # reading threads beside training, which may need the drive too
 _NAME = re.compile(r"step-(\d{8,})(?:-([0-9a-f]{8}))?")
 
 
@@ -44,7 +44,6 @@ class Copy(Protocol):
     @property
     def folder(self) -> Folder:
         """Where its files go."""
-        ...
 
     def write(self, record: FileRecord, chunks: Iterator[Buffer]) -> None:
         """Write a file and make it durable.
@@ -52,19 +51,16 @@ class Copy(Protocol):
         Raises:
             CheckpointError: it cannot be written, or ``chunks`` cannot be read.
         """
-        ...
 
     def commit(self, manifest: Manifest) -> Folder:
         """Make the checkpoint complete and durable, after all files; return its folder.
 
         Raises:
-            CheckpointError: it cannot be.
+            CheckpointError: it cannot be written.
         """
-        ...
 
     def abandon(self) -> None:
         """Remove what has been written. Abandoning twice is allowed."""
-        ...
 
 
 class AbstractStore(abc.ABC):
@@ -79,7 +75,7 @@ class AbstractStore(abc.ABC):
         self._lock = threading.Lock()  # guards what follows
         self._whole: set[str] = set()  # verified
         self._damaged: set[str] = set()
-        self._held: collections.Counter[str] = collections.Counter()
+        self._reading: collections.Counter[str] = collections.Counter()
 
     @abc.abstractmethod
     def folders(self) -> list[Folder]:
@@ -106,7 +102,7 @@ class AbstractStore(abc.ABC):
         """Remove a checkpoint; readers ignore it from the first moment. It may be gone already."""
 
     @abc.abstractmethod
-    def tidy(self) -> None:
+    def remove_spares(self) -> None:
         """Remove spare files of old checkpoints.
 
         Raises:
@@ -114,32 +110,32 @@ class AbstractStore(abc.ABC):
         """
 
     @abc.abstractmethod
-    def _sweep(self, last: int) -> None:
-        """Remove files of dead writers; if that cannot be known, those of steps up to ``last``."""
+    def _remove_dead_drafts(self, last: int) -> None:
+        """Remove files of dead writers; if these are not known, unfinished checkpoints of steps up to ``last``."""
 
     def newest(self, use: Callable[[Checkpoint], None] = Checkpoint.verify) -> "Found":
-        """Return the newest checkpoint that is whole, and why newer ones are not. See :func:`newest_of`."""
+        """Return the newest whole checkpoint, see :func:`newest_of`."""
         return newest_of([self], use)
 
-    def trust(self, folder: Folder) -> None:
+    def mark_whole(self, folder: Folder) -> None:
         """Record that a checkpoint is whole, because it was just verified."""
         with self._lock:
             self._whole.add(folder.name)
 
     @contextlib.contextmanager
-    def held(self, folder: Folder) -> Iterator[None]:
+    def reading(self, folder: Folder) -> Iterator[None]:
         """Keep a checkpoint from being removed by :meth:`prune` of this store, while it is read."""
         with self._lock:
-            self._held[folder.name] += 1
+            self._reading[folder.name] += 1
         try:
             yield
         finally:
             with self._lock:
-                self._held[folder.name] -= 1
+                self._reading[folder.name] -= 1
 
     @contextlib.contextmanager
     def _removing(self) -> Iterator[None]:
-        """Turn errors of removing into :class:`CheckpointError`."""
+        """Turn errors during removal into :class:`CheckpointError`."""
         try:
             yield
         except CheckpointError:
@@ -154,28 +150,29 @@ class AbstractStore(abc.ABC):
             (self._whole if found else self._damaged).add(folder.name)
         return found
 
-    def thin(self, keep: int = LEAST_KEPT) -> list[Folder]:
-        """Remove checkpoints, reading none: all but the newest ``keep`` known to be whole, and the newest of all.
+    def remove_old(self, keep: int = LEAST_KEPT) -> list[Folder]:
+        """Remove all but the newest ``keep`` (at least :data:`LEAST_KEPT`) verified checkpoints, and the newest of all.
 
-        None goes before so many are known to be whole, :data:`LEAST_KEPT` at least. What is :meth:`held` stays, and
-        what is damaged and newer than those, for who wants to know why. What writers that died have left goes.
+        It reads no checkpoint, and removes none before that many are verified. Checkpoints under :meth:`reading` stay.
+        Damaged ones that are newer than those stay too, so that the damage can be examined. Files of dead writers are
+        removed.
 
         Returns:
-            What was removed.
+            The removed folders.
 
         Raises:
             CheckpointError: something could not be removed.
         """
         with self._removing():
-            return self._thin(self.folders(), keep)
+            return self._remove_old(self.folders(), keep)
 
     def prune(self, keep: int = LEAST_KEPT) -> list[Folder]:
-        """Read again what is there, newest first, until ``keep`` are known to be whole; then :meth:`thin`.
+        """Verify checkpoints, newest first, until ``keep`` are whole; then :meth:`remove_old`.
 
-        What comes meanwhile stays.
+        Checkpoints that are written meanwhile stay.
 
         Returns:
-            What was removed.
+            The removed folders.
 
         Raises:
             CheckpointError: something could not be removed.
@@ -186,9 +183,9 @@ class AbstractStore(abc.ABC):
                 left -= folder.name in self._whole or self.read_again(folder)
                 if not left:
                     break
-            return self._thin(there, keep)
+            return self._remove_old(there, keep)
 
-    def _thin(self, there: Sequence[Folder], keep: int) -> list[Folder]:
+    def _remove_old(self, there: Sequence[Folder], keep: int) -> list[Folder]:
         removed: list[Folder] = []
         wanted = max(keep, LEAST_KEPT)
         with self._lock:
@@ -198,10 +195,10 @@ class AbstractStore(abc.ABC):
             stay = {folder.name for folder in (*kept, *there[:1])}
             for number, folder in enumerate(there if is_enough else ()):
                 damaged = number < last and folder.name in self._damaged
-                if folder.name not in stay and not damaged and not self._held[folder.name]:
+                if folder.name not in stay and not damaged and not self._reading[folder.name]:
                     self._remove(folder)
                     removed.append(folder)
-        self._sweep(step_of(kept[-1]) if is_enough else -1)
+        self._remove_dead_drafts(step_of(kept[-1]) if is_enough else -1)
         return removed
 
 
@@ -210,7 +207,7 @@ class Found:
     """The checkpoint to resume from.
 
     Attributes:
-        checkpoint: the newest that is whole; ``None`` if there is none.
+        checkpoint: the newest whole one; ``None`` without any.
         refused: why each newer one was skipped, and which places could not be reached.
         level: index of its place.
     """
@@ -221,14 +218,14 @@ class Found:
 
 
 def newest_of(stores: Sequence[AbstractStore], use: Callable[[Checkpoint], None] = Checkpoint.verify) -> Found:
-    """Return the newest checkpoint of several places that is whole; of equals, that of the first place.
+    """Return the newest whole checkpoint of several places; of equal steps, that of the first place.
 
     Args:
         stores: the places.
-        use: reads, and so checks, what is needed; left out, every byte is checked.
+        use: reads what is needed, and so checks it; left out, every byte is checked.
 
     Raises:
-        What ``use`` does, but :class:`DamagedError`.
+        Every error of ``use`` except :class:`DamagedError`.
     """
     there, refused = candidates(stores)
     for level, folder in there:
@@ -262,10 +259,10 @@ def step_of(folder: Folder) -> int:
 
 
 def is_whole(folder: Folder) -> bool:
-    """Return whether a checkpoint is whole; every byte is checked, slowly, because training may need the drive."""
+    """Return whether a checkpoint is whole; checks every byte with few threads, because training may need the drive."""
     try:
         with Checkpoint(folder) as checkpoint:
-            checkpoint.verify(_BESIDE_TRAINING)
+            checkpoint.verify(_NUM_READERS)
     except DamagedError:
         return False
     return True

@@ -86,7 +86,7 @@ class Draft:
         return False
 
     def _clear(self, manifest: Manifest) -> None:
-        """Remove files of an old checkpoint that the new one does not have."""
+        """Remove files of a reused old checkpoint that the new one does not have."""
         known = {MANIFEST_NAME, *(record.path for record in manifest.files)}
         for path in self.folder.rglob("*") if self._is_reused else ():
             if not path.is_dir() and str(path.relative_to(self.folder)) not in known:
@@ -106,13 +106,32 @@ class Draft:
                 if time.monotonic() > deadline_s:
                     raise CheckpointError(f"{self.folder}: rank {rank} has not written its part in {patience_s:g} s")
                 time.sleep(_POLL_S)
-            handed = _handed(path)
-            if "error" in handed:
-                raise CheckpointError(f"rank {rank}: {handed['error']}")
-            parts.append(Part.model_validate(handed["part"]))
-            extras.append(handed["extra"])
+            sent = _read_part(path)
+            if "error" in sent:
+                raise CheckpointError(f"rank {rank}: {sent['error']}")
+            parts.append(Part.model_validate(sent["part"]))
+            extras.append(sent["extra"])
             self._files.remove(path)
         return parts, extras
+
+    def write(self, record: FileRecord, chunks: Iterator[Buffer]) -> None:
+        """Copy a file, its header last; see :class:`executor.checkpoint.places.retention.Copy`."""
+        with Flusher(self._files, ring_of(_NUM_BUFFERS, record.chunk_bytes)) as flusher:
+            data = next(chunks).tobytes()
+            while len(data) < (header_bytes := 8 + int.from_bytes(data[:8], "little")):
+                data += next(chunks).tobytes()
+            layout = Layout((), data[:header_bytes], (), record.num_bytes)
+            writer = ShardWriter(flusher, self.folder, record.path, layout)
+            try:
+                writer.append(np.frombuffer(data, np.uint8)[header_bytes:])
+                for values in chunks:
+                    writer.append(values)
+                written = writer.finish()
+            except BaseException:
+                writer.abandon()
+                raise
+        if written != record:
+            raise CheckpointError(f"{self.folder / record.path}: the copy differs from the source")
 
     def commit(self, manifest: Manifest) -> Path:
         """Make the checkpoint complete and durable, after all other files; return its folder.
@@ -158,7 +177,7 @@ class Draft:
                 raise
             if is_whole(path):
                 raise CheckpointError(in_use(path)) from error
-            _put_aside(self._files, path)
+            _rename_and_remove(self._files, path)
             self._files.rename(self.folder, path)
 
     def _unlock(self) -> None:
@@ -169,7 +188,7 @@ class Draft:
 
 @final
 class JoinedDraft:
-    """The part of a rank other than 0 in a checkpoint that rank 0 has begun, see [Note: Parts].
+    """Access of a rank other than 0 to the checkpoint that rank 0 has begun, see [Note: Parts].
 
     Raises:
         CheckpointError: rank 0 has not begun it in time.
@@ -186,16 +205,16 @@ class JoinedDraft:
                 )
             time.sleep(_POLL_S)
 
-    def hand_in(self, rank: int, part: Part, extra: Any) -> None:
+    def send_part(self, rank: int, part: Part, extra: Any) -> None:
         """Pass this rank's part, which is durable, to rank 0."""
-        self._tell(rank, {"part": part.model_dump(mode="json"), "extra": extra})
+        self._send(rank, {"part": part.model_dump(mode="json"), "extra": extra})
 
-    def refuse(self, rank: int, error: str) -> None:
+    def send_error(self, rank: int, error: str) -> None:
         """Report to rank 0 that this rank could not write its part."""
         with contextlib.suppress(OSError):  # rank 0 has given it up too
-            self._tell(rank, {"error": error})
+            self._send(rank, {"error": error})
 
-    def _tell(self, rank: int, data: dict[str, Any]) -> None:
+    def _send(self, rank: int, data: dict[str, Any]) -> None:
         text = json.dumps(data)
         write_whole(self.folder / f"part-{rank}.json", f"{_digest(text)} {text}", durable=False)
 
@@ -204,17 +223,17 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _handed(path: Path) -> dict[str, Any]:
+def _read_part(path: Path) -> dict[str, Any]:
     """Return another rank's part.
 
     Raises:
-        CheckpointError: it is damaged; the manifest must not vouch for it.
+        CheckpointError: the file is damaged, so its checksums cannot go into the manifest.
     """
     digest, _, text = path.read_bytes().decode(errors="replace").partition(" ")
     if digest != _digest(text):
-        raise CheckpointError(f"{path} is not what its rank has written; this checkpoint is given up")
-    handed: dict[str, Any] = json.loads(text)
-    return handed
+        raise CheckpointError(f"{path} differs from what its rank has written; this checkpoint is given up")
+    sent: dict[str, Any] = json.loads(text)
+    return sent
 
 
 def draft_folder(root: Path, step: int, nonce: str) -> Path:
@@ -224,11 +243,7 @@ def draft_folder(root: Path, step: int, nonce: str) -> Path:
 
 @final
 class Store(AbstractStore):
-    """A folder of checkpoints.
-
-    Args:
-        root: the folder; made if needed.
-        files: system calls that write.
+    """A folder of checkpoints, which is made if needed.
 
     Raises:
         CheckpointError: it cannot be made.
@@ -257,10 +272,10 @@ class Store(AbstractStore):
         """
         return Draft(self.files, self.root, step, folders, nonce)
 
-    def begin_copy(self, manifest: Manifest) -> "FolderCopy":
+    def begin_copy(self, manifest: Manifest) -> Draft:
         """See :class:`AbstractStore`."""
         parents = {str(parent) for record in manifest.files for parent in PurePosixPath(record.path).parents}
-        return FolderCopy(self.files, self.begin(manifest.step, sorted(parents - {"."})))
+        return self.begin(manifest.step, sorted(parents - {"."}))
 
     def folder(self, step: int, nonce: int = 0) -> Path:
         """See :class:`AbstractStore`."""
@@ -275,7 +290,7 @@ class Store(AbstractStore):
         found = [(parsed, path) for parsed, path in named if parsed is not None]
         return [path for _, path in sorted(found, reverse=True)]
 
-    def sweep(self) -> None:
+    def remove_dead_drafts(self) -> None:
         """Remove folders of dead writers, whose locks are free."""
         for path in self.root.glob("tmp-*"):
             try:
@@ -287,11 +302,11 @@ class Store(AbstractStore):
             finally:
                 os.close(lock)
 
-    def tidy(self) -> None:
+    def remove_spares(self) -> None:
         """See :class:`AbstractStore`."""
         for spare in _spares(self.root):
             with contextlib.suppress(FileNotFoundError):
-                _put_aside(self.files, spare)
+                _rename_and_remove(self.files, spare)
 
     def _remove(self, folder: Folder) -> None:
         assert isinstance(folder, Path)
@@ -299,55 +314,18 @@ class Store(AbstractStore):
             if len(_spares(self.root)) < _MAX_SPARES:
                 self.files.rename(folder, self.root / f"{_SPARE}{secrets.token_hex(4)}")
             else:
-                _put_aside(self.files, folder)
+                _rename_and_remove(self.files, folder)
 
-    def _sweep(self, last: int) -> None:  # noqa: ARG002 - of others it is not known whether they died
-        self.sweep()
-
-
-@final
-class FolderCopy:
-    """See :class:`executor.checkpoint.places.retention.Copy`."""
-
-    def __init__(self, files: Files, draft: Draft) -> None:
-        self._files = files
-        self._draft = draft
-        self.folder = draft.folder
-
-    def write(self, record: FileRecord, chunks: Iterator[Buffer]) -> None:
-        """Write with the header last; see :class:`executor.checkpoint.places.retention.Copy`."""
-        with Flusher(self._files, ring_of(_NUM_BUFFERS, record.chunk_bytes)) as flusher:
-            data = next(chunks).tobytes()
-            while len(data) < (header_bytes := 8 + int.from_bytes(data[:8], "little")):
-                data += next(chunks).tobytes()
-            layout = Layout((), data[:header_bytes], (), record.num_bytes)
-            writer = ShardWriter(flusher, self.folder, record.path, layout)
-            try:
-                writer.append(np.frombuffer(data, np.uint8)[header_bytes:])
-                for values in chunks:
-                    writer.append(values)
-                written = writer.finish()
-            except BaseException:
-                writer.abandon()
-                raise
-        if written != record:
-            raise CheckpointError(f"{self.folder / record.path}: what was written is not what was read")
-
-    def commit(self, manifest: Manifest) -> Path:
-        """See :class:`executor.checkpoint.places.retention.Copy`."""
-        return self._draft.commit(manifest)
-
-    def abandon(self) -> None:
-        """See :class:`executor.checkpoint.places.retention.Copy`."""
-        self._draft.abandon()
+    def _remove_dead_drafts(self, last: int) -> None:  # noqa: ARG002 - locks show which writers died
+        self.remove_dead_drafts()
 
 
 def _spares(root: Path) -> list[Path]:
     return list(root.glob(f"{_SPARE}*"))
 
 
-def _put_aside(files: Files, path: Path) -> None:
-    """Rename a checkpoint away, in one step, and then remove its files."""
+def _rename_and_remove(files: Files, path: Path) -> None:
+    """Rename a checkpoint, which is atomic, and then remove its files."""
     aside = path.with_name(f"tmp-{path.name}-{secrets.token_hex(4)}")
     files.rename(path, aside)
     remove_tree(files, aside)

@@ -168,7 +168,7 @@ def kernels() -> Any:
     from ullage.commands.calibrate.probe import host_times  # noqa: PLC0415 - transformers
 
     params = AdamWParams()
-    rule = Rule(next(entry for entry in ENTRIES if entry.stock is torch.optim.AdamW), params)
+    rule = Rule(next(entry for entry in ENTRIES if entry.torch_class is torch.optim.AdamW), params)
     teams: dict[int, WorkerTeam] = {}
 
     def step(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, weight: Any, num_threads: int) -> None:
