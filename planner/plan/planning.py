@@ -142,7 +142,8 @@ class Request:
         if self.num_devices > per_node and self.hardware.inter_node is None:
             raise ValueError(
                 f"{self.hardware.name} has {per_node} device(s) and no network between nodes, but {self.num_devices} "
-                f"are asked for; ask for at most {per_node}, or choose a profile with an inter_node fabric"
+                f"are asked for; ask for at most {per_node}, or choose a larger machine with --hardware (`ullage "
+                "hardware` lists them)"
             )
 
     @property
