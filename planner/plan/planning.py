@@ -143,7 +143,7 @@ class Request:
             raise ValueError(
                 f"{self.hardware.name} has {per_node} device(s) and no network between nodes, but {self.num_devices} "
                 f"are asked for; ask for at most {per_node}, or choose a larger machine with --hardware (`ullage "
-                "hardware` lists them)"
+                "hardware` lists them), or a profile with inter_node"
             )
 
     @property

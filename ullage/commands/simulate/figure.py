@@ -8,6 +8,8 @@ import dataclasses
 import html
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from hwprofiles.files import write_whole
 from planner.schedule.tasks import Tier
 from ullage.analysis.iteration import Iteration
@@ -15,7 +17,7 @@ from ullage.output.formatting import si
 from ullage.output.palette import COLOURS
 from ullage.report.charts import Chart, Level
 from ullage.report.over_time import memory_section, resources_section, traffic_section
-from ullage.report.static import Figure, draw_on, to_bytes
+from ullage.report.static import draw_on, to_bytes
 from ullage.report.views import View
 
 _SIZE_INCHES = (10.0, 7.0)
