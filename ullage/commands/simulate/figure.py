@@ -8,8 +8,6 @@ import dataclasses
 import html
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from hwprofiles.files import write_whole
 from planner.schedule.tasks import Tier
 from ullage.analysis.iteration import Iteration
@@ -19,6 +17,8 @@ from ullage.report.charts import Chart, Level
 from ullage.report.over_time import memory_section, resources_section, traffic_section
 from ullage.report.static import draw_on, to_bytes
 from ullage.report.views import View
+
+from matplotlib.figure import Figure  # isort: skip  (static names the remedy if it is missing)
 
 _SIZE_INCHES = (10.0, 7.0)
 
