@@ -7,7 +7,21 @@ from hwprofiles.profile import HardwareProfile
 from hwprofiles.quantity import Curve, Quantity
 from hwprofiles.registry import canonical_json, list_profiles, load_profile
 
-TYPICAL = {"v100", "a100-40", "a100-80", "h100", "h200", "gh200", "rtx-4090", "rtx-4090x8", "rtx-3090"}
+TYPICAL = {
+    "v100",
+    "a100-40",
+    "a100-80",
+    "h100",
+    "h200",
+    "gh200",
+    "b200",
+    "gb200",
+    "mi300x",
+    "rtx-3090",
+    "rtx-4090",
+    "rtx-4090x8",
+    "rtx-5090",
+}
 PUBLISHED = {
     "h100x4-80g",
     "a100x4-40g",
